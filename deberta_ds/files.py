@@ -1,0 +1,54 @@
+"""Whole-or-nothing file writing, and checksums.
+
+A reader never sees half a file: data goes to a temporary name in the same directory, is flushed to
+disk, and is then renamed over the final name.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+_CHUNK_BYTES = 1 << 22
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; on success fsync it and rename it to `path`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    """Write `data` (text as UTF-8) to `path`, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def sync_directory(path: str | Path) -> None:
+    """Make renames inside directory `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def xxh3(path: str | Path) -> str:
+    """Return the xxh3-128 checksum of a file as 32 hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
