@@ -1,0 +1,127 @@
+"""SuperGLUE as the Hugging Face Hub keeps it (parquet) -> the objects of the official JSON lines.
+
+The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
+numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.tasks import Task
+
+HUB = "hub"
+_REPOSITORY = "aps/super_glue"
+_SPLITS = {"train": "train", "val": "validation", "test": "test"}
+# Class numbers of the Hub, which differ from every other code base for the NLI tasks.
+_LABELS = {
+    "CB": ("entailment", "contradiction", "neutral"),
+    "RTE": ("entailment", "not_entailment"),
+    "AX-b": ("entailment", "not_entailment"),
+    "AX-g": ("entailment", "not_entailment"),
+    "MNLI": ("entailment", "neutral", "contradiction"),
+}
+
+
+def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
+    """Return (place, row) of a split downloaded from the Hub; needs network once."""
+    from datasets import load_dataset
+
+    repository = "nyu-mll/glue" if task.name == "MNLI" else _REPOSITORY
+    name = "validation_matched" if task.name == "MNLI" and split == "val" else _SPLITS[split]
+    try:
+        table = load_dataset(repository, task.hub, split=name)
+    except (OSError, ValueError, ConnectionError) as error:
+        raise UserError(
+            f"{repository} {task.hub} {name}: cannot be read from the Hub ({error}); "
+            "download the official zip and pass its directory"
+        ) from error
+    return _rows(table, f"hub:{repository}/{task.hub}/{name}")
+
+
+def read_parquet(files: list[Path], place: str) -> list[tuple[str, dict]]:
+    """Return (place, row) of the parquet files of one split."""
+    from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        table = Dataset.from_parquet([str(file) for file in files], keep_in_memory=True)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise UserError(f"{place}: not a whole parquet file ({error})") from error
+    return _rows(table, place)
+
+
+def _rows(table: Any, place: str) -> list[tuple[str, dict]]:
+    return [(f"{place}:{number}", row) for number, row in enumerate(table, start=1)]
+
+
+def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, object in the format of the official JSON lines) for the Hub's rows."""
+    convert = {"MultiRC": _multirc, "ReCoRD": _record}.get(task.name)
+    try:
+        if convert:
+            yield from convert(rows)
+            return
+        for place, row in rows:
+            yield place, _flat(task, row)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{rows[0][0]}: not the Hub's {task.hub} table (column {error} is missing or not as "
+            f"expected); its columns are {', '.join(rows[0][1])}"
+        ) from error
+
+
+def _flat(task: Task, row: dict) -> dict:
+    line = {name: value for name, value in row.items() if name != "label"}
+    if task.name == "AX-b":
+        line["idx"] = str(line["idx"])
+    if task.name == "WiC":
+        line["version"] = 1.1
+    if task.name == "WSC":
+        names = ("span1_index", "span1_text", "span2_index", "span2_text")
+        line["target"] = {name: line.pop(name) for name in names}
+    if row["label"] != -1:
+        line["label"] = _LABELS[task.name][row["label"]] if task.name in _LABELS else (
+            bool(row["label"]) if type(task.values[0]) is bool else row["label"]
+        )  # fmt: skip
+    return line
+
+
+def _multirc(rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
+    passages: dict[int, tuple[str, dict]] = {}
+    questions: dict[tuple[int, int], dict] = {}
+    for place, row in rows:
+        idx = row["idx"]
+        passage = {"text": row["paragraph"], "questions": []}
+        line = {"idx": idx["paragraph"], "version": 1.1, "passage": passage}
+        _, line = passages.setdefault(idx["paragraph"], (place, line))
+        key = (idx["paragraph"], idx["question"])
+        if key not in questions:
+            questions[key] = {"question": row["question"], "idx": idx["question"], "answers": []}
+            line["passage"]["questions"].append(questions[key])
+        answer = {"text": row["answer"], "idx": idx["answer"]}
+        if row["label"] != -1:
+            answer["label"] = row["label"]
+        questions[key]["answers"].append(answer)
+    yield from passages.values()
+
+
+def _record(rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
+    passages: dict[int, tuple[str, dict]] = {}
+    for place, row in rows:
+        spans = row["entity_spans"]
+        # The Hub's spans are end-exclusive, the official files count the last character in.
+        entities = [
+            {"start": start, "end": end - 1}
+            for start, end in zip(spans["start"], spans["end"], strict=True)
+        ]
+        # The Hub removes the newlines around @highlight; offsets are kept.
+        line = {"source": "hub", "passage": {"text": row["passage"], "entities": entities},
+                "qas": [], "idx": row["idx"]["passage"]}  # fmt: skip
+        _, line = passages.setdefault(row["idx"]["passage"], (place, line))
+        qa = {"query": row["query"], "idx": row["idx"]["query"]}
+        if row["answers"]:
+            qa["answers"] = [{"start": 0, "end": 0, "text": text} for text in row["answers"]]
+        line["qas"].append(qa)
+    yield from passages.values()

@@ -1,0 +1,269 @@
+"""One line of a task file -> the predictions it asks for, with every field checked.
+
+The formulations are those of the DeBERTa and jiant releases: BoolQ is (passage, question), MultiRC
+(passage, question + answer), COPA puts the cause before the effect, WiC is (word, sentence1,
+sentence2), ReCoRD marks every entity mention of the passage. Character spans are end-exclusive
+here; ReCoRD's files count the last character in.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.tasks import Task
+
+PLACEHOLDER = "@placeholder"
+_HIGHLIGHT = re.compile(r"\s*@highlight\s*")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters [start, end) of text number `text` of an example's sequence."""
+
+    text: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prediction to make."""
+
+    key: tuple[int, ...]  # (idx,); MultiRC: (passage, question, answer); ReCoRD: (query, passage)
+    sequences: tuple[tuple[str, ...], ...]  # one; COPA: one for each choice
+    label: int | None = None  # class index; None where the file has none
+    spans: tuple[Span, ...] = ()  # WiC and WSC: two; ReCoRD: every mention
+    names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
+    gold: tuple[str, ...] = ()  # ReCoRD: the answer strings
+
+
+class Line:
+    """One JSON object with its place, whose fields are read with a check of their type."""
+
+    def __init__(self, task: Task, place: str, value: Any, key: str = ""):
+        self.task, self.place, self.key = task, place, key
+        if not isinstance(value, Mapping):
+            self.fail(f"expected a JSON object, found {_show(value)}")
+        self.value = value
+
+    def fail(self, problem: str):
+        raise UserError(f"{self.place}: {problem}\n  expected format: {self.task.line}")
+
+    def get(self, name: str, kind: type) -> Any:
+        """Return field `name`, which must be of exactly `kind` (a bool is not an int)."""
+        where = f"{self.key}{name}"
+        if name not in self.value:
+            self.fail(f'field "{where}" is missing')
+        value = self.value[name]
+        if type(value) is not kind:
+            self.fail(f'field "{where}" must be {_NAMES[kind]}, found {_show(value)}')
+        if kind is str and name != "word" and not value.strip():
+            self.fail(f'field "{where}" is empty')
+        return value
+
+    def index(self) -> int:
+        """Return "idx"; AX-b writes it as a string of digits."""
+        value = self.value.get("idx")
+        if self.task.name == "AX-b" and isinstance(value, str) and value.isdecimal():
+            return int(value)
+        return self.get("idx", int)
+
+    def inside(self, name: str, position: int = -1) -> "Line":
+        """Return the object in field `name` (of a list: at `position`) as a Line of its own."""
+        if position < 0:
+            return Line(self.task, self.place, self.get(name, dict), f"{self.key}{name}.")
+        values = self.get(name, list)
+        return Line(self.task, self.place, values[position], f"{self.key}{name}[{position}].")
+
+    def label(self, needed: bool) -> int | None:
+        """Return the class index of field "label"; None if absent and not `needed`."""
+        if "label" not in self.value and not needed:
+            return None
+        kind = type(self.task.values[0])
+        if "label" not in self.value or type(self.value["label"]) is not kind:
+            self.get("label", kind)
+        value = self.value["label"]
+        if value not in self.task.values:
+            wanted = ", ".join(_show(known) for known in self.task.values)
+            self.fail(f'field "{self.key}label" must be one of {wanted}, found {_show(value)}')
+        return self.task.values.index(value)
+
+
+_NAMES = {str: "a string", int: "an integer", bool: "true or false", list: "a list",
+          dict: "a JSON object"}  # fmt: skip
+
+
+def _show(value: Any) -> str:
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]:
+    """Return the examples of one JSON object read at `place` (file and line).
+
+    Labels are required in train and val; test lines have none, except the public diagnostics.
+    Raises UserError naming the place, the field and the expected format.
+    """
+    return _PARSERS[task.layout](Line(task, place, value), split != "test")
+
+
+def _pair(line: Line, labelled: bool) -> list[Example]:
+    first, second = (line.get(name, str) for name in line.task.texts)
+    return [Example((line.index(),), ((first, second),), line.label(labelled))]
+
+
+def _copa(line: Line, labelled: bool) -> list[Example]:
+    premise, question = line.get("premise", str), line.get("question", str)
+    if question not in ("cause", "effect"):
+        line.fail(f'field "question" must be "cause" or "effect", found {_show(question)}')
+    choices = [line.get(name, str) for name in ("choice1", "choice2")]
+    sequences = tuple(
+        (choice, premise) if question == "cause" else (premise, choice) for choice in choices
+    )
+    return [Example((line.index(),), sequences, line.label(labelled))]
+
+
+def _multirc(line: Line, labelled: bool) -> list[Example]:
+    if line.value.get("version") != 1.1:
+        line.fail(f'field "version" must be 1.1, found {_show(line.value.get("version"))}')
+    passage = line.inside("passage")
+    text = passage.get("text", str)
+    examples = []
+    for q in range(len(passage.get("questions", list))):
+        question = passage.inside("questions", q)
+        words = question.get("question", str)
+        for a in range(len(question.get("answers", list))):
+            answer = question.inside("answers", a)
+            key = (line.index(), question.index(), answer.index())
+            # Eight official answers are blank strings; they are real options with real labels.
+            option = answer.value.get("text")
+            if not isinstance(option, str):
+                answer.get("text", str)
+            sequence = (text, f"{words} {option}".rstrip())
+            examples.append(Example(key, (sequence,), answer.label(labelled)))
+    return examples
+
+
+def _record(line: Line, labelled: bool) -> list[Example]:
+    passage = line.inside("passage")
+    text = passage.get("text", str)
+    spans = []
+    for e in range(len(passage.get("entities", list))):
+        entity = passage.inside("entities", e)
+        start, end = entity.get("start", int), entity.get("end", int) + 1
+        if not 0 <= start < end <= len(text):
+            entity.fail(f"entity {e} [{start}, {end}) is outside its passage of {len(text)} chars")
+        spans.append(Span(0, start, end))
+    spans = sorted(set(spans), key=lambda span: (span.start, span.end))
+    if not spans:
+        passage.fail("the passage has no entities to choose from")
+    names = tuple(text[span.start : span.end] for span in spans)
+    shown = without_highlight_marks(text)
+    examples = []
+    for q in range(len(line.get("qas", list))):
+        qa = line.inside("qas", q)
+        query = qa.get("query", str)
+        if PLACEHOLDER not in query:
+            qa.fail(f'field "{qa.key}query" has no {PLACEHOLDER}')
+        gold = ()
+        if labelled or "answers" in qa.value:
+            answers = range(len(qa.get("answers", list)))
+            gold = tuple(dict.fromkeys(qa.inside("answers", a).get("text", str) for a in answers))
+            if labelled and not set(gold) & set(names):
+                qa.fail(f"no answer of query {qa.index()} is an entity of its passage")
+        key = (qa.index(), line.index())
+        examples.append(Example(key, ((shown, query),), None, tuple(spans), names, gold))
+    return examples
+
+
+def without_highlight_marks(text: str) -> str:
+    r"""Return a ReCoRD passage with each "\n@highlight\n" as a full stop, of the same length."""
+
+    def stop(match: re.Match) -> str:
+        before = text[match.start() - 1 : match.start()]
+        mark = " " if before in "" or before in ".!?:;\"'" else "."
+        return mark.ljust(match.end() - match.start())
+
+    return _HIGHLIGHT.sub(stop, text)
+
+
+def _wic(line: Line, labelled: bool) -> list[Example]:
+    sequence = tuple(line.get(name, str) for name in line.task.texts)
+    spans = []
+    for number in (1, 2):
+        start, end = line.get(f"start{number}", int), line.get(f"end{number}", int)
+        if not 0 <= start < end <= len(sequence[number]):
+            line.fail(
+                f'"start{number}" = {start} and "end{number}" = {end} are outside "sentence{number}'
+                f'" of {len(sequence[number])} characters'
+            )
+        spans.append(Span(number, start, end))
+    return [Example((line.index(),), (sequence,), line.label(labelled), tuple(spans))]
+
+
+def _wsc(line: Line, labelled: bool) -> list[Example]:
+    text, target = line.get("text", str), line.inside("target")
+    spans = []
+    for number in (1, 2):
+        phrase = target.get(f"span{number}_text", str)
+        index = target.get(f"span{number}_index", int)
+        found = find_phrase(text, phrase, index)
+        if found is None:
+            target.fail(f'"span{number}_text" {phrase!r} is nowhere near word {index} of the text')
+        spans.append(Span(0, *found))
+    return [Example((line.index(),), ((text,),), line.label(labelled), tuple(spans))]
+
+
+def find_phrase(text: str, phrase: str, index: int) -> tuple[int, int] | None:
+    """Return the characters [start, end) of `phrase`, given as starting at whitespace word `index`.
+
+    Words are compared on their letters and digits, as case and punctuation differ in 145 official
+    rows. A phrase that is not at `index` is taken where it occurs nearest (val idx 42 is off by
+    one). One whose words are not contiguous ("Kamenev and Zinoviev", test idx 80-82) gives its
+    first word that occurs within ten words of `index`. None if no word of it occurs there.
+    """
+    words = [(match.group(), match.start()) for match in re.finditer(r"\S+", text)]
+    plain = [_plain(word) for word, _ in words]
+    wanted = [_plain(word) for word in phrase.split()]
+    for size in (len(wanted), 1):
+        places = [
+            (abs(i - index), i, wanted[skip : skip + size])
+            for skip in range(len(wanted) - size + 1)
+            for i in range(len(words) - size + 1)
+            if all(map(_same, plain[i : i + size], wanted[skip : skip + size]))
+            and (size > 1 or len(wanted) == 1 or abs(i - index) <= 10)
+        ]
+        if places:
+            _, first, part = min(places, key=lambda place: place[0])
+            return _trimmed(words[first : first + size], part)
+    return None
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"\W|_", "", word).lower()
+
+
+def _same(word: str, wanted: str) -> bool:
+    return bool(wanted) and (word == wanted or word in (wanted + "s", wanted + "ll", wanted + "d"))
+
+
+def _trimmed(words: list[tuple[str, int]], part: list[str]) -> tuple[int, int]:
+    """Return the span of `words` without the punctuation (and "'s") around the phrase."""
+    first, start = words[0]
+    last, last_start = words[-1]
+    start += len(first) - len(first.lstrip("\"'`([.,;:!?-"))
+    kept = len(last) if _plain(last) == part[-1] else last.rfind("'")
+    end = last_start + len(last[: kept if kept > 0 else len(last)].rstrip("\"'`)].,;:!?-"))
+    return start, max(end, start + 1)
+
+
+_PARSERS: dict[str, Callable[[Line, bool], list[Example]]] = {
+    "pair": _pair,
+    "copa": _copa,
+    "multirc": _multirc,
+    "record": _record,
+    "wic": _wic,
+    "wsc": _wsc,
+}
