@@ -1,0 +1,34 @@
+"""The model that is fine-tuned and exported: a word table and the encoder above it."""
+
+import torch
+from torch import Tensor, nn
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.encoder import Trunk
+
+
+class Backbone(nn.Module):
+    """DeBERTa without a head; the same parameters as Hugging Face's DebertaV2Model."""
+
+    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+        super().__init__()
+        self.config = config
+        self.words = WordEmbedding(config.vocab_size, config.hidden_size)
+        self.trunk = Trunk(config, checkpoint_layers)
+
+    def forward(self, input_ids_BL: Tensor, segments_BL: Tensor,
+                positions_BL: Tensor | None = None) -> Tensor:
+        """Return hidden states [B, L, C]; `segments_BL` is the attention mask, or packed pieces."""
+        return self.trunk(self.words(input_ids_BL), segments_BL, positions_BL)
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of distinct parameter elements; partitioned by ZeRO-3 or on meta, too."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+
+
+def on_meta(build, *args) -> nn.Module:
+    """Return `build(*args)` without memory, for counting."""
+    with torch.device("meta"):
+        return build(*args)

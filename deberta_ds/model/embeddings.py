@@ -1,0 +1,54 @@
+"""Word tables and the input block.
+
+What is unusual: gradient-disentangled sharing (DeBERTaV3 section 3.2; microsoft rtd_task.py) is two
+look-ups added row by row, `E_G[ids].detach() + delta[ids]`, in two modules of their own: nothing is
+re-registered, no V x C sum is built, and ZeRO-3 gathers a table exactly where its module is called.
+
+Legend: B batch, L length, C hidden, V vocabulary, T targets.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
+
+
+class WordEmbedding(nn.Module):
+    """The word table, both of its uses: looking rows up, and predicting words by the tied table.
+
+    Both go through `forward`, because ZeRO-3 gathers a module's parameters only when it is called.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(self, inputs: Tensor, *, labels_T: Tensor | None = None,
+                bias_V: Tensor | None = None, **prediction):
+        """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
+        is `linear_cross_entropy`'s (loss sum, number correct, sampled ids)."""
+        if labels_T is None:
+            return F.embedding(inputs, self.weight)
+        return linear_cross_entropy(inputs, self.weight, bias_V, labels_T, **prediction)
+
+
+class InputBlock(nn.Module):
+    """Word vectors (+ absolute positions) -> LayerNorm -> zero at padding -> dropout."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        if config.absolute_input:
+            self.positions = nn.Embedding(config.max_position, config.hidden_size)
+        self.has_positions = config.absolute_input
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, word_vectors_BLC: Tensor, segments_BL: Tensor, positions_BL: Tensor
+                ) -> Tensor:
+        hidden_BLC = word_vectors_BLC
+        if self.has_positions:
+            hidden_BLC = hidden_BLC + self.positions(positions_BL)
+        hidden_BLC = self.norm(hidden_BLC) * (segments_BL > 0).unsqueeze(-1)
+        return self.dropout(hidden_BLC)

@@ -1,0 +1,226 @@
+"""The DeBERTa encoder: disentangled self-attention, post-LayerNorm blocks, v2 convolution.
+
+Sources: DeBERTa (arXiv 2006.03654) section 3, and where they differ the released code
+(microsoft/DeBERTa bert.py, disentangled_attention.py), so that public checkpoints give the same
+numbers: one index serves c2p and p2c, and the relative table is dropped out anew in every layer.
+
+What is unusual: rows may be packed, so a piece never sees another one, neither by attention nor by
+the convolution; the enhanced mask decoder (section 3.2.1 of the paper) runs only on the masked
+positions and replaces the last layer, whose ordinary output nothing would read.
+
+Legend: B batch, L length, H heads, D head size, C hidden, M masked slots, S relative rows,
+Q queries (L, or M in the decoder).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.model.attention import Geometry, attend
+from deberta_ds.model.embeddings import InputBlock
+
+ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
+
+
+class DecoderQueries(NamedTuple):
+    """What the enhanced mask decoder starts from: absolute positions at the masked columns."""
+
+    position_vectors_BMC: Tensor
+    columns_BM: Tensor  # int64; unused slots hold 0
+
+
+class Attention(nn.Module):
+    """Disentangled self-attention with its output projection; residual and norm are the layer's."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size = config.hidden_size
+        self.config = config
+        self.geometry = Geometry(config.largest_distance, config.position_buckets)
+        self.query = nn.Linear(size, size)
+        self.key = nn.Linear(size, size, bias=config.key_bias)
+        self.value = nn.Linear(size, size)
+        self.output = nn.Linear(size, size)
+        if config.relative_attention and not config.share_position_projections:
+            if "c2p" in config.position_terms:
+                self.position_key = nn.Linear(size, size, bias=config.key_bias)
+            if "p2c" in config.position_terms:
+                self.position_query = nn.Linear(size, size)
+        self.relative_dropout = nn.Dropout(config.hidden_dropout)
+
+    def project_memory(self, hidden_BLC: Tensor, relative_SC: Tensor | None
+                       ) -> tuple[Tensor | None, ...]:
+        """Return (keys, values, position keys, position queries), shared by every query."""
+        position_key, position_query = self._project_relative(relative_SC)
+        keys, values = self._heads(self.key(hidden_BLC)), self._heads(self.value(hidden_BLC))
+        return keys, values, position_key, position_query
+
+    def forward(self, queries_BQC: Tensor, memory: tuple[Tensor | None, ...], segments_BL: Tensor,
+                columns_BQ: Tensor | None) -> Tensor:
+        """Return the attention output [B, Q, C]; query q stands at column columns_BQ (None: q)."""
+        keys, values, position_key, position_query = memory
+        dropout = self.config.attention_dropout if self.training else 0.0
+        # Drawn from the CPU stream: replayed by activation checkpointing, no device sync.
+        seed = int(torch.randint(2**62, ())) if dropout else None
+        context_BQHD = attend(
+            self._heads(self.query(queries_BQC)), keys, values, position_key, position_query,
+            geometry=self.geometry, segments=segments_BL, query_positions_BQ=columns_BQ,
+            dropout=dropout, seed=seed, mode=self.config.attention)
+        return self.output(context_BQHD.flatten(2))
+
+    def _heads(self, hidden_BLC: Tensor) -> Tensor:
+        return hidden_BLC.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
+
+    def _project_relative(self, relative_SC: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        config = self.config
+        if relative_SC is None:
+            return None, None
+        relative_SC = self.relative_dropout(relative_SC)
+        shared = config.share_position_projections
+        key = query = None
+        if "c2p" in config.position_terms:
+            projection = self.key if shared else self.position_key
+            key = projection(relative_SC).unflatten(-1, (config.num_heads, -1)).transpose(0, 1)
+        if "p2c" in config.position_terms:
+            projection = self.query if shared else self.position_query
+            query = projection(relative_SC).unflatten(-1, (config.num_heads, -1)).transpose(0, 1)
+        return key, query
+
+
+class Layer(nn.Module):
+    """One post-LayerNorm block: attention, then feed-forward."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size = config.hidden_size
+        self.attention = Attention(config)
+        self.attention_norm = nn.LayerNorm(size, eps=config.norm_eps)
+        self.ffn_in = nn.Linear(size, config.intermediate_size)
+        self.ffn_out = nn.Linear(config.intermediate_size, size)
+        self.ffn_norm = nn.LayerNorm(size, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_BLC: Tensor, relative_SC: Tensor | None, segments_BL: Tensor,
+                decoder: DecoderQueries | None = None) -> Tensor:
+        """Return the block's output [B, L, C]; with `decoder`, the decoded states [B, M, C].
+
+        The decoder applies this very block twice with the queries z + h, then its own output,
+        while keys and values stay those of `hidden_BLC` (numerics 4.1), so they are computed once.
+        """
+        memory = self.attention.project_memory(hidden_BLC, relative_SC)
+        if decoder is None:
+            return self._block(hidden_BLC, memory, segments_BL, None)
+        columns_BMC = decoder.columns_BM.unsqueeze(-1).expand(-1, -1, hidden_BLC.size(-1))
+        queries_BMC = decoder.position_vectors_BMC + hidden_BLC.gather(1, columns_BMC)
+        for _ in range(2):
+            queries_BMC = self._block(queries_BMC, memory, segments_BL, decoder.columns_BM)
+        return queries_BMC
+
+    def _block(self, queries_BQC: Tensor, memory: tuple, segments_BL: Tensor,
+               columns_BQ: Tensor | None) -> Tensor:
+        context = self.attention(queries_BQC, memory, segments_BL, columns_BQ)
+        hidden_BQC = self.attention_norm(self.dropout(context) + queries_BQC)
+        expanded = F.gelu(self.ffn_in(hidden_BQC))
+        return self.ffn_norm(self.dropout(self.ffn_out(expanded)) + hidden_BQC)
+
+
+class Convolution(nn.Module):
+    """The v2 convolution beside the first layer (numerics 2.4), confined to each packed piece.
+
+    Equal to Conv1d over a row of one piece; a tap that would cross into another piece reads zero.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size, self.kernel = config.hidden_size, config.conv_kernel
+        self.weight = nn.Parameter(torch.empty(size, size, self.kernel))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.norm = nn.LayerNorm(size, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.activation = ACTIVATIONS[config.conv_activation]
+
+    def forward(self, embedded_BLC: Tensor, first_layer_BLC: Tensor, segments_BL: Tensor) -> Tensor:
+        real_BL1 = (segments_BL > 0).unsqueeze(-1)
+        taps = torch.cat([self._shift(embedded_BLC, segments_BL, tap - self.kernel // 2)
+                          for tap in range(self.kernel)], dim=-1)
+        weight = self.weight.permute(0, 2, 1).flatten(1)
+        convolved = F.linear(taps, weight, self.bias) * real_BL1
+        mixed = first_layer_BLC + self.activation(self.dropout(convolved))
+        return self.norm(mixed) * real_BL1
+
+    @staticmethod
+    def _shift(hidden_BLC: Tensor, segments_BL: Tensor, offset: int) -> Tensor:
+        """Return the row `offset` columns to the right, zero where the piece has none."""
+        if offset == 0:
+            return hidden_BLC
+        before, after = max(0, -offset), max(0, offset)
+        length = hidden_BLC.size(1)
+        padded = F.pad(hidden_BLC, (0, 0, before, after))[:, after:after + length]
+        neighbor = F.pad(segments_BL, (before, after))[:, after:after + length]
+        return padded * (neighbor == segments_BL).unsqueeze(-1)
+
+
+class Encoder(nn.Module):
+    """The stack of layers, the relative position table they share, and the v2 convolution."""
+
+    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+        super().__init__()
+        self.checkpoint_layers = checkpoint_layers
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.convolution = Convolution(config) if config.conv_kernel else None
+        self.relative_norm = None
+        if config.relative_attention:
+            self.relative = nn.Parameter(torch.empty(2 * config.relative_span, config.hidden_size))
+            if config.relative_norm:
+                self.relative_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        else:
+            self.relative = None
+
+    def forward(self, embedded_BLC: Tensor, segments_BL: Tensor,
+                decoder: DecoderQueries | None = None) -> Tensor:
+        """Return the last hidden states [B, L, C], or with `decoder` the decoded ones [B, M, C]."""
+        relative_SC = self.relative
+        if self.relative_norm is not None:
+            relative_SC = self.relative_norm(relative_SC)
+        hidden_BLC = embedded_BLC
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            queries = decoder if number == last else None
+            hidden_BLC = self._run(number, layer, hidden_BLC, relative_SC, segments_BL, queries)
+            if number == 0 and self.convolution is not None:
+                hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL)
+        return hidden_BLC
+
+    def _run(self, number: int, layer: Layer, *inputs) -> Tensor:
+        if self.training and self.checkpoint_layers and number % self.checkpoint_layers == 0:
+            # Reentrant checkpointing fails under ZeRO-3 when a block is applied more than once.
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)
+
+
+class Trunk(nn.Module):
+    """Word vectors in, contextual states out: everything of DeBERTa but the word table."""
+
+    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+        super().__init__()
+        self.input = InputBlock(config)
+        self.encoder = Encoder(config, checkpoint_layers)
+
+    def forward(self, word_vectors_BLC: Tensor, segments_BL: Tensor,
+                positions_BL: Tensor | None = None, decoder: DecoderQueries | None = None
+                ) -> Tensor:
+        """Return hidden states [B, L, C] (with `decoder`: [B, M, C]).
+
+        Tokens see each other where `segments_BL` is equal and above 0; for a padded batch it is
+        the attention mask. `positions_BL` (default 0..L-1) matters only to absolute positions.
+        """
+        if positions_BL is None:
+            length = word_vectors_BLC.size(1)
+            positions_BL = torch.arange(length, device=word_vectors_BLC.device).expand(
+                word_vectors_BLC.shape[:2])
+        embedded_BLC = self.input(word_vectors_BLC, segments_BL, positions_BL)
+        return self.encoder(embedded_BLC, segments_BL, decoder)

@@ -1,0 +1,84 @@
+"""The two pretraining heads: masked LM behind the enhanced mask decoder, and replaced-token detection.
+
+Sources: microsoft/DeBERTa masked_language_model.py and replaced_token_detection_model.py
+(numerics 4.1, 4.2).
+
+Legend: B batch, L length, C hidden, M masked slots, T targets, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.encoder import DecoderQueries, Trunk
+
+
+class MaskedLmHead(nn.Module):
+    """dense -> GELU -> LayerNorm -> the word table (tied) + bias."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+
+    def forward(self, hidden_TC: Tensor, words: WordEmbedding, labels_T: Tensor, **prediction):
+        """Return `linear_cross_entropy`'s (loss sum, number correct, sampled ids or None)."""
+        hidden_TC = self.norm(F.gelu(self.dense(hidden_TC)))
+        return words(hidden_TC, labels_T=labels_T, bias_V=self.bias, **prediction)
+
+
+class MaskedLm(nn.Module):
+    """An encoder that predicts masked words: DeBERTa v1/v2, and the generator of v3.
+
+    The word table is passed in by whoever owns it, because v3 shares it. With absolute positions in
+    the input (BERT) there is no decoder: the last layer's states at the targets are read.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+        super().__init__()
+        self.trunk = Trunk(config, checkpoint_layers)
+        self.positions = None
+        if not config.absolute_input:
+            self.positions = nn.Embedding(config.max_position, config.hidden_size)
+        self.head = MaskedLmHead(config)
+
+    def forward(self, words: WordEmbedding, batch, **prediction):
+        """Return the head's (loss sum, number correct, sampled ids [T] or None) of a `Batch`."""
+        hidden_TC = self.target_states(words, batch)
+        labels_T = batch.labels.gather(1, batch.target_positions).flatten()[batch.target_index]
+        return self.head(hidden_TC, words, labels_T, **prediction)
+
+    def target_states(self, words: WordEmbedding, batch) -> Tensor:
+        """Return what the head reads, [T, C]: decoded states of the batch's real targets."""
+        columns_BM = batch.target_positions
+        decoder = None
+        if self.positions is not None:
+            vectors = self.positions(batch.positions.gather(1, columns_BM))
+            decoder = DecoderQueries(vectors, columns_BM)
+        hidden = self.trunk(words(batch.input_ids), batch.segments, batch.positions, decoder)
+        if decoder is None:
+            hidden = hidden.gather(1, columns_BM.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
+        return hidden.flatten(0, 1)[batch.target_index]
+
+
+class ReplacedTokenHead(nn.Module):
+    """One logit a token: was it replaced? Conditioned on the piece's [CLS] state.
+
+    u = LayerNorm(h_cls + h_i), then dense -> GELU -> linear: the norm comes before the dense layer.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, hidden_BLC: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return logits [B, L] in fp32; `positions_BL` counts from each piece's [CLS]."""
+        columns_BL = torch.arange(hidden_BLC.size(1), device=hidden_BLC.device) - positions_BL
+        cls_BLC = hidden_BLC.gather(1, columns_BL.unsqueeze(-1).expand_as(hidden_BLC))
+        hidden_BLC = F.gelu(self.dense(self.norm(cls_BLC + hidden_BLC)))
+        return self.classifier(hidden_BLC).squeeze(-1).float()
