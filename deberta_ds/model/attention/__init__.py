@@ -1,0 +1,6 @@
+"""Disentangled attention: one function, `attend`, over interchangeable implementations."""
+
+from deberta_ds.model.attention.dispatch import attend
+from deberta_ds.model.attention.geometry import Geometry
+
+__all__ = ["Geometry", "attend"]

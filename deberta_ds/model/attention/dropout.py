@@ -1,0 +1,61 @@
+"""Attention dropout as a pure function of (seed, plane, query, key).
+
+Every path (reference, linear, fused) and every recomputation under activation checkpointing must
+drop the same pairs, whatever order or tile size it works in. So the mask is counter based: each
+query row and each key column of a plane (one head of one batch row) owns a random 32-bit word, and
+a pair is kept when the mixed sum of its two words is above a threshold. No generator, no state.
+
+Shape legend: B batch, H heads, Q queries, L keys.
+"""
+
+import torch
+
+# Integer multipliers of the splitmix64 and "lowbias32" finalizers, as signed numbers.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+PAIR_MIX_1 = 0x21F0AAAD
+PAIR_MIX_2 = 0xD35A2D97 - (1 << 32)
+
+
+def drop_threshold(dropout: float) -> int:
+    """Return the signed 32-bit threshold below which a mixed word means "dropped"."""
+    return round(dropout * (1 << 32)) - (1 << 31)
+
+
+def dropout_words(
+    seed: int, batch: int, heads: int, queries: int, keys: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int32 words of the query rows [B,H,Q] and of the key columns [B,H,L]."""
+    planes = torch.arange(batch * heads, device=device).view(batch, heads, 1)
+    rows = torch.arange(queries, device=device) + (planes << 32)
+    columns = torch.arange(keys, device=device) + (planes << 32) + (1 << 31)
+    return _words(seed, rows), _words(seed, columns)
+
+
+def keep_pairs(
+    row_words: torch.Tensor, column_words: torch.Tensor, threshold: int
+) -> torch.Tensor:
+    """Return the bool mask [..., Q, L] of kept pairs for words [..., Q] and [..., L]."""
+    # The shifts are arithmetic on purpose: int32 has no other in torch, and Triton agrees.
+    mixed = row_words[..., :, None] + column_words[..., None, :]
+    shifted = mixed >> 15
+    mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_1)
+    torch.bitwise_right_shift(mixed, 13, out=shifted)
+    mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_2)
+    return mixed >= threshold
+
+
+def _words(seed: int, counters: torch.Tensor) -> torch.Tensor:
+    """Return splitmix64(seed, counter) cut to int32."""
+    start = (seed * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & ((1 << 64) - 1)
+    start -= (start >> 63) << 64
+    words = (counters + 1) * _GOLDEN + start
+    words = (words ^ _logical_shift(words, 30)) * _MIX_1
+    words = (words ^ _logical_shift(words, 27)) * _MIX_2
+    words = (words ^ _logical_shift(words, 31)) & 0xFFFFFFFF
+    return ((words ^ (1 << 31)) - (1 << 31)).to(torch.int32)
+
+
+def _logical_shift(words: torch.Tensor, count: int) -> torch.Tensor:
+    return (words >> count) & ((1 << (64 - count)) - 1)

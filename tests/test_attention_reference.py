@@ -1,0 +1,240 @@
+"""The reference attention against a formula loop in float64 and against Hugging Face modules."""
+
+import math
+
+import pytest
+import torch
+from transformers import DebertaConfig, DebertaV2Config
+from transformers.models.deberta.modeling_deberta import (
+    DisentangledSelfAttention as AttentionV1,
+)
+from transformers.models.deberta_v2.modeling_deberta_v2 import (
+    DisentangledSelfAttention as AttentionV2,
+)
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+from deberta_ds.model.attention import Geometry, attend
+from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
+
+HEADS, SIZE = 2, 8
+HIDDEN = HEADS * SIZE
+
+
+def _inputs(batch=2, length=11, slots=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, HEADS, length, SIZE)] * 3 + [(HEADS, slots, SIZE)] * 2
+    return [torch.randn(*s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "maximum"), [(256, 512), (64, 512), (32, 128), (256, 1024), (6, 20)]
+)
+def test_buckets_equal_hugging_face(buckets, maximum):
+    geometry = Geometry(maximum, buckets)
+    distances = torch.arange(-(maximum - 1), maximum)
+    theirs = make_log_bucket_position(distances, buckets, maximum).long() + buckets
+    assert torch.equal(geometry.slots(distances), theirs)
+    # Beyond the maximum the official code clamps; Hugging Face runs into an untrained row.
+    far = torch.tensor([-10 * maximum, -maximum, maximum, 10 * maximum])
+    ends = geometry.slots(torch.tensor([1 - maximum, 1 - maximum, maximum - 1, maximum - 1]))
+    assert torch.equal(geometry.slots(far), ends)
+
+
+@pytest.mark.parametrize("geometry", [Geometry(512, 256), Geometry(16, 0), Geometry(20, 6)])
+def test_reach_is_where_both_sides_saturate(geometry):
+    slots = geometry.slots(torch.arange(-600, 601))
+    reach = geometry.reach
+    assert (slots[600 + reach :] == slots[-1]).all() and (slots[: 601 - reach] == slots[0]).all()
+    assert slots[600 + reach - 1] != slots[-1] or slots[601 - reach] != slots[0]
+
+
+@pytest.mark.parametrize("geometry", [Geometry(4, 0), Geometry(9, 4)])
+@pytest.mark.parametrize("terms", ["both", "key", "query", "none"])
+def test_formula_loop(geometry, terms):
+    q, k, v, pos_key, pos_query = _inputs(slots=geometry.num_slots)
+    pos_key = pos_key if terms in ("both", "key") else None
+    pos_query = pos_query if terms in ("both", "query") else None
+    segments = torch.tensor([[1] * 5 + [2] * 4 + [0] * 2, [1] * 11], dtype=torch.int32)
+    ours = attend(
+        q, k, v, pos_key, pos_query, geometry=geometry, segments=segments, mode="reference"
+    )
+    scale = 1 / math.sqrt(SIZE * (1 + (pos_key is not None) + (pos_query is not None)))
+    for b, h, i in [(b, h, i) for b in range(2) for h in range(HEADS) for i in range(11)]:
+        keys = [j for j in range(11) if segments[b, j] == segments[b, i] != 0]
+        scores = []
+        for j in keys:
+            slot = geometry.slots(torch.tensor(i - j))
+            score = q[b, h, i] @ k[b, h, j]
+            score += q[b, h, i] @ pos_key[h, slot] if pos_key is not None else 0
+            score += k[b, h, j] @ pos_query[h, slot] if pos_query is not None else 0
+            scores.append(score * scale)
+        expected = torch.zeros(SIZE, dtype=torch.float64)
+        if keys:
+            expected = torch.stack(scores).softmax(0) @ v[b, h, keys]
+        assert torch.allclose(ours[b, i, h], expected, atol=1e-12)
+
+
+def _heads(x):
+    return x.unflatten(-1, (HEADS, SIZE)).transpose(-2, -3)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("length", [7, 33])
+def test_hugging_face_v2(shared, length):
+    torch.manual_seed(1)
+    config = DebertaV2Config(
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_buckets=8,
+        max_relative_positions=40,
+        share_att_key=shared,
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    )
+    module = AttentionV2(config)
+    table, x = torch.randn(16, HIDDEN), torch.randn(2, length, HIDDEN)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, length - 3 :] = False
+    theirs = module(x, mask[:, None, None, :], rel_embeddings=table)[0]
+    project_key = module.key_proj if shared else module.pos_key_proj
+    project_query = module.query_proj if shared else module.pos_query_proj
+    ours = attend(
+        *(_heads(p(x)) for p in (module.query_proj, module.key_proj, module.value_proj)),
+        _heads(project_key(table)),
+        _heads(project_query(table)),
+        geometry=Geometry(40, 8),
+        segments=mask.int(),
+        mode="reference",
+    )
+    assert torch.allclose(ours.flatten(2)[mask], theirs[mask], atol=2e-6)
+    assert (ours[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("length", [7, 33])
+def test_hugging_face_v1(length):
+    torch.manual_seed(1)
+    config = DebertaConfig(
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        max_relative_positions=16,
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    )
+    module = AttentionV1(config)
+    torch.nn.init.normal_(module.q_bias)
+    torch.nn.init.normal_(module.v_bias)
+    table, x = torch.randn(32, HIDDEN), torch.randn(2, length, HIDDEN)
+    distances = torch.arange(length)[:, None] - torch.arange(length)
+    mask = torch.ones(2, 1, length, length, dtype=torch.bool)
+    theirs = module(x, mask, relative_pos=distances[None], rel_embeddings=table)[0]
+    # v1 keeps one projection with rows laid out per head: q, k, v of head 0, then of head 1.
+    packed = module.in_proj(x).unflatten(-1, (HEADS, 3, SIZE)).permute(3, 0, 2, 1, 4)
+    q = packed[0] + _heads(module.q_bias[None])
+    v = packed[2] + _heads(module.v_bias[None])
+    ours = attend(
+        q,
+        packed[1],
+        v,
+        _heads(module.pos_proj(table)),
+        _heads(module.pos_q_proj(table)),
+        geometry=Geometry(16, 0),
+        segments=torch.ones(2, length, dtype=torch.int32),
+        mode="reference",
+    )
+    assert torch.allclose(ours.flatten(2), theirs, atol=2e-6)
+
+
+def test_fewer_queries_are_rows_of_the_full_answer():
+    geometry = Geometry(9, 4)
+    q, k, v, pos_key, pos_query = _inputs()
+    segments = torch.tensor([[1] * 5 + [2] * 4 + [0] * 2, [1] * 11], dtype=torch.int32)
+    common = dict(geometry=geometry, segments=segments, mode="reference")
+    full = attend(q, k, v, pos_key, pos_query, **common)
+    columns = torch.tensor([[1, 6, 8, 0], [10, 3, 3, 0]])
+    picked = q.gather(2, columns[:, None, :, None].expand(2, HEADS, 4, SIZE))
+    few = attend(picked, k, v, pos_key, pos_query, query_positions_BQ=columns, **common)
+    assert torch.allclose(few, full.gather(1, columns[..., None, None].expand_as(few)), atol=1e-12)
+
+
+def test_packing_equals_documents_alone():
+    geometry = Geometry(9, 4)
+    tensors = _inputs(batch=1)
+    segments = torch.tensor([[1] * 5 + [2] * 6])
+    packed = attend(*tensors, geometry=geometry, segments=segments)
+    for columns in (slice(0, 5), slice(5, 11)):
+        alone = attend(
+            *(x[:, :, columns] for x in tensors[:3]),
+            *tensors[3:],
+            geometry=geometry,
+            segments=segments[:, columns],
+        )
+        assert torch.allclose(packed[:, columns], alone, atol=1e-12)
+
+
+def test_dropout_is_a_function_of_the_seed():
+    geometry = Geometry(9, 4)
+    tensors = _inputs(dtype=torch.float32)
+    segments = torch.ones(2, 11, dtype=torch.int32)
+
+    def run(seed):
+        return attend(*tensors, geometry=geometry, segments=segments, dropout=0.3, seed=seed)
+
+    first = run(7)
+    torch.rand(5)
+    assert torch.equal(first, run(7))
+    assert not torch.equal(first, run(8))
+    with pytest.raises(ValueError, match="seed"):
+        run(None)
+
+
+def test_dropout_mask_has_no_visible_structure():
+    probability, batch, heads, length = 0.1, 2, 4, 512
+    words = dropout_words(11, batch, heads, length, length, torch.device("cpu"))
+    dropped = ~keep_pairs(*words, drop_threshold(probability))
+    deviation = math.sqrt(probability * (1 - probability))
+    centered = (dropped.double() - probability) / deviation
+
+    def sigmas(values):
+        return values.mean().abs() * math.sqrt(values.numel())
+
+    assert sigmas(centered) < 4
+    # Rates of rows, columns and planes vary as independent coin flips would.
+    for axes in ((-1,), (-2,), (-1, -2)):
+        means = centered.mean(axes) * math.sqrt(math.prod(centered.shape[a] for a in axes))
+        assert abs(means.var() - 1) < 6 * math.sqrt(2 / means.numel())
+    # Neighbors, planes and the four corners of rectangles do not move together.
+    assert sigmas(centered[..., 1:] * centered[..., :-1]) < 4
+    assert sigmas(centered[..., 1:, :] * centered[..., :-1, :]) < 4
+    assert sigmas(centered[:, 1:] * centered[:, :-1]) < 4
+    corners = centered[..., ::2, ::2] * centered[..., 1::2, ::2]
+    assert sigmas(corners * centered[..., ::2, 1::2] * centered[..., 1::2, 1::2]) < 4
+    other = dropout_words(12, batch, heads, length, length, torch.device("cpu"))
+    other = ((~keep_pairs(*other, drop_threshold(probability))).double() - probability) / deviation
+    assert sigmas(centered * other) < 4
+
+
+def test_bf16_input_keeps_fp32_scores():
+    geometry = Geometry(9, 4)
+    tensors = _inputs(dtype=torch.bfloat16)
+    segments = torch.ones(2, 11, dtype=torch.int32)
+    low = attend(*tensors, geometry=geometry, segments=segments, mode="reference")
+    high = attend(*(x.double() for x in tensors), geometry=geometry, segments=segments)
+    assert low.dtype == torch.bfloat16
+    assert (low.double() - high).abs().max() < 0.02
+
+
+def test_impossible_arguments():
+    tensors = _inputs()
+    segments = torch.ones(2, 11, dtype=torch.int32)
+    with pytest.raises(ValueError, match="choose one of"):
+        attend(*tensors, geometry=Geometry(9, 4), segments=segments, mode="fast")
+    with pytest.raises(ValueError, match="query_positions"):
+        attend(
+            tensors[0][:, :, :3], *tensors[1:], geometry=Geometry(9, 4), segments=segments
+        )
+    with pytest.raises(ValueError, match="geometry"):
+        Geometry(0, 0)
