@@ -1,0 +1,207 @@
+"""Predictions -> the leaderboard's zip, and a validator that reads a zip back.
+
+The server wants exactly ten files with one line per test prediction in idx order; label strings
+differ per task ("true" for BoolQ and WiC, "True" for WSC, an int for COPA). Source: jiant
+evaluate.py SUPERGLUE_NAME_MAP and jiant scripts/benchmarks/benchmarks.py, which agree.
+"""
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.errors import UserError
+from deberta_ds.files import atomic_path
+from deberta_ds.finetune.layouts import Example
+from deberta_ds.finetune.metrics import Prediction
+from deberta_ds.finetune.tasks import SUBMITTED_FILES, TASKS, Task
+
+_FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the same predictions give the same zip, byte for byte
+
+
+def render(task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]) -> str:
+    """Return the text of one submission file: JSON lines in idx order."""
+    pairs = sorted(zip(examples, predictions, strict=True), key=lambda pair: pair[0].key)
+    if task.layout == "multirc":
+        lines = _nest(task, pairs)
+    else:
+        lines = [
+            {"idx": example.key[0], "label": _written(task, prediction)}
+            for example, prediction in pairs
+        ]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def _written(task: Task, prediction: Prediction) -> int | str:
+    return prediction if task.layout == "record" else task.submitted[prediction]
+
+
+def _nest(task: Task, pairs: Sequence[tuple[Example, Prediction]]) -> list[dict]:
+    passages: dict[int, dict[int, list[dict]]] = {}
+    for example, prediction in pairs:
+        passage, question, answer = example.key
+        answers = passages.setdefault(passage, {}).setdefault(question, [])
+        answers.append({"idx": answer, "label": _written(task, prediction)})
+    return [
+        {
+            "idx": passage,
+            "passage": {
+                "questions": [{"idx": q, "answers": answers} for q, answers in questions.items()]
+            },
+        }
+        for passage, questions in passages.items()
+    ]
+
+
+def write_zip(
+    path: str | Path,
+    texts: Mapping[str, str],
+    tests: Mapping[str, Sequence[Example]],
+    left_out: Sequence[str] = (),
+) -> None:
+    """Write the zip of {task name: file text} at `path`, once every file has passed `check_file`.
+
+    `left_out` names the tasks that may be missing; any other missing one is a UserError.
+    """
+    missing = [task.name for task in TASKS if task.name not in texts]
+    refuse_partial(missing, left_out, str(path))
+    for task in TASKS:
+        if task.name in texts:
+            check_file(task, texts[task.name], tests[task.name], f"{task.name}.jsonl")
+    with atomic_path(path) as temporary:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+            for task in TASKS:
+                if task.name in texts:
+                    entry = zipfile.ZipInfo(f"{task.name}.jsonl", _FIXED_TIME)
+                    entry.compress_type = zipfile.ZIP_DEFLATED
+                    archive.writestr(entry, texts[task.name])
+
+
+def refuse_partial(missing: Sequence[str], left_out: Sequence[str], place: str) -> None:
+    """Raise UserError unless exactly the tasks in `left_out` are `missing`."""
+    unnamed = [name for name in missing if name not in left_out]
+    if unnamed:
+        raise UserError(
+            f"{place}: no predictions for {', '.join(unnamed)}; the leaderboard takes all ten "
+            f"files or none. For a partial zip, name them: --leave-out {' '.join(unnamed)}"
+        )
+    present = [name for name in left_out if name not in missing]
+    if present:
+        raise UserError(f"{place}: --leave-out names {', '.join(present)}, which is there")
+
+
+def check_zip(
+    path: str | Path, tests: Mapping[str, Sequence[Example]], left_out: Sequence[str] = ()
+) -> None:
+    """Raise UserError unless the zip at `path` is one the leaderboard takes.
+
+    `tests` holds the official test examples of every task: file set, line counts, idx order, label
+    strings and MultiRC's nesting are compared with them.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            _check_names(path, names, left_out)
+            broken = archive.testzip()
+            if broken:
+                raise UserError(f"{path}!{broken}: the checksum is wrong; make the zip again")
+            contents = {name: archive.read(name) for name in names}
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise UserError(f"{path}: not a zip file ({error})") from error
+    for task in TASKS:
+        name = f"{task.name}.jsonl"
+        if name in contents:
+            try:
+                text = contents[name].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}!{name}: not UTF-8 text ({error.reason})") from error
+            check_file(task, text, tests[task.name], f"{path}!{name}")
+
+
+def _check_names(path: str | Path, names: Sequence[str], left_out: Sequence[str]) -> None:
+    for name in names:
+        if name not in SUBMITTED_FILES:
+            wanted = ", ".join(SUBMITTED_FILES)
+            raise UserError(f"{path}: unexpected file {name!r}; the files must be exactly {wanted}")
+        if names.count(name) > 1:
+            raise UserError(f"{path}: {name} is there {names.count(name)} times")
+    missing = [task.name for task in TASKS if f"{task.name}.jsonl" not in names]
+    refuse_partial(missing, left_out, str(path))
+
+
+def check_file(task: Task, text: str, test: Sequence[Example], place: str) -> None:
+    """Raise UserError naming the first line of `text` that is not what the test set asks for."""
+    lines = text.split("\n")
+    if lines[-1]:
+        raise UserError(f"{place}:{len(lines)}: the last line has no line end; it may be cut short")
+    lines.pop()
+    wanted = _wanted(task, test)
+    for number, (line, expected) in enumerate(zip(lines, wanted, strict=False), start=1):
+        _check_line(task, line, expected, f"{place}:{number}")
+    if len(lines) != len(wanted):
+        raise UserError(f"{place}: {len(lines)} lines, the test set asks for {len(wanted)}")
+
+
+def _wanted(task: Task, test: Sequence[Example]) -> list[Any]:
+    """Return the frame of every line: its idx (and MultiRC's questions, ReCoRD's entities)."""
+    ordered = sorted(test, key=lambda example: example.key)
+    if task.layout == "multirc":
+        return _nest(task, [(example, 0) for example in ordered])
+    return [(example.key[0], example.names) for example in ordered]
+
+
+def _check_line(task: Task, line: str, expected: Any, place: str) -> None:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not a JSON object ({error.msg})") from error
+    if task.layout == "multirc":
+        _check_same(task, value, expected, place, "")
+        return
+    idx, names = expected
+    _check_keys(value, {"idx", "label"}, place, "")
+    if type(value["idx"]) is not int or value["idx"] != idx:
+        found = value["idx"]
+        raise UserError(f"{place}: idx must be {idx} here (an int, in order), found {found!r}")
+    _check_label(task, value["label"], names, place)
+
+
+def _check_keys(value: Any, keys: set[str], place: str, where: str) -> None:
+    if not isinstance(value, dict) or set(value) != keys:
+        found = ", ".join(sorted(value)) if isinstance(value, dict) else repr(value)
+        raise UserError(
+            f"{place}: {where or 'the line'} must hold exactly {', '.join(sorted(keys))}; "
+            f"found {found}"
+        )
+
+
+def _check_label(task: Task, label: Any, names: Sequence[str], place: str) -> None:
+    if task.layout == "record":
+        if type(label) is not str or label not in names:
+            raise UserError(f"{place}: label {label!r} is not an entity of the query's passage")
+        return
+    if not any(type(label) is type(known) and label == known for known in task.submitted):
+        wanted = " or ".join(json.dumps(known) for known in task.submitted)
+        raise UserError(f"{place}: label must be {wanted}, found {label!r}")
+
+
+def _check_same(task: Task, value: Any, expected: Any, place: str, where: str) -> None:
+    """Compare a nested MultiRC line with its frame; labels are free, everything else is fixed."""
+    if isinstance(expected, dict):
+        _check_keys(value, set(expected), place, where)
+        for key, part in expected.items():
+            if key == "label":
+                _check_label(task, value[key], (), place)
+            else:
+                _check_same(task, value[key], part, place, f"{where}.{key}".lstrip("."))
+    elif isinstance(expected, list):
+        if not isinstance(value, list) or len(value) != len(expected):
+            found = len(value) if isinstance(value, list) else repr(value)
+            raise UserError(f"{place}: {where} must have {len(expected)} entries, found {found}")
+        for position, part in enumerate(expected):
+            _check_same(task, value[position], part, place, f"{where}[{position}]")
+    elif type(value) is not type(expected) or value != expected:
+        raise UserError(f"{place}: {where} must be {expected!r} here (in order), found {value!r}")
