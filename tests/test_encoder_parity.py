@@ -1,0 +1,216 @@
+"""The encoder and both pretraining heads against transformers, with random weights in fp32.
+
+Oracle: transformers' DebertaV2Model (v2 with convolution, v3) and DebertaModel (v1), loaded through
+the export table of names. The enhanced mask decoder and the replaced-token head have no class
+there, so they are rebuilt from transformers' layers and the formulas of the official code
+(masked_language_model.py, replaced_token_detection_model.py). Only real tokens are compared: for
+padding, transformers attends uniformly and the official code to nothing.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.data.batch import Batch
+from deberta_ds.export import configs, names
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.model.init import init_parameters
+
+transformers = pytest.importorskip("transformers")
+
+BASE = ModelConfig(vocab_size=300, hidden_size=48, num_layers=3, num_heads=4, intermediate_size=96,
+                   max_position=512, hidden_dropout=0.0, attention_dropout=0.0,
+                   attention="reference")
+FAMILIES = {
+    "v3": BASE,
+    "v2_conv": dataclasses.replace(BASE, conv_kernel=3),
+    "v1": dataclasses.replace(BASE, position_buckets=0, share_position_projections=False,
+                              relative_norm=False, key_bias=False),
+    "v1_key_bias": dataclasses.replace(BASE, position_buckets=0, relative_norm=False,
+                                       share_position_projections=False),
+    "bert": dataclasses.replace(BASE, position_buckets=0, relative_norm=False, absolute_input=True,
+                                relative_attention=False, position_terms=(),
+                                share_position_projections=False),
+    "p2c_only": dataclasses.replace(BASE, position_terms=("p2c",)),
+}
+LENGTHS = (33, 128, 512)
+ROUNDING = 1e-5  # of gradients whose true value is zero; the others are above 0.1
+SCALE = 0.1  # larger than the trained init, so attention is far from uniform
+
+
+def random_values(module):
+    """Give every parameter, biases and norms too, a random value."""
+    init_parameters(module, SCALE, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+def padded_batch(length):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, BASE.vocab_size, (3, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, length // 2:] = 0
+    mask[2, 5:] = 0
+    return ids * mask, mask
+
+
+def hugging_face(config, tensors):
+    """Return the transformers model of `config` with our `tensors` of a backbone."""
+    is_v1 = configs.is_v1_shape(config) and not config.key_bias
+    values = configs.to_hugging_face(config, kind=configs.V1 if is_v1 else configs.V2, rest={})
+    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    if is_v1:
+        theirs = names.pack_v1(theirs, config.num_heads)
+        model = transformers.DebertaModel(transformers.DebertaConfig(**values))
+    else:
+        model = transformers.DebertaV2Model(transformers.DebertaV2Config(**values))
+    missing, unexpected = model.load_state_dict(theirs, strict=False)
+    assert set(missing) <= {"embeddings.position_ids"} and not unexpected
+    return model.eval()
+
+
+def relative_error(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_gradients_equal_transformers(family, length):
+    config = FAMILIES[family]
+    backbone = random_values(Backbone(config)).eval()
+    theirs = hugging_face(config, backbone.state_dict())
+    ids, mask = padded_batch(length)
+    direction = torch.randn(3, length, config.hidden_size, generator=torch.manual_seed(4))
+    direction = direction * mask[..., None]
+    hidden = backbone(ids, mask)
+    expected = theirs(ids, attention_mask=mask).last_hidden_state
+    real = mask.bool()
+    assert relative_error(hidden[real], expected[real]) <= 1e-5
+
+    (hidden * direction).sum().backward()
+    (expected * direction).sum().backward()
+    gradients = {name: p.grad for name, p in backbone.named_parameters()}
+    gradients = names.to_theirs(gradients, config.num_layers, config.absolute_input)
+    if configs.is_v1_shape(config) and not config.key_bias:
+        gradients = names.pack_v1(gradients, config.num_heads)
+    expected_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        expected = expected_gradients[name]
+        if "word_embeddings" in name:  # transformers gives [PAD] no gradient
+            gradient[0], expected[0] = 0, 0
+        if expected.abs().max() < ROUNDING:  # inert by algebra: a key bias under softmax
+            assert gradient.abs().max() < ROUNDING, name
+        else:
+            assert relative_error(gradient, expected) <= 1e-4, name
+
+
+def masked_batch(length):
+    ids, mask = padded_batch(length)
+    labels = torch.full_like(ids, -100)
+    columns = [sorted({1, 7, length // 2, length - 2}), [2, 9], [3]]
+    slots = max(map(len, columns))
+    target_positions = torch.zeros(3, slots, dtype=torch.long)
+    target_index = []
+    for row, chosen in enumerate(columns):
+        for slot, column in enumerate(chosen):
+            labels[row, column] = ids[row, column]
+            ids[row, column] = 4
+            target_positions[row, slot] = column
+            target_index.append(row * slots + slot)
+    positions = torch.arange(length).expand(3, length)
+    return Batch(rows=torch.arange(3), input_ids=ids, labels=labels, segments=mask.int(),
+                 positions=positions, target_positions=target_positions,
+                 target_index=torch.tensor(target_index), num_targets=len(target_index),
+                 num_tokens=int(mask.sum()))
+
+
+def decoded_by_transformers(theirs, config, position_table, batch):
+    """Return the enhanced mask decoder's states [B, L, C], from transformers' layers."""
+    mask = batch.segments.long()
+    states = theirs(batch.input_ids, attention_mask=mask, output_hidden_states=True)
+    encoder, memory = theirs.encoder, states.hidden_states[-2]
+    query = position_table[: memory.size(1)] + memory
+    pairs = encoder.get_attention_mask(mask)
+    relative = encoder.get_rel_pos(memory)
+    for _ in range(2):
+        query, _ = encoder.layer[-1](memory, pairs, query_states=query, relative_pos=relative,
+                                     rel_embeddings=encoder.get_rel_embedding())
+    return query
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", ["v3", "v2_conv", "v1_key_bias"])
+def test_masked_lm_with_enhanced_decoder_equals_rebuild(family, length):
+    config = FAMILIES[family]
+    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    masked_lm = random_values(MaskedLm(config)).eval()
+    tensors = {"words.weight": words.weight.detach()} | {
+        name: tensor for name, tensor in masked_lm.state_dict().items() if name.startswith("trunk")}
+    theirs = hugging_face(config, tensors)
+    batch = masked_batch(length)
+    head = masked_lm.head
+    with torch.no_grad():
+        decoded = decoded_by_transformers(theirs, config, masked_lm.positions.weight, batch)
+        states = decoded[batch.labels >= 0]
+        expected = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
+        read = masked_lm.target_states(words, batch)
+        logits = head.norm(F.gelu(head.dense(read))) @ words.weight.T + head.bias
+        loss_sum, correct, _ = masked_lm(words, batch)
+    assert relative_error(logits, expected) <= 1e-5
+    labels = batch.labels[batch.labels >= 0]
+    torch.testing.assert_close(loss_sum, F.cross_entropy(expected, labels, reduction="sum"),
+                               rtol=1e-5, atol=0)
+    assert correct == (expected.argmax(-1) == labels).sum()
+
+
+def test_masked_lm_without_decoder_equals_transformers_head():
+    """BERT form: absolute positions in the input, no decoder; oracle: the legacy=False head."""
+    config = FAMILIES["bert"]
+    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    masked_lm = random_values(MaskedLm(config)).eval()
+    tensors = {"words.weight": words.weight.detach()} | {
+        name.replace("head.", "mlm_head."): tensor
+        for name, tensor in masked_lm.state_dict().items()}
+    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = {("" if name.startswith("lm_pred") else names.PREFIX) + name: tensor
+              for name, tensor in theirs.items()}
+    values = configs.to_hugging_face(config, kind=configs.V2, rest={"legacy": False})
+    model = transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**values)).eval()
+    model.load_state_dict(theirs, strict=False)
+    batch = masked_batch(33)
+    with torch.no_grad():
+        expected = model(batch.input_ids, attention_mask=batch.segments.long()).logits
+        expected = expected[batch.labels >= 0]
+        states = masked_lm.target_states(words, batch)
+        head = masked_lm.head
+        logits = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
+    assert relative_error(logits, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_replaced_token_head_equals_rebuild(length):
+    config = FAMILIES["v3"]
+    backbone = random_values(Backbone(config)).eval()
+    head = random_values(ReplacedTokenHead(config)).eval()
+    theirs = hugging_face(config, backbone.state_dict())
+    ids, mask = padded_batch(length)
+    positions = torch.arange(length).expand(3, length)
+    with torch.no_grad():
+        logits = head(backbone(ids, mask), positions)
+        states = theirs(ids, attention_mask=mask).last_hidden_state
+        mixed = F.layer_norm(states[:, :1] + states, (config.hidden_size,), head.norm.weight,
+                             head.norm.bias, config.norm_eps)
+        mixed = F.gelu(F.linear(mixed, head.dense.weight, head.dense.bias))
+        expected = F.linear(mixed, head.classifier.weight, head.classifier.bias).squeeze(-1)
+    real = mask.bool()
+    assert relative_error(logits[real], expected[real]) <= 1e-5
