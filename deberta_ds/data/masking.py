@@ -1,0 +1,190 @@
+"""Which tokens of a row are hidden, and what stands in their place.
+
+"uniform" (default): whole words in random order until exactly round(rate * real tokens) tokens are
+chosen; n-grams extend over the following words of the piece with P(n) ~ 1/n. Every position has the
+same chance. "deberta_window" reproduces the official NGramMaskGenerator (microsoft/DeBERTa,
+`apps/tasks/mlm_task.py`), which consumes its budget from the left: at 512 tokens the last tenth of
+a row is never masked.
+"""
+
+import math
+import random
+from bisect import bisect_left
+
+import numpy as np
+
+SELECTIONS = ("uniform", "deberta_window")
+IGNORE = -100
+
+
+def mask_row(
+    ids: np.ndarray,
+    word_start: np.ndarray,
+    special: np.ndarray,
+    *,
+    rate: float,
+    max_ngram: int,
+    mask_share: float,
+    random_share: float,
+    selection: str,
+    mask_id: int,
+    vocab_size: int,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
+
+    `word_start` and `special` are bool[V] tables, V >= vocab_size (pad, cls, sep, unk and mask are
+    special). Of the chosen tokens `mask_share` become [MASK], `random_share` a random ordinary id,
+    the rest stay. Labels are the original ids there and -100 elsewhere. A row with any word gets at
+    least one target.
+    """
+    special_L = special[ids]
+    if selection == "deberta_window":
+        pool = range(vocab_size)
+        return _deberta_window(
+            ids, word_start, special_L, rate, max_ngram, mask_share, random_share, mask_id, pool,
+            random.Random(int(rng.integers(1 << 63))),
+        )
+    assert selection == "uniform", f"selection must be one of {SELECTIONS}"
+    starts, lengths = word_spans(ids, word_start, special_L)
+    budget = max(1, round(rate * int(np.count_nonzero(ids))))
+    if max_ngram == 1:
+        words = _choose_words(lengths, budget, rng)
+    else:
+        words = _choose_ngrams(starts, lengths, budget, max_ngram, rng)
+    chosen = _expand(starts[words], lengths[words])
+    labels = np.full(len(ids), IGNORE, dtype=np.int64)
+    labels[chosen] = ids[chosen]
+    output = ids.copy()
+    if mask_share >= 1.0:
+        output[chosen] = mask_id
+        return output, labels
+    draw = rng.random(len(chosen))
+    output[chosen[draw < mask_share]] = mask_id
+    replaced = chosen[(draw >= mask_share) & (draw < mask_share + random_share)]
+    ordinary = np.flatnonzero(~special[:vocab_size])
+    output[replaced] = ordinary[(rng.random(len(replaced)) * len(ordinary)).astype(np.int64)]
+    return output, labels
+
+
+def word_spans(
+    ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (starts, lengths) of the words of a row; special tokens belong to no word.
+
+    A token after a special one starts a word even if its id would continue one.
+    """
+    ordinary = ~special_L
+    previous_special = np.empty_like(special_L)
+    previous_special[0] = True
+    previous_special[1:] = special_L[:-1]
+    starts = np.flatnonzero(ordinary & (word_start[ids] | previous_special))
+    # A word ends where the next one starts or at the first special token after its own start.
+    ends_at = np.flatnonzero(special_L | (word_start[ids]))
+    ends_at = np.append(ends_at, len(ids))
+    ends = ends_at[np.searchsorted(ends_at, starts, side="right")]
+    return starts, ends - starts
+
+
+def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
+    """Return words in random order that fill `budget` tokens; words that overshoot are passed."""
+    order = np.argsort(rng.random(len(lengths)), kind="stable")
+    sizes = lengths[order]
+    count = int(np.searchsorted(np.cumsum(sizes), budget, side="right"))
+    left = budget - int(sizes[:count].sum())
+    taken = list(order[:count])
+    for word, size in zip(order[count:].tolist(), sizes[count:].tolist(), strict=True):
+        if left == 0:
+            break
+        if size <= left:
+            taken.append(word)
+            left -= size
+    if not taken and len(order):
+        taken = [int(np.argmin(lengths))]
+    return np.sort(np.array(taken, dtype=np.int64))
+
+
+def _choose_ngrams(
+    starts: np.ndarray, lengths: np.ndarray, budget: int, max_ngram: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return chosen words: n-grams start at words in random order, n drawn with P(n) ~ 1/n.
+
+    An n-gram ends early at the end of its piece, at a word already chosen, or when the budget has
+    no room for its next word.
+    """
+    order = np.argsort(rng.random(len(lengths)), kind="stable").tolist()
+    grams = np.searchsorted(_ngram_cumulative(max_ngram), rng.random(len(lengths))).tolist()
+    size = lengths.tolist()
+    touches_next = np.append(starts[1:] == starts[:-1] + lengths[:-1], False).tolist()
+    taken = [False] * len(size)
+    left = budget
+    for word in order:
+        if left == 0:
+            break
+        for _ in range(grams[word] + 1):
+            if taken[word] or size[word] > left:
+                break
+            taken[word] = True
+            left -= size[word]
+            if not touches_next[word]:
+                break
+            word += 1
+    if not any(taken) and taken:
+        taken[int(np.argmin(lengths))] = True
+    return np.flatnonzero(taken)
+
+
+def _ngram_cumulative(max_ngram: int) -> np.ndarray:
+    weights = 1.0 / np.arange(1, max_ngram + 1)
+    cumulative = np.cumsum(weights / weights.sum())
+    cumulative[-1] = 1.0
+    return cumulative
+
+
+def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the positions of all tokens of the given spans, in order."""
+    if not len(starts):
+        return np.zeros(0, dtype=np.int64)
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+def _deberta_window(
+    ids, word_start, special_L, rate, max_ngram, mask_share, random_share, mask_id, pool, rng
+) -> tuple[np.ndarray, np.ndarray]:
+    """The official sampler, draw for draw; `rng` is a random.Random."""
+    units: list[list[int]] = []
+    for position in np.flatnonzero(~special_L).tolist():
+        if max_ngram > 1 and units and not word_start[ids[position]]:
+            units[-1].append(position)
+        else:
+            units.append([position])
+    max_predictions = math.ceil(len(ids) * rate / 10) * 10
+    budget = min(max_predictions, max(1, round(int(np.count_nonzero(ids)) * rate)))
+    window, cumulative = int(1 / rate), _ngram_cumulative(max_ngram).tolist()
+    marked = [False] * len(units)
+    offset = 0
+    while offset < len(units):
+        gram = bisect_left(cumulative, rng.random()) + 1
+        context = min(gram * window, len(units) - offset)
+        first = offset + rng.randint(0, context - 1)
+        end = min(first + gram, len(units))
+        marked[first:end] = [True] * (end - first)
+        offset = max(offset + context, end)
+    output, labels = ids.copy(), np.full(len(ids), IGNORE, dtype=np.int64)
+    keep_share = 1.0 - mask_share - random_share
+    count = 0
+    for unit, is_marked in zip(units, marked, strict=True):
+        if not is_marked:
+            continue
+        for position in unit:
+            labels[position] = ids[position]
+            draw = rng.random()
+            if draw < mask_share:
+                output[position] = mask_id
+            elif draw >= mask_share + keep_share:
+                output[position] = rng.choice(pool)
+            count += 1
+        if count >= budget:
+            break
+    return output, labels

@@ -1,0 +1,1 @@
+"""What the data_prep commands do: read, clean, tokenize and pack text of any size."""

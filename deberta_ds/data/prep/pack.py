@@ -1,0 +1,82 @@
+"""Plan the rows of a tokenized corpus for one sequence length: one unit per shard."""
+
+from pathlib import Path
+
+import numpy as np
+
+from deberta_ds.data.corpus import check_file, map_array
+from deberta_ds.data.packing import PACKER_VERSION, plan_rows
+from deberta_ds.data.prep.units import close_job, open_job, run_units
+from deberta_ds.data.shards import (
+    MANIFEST,
+    RowShardInfo,
+    RowsManifest,
+    ShardInfo,
+    read_manifest,
+    read_rows_manifest,
+    rows_directory,
+    save_array,
+    write_manifest,
+)
+from deberta_ds.errors import UserError
+from deberta_ds.files import xxh3
+from deberta_ds.tokenizer import Tokenizer
+
+MIN_SEQ_LEN = 8
+
+
+def pack_corpus(
+    corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1
+) -> RowsManifest:
+    """Write rows-L of `corpus` and return its manifest; does nothing if it is complete."""
+    manifest, fingerprint = read_manifest(corpus)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(
+            f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
+            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own spm.model"
+        )
+    if seq_len < MIN_SEQ_LEN:
+        raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
+    directory = rows_directory(corpus, seq_len)
+    plan = {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
+    if not open_job(directory, plan, finished=MANIFEST):
+        word_starts = tokenizer.word_starts()
+        units = {
+            shard.name: (str(corpus), shard, word_starts, seq_len) for shard in manifest.shards
+        }
+        results = run_units(
+            directory, pack_shard, units, workers=workers, label=f"pack {seq_len}"
+        )
+        hard_cuts = sum(result.pop("hard_cuts") for result in results)
+        shards = tuple(RowShardInfo(**result) for result in results)
+        rows = RowsManifest(seq_len, PACKER_VERSION, fingerprint, hard_cuts, shards)
+        write_manifest(directory, rows)
+    close_job(directory)
+    return read_rows_manifest(directory)[0]
+
+
+def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: int) -> dict:
+    """Plan one shard and return the fields of its RowShardInfo, and its hard cuts."""
+    tokens_path = Path(corpus) / "tokens" / f"{shard.name}.npy"
+    ends_path = Path(corpus) / "ends" / f"{shard.name}.npy"
+    remedy = "the shard is damaged: make the corpus again"
+    check_file(tokens_path, shard.bytes, None, remedy)
+    check_file(ends_path, shard.ends_bytes, shard.ends_xxh3, remedy)
+    tokens, ends = map_array(tokens_path), map_array(ends_path)
+    plan = plan_rows(ends, tokens, word_starts, seq_len)
+    directory = rows_directory(corpus, seq_len)
+    pieces_path = directory / f"{shard.name}.npy"
+    starts_path = directory / f"{shard.name}.starts.npy"
+    save_array(pieces_path, plan.pieces)
+    save_array(starts_path, plan.starts)
+    return {
+        "name": shard.name,
+        "rows": len(plan.starts) - 1,
+        "pieces": len(plan.pieces),
+        "tokens": int(plan.pieces[:, 1].sum(dtype=np.int64)),
+        "bytes": pieces_path.stat().st_size,
+        "xxh3": xxh3(pieces_path),
+        "starts_bytes": starts_path.stat().st_size,
+        "starts_xxh3": xxh3(starts_path),
+        "hard_cuts": int(plan.hard_cuts),
+    }

@@ -1,0 +1,65 @@
+"""The rules by which raw text becomes the text that is tokenized.
+
+1. U+FEFF, soft hyphens, zero-width spaces, bidirectional marks and control characters (category Cc,
+   NUL among them) are removed; zero-width joiners U+200C and U+200D stay, scripts need them.
+2. U+2581, the space mark of SentencePiece, becomes "_".
+3. Unicode NFC.
+4. Every run of white space (line ends too) becomes one space; none at either end.
+A lone surrogate (from a JSON escape) is not text: the document is bad. The rules are idempotent,
+and decode(encode(text)) == text afterwards for a tokenizer made by data_prep/train_tokenizer.py.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+
+from deberta_ds.tokenizer import SPACE_MARK
+
+TEXT_RULES_VERSION = 1
+ENCODE_CHARACTERS = 1 << 18
+
+_REMOVED = re.compile(
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
+    "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class BadTextError(ValueError):
+    """The text of one document breaks a rule."""
+
+
+def normalise(text: str) -> str:
+    """Return `text` under the rules above; BadTextError if it holds a lone surrogate."""
+    if text.isascii():
+        if not text.isprintable():
+            text = _REMOVED.sub("", text)
+        elif "  " not in text and text[:1] != " " and text[-1:] != " ":
+            return text
+        return " ".join(text.split())
+    if _SURROGATE.search(text):
+        raise BadTextError("a lone surrogate (broken \\u escape)")
+    text = _REMOVED.sub("", text).replace(SPACE_MARK, "_")
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def encodable_parts(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield (part, starts_document): parts of bounded length whose encodings concatenate exactly.
+
+    Cuts are at spaces, where SentencePiece starts afresh anyway. A stretch of 2**18 characters
+    without a space is cut hard, and the rest starts a new document.
+    """
+    begin, starts_document = 0, True
+    while len(text) - begin > ENCODE_CHARACTERS:
+        space = text.rfind(" ", begin + 1, begin + ENCODE_CHARACTERS)
+        end = space if space > 0 else begin + ENCODE_CHARACTERS
+        yield text[begin:end], starts_document
+        starts_document = space < 0
+        begin = end + (space > 0)
+    yield text[begin:], starts_document
+
+
+def letter_share(text: str) -> float:
+    """Return the share of letters among the characters that are not white space."""
+    visible = len(text) - text.count(" ")
+    return sum(map(str.isalpha, text)) / visible if visible else 0.0

@@ -1,0 +1,180 @@
+"""Work units: done in any order, by any number of workers, each exactly once.
+
+A job is a directory, a plan and a list of named units. A unit writes its files atomically and then
+its marker, `.units/NAME.json`; a restart runs only units without one. The output depends on the
+plan alone, never on the number of workers. Workers are processes (concurrent.futures), or ranks
+under `mpirun -n N python -m mpi4py.futures script.py ...`, where rank 0 works too.
+"""
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from tqdm import tqdm
+
+from deberta_ds.errors import UserError
+from deberta_ds.files import write_atomic
+
+PLAN = ".job.json"
+MARKERS = ".units"
+
+
+def open_job(directory: str | Path, plan: dict, *, finished: str) -> bool:
+    """Prepare `directory` for `plan`; return True if the job is complete already.
+
+    `finished` is the file that is written last. UserError if the directory holds another job's
+    output. Temporary files of a killed run are removed.
+    """
+    directory = Path(directory)
+    text = json.dumps(plan, sort_keys=True, indent=1) + "\n"
+    plan_path = directory / PLAN
+    if plan_path.exists():
+        if plan_path.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"{directory}: holds the output of other inputs or options (see {plan_path}); "
+                "remove it or give another directory"
+            )
+    elif directory.exists() and any(not p.name.startswith("rows-") for p in directory.iterdir()):
+        raise UserError(f"{directory}: not empty and not made by this command; remove it")
+    for leftover in directory.rglob("*.tmp"):
+        leftover.unlink(missing_ok=True)
+    if (directory / finished).exists():
+        return True
+    with no_space_as_user_error(directory):
+        write_atomic(plan_path, text)
+        (directory / MARKERS).mkdir(exist_ok=True)
+    return False
+
+
+def run_units(
+    directory: str | Path,
+    function: Callable[..., dict],
+    units: dict[str, tuple],
+    *,
+    workers: int,
+    label: str,
+) -> list[dict]:
+    """Return `function(*units[name])` for each name, in the order of `units`.
+
+    `function` must be importable, write its files atomically, and return a JSON-able dict.
+    """
+    directory = Path(directory)
+    markers = directory / MARKERS
+    finished = {path.stem for path in markers.glob("*.json")}
+    missing = deque((markers, name, function, args) for name, args in units.items()
+                    if name not in finished)
+    bar = tqdm(total=len(units), initial=len(units) - len(missing), desc=label, unit="unit",
+               disable=None, dynamic_ncols=True, smoothing=0)
+    with bar, no_space_as_user_error(directory):
+        if _under_mpi():
+            _run_mpi(missing, bar)
+        elif workers > 1 and len(missing) > 1:
+            _run_processes(missing, min(workers, len(missing)), bar)
+        else:
+            while missing:
+                _run_one(*missing.popleft())
+                bar.update()
+    return [json.loads((markers / f"{name}.json").read_bytes()) for name in units]
+
+
+def close_job(directory: str | Path) -> None:
+    """Remove the markers: call it after the file that completes the job is written."""
+    shutil.rmtree(Path(directory) / MARKERS, ignore_errors=True)
+
+
+def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
+    result = function(*args)
+    write_atomic(markers / f"{name}.json", json.dumps(result, sort_keys=True) + "\n")
+
+
+def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
+    start = {"initializer": _die_with_parent, "initargs": (os.getpid(),)}
+    with ProcessPoolExecutor(workers, **start) as pool:
+        try:
+            _drive(pool, missing, 2 * workers, bar, lambda: None)
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker process died (killed, or out of memory); run the same command again, "
+                "finished units are kept"
+            ) from error
+
+
+def _run_mpi(missing: deque, bar: tqdm) -> None:
+    from mpi4py import MPI
+    from mpi4py.futures import MPIPoolExecutor
+
+    others = MPI.COMM_WORLD.Get_size() - 1
+
+    def work_here() -> None:
+        if missing:
+            _run_one(*missing.popleft())
+            bar.update()
+
+    if others < 1:
+        while missing:
+            work_here()
+        return
+    with MPIPoolExecutor() as pool:
+        _drive(pool, missing, 2 * others, bar, work_here)
+
+
+def _drive(pool, missing: deque, depth: int, bar: tqdm, work_here: Callable[[], None]) -> None:
+    """Keep `depth` units in flight; `work_here` may do one in this process meanwhile."""
+    running: set[Future] = set()
+    try:
+        while missing or running:
+            while missing and len(running) < depth:
+                running.add(pool.submit(_run_one, *missing.popleft()))
+            work_here()
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+                bar.update()
+    except BaseException:
+        for future in running:
+            future.cancel()
+        raise
+
+
+def _under_mpi() -> bool:
+    sizes = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    return any(size and int(size) > 1 for size in sizes)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this worker when its parent dies: kill -9 leaves no orphans."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class no_space_as_user_error:  # noqa: N801 (reads as a phrase)
+    """Context: a full disk or quota inside becomes one UserError."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"{self._directory}: no space left on the device; free some and run the same "
+                "command again, finished units are kept"
+            ) from error
+
+
+def plan_digest(value) -> str:
+    """Return a short digest of a JSON-able value, for plans that would be long to store."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,202 @@
+"""The on-disk format of a tokenized corpus: plain .npy shards and JSON manifests with checksums.
+
+    corpus/
+      manifest.json          written last; its sha256 is the corpus fingerprint
+      tokens/NAME.npy        uint16 if vocab_size <= 65536 else uint32; documents back to back,
+                             no special tokens
+      ends/NAME.npy          int64, cumulative document ends
+      rows-512/
+        manifest.json        written last; its sha256 joins the fingerprint
+        NAME.npy             uint32 [pieces, 2]: (start, length) in row order
+        NAME.starts.npy      uint32 [rows + 1]: row r = pieces[starts[r] : starts[r + 1]]
+
+A crash leaves no manifest, hence no half corpus that opens. numpy.load opens every file.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deberta_ds.errors import UserError
+from deberta_ds.files import atomic_path, write_atomic, xxh3
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+HEADER_BYTES = 128
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One token shard: counts, and size and xxh3-128 of its two files."""
+
+    name: str
+    tokens: int
+    documents: int
+    bytes: int
+    xxh3: str
+    ends_bytes: int
+    ends_xxh3: str
+
+
+@dataclass(frozen=True)
+class RowShardInfo:
+    """The row plan of one token shard: counts, and size and xxh3-128 of its two files."""
+
+    name: str
+    rows: int
+    pieces: int
+    tokens: int
+    bytes: int
+    xxh3: str
+    starts_bytes: int
+    starts_xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a corpus directory holds."""
+
+    dtype: str
+    vocab_size: int
+    tokenizer_sha256: str
+    special_ids: dict[str, int]
+    counts: dict[str, int]
+    shards: tuple[ShardInfo, ...]
+    version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class RowsManifest:
+    """What a rows-L directory holds; `corpus` is the fingerprint of the corpus it plans."""
+
+    seq_len: int
+    packer_version: int
+    corpus: str
+    hard_cuts: int
+    shards: tuple[RowShardInfo, ...]
+    version: int = FORMAT_VERSION
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of token shards: uint16 if every id fits, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def rows_directory(corpus: str | Path, seq_len: int) -> Path:
+    """Return the directory of the row plan for `seq_len`."""
+    return Path(corpus) / f"rows-{seq_len}"
+
+
+def canonical_json(value: Manifest | RowsManifest) -> str:
+    """Return the one text form of a manifest: sorted keys, one shard a line."""
+    fields = asdict(value)
+    shards = [json.dumps(shard, sort_keys=True) for shard in fields.pop("shards")]
+    head = json.dumps(fields, sort_keys=True)[:-1]
+    return head + ', "shards": [\n' + ",\n".join(shards) + "\n]}\n"
+
+
+def write_manifest(directory: str | Path, value: Manifest | RowsManifest) -> str:
+    """Write manifest.json atomically and return its fingerprint."""
+    text = canonical_json(value)
+    write_atomic(Path(directory) / MANIFEST, text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(directory: str | Path) -> tuple[Manifest, str]:
+    """Return (manifest, fingerprint) of a corpus; UserError if missing, damaged or too new."""
+    remedy = "run data_prep/tokenize_corpus.py to the end, or give the right directory"
+    return _read(directory, Manifest, ShardInfo, remedy)
+
+
+def read_rows_manifest(directory: str | Path) -> tuple[RowsManifest, str]:
+    """Return (manifest, fingerprint) of a rows-L directory; errors as in `read_manifest`."""
+    return _read(directory, RowsManifest, RowShardInfo, "run data_prep/pack.py for this length")
+
+
+def _read(directory: str | Path, kind: type, shard_kind: type, remedy: str):
+    path = Path(directory) / MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: not a finished corpus; {remedy}") from error
+    try:
+        fields = json.loads(data)
+        version = fields.get("version")
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path}: format version {version}; this program reads 1")
+        shards = tuple(shard_kind(**shard) for shard in fields.pop("shards"))
+        return kind(shards=shards, **fields), hashlib.sha256(data).hexdigest()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from error
+
+
+def npy_header(dtype: np.dtype, count: int) -> bytes:
+    """Return a .npy version 1.0 header of exactly 128 bytes for a 1-D array of `count` items."""
+    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
+    text = text.ljust(HEADER_BYTES - 11) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1")
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Write one .npy file atomically."""
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, array, allow_pickle=False)
+
+
+class ShardWriter:
+    """Streams the documents of one shard to disk; memory is O(documents), not O(tokens).
+
+    Use: `append` each document, then `finish()` -> ShardInfo. `abandon()` removes the temporaries.
+    """
+
+    def __init__(self, corpus: str | Path, name: str, dtype: np.dtype):
+        self.name = name
+        self.tokens = 0
+        self._dtype = np.dtype(dtype)
+        self._path = Path(corpus) / "tokens" / f"{name}.npy"
+        self._ends_path = Path(corpus) / "ends" / f"{name}.npy"
+        self._ends: list[int] = []
+        self._context = atomic_path(self._path)
+        self._temporary = self._context.__enter__()
+        self._file = open(self._temporary, "wb", buffering=1 << 20)
+        self._file.write(npy_header(self._dtype, 0))
+
+    @property
+    def documents(self) -> int:
+        return len(self._ends)
+
+    def append(self, ids: np.ndarray) -> None:
+        """Add one document; an empty one is an error of the caller."""
+        assert len(ids), "an empty document has no place in a shard"
+        self._file.write(np.ascontiguousarray(ids, dtype=self._dtype))
+        self.tokens += len(ids)
+        self._ends.append(self.tokens)
+
+    def finish(self) -> ShardInfo:
+        """Complete both files and return their sizes and checksums."""
+        self._file.seek(0)
+        self._file.write(npy_header(self._dtype, self.tokens))
+        self._file.close()
+        digest, size = xxh3(self._temporary), self._temporary.stat().st_size
+        ends = np.array(self._ends, dtype="<i8")
+        save_array(self._ends_path, ends)
+        self._context.__exit__(None, None, None)
+        return ShardInfo(
+            name=self.name,
+            tokens=self.tokens,
+            documents=len(ends),
+            bytes=size,
+            xxh3=digest,
+            ends_bytes=self._ends_path.stat().st_size,
+            ends_xxh3=xxh3(self._ends_path),
+        )
+
+    def abandon(self) -> None:
+        """Remove the unfinished file."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,72 @@
+"""The same rows in the same order for every world size, worker count and micro-batch size."""
+
+import pytest
+import torch
+from data_helpers import MaskSettings, make_corpus, random_documents, tiny_tokenizer
+
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.errors import UserError
+
+FIELDS = ("rows", "input_ids", "labels", "segments", "positions")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    path = tmp_path_factory.mktemp("loader") / "corpus"
+    documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
+    make_corpus(path, documents, tiny_tokenizer(), (64,))
+    return RowDataset(
+        [Source(str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskSettings()
+    )
+
+
+def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batch=24):
+    """Return the tensors of all global batches, put together from every rank."""
+    per_step = [[] for _ in range(steps)]
+    for rank in range(world_size):
+        loader = build_loader(
+            dataset, start_row=start_row, global_batch_rows=batch, micro_batch_rows=micro,
+            rank=rank, world_size=world_size, num_workers=workers, num_steps=steps,
+        )
+        batches = list(loader)
+        per_rank = batch // world_size // micro
+        assert len(batches) == steps * per_rank
+        for index, item in enumerate(batches):
+            per_step[index // per_rank].append(item)
+    return {
+        name: torch.cat([getattr(item, name) for step in per_step for item in step])
+        for name in FIELDS
+    }
+
+
+def test_rows_do_not_depend_on_world_size_workers_or_micro_batch(dataset):
+    expected = global_rows(dataset, 1, 0, 24)
+    assert expected["rows"].tolist() == list(range(36, 36 + 48))
+    for world_size, workers, micro in ((2, 0, 6), (3, 0, 8), (4, 0, 3), (1, 1, 4), (2, 2, 4)):
+        found = global_rows(dataset, world_size, workers, micro)
+        for name in FIELDS:
+            assert torch.equal(expected[name], found[name]), (name, world_size, workers)
+
+
+def test_refuses_a_batch_that_does_not_divide(dataset):
+    with pytest.raises(UserError, match="multiple"):
+        build_loader(
+            dataset, start_row=0, global_batch_rows=10, micro_batch_rows=4, rank=0, world_size=1,
+            num_workers=0, num_steps=1,
+        )
+
+
+def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
+    path = make_corpus(tmp_path / "corpus", [[10] * 40] * 30, tiny_tokenizer(), (64,))
+    dataset = RowDataset(
+        [Source(str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskSettings()
+    )
+    (path / "tokens" / "00001-000.npy").unlink()
+    loader = build_loader(
+        dataset, start_row=0, global_batch_rows=8, micro_batch_rows=8, rank=0, world_size=1,
+        num_workers=1, num_steps=20,
+    )
+    with pytest.raises(UserError) as caught:
+        list(loader)
+    assert "00001-000.npy" in str(caught.value) and "Traceback" not in str(caught.value)

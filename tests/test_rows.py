@@ -1,0 +1,162 @@
+"""Rows as functions of (seed, g), and refusal of damaged corpora."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from data_helpers import MaskSettings, make_corpus, random_documents, tiny_tokenizer
+
+from deberta_ds.data.batch import check_batch, collate
+from deberta_ds.data.rows import RowDataset, Source, eval_rows
+from deberta_ds.errors import UserError
+from deberta_ds.tokenizer import Tokenizer
+
+SEQ_LEN = 64
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
+    return make_corpus(tmp_path / "corpus", documents, tiny_tokenizer(), (SEQ_LEN, 128))
+
+
+def dataset_of(*paths, seed=7, **options) -> RowDataset:
+    options = {"seq_len": SEQ_LEN, "mask": MaskSettings(), **options}
+    sources = [path if isinstance(path, Source) else Source(str(path)) for path in paths]
+    return RowDataset(sources, tiny_tokenizer(), seed=seed, **options)
+
+
+def test_each_epoch_visits_every_row_once_in_another_order(corpus):
+    dataset = dataset_of(corpus)
+    rows = dataset.num_rows[str(corpus)]
+    first = [dataset.locate(g)[1] for g in range(rows)]
+    second = [dataset.locate(g)[1] for g in range(rows, 2 * rows)]
+    assert sorted(first) == sorted(second) == list(range(rows))
+    assert first != second
+
+
+def test_row_is_a_pure_function_of_seed_and_number(corpus):
+    dataset, again = dataset_of(corpus), pickle.loads(pickle.dumps(dataset_of(corpus)))
+    for g in (0, 5, 10**12 + 3):
+        for name in ("input_ids", "labels", "segments", "positions"):
+            assert np.array_equal(getattr(dataset[g], name), getattr(again[g], name))
+    other = dataset_of(corpus, seed=8)
+    assert any(not np.array_equal(dataset[g].input_ids, other[g].input_ids) for g in range(4))
+
+
+def test_masks_differ_between_epochs(corpus):
+    dataset = dataset_of(corpus)
+    rows = dataset.num_rows[str(corpus)]
+    at = {dataset.locate(g)[1]: g for g in range(rows)}
+    later = {dataset.locate(g)[1]: g for g in range(rows, 2 * rows)}
+    assert any(
+        not np.array_equal(dataset[at[row]].labels, dataset[later[row]].labels) for row in at
+    )
+
+
+@pytest.mark.parametrize("ngram", [1, 3])
+def test_batches_keep_their_invariants(corpus, ngram):
+    dataset = dataset_of(corpus, mask=MaskSettings(max_ngram=ngram, mask_share=0.8,
+                                                   random_share=0.1))
+    batch = collate([dataset[g] for g in range(16)])
+    check_batch(batch, tiny_tokenizer())
+    assert batch.input_ids.shape == (16, SEQ_LEN)
+
+
+def test_every_token_appears_exactly_once_in_an_epoch(corpus):
+    dataset = dataset_of(corpus)
+    special = tiny_tokenizer().is_special()
+    seen = 0
+    for g in range(dataset.num_rows[str(corpus)]):
+        row = dataset[g]
+        original = np.where(row.labels != -100, row.labels, row.input_ids)
+        seen += int((~special[original]).sum())
+    documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
+    expected = sum(int((~special[np.array(ids)]).sum()) for ids in documents)
+    assert seen == expected
+
+
+def test_across_documents_is_one_segment(corpus):
+    row = dataset_of(corpus, across_documents=True)[3]
+    real = int((row.segments > 0).sum())
+    assert set(row.segments[:real]) == {1}
+    assert np.array_equal(row.positions[:real], np.arange(real))
+
+
+def test_a_later_stage_repeats_no_row(corpus, tmp_path):
+    other = make_corpus(tmp_path / "other", [[10] * 30] * 50, tiny_tokenizer(), (SEQ_LEN,))
+    first = dataset_of(Source(str(corpus), 3.0), Source(str(other), 1.0))
+    used = first.consumed(20)
+    second = dataset_of(
+        Source(str(corpus), 1.0, used[str(corpus)]), Source(str(other), 1.0, used[str(other)])
+    )
+    seen = [first.locate(g) for g in range(20)]
+    later = [second.locate(g) for g in range(10)]
+    assert not set(seen) & set(later)
+
+
+def test_eval_rows_are_fixed_and_in_order(corpus):
+    arguments = {"seq_len": SEQ_LEN, "mask": MaskSettings(), "eval_seed": 3}
+    rows = eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=5)
+    again = eval_rows(str(corpus), tiny_tokenizer(), **arguments)
+    assert [row.row for row in rows] == [0, 1, 2, 3, 4]
+    for row, same in zip(rows, again[:5], strict=True):
+        assert np.array_equal(row.labels, same.labels)
+    with pytest.raises(UserError, match="rows"):
+        eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=10**6)
+
+
+def test_refuses_another_tokenizer(corpus, tmp_path):
+    manifest = corpus / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(tiny_tokenizer().sha256, "0" * 64))
+    rows = corpus / "rows-64" / "manifest.json"
+    with pytest.raises(UserError, match="another version"):
+        dataset_of(corpus)
+    import hashlib
+    data = json.loads(rows.read_text())
+    data["corpus"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    rows.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="tokenizer"):
+        dataset_of(corpus)
+
+
+def test_refuses_truncated_and_flipped_shards(corpus):
+    shard = corpus / "tokens" / "00001-000.npy"
+    data = bytearray(shard.read_bytes())
+    data[300] ^= 1
+    shard.write_bytes(data)
+    dataset_of(corpus, verify="sizes")
+    with pytest.raises(UserError, match=r"00001-000.npy: xxh3 checksum.*copy"):
+        dataset_of(corpus, verify="full")
+    shard.write_bytes(data[:-2])
+    with pytest.raises(UserError, match=r"00001-000.npy: \d+ bytes"):
+        dataset_of(corpus)
+    shard.unlink()
+    with pytest.raises(UserError, match="00001-000.npy: No such file"):
+        dataset_of(corpus)
+
+
+def test_refuses_a_token_outside_the_vocabulary(corpus):
+    shard = corpus / "tokens" / "00000-000.npy"
+    tokens = np.lib.format.open_memmap(shard, mode="r+")
+    tokens[:] = 60000
+    tokens.flush()
+    dataset = dataset_of(corpus)
+    with pytest.raises(UserError, match=r"00000-000.npy.*token id 60000"):
+        for g in range(dataset.num_rows[str(corpus)]):
+            dataset[g]
+
+
+def test_names_the_missing_corpus_and_length(corpus, tmp_path):
+    with pytest.raises(UserError, match="nowhere.*not a finished corpus"):
+        dataset_of(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no row plan for seq_len 32.*rows-128.*--seq_len 32"):
+        dataset_of(corpus, seq_len=32)
+    with pytest.raises(UserError, match="twice"):
+        dataset_of(corpus, corpus)
+
+
+def test_tokenizer_survives_pickling():
+    clone: Tokenizer = pickle.loads(pickle.dumps(tiny_tokenizer()))
+    assert clone.encode("The fox") == tiny_tokenizer().encode("The fox")
