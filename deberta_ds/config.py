@@ -24,6 +24,8 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 class ConfigError(UserError):
     """One or more problems in a run config or a DeepSpeed JSON."""
 
+    on_every_rank = True
+
 
 def raise_problems(place: str, problems: list[str]) -> None:
     """Raise one ConfigError that lists every problem found in `place`; return if there is none."""
@@ -287,7 +289,7 @@ def _apply_defaults(values: dict, origins: dict, models: dict[str, dict]) -> Non
         name = model.pop("preset")
         origins.pop("model.preset", None)
         if name not in models:
-            raise ConfigError(f"model.preset = {name!r}: unknown{_nearest(name, models)}; "
+            raise ConfigError(f"model.preset = {name!r}: unknown{nearest(name, models)}; "
                               f"one of {', '.join(models)}")
         _merge_under(values, origins, "model", models[name], f"preset {name}")
     objective = values.get("objective")
@@ -348,7 +350,7 @@ def _validate(cls: type, values: dict, place: str) -> Any:
 def _problem(item: dict, cls: type) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "file"
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{where}: unknown key{_nearest(where, _all_keys(cls))}"
+        return f"{where}: unknown key{nearest(where, _all_keys(cls))}"
     if item["type"].startswith("missing"):
         return f"{where}: missing; this key has no default"
     if item["type"] == "value_error":
@@ -366,7 +368,7 @@ def _all_keys(cls: type, prefix: str = "") -> list[str]:
     return keys
 
 
-def _nearest(word: str, known) -> str:
+def nearest(word: str, known) -> str:
     """Return "; did you mean X?" for the known key nearest to `word`, whole or by its last part."""
     known = list(known)
     last_parts = {key.rsplit(".", 1)[-1]: key for key in known}

@@ -1,4 +1,4 @@
-"""The two pretraining heads: masked LM behind the enhanced mask decoder, and replaced-token detection.
+"""The two pretraining heads: masked LM behind the enhanced mask decoder; replaced-token detection.
 
 Sources: microsoft/DeBERTa masked_language_model.py and replaced_token_detection_model.py
 (numerics 4.1, 4.2).

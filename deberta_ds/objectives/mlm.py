@@ -1,7 +1,8 @@
 """Masked language modeling with the enhanced mask decoder (DeBERTa v1/v2).
 
-`forward` returns (loss to backpropagate, {name: detached sum}); sums are divided by the counts of
-the whole step, so the loss is the exact mean over all targets at any world size and micro-batch.
+`forward` returns (loss to backpropagate, {name: detached sum}, {name: detached output}). The sum of
+losses is divided by a count of the whole step, not of the micro-batch, so the loss is the exact
+mean over all targets at any world size and micro-batch.
 """
 
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ class MlmModel(nn.Module):
         self.words = WordEmbedding(config.vocab_size, config.hidden_size)
         self.generator = MaskedLm(config, checkpoint_layers)
 
-    def forward(self, batch, norm: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (sum of losses / norm["targets"], sums over this batch)."""
+    def forward(self, batch, norm: dict[str, Tensor]
+                ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return (sum of losses / norm["targets"], sums over this batch, no outputs)."""
         loss_sum, num_correct, _ = self.generator(self.words, batch, valid_vocab=self.valid_vocab)
         sums = {"generator_loss": loss_sum.detach(), "generator_correct": num_correct}
-        return loss_sum / norm["targets"], sums
+        return loss_sum / norm["targets"], sums, {}

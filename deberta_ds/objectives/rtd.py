@@ -7,8 +7,6 @@ reaches the generator's table only under "es"; under "gdes" it trains a delta of
 Legend: B batch, L length, C hidden, T targets.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,15 +17,6 @@ from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
 from deberta_ds.objectives.sampling import token_uniforms
-
-
-class Detection(NamedTuple):
-    """What the discriminator was shown and what it answered."""
-
-    input_ids_BL: Tensor
-    replaced_BL: Tensor  # bool; a sample equal to the original counts as original
-    real_BL: Tensor  # bool; False at padding
-    logits_BL: Tensor
 
 
 class Discriminator(nn.Module):
@@ -69,26 +58,34 @@ class RtdModel(nn.Module):
         self.generator = MaskedLm(generator_config, checkpoint_layers)
         self.discriminator = Discriminator(config, objective.embedding_sharing, checkpoint_layers)
 
-    def forward(self, batch, norm: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (L_G + lambda L_D, sums over this batch); see `objectives.mlm`."""
-        generator_sum, num_correct, detection = self.detect(batch)
+    def forward(self, batch, norm: dict[str, Tensor]
+                ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return (L_G + lambda L_D, sums over this batch, the discriminator's view [B, L]).
+
+        The view holds the logits (fp32), which tokens are replaced (a sample equal to the original
+        counts as original), and which are real, not padding. See `objectives.mlm` for the rest.
+        """
+        generator_sum, num_correct, input_ids_BL = self._replace_targets(batch)
+        original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
+        replaced_BL, real_BL = input_ids_BL != original_BL, batch.segments > 0
+        logits_BL = self.discriminator(self.words, input_ids_BL, batch)
         losses_BL = F.binary_cross_entropy_with_logits(
-            detection.logits_BL, detection.replaced_BL.float(), reduction="none")
-        real_BL = detection.real_BL
+            logits_BL, replaced_BL.float(), reduction="none")
         discriminator_sum = (losses_BL * real_BL).sum()
-        right_BL = (detection.logits_BL > 0) == detection.replaced_BL
         sums = {
             "generator_loss": generator_sum.detach(),
             "generator_correct": num_correct,
             "discriminator_loss": discriminator_sum.detach(),
-            "discriminator_correct": (right_BL & real_BL).sum(),
-            "replaced": detection.replaced_BL.sum(),
+            "discriminator_correct": (((logits_BL > 0) == replaced_BL) & real_BL).sum(),
+            "replaced": replaced_BL.sum(),
         }
         loss = generator_sum / norm["targets"]
-        return loss + self.objective.rtd_weight * discriminator_sum / norm["tokens"], sums
+        loss = loss + self.objective.rtd_weight * discriminator_sum / norm["tokens"]
+        view = {"logits": logits_BL.detach(), "replaced": replaced_BL, "real": real_BL}
+        return loss, sums, view
 
-    def detect(self, batch) -> tuple[Tensor, Tensor, Detection]:
-        """Run both networks; return (generator loss sum, number correct, Detection)."""
+    def _replace_targets(self, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (generator loss sum, number correct, ids [B, L] with samples at the targets)."""
         flat_T = self._target_columns(batch)
         length = batch.input_ids.size(1)
         uniforms_T = token_uniforms(self.sampling_seed, batch.rows[flat_T // length],
@@ -97,12 +94,7 @@ class RtdModel(nn.Module):
             self.words, batch, uniforms_T=uniforms_T, temperature=self.objective.temperature,
             valid_vocab=self.valid_vocab)
         input_ids_BL = batch.input_ids.flatten().index_copy(0, flat_T, sampled_T)
-        input_ids_BL = input_ids_BL.view_as(batch.input_ids)
-        original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
-        logits_BL = self.discriminator(self.words, input_ids_BL, batch)
-        detection = Detection(input_ids_BL, input_ids_BL != original_BL, batch.segments > 0,
-                              logits_BL)
-        return generator_sum, num_correct, detection
+        return generator_sum, num_correct, input_ids_BL.view_as(batch.input_ids)
 
     @staticmethod
     def _target_columns(batch) -> Tensor:

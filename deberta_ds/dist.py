@@ -1,0 +1,97 @@
+"""Ranks and collectives: the only module that talks to torch.distributed.
+
+Everything also works in a single process that never initialized a process group.
+"""
+
+import os
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from deberta_ds.errors import UserError
+
+
+def is_distributed() -> bool:
+    return torch_dist.is_available() and torch_dist.is_initialized()
+
+
+def rank() -> int:
+    return torch_dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    return torch_dist.get_world_size() if is_distributed() else 1
+
+
+def local_rank() -> int:
+    """Return the rank within this host, which is also the index of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    if is_distributed():
+        torch_dist.barrier()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of `values` over all ranks; the input is left alone."""
+    values = values.clone()
+    if is_distributed():
+        torch_dist.all_reduce(values)
+    return values
+
+
+def all_true(flag: Tensor) -> bool:
+    """Return whether the 0-d bool tensor `flag` is true on every rank (one host sync)."""
+    value = flag.to(torch.int32)
+    if is_distributed():
+        torch_dist.all_reduce(value, op=torch_dist.ReduceOp.MIN)
+    return bool(value.item())
+
+
+def gather_objects(value) -> list:
+    """Return every rank's picklable `value`, in rank order, on all ranks."""
+    if not is_distributed():
+        return [value]
+    values = [None] * world_size()
+    torch_dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value):
+    """Return rank 0's picklable `value` on every rank."""
+    if not is_distributed():
+        return value
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def together(function):
+    """Return `function()`; if it raises UserError on any rank, raise that error on every rank.
+
+    Without this, the ranks that were spared would wait in their next collective for ever.
+    """
+    value, problem = None, None
+    try:
+        value = function()
+    except UserError as error:
+        problem = str(error)
+    problems = [text for text in gather_objects(problem) if text is not None]
+    if problems:
+        error = UserError(problems[0])
+        error.on_every_rank = True
+        raise error
+    return value
+
+
+def destroy() -> None:
+    """Leave the process group, all ranks together."""
+    if is_distributed():
+        torch_dist.barrier()
+        torch_dist.destroy_process_group()

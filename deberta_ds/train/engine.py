@@ -1,0 +1,81 @@
+"""Process group, model and DeepSpeed engine (one of the two files that import deepspeed).
+
+Patterns that hold under every ZeRO stage: one engine, one forward that returns both losses, one
+backward; initial values are set after construction, parameter by parameter, because under
+`zero.Init` an assignment in a constructor is a silent no-op.
+"""
+
+import os
+from contextlib import nullcontext
+
+import deepspeed
+import torch
+from torch import nn
+
+from deberta_ds import deepspeed_config, dist
+from deberta_ds.config import OptimConfig, RunConfig
+from deberta_ds.model.init import init_parameters
+from deberta_ds.objectives.build import build_model
+from deberta_ds.train.optim import build_optimizer
+
+_SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": "0"}
+_LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def init_distributed() -> torch.device:
+    """Join the launcher's process group (or be a group of one); return this rank's device."""
+    if dist.is_distributed():
+        return _device()
+    if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+        os.environ.update(_SINGLE_PROCESS)
+    if deepspeed.get_accelerator().device_name() == "cpu":
+        # Only inference all-reduce uses this operator, and building it takes a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed(verbose=False)
+    return device
+
+
+def _device() -> torch.device:
+    name = deepspeed.get_accelerator().device_name()
+    return torch.device("cpu") if name == "cpu" else torch.device(name, dist.local_rank())
+
+
+def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None):
+    """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
+
+    `ds` is the resolved dict of `deepspeed_config.resolve`.
+    """
+    stage3 = deepspeed_config.zero_stage(ds) == 3
+    with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
+        model = build_model(run, valid_vocab)
+    gather = _gather_for_writing if stage3 else nullcontext
+    init_parameters(model, run.model.init_std, run.train.seed, gather)
+    return build_engine(model, run.optim, ds)
+
+
+def build_engine(model: nn.Module, optim: OptimConfig, ds: dict):
+    """Return the DeepSpeed engine over an initialized model."""
+    optimizer = build_optimizer(model, optim)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds,
+                                      dist_init_required=False)
+    return engine
+
+
+def set_learning_rate(engine, rate: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+
+
+def gathered(parameters: list[nn.Parameter]):
+    """Context in which the given parameters are whole on every rank, for reading."""
+    if any(hasattr(p, "ds_id") for p in parameters):
+        return deepspeed.zero.GatheredParameters(parameters)
+    return nullcontext()
+
+
+def _gather_for_writing(parameter: nn.Parameter):
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)

@@ -1,0 +1,185 @@
+"""The pretraining run: resume, step, log, evaluate, save, stop.
+
+A plain loop. The state of a run is its step: the learning rate, the rows, their masks, the samples
+and the dropout are functions of it, so a checkpoint holds no generator state and no data iterator.
+"""
+
+import time
+
+import torch
+
+from deberta_ds import config, deepspeed_config, dist
+from deberta_ds.config import RunConfig
+from deberta_ds.data.loader import build_loader
+from deberta_ds.log import RunLog
+from deberta_ds.train import checkpoint, engine, flops
+from deberta_ds.train.check import changed_values, check_identity
+from deberta_ds.train.evaluate import binary_entropy, evaluate
+from deberta_ds.train.schedule import learning_rate
+from deberta_ds.train.setup import Inputs, describe, prepare, versions, write_config
+from deberta_ds.train.step import count_over_ranks, seed_step, train_step
+from deberta_ds.train.throughput import SpeedMeter, peak_flops
+
+
+def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
+             origins: dict[str, str]) -> None:
+    """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank."""
+    inputs = prepare(run, ds_values, place)
+    found = checkpoint.find(run.out_dir, resume)
+    record = checkpoint.read_run_file(found.path) if found.path else None
+    if record:
+        check_identity(run, inputs.dataset.fingerprints, record, str(found.path))
+        checkpoint.check_layout(record, inputs.ds, str(found.path))
+    log = RunLog(run.out_dir, dist.is_main(), total_steps=run.train.steps)
+    for line in describe(run, inputs, origins):
+        log.info(line)
+    for line in found.passed_over:
+        log.info(f"WARNING: checkpoint passed over: {line}")
+    if dist.is_main():
+        write_config(run, inputs, origins)
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+    if record:
+        checkpoint.load(model_engine, found.path)
+        log.truncate(record["step"])
+        for line in changed_values(run, record):
+            log.info(f"changed since the checkpoint: {line}")
+    trainer = Trainer(run, inputs, model_engine, log, record)
+    if record:
+        trainer.log_event("resume", f"from {found.path}")
+    else:
+        trainer.log_event("start", "from step 0")
+    trainer.run_to_end()
+    log.close()
+
+
+def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str]) -> None:
+    """Check a run and take its first micro-batch forward and backward; nothing is written."""
+    inputs = prepare(run, ds_values, place)
+    if dist.is_main():
+        print("\n".join(describe(run, inputs, origins)))
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+    batch = next(_batches(run, inputs, start=0, end=1))
+    seed_step(run.train.seed, 0, 0, dist.rank())
+    loss, *_ = model_engine(batch.to(model_engine.device),
+                            count_over_ranks([batch], model_engine.device))
+    model_engine.backward(loss)
+    if dist.is_main():
+        print(f"check passed: micro-batch of {run.train.micro_batch_rows} x {run.data.seq_len}, "
+              f"loss {float(loss) * dist.world_size():.4f}")
+
+
+def _batches(run: RunConfig, inputs: Inputs, *, start: int, end: int):
+    train = run.train
+    return build_loader(
+        inputs.dataset, start_row=start * train.global_batch_rows,
+        global_batch_rows=train.global_batch_rows, micro_batch_rows=train.micro_batch_rows,
+        rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers,
+        num_steps=end - start)
+
+
+class Trainer:
+    """The loop and what it carries from step to step."""
+
+    def __init__(self, run: RunConfig, inputs: Inputs, model_engine, log: RunLog,
+                 record: dict | None):
+        """`record` is run.json of the checkpoint that was loaded; None at step 0."""
+        self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
+        self.step = record["step"] if record else 0
+        self.tokens_seen = record["tokens_seen"] if record else 0
+        self.seconds_before = record["seconds"] if record else 0.0
+        self.started = time.monotonic()
+        precision = deepspeed_config.precision(inputs.ds)
+        self.speed = SpeedMeter(flops.per_token(run), peak_flops(model_engine.device, precision),
+                                dist.world_size())
+        self.sums: dict[str, torch.Tensor] = {}  # of this rank, since the last logged line
+        self.counts: dict[str, torch.Tensor] = {}  # of all ranks
+
+    def run_to_end(self) -> None:
+        """Train to the last step, or to train.stop_after."""
+        run, train = self.run, self.run.train
+        end = min(train.steps, train.stop_after or train.steps)
+        batches = _batches(run, self.inputs, start=self.step, end=end)
+        per_step = self.engine.gradient_accumulation_steps()
+        self.speed.start()
+        while self.step < end:
+            # ---------------------------------------------------------------- single training step
+            rate = learning_rate(run.optim, self.step, train.steps)
+            engine.set_learning_rate(self.engine, rate)
+            micro = [next(batches) for _ in range(per_step)]
+            sums, counts = train_step(self.engine, micro, step=self.step, seed=train.seed)
+            self._add(sums, counts)
+            self.step += 1
+            # -------------------------------------------------------------------------------------
+            if self.step % train.log_every == 0 or self.step == end:
+                self._log_step(rate)
+            if self.step % train.eval_every == 0 or self.step == train.steps:
+                self._evaluate()
+            if self.step % train.save_every == 0 or self.step == end:
+                self._save()
+        if end < train.steps:
+            self.log_event("stop", f"train.stop_after = {end}; run again to go on")
+        else:
+            self.log_event("end", "all steps done")
+
+    def log_event(self, event: str, detail: str) -> None:
+        self.log.metrics({"kind": "event", "step": self.step, "seconds": self._seconds(),
+                          "event": event, "detail": detail})
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def _add(self, sums: dict, counts: dict) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + value
+        self.speed.count_step()
+
+    def _log_step(self, rate: float) -> None:
+        """Write one line of means over the steps since the last one (the only host sync)."""
+        names = sorted(self.sums)
+        sums = dist.sum_over_ranks(torch.stack([self.sums[name] for name in names]))
+        total = dict(zip(names, sums.tolist(), strict=True))
+        total |= {name: value.item() for name, value in self.counts.items()}
+        self.sums, self.counts = {}, {}
+        self.tokens_seen += int(total["tokens"])
+        norm = self.engine.get_global_grad_norm()
+        record = {"kind": "train", "step": self.step,
+                  "rows_seen": self.step * self.run.train.global_batch_rows,
+                  "tokens_seen": self.tokens_seen, "seconds": self._seconds()}
+        record |= mean_losses(total, self.run.objective.rtd_weight)
+        record |= {"learning_rate": rate, "grad_norm": None if norm is None else float(norm)}
+        record |= self.speed.read(total["tokens"], self.run.train.steps - self.step)
+        self.log.metrics(record)
+
+    def _evaluate(self) -> None:
+        if not self.inputs.held_out:
+            return
+        self.speed.pause()
+        scores = evaluate(self.engine, self.inputs.held_out, self.run.train.micro_batch_rows)
+        self.log.metrics({"kind": "eval", "step": self.step, "seconds": self._seconds()} | scores)
+        self.speed.start()
+
+    def _save(self) -> None:
+        self.speed.pause()
+        run = self.run
+        record = {"rows_seen": self.step * run.train.global_batch_rows,
+                  "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
+                  "world_size": dist.world_size(), "config": config.to_dict(run),
+                  "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
+                  "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
+        path = checkpoint.save(self.engine, run.out_dir, self.step, record, run.train.keep)
+        self.log_event("save", str(path))
+        self.speed.start()
+
+
+def mean_losses(total: dict[str, float], rtd_weight: float) -> dict[str, float]:
+    """Return the logged means of summed losses: per target, and per token for the discriminator."""
+    generator = total["generator_loss"] / total["targets"]
+    if "discriminator_loss" not in total:
+        return {"loss": generator, "generator_loss": generator}
+    discriminator = total["discriminator_loss"] / total["tokens"]
+    return {"loss": generator + rtd_weight * discriminator, "generator_loss": generator,
+            "discriminator_loss": discriminator,
+            "discriminator_gain": binary_entropy(total["replaced"] / total["tokens"])
+            - discriminator}

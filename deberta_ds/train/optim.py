@@ -1,0 +1,71 @@
+"""Optimizers and their parameter groups.
+
+AdamW is PyTorch's. `AdamUncorrected` is the official XAdam: Adam without bias correction, decoupled
+weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py; numerics 7.1), which
+AdamW cannot express. Biases and norms are not decayed; tables and GDES deltas are.
+"""
+
+import torch
+from torch import nn
+
+from deberta_ds.config import OptimConfig
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Return two parameter groups: decayed weights, and biases with LayerNorm weights."""
+    plain, seen = [], set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.LayerNorm) or name == "bias":
+                plain.append(parameter)
+                seen.add(id(parameter))
+    decayed = [p for p in model.parameters() if id(p) not in seen]
+    groups = [{"params": decayed, "weight_decay": weight_decay},
+              {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """Return the run's optimizer over `model`."""
+    groups = decay_groups(model, optim.weight_decay)
+    settings = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return AdamUncorrected(groups, **settings)
+
+
+class AdamUncorrected(torch.optim.Optimizer):
+    """m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; w -= lr (m / (sqrt(v) + eps) + decay w)."""
+
+    def __init__(self, params, lr: float, betas: tuple[float, float], eps: float,
+                 weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps,
+                                  "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(params, group)
+
+    def _update(self, params: list[nn.Parameter], group: dict) -> None:
+        for parameter in params:
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        grads = [p.grad for p in params]
+        means = [self.state[p]["exp_avg"] for p in params]
+        squares = [self.state[p]["exp_avg_sq"] for p in params]
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, grads, alpha=1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        scales = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scales, group["eps"])
+        updates = torch._foreach_div(means, scales)
+        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])

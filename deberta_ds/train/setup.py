@@ -1,0 +1,92 @@
+"""Everything before the first weight: process group, inputs, cross checks, what is announced."""
+
+import json
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from deberta_ds import __version__, config, deepspeed_config, dist
+from deberta_ds.config import RunConfig
+from deberta_ds.data.rows import Row, RowDataset, Source, eval_rows
+from deberta_ds.files import write_atomic
+from deberta_ds.log import format_count
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.train import engine
+from deberta_ds.train.check import check_run
+
+EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
+_PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, opened and checked, and the complete DeepSpeed dict."""
+
+    tokenizer: Tokenizer
+    dataset: RowDataset
+    held_out: list[Row]
+    ds: dict
+
+
+def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
+    """Join the process group, open the inputs and check the run as a whole.
+
+    `ds_values` is a checked DeepSpeed JSON, `place` names the run file in errors. Raises UserError,
+    on every rank.
+    """
+    engine.init_distributed()
+    check_run(run, ds_values, dist.world_size(), None, place)
+    tokenizer, dataset, held_out = dist.together(lambda: _open(run))
+    check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
+    ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
+    return Inputs(tokenizer, dataset, held_out, ds)
+
+
+def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, list[Row]]:
+    """Open tokenizer and corpora; each rank verifies its share of the shards."""
+    data, mask = run.data, run.objective.mask
+    tokenizer = Tokenizer(data.tokenizer)
+    dataset = RowDataset(
+        [Source(source.path, source.weight) for source in data.sources], tokenizer,
+        seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
+        verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size())
+    held_out = []
+    if data.eval:
+        held_out = eval_rows(data.eval, tokenizer, seq_len=data.seq_len, mask=mask,
+                             eval_seed=EVAL_SEED, num_rows=run.train.eval_rows,
+                             across_documents=data.across_documents)
+    return tokenizer, dataset, held_out
+
+
+def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
+    """Return what a user wants to know at the start: the model, the data, non-default values."""
+    values = config.flatten(config.to_dict(run))
+    lines = [f"{key} = {json.dumps(values[key])}   ({origin})"
+             for key, origin in origins.items() if key in values and origin != "default"]
+    parameters = count_parameters(on_meta(build_model, run))
+    stage, precision = deepspeed_config.zero_stage(inputs.ds), deepspeed_config.precision(inputs.ds)
+    rows = run.train.steps * run.train.global_batch_rows
+    epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
+    lines.append(f"{run.objective.kind} model: {format_count(parameters)} parameters, "
+                 f"ZeRO-{stage}, {precision}, {dist.world_size()} ranks")
+    lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
+                 f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that decide a run's numbers."""
+    found = {name: metadata.version(name) for name in _PACKAGES}
+    return {"deberta_ds": __version__, "python": platform.python_version()} | found
+
+
+def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> None:
+    """Write OUT/config.json: the resolved run, DeepSpeed dict, origins, versions, fingerprints."""
+    record = {"run": config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
+              "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
+              "world_size": dist.world_size(),
+              "parameters": count_parameters(on_meta(build_model, run))}
+    write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

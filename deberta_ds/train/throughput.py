@@ -1,0 +1,64 @@
+"""Speed of a run: tokens/s, FLOP/s, MFU and time to go.
+
+MFU is model FLOPs (`train.flops`: forward + backward, no recomputation) over the dense peak of the
+device for the precision in use; a device that is not listed has no MFU, only FLOP/s.
+"""
+
+import time
+
+import torch
+
+# Dense peak FLOP/s of one device by the vendors' data sheets (no sparsity), bf16/fp16 and TF32.
+PEAK_FLOPS = {
+    "H200": {"bf16": 989e12, "fp32": 494e12},
+    "H100": {"bf16": 989e12, "fp32": 494e12},
+    "H800": {"bf16": 989e12, "fp32": 494e12},
+    "B200": {"bf16": 2250e12, "fp32": 1125e12},
+    "A100": {"bf16": 312e12, "fp32": 156e12},
+    "A800": {"bf16": 312e12, "fp32": 156e12},
+    "L40S": {"bf16": 362e12, "fp32": 183e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12},
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the peak FLOP/s of `device` for "bf16", "fp16" or "fp32"; None if not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for known, peaks in PEAK_FLOPS.items():
+        if known in name:
+            return peaks.get(precision, peaks.get("bf16") if precision == "fp16" else None)
+    return None
+
+
+class SpeedMeter:
+    """Time and tokens since the last reading; evaluation and saving are left out."""
+
+    def __init__(self, flops_per_token: float, peak: float | None, world_size: int):
+        self._flops_per_token, self._peak, self._world_size = flops_per_token, peak, world_size
+        self._seconds = 0.0
+        self._steps = 0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._started is not None:
+            self._seconds += time.perf_counter() - self._started
+        self._started = None
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def read(self, tokens: float, steps_to_go: int) -> dict[str, float | None]:
+        """Return the speed over `tokens` since the last reading, and reset."""
+        self.pause()
+        seconds, steps = max(self._seconds, 1e-9), max(self._steps, 1)
+        flops = self._flops_per_token * tokens / seconds
+        self._seconds, self._steps = 0.0, 0
+        self.start()
+        return {"tokens_per_second": tokens / seconds, "flops_per_second": flops,
+                "mfu": flops / (self._peak * self._world_size) if self._peak else None,
+                "eta_seconds": seconds / steps * steps_to_go}
