@@ -10,9 +10,11 @@ import torch
 
 from deberta_ds.errors import UserError
 from deberta_ds.model.attention.geometry import Geometry
+from deberta_ds.model.attention.linear import linear_attention
 from deberta_ds.model.attention.reference import reference_attention
 
-MODES = ("auto", "reference")
+MODES = ("auto", "reference", "linear")
+_IMPLEMENTATIONS = {"reference": reference_attention, "linear": linear_attention}
 _LOG = logging.getLogger("deberta_ds")
 
 
@@ -47,8 +49,8 @@ def attend(
         raise ValueError("attention dropout needs a seed")
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
-    _choose(mode, q_BHQD.device.type)
-    return reference_attention(
+    run = _IMPLEMENTATIONS[_choose(mode, q_BHQD.device.type)]
+    return run(
         q_BHQD,
         k_BHLD,
         v_BHLD,
@@ -64,7 +66,9 @@ def attend(
 
 @lru_cache
 def _choose(mode: str, device: str) -> str:
+    """Return the implementation's name, and say it once in the log."""
     if mode not in MODES:
         raise UserError(f"attention = {mode!r}: choose one of {', '.join(MODES)}")
-    _LOG.info("attention: reference on %s", device)
-    return "reference"
+    chosen = "linear" if mode == "auto" else mode
+    _LOG.info("attention: %s (asked for: %s) on %s", chosen, mode, device)
+    return chosen

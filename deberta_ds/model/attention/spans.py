@@ -1,0 +1,89 @@
+"""Cut a batch of packed rows into spans that attend on their own.
+
+On the CPU a span is one piece of a row (several, when they are short), so pairs of different pieces
+and padding are never computed. On a GPU reading the segments would stall the stream, so a span is
+a whole row and a mask separates the pieces.
+
+Shape legend: B batch, L length, Q queries of the batch, X queries and Y keys of a span.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deberta_ds.model.attention.reference import allowed_pairs
+
+_SHORT = 96  # pieces are joined while the span stays this short: fewer, larger products
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys [start, stop) of batch row `row`, and the queries that look at them."""
+
+    row: int
+    start: int
+    stop: int
+    queries_X: Tensor | None  # which query rows; None: exactly the columns [start, stop)
+    positions_X: Tensor | None  # their columns relative to `start`; None with `queries_X`
+    allowed_XY: Tensor | None  # bool; None: every pair is allowed
+
+
+def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> list[Span]:
+    """Return the spans of a batch; queries of no span see no key."""
+    if segments_BL.is_cuda:
+        return [_whole_row(segments_BL, query_positions_BQ, b) for b in range(len(segments_BL))]
+    spans = []
+    for row, segments_L in enumerate(segments_BL):
+        values, counts = torch.unique_consecutive(segments_L, return_counts=True)
+        values, counts = values.tolist(), counts.tolist()
+        pieces = [value for value in values if value]
+        if len(set(pieces)) < len(pieces):  # a piece with a hole in it
+            spans.append(_whole_row(segments_BL, query_positions_BQ, row))
+            continue
+        for start, stop, single in _joined(values, counts):
+            span = _span(segments_BL, query_positions_BQ, row, start, stop, single)
+            if span.queries_X is None or len(span.queries_X):
+                spans.append(span)
+    return spans
+
+
+def _joined(values: list[int], counts: list[int]) -> list[tuple[int, int, bool]]:
+    """Return (start, stop, holds a single piece) of spans, padding left out."""
+    joined: list[tuple[int, int, bool]] = []
+    start = 0
+    for value, count in zip(values, counts, strict=True):
+        stop = start + count
+        if value:
+            adjacent = joined and joined[-1][1] == start
+            if adjacent and stop - joined[-1][0] <= _SHORT:
+                joined[-1] = (joined[-1][0], stop, False)
+            else:
+                joined.append((start, stop, True))
+        start = stop
+    return joined
+
+
+def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> Span:
+    queries = positions = allowed = None
+    if query_positions_BQ is not None:
+        columns = query_positions_BQ[row]
+        queries = torch.nonzero((columns >= start) & (columns < stop))[:, 0]
+        positions = columns[queries] - start
+    if not single:
+        piece = segments_BL[row : row + 1, start:stop]
+        where = torch.arange(stop - start) if positions is None else positions
+        allowed = allowed_pairs(piece, where[None])[0]
+    return Span(row, start, stop, queries, positions, allowed)
+
+
+def _whole_row(segments_BL, query_positions_BQ, row) -> Span:
+    length = segments_BL.shape[1]
+    device = segments_BL.device
+    queries = positions = None
+    columns = torch.arange(length, device=device)
+    if query_positions_BQ is not None:
+        columns = positions = query_positions_BQ[row]
+        queries = torch.arange(len(positions), device=device)
+    allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])[0]
+    return Span(row, 0, length, queries, positions, allowed)

@@ -1,0 +1,148 @@
+"""The gather-free path against the reference in float64: context and every gradient."""
+
+import pytest
+import torch
+from attention_cases import HOLES, PACKED, SMALL_BUCKETS, V1, V3, Case, relative_errors, run
+from transformers import DebertaV2Config
+from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+
+from deberta_ds.model.attention import Geometry, attend, linear
+
+
+def ones(batch, length):
+    return torch.ones(batch, length, dtype=torch.int32)
+
+
+CASES = [
+    Case(V3, ones(2, 1)),
+    Case(V3, ones(2, 37)),
+    Case(V3, ones(2, 128)),
+    Case(V3, ones(1, 700), dropout=0.1),
+    Case(SMALL_BUCKETS, ones(1, 601)),  # most columns are beyond the table's reach
+    Case(SMALL_BUCKETS, ones(1, 333), terms="key"),
+    Case(SMALL_BUCKETS, ones(1, 333), terms="query", dropout=0.2),
+    Case(SMALL_BUCKETS, ones(2, 65), terms="none"),
+    Case(V1, ones(2, 200), dropout=0.1),
+    Case(SMALL_BUCKETS, PACKED, dropout=0.1),
+    Case(V1, PACKED),
+    Case(V1, HOLES, dropout=0.1),
+    Case(V3, ones(2, 200), num_queries=30),
+    Case(SMALL_BUCKETS, PACKED, num_queries=30, dropout=0.1),
+    Case(V1, HOLES, num_queries=30),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_reference(case):
+    truth = run(case, "reference", torch.float64)
+    assert max(relative_errors(run(case, "linear", torch.float64), truth)) < 1e-14
+    single = run(case, "linear", torch.float32)
+    assert max(relative_errors(single, truth)) < 2e-6
+    again = run(case, "linear", torch.float32)
+    assert all(torch.equal(first, second) for first, second in zip(single, again, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_packings(seed):
+    generator = torch.Generator().manual_seed(seed)
+    length = int(torch.randint(1, 700, (), generator=generator))
+    cuts = torch.rand(2, length, generator=generator) < 4 / length
+    segments = cuts.cumsum(1) + 1
+    segments[1, length - int(torch.randint(0, length, (), generator=generator)) :] = 0
+    case = Case(V3 if seed % 2 else V1, segments, dropout=0.1 * (seed % 3), heads=2)
+    truth = run(case, "reference", torch.float64)
+    assert max(relative_errors(run(case, "linear", torch.float32), truth)) < 2e-6
+
+
+def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
+    case = Case(SMALL_BUCKETS, ones(1, 300), dropout=0.1)
+    whole = run(case, "linear", torch.float64)
+    monkeypatch.setattr(linear, "KEEP_LENGTH", 64)
+    monkeypatch.setitem(linear.tiles.__globals__["_TILE_SCORES"], "cpu", 300 * 70)
+    parts = run(case, "linear", torch.float64)
+    assert max(relative_errors(parts, whole)) < 1e-14
+
+
+def test_a_mask_without_reading_segments_is_the_same(monkeypatch):
+    """The way of the GPU: whole rows under a mask."""
+    case = Case(SMALL_BUCKETS, PACKED, dropout=0.1)
+    cut = run(case, "linear", torch.float64)
+    spans = linear.cut_into_spans.__globals__
+
+    def whole_rows(segments, columns):
+        return [spans["_whole_row"](segments, columns, row) for row in range(len(segments))]
+
+    monkeypatch.setattr(linear, "cut_into_spans", whole_rows)
+    assert max(relative_errors(run(case, "linear", torch.float64), cut)) < 1e-14
+
+
+def test_autocast_and_checkpointing():
+    case = Case(SMALL_BUCKETS, PACKED, dropout=0.3)
+    *inputs, grad = case.tensors()
+    leaves = [x.float().requires_grad_() for x in inputs]
+    projection = torch.eye(case.size, requires_grad=True)
+
+    def layer(*tensors):
+        tensors = [x @ projection for x in tensors]
+        return attend(
+            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="linear"
+        )
+
+    results = []
+    for recompute in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if recompute:
+                context = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+            else:
+                context = layer(*leaves)
+        assert context.dtype == torch.bfloat16
+        results.append([context, *torch.autograd.grad(context, leaves, grad.bfloat16())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_bf16_error_is_not_above_that_of_hugging_face():
+    torch.manual_seed(3)
+    heads, size, length = 4, 32, 256
+    hidden = heads * size
+    config = DebertaV2Config(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_buckets=256,
+        max_relative_positions=512,
+        share_att_key=True,
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    )
+    module = DisentangledSelfAttention(config)
+    x, table = torch.randn(2, length, hidden), torch.randn(512, hidden)
+    grad = torch.randn(2, length, hidden)
+    mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
+
+    def heads_of(tensor):
+        return tensor.unflatten(-1, (heads, size)).transpose(-2, -3)
+
+    def run_layer(ours, dtype):
+        layer = module.to(dtype)
+        inputs = [x.to(dtype).requires_grad_(), table.to(dtype).requires_grad_()]
+        if ours:
+            key, query = layer.key_proj, layer.query_proj
+            projected = [heads_of(p(inputs[0])) for p in (query, key, layer.value_proj)]
+            context = attend(
+                *projected,
+                heads_of(key(inputs[1])),
+                heads_of(query(inputs[1])),
+                geometry=Geometry(512, 256),
+                segments=ones(2, length),
+                mode="linear",
+            ).flatten(2)
+        else:
+            context = layer(inputs[0], mask, rel_embeddings=inputs[1])[0]
+        return [context, *torch.autograd.grad(context, inputs, grad.to(dtype))]
+
+    truth = run_layer(False, torch.float64)
+    theirs = relative_errors(run_layer(False, torch.bfloat16), truth)
+    ours = relative_errors(run_layer(True, torch.bfloat16), truth)
+    print("relative bf16 errors, ours then Hugging Face:", ours, theirs)
+    assert all(mine <= other * 1.02 for mine, other in zip(ours, theirs, strict=True))
