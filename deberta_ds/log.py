@@ -231,7 +231,7 @@ class RunLog:
             self._paint(_DIM, time.strftime("%H:%M:%S"))
             + self._paint(_BOLD + _CYAN, f"  evaluation at step {record['step']:,}")
         )
-        titles = ("accuracy", "baseline", "gain", "loss")
+        titles = ("accuracy", "baseline", "loss")
         header = "".join(f"{title:>10}" for title in titles)
         self._print(self._paint(_DIM, f"{'':10}{'network':<13}{header}"))
         two = "discriminator_loss" in record
@@ -264,19 +264,13 @@ class RunLog:
 
 def _eval_row(record: dict[str, Any], network: str, title: str, baseline: str) -> str:
     """Return one network's line of the evaluation: its accuracy beside its baseline's."""
-    accuracy, reference = record.get(f"{network}_accuracy"), record.get(f"{baseline}_accuracy")
-    known = accuracy is not None and reference is not None
-    row = {
-        "accuracy": accuracy,
-        "baseline": reference,
-        "gain": accuracy - reference if known else None,
-        "loss": record.get(f"{network}_loss"),
-    }
-    cells = [_number(key, "+.4f" if key == "gain" else ".4f")(row) for key in row]
+    keys = (f"{network}_accuracy", f"{baseline}_accuracy", f"{network}_loss")
+    cells = [_number(key, ".4f")(record) for key in keys]
     extra = {
         "unigram": f"perplexity {_number('generator_perplexity', ',.1f')(record)}",
-        "prior": f"ROC-AUC {_number('roc_auc', '.3f')(record)}"
-        f"   AP {_number('average_precision', '.3f')(record)}",
+        "prior": f"gain {_number('discriminator_gain', '+.4f')(record)} nats"
+        f"  ROC-AUC {_number('roc_auc', '.3f')(record)}"
+        f"  AP {_number('average_precision', '.3f')(record)}",
     }[baseline]
     return f"{'':10}{title:<13}" + "".join(f"{cell:>10}" for cell in cells) + f"   {extra}"
 

@@ -72,7 +72,7 @@ def test_console_fits_in_100_columns_and_is_aligned(tmp_path):
     assert len(headers) == 3 and len({len(line) for line in headers + rows}) == 1
     assert "\033" not in stream.getvalue()
     assert "12.3k" in rows[0] and "41.2%" in rows[0] and "3d 19h" in rows[0]
-    assert "ROC-AUC 0.742" in stream.getvalue() and "+0.0200" in stream.getvalue()
+    assert "ROC-AUC 0.742" in stream.getvalue() and "gain +0.0200 nats" in stream.getvalue()
 
 
 def test_mlm_records_need_no_discriminator_and_flops_stand_in_for_an_unknown_mfu(tmp_path):

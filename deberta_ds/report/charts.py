@@ -43,8 +43,8 @@ class Chart:
 def value_text(value: float | None, unit: str) -> str:
     """Return a number as people write it, by its unit (HTML; a dash when there is none).
 
-    number 3.412, tenths 1,204.5, share 74.2%, points +2.31 pts, count 12.4k, rate 5.0e-4,
-    duration 3m 05s.
+    number 3.412, tenths 1,204.5, share 74.2%, gain +0.0213, points +2.31 pts, count 12.4k,
+    rate 5.0e-4, duration 3m 05s.
     """
     if value is None:
         return "&ndash;"
@@ -54,6 +54,8 @@ def value_text(value: float | None, unit: str) -> str:
         return format_duration(value)
     if unit == "share":
         return f"{100 * value:.1f}%"
+    if unit == "gain":
+        return f"{value:+.4f}".replace("-", "&minus;")
     if unit == "points":
         return f"{100 * value:+.2f}".replace("-", "&minus;") + " pts"
     if unit == "count":
@@ -132,9 +134,9 @@ def _ticks(low: float, high: float) -> list[float]:
 def _tick_text(value: float, step: float, unit: str) -> str:
     if unit in ("count", "rate"):
         return _short(value_text(value, unit)).replace(".0e", "e")
-    scale = 100 if unit in ("share", "points") else 1
+    scale = 100 if unit == "share" else 1
     digits = next(d for d in range(12) if abs(round(step * scale, d) - step * scale) < 1e-9)
-    text = f"{scale * value:{'+' if unit == 'points' and value else ''}.{digits}f}"
+    text = f"{scale * value:{'+' if unit == 'gain' and value else ''}.{digits}f}"
     return text.replace("-", "&minus;") + ("%" if unit == "share" else "")
 
 

@@ -21,34 +21,36 @@ class _Panel:
     baseline: tuple[str, Callable[[dict[str, Any]], float]] | None = None
     course: bool = False  # what the run did rather than what it learned: from zero, unsmoothed
     headline: Callable[[list[float]], float] = lambda values: values[-1]
+    headline_note: str = ""  # what the headline is, where it is not the last value
 
 
 LOSSES = (
     _Panel("generator_loss", "Generator loss", "Cross-entropy of the masked tokens, in nats.",
            "number", "gen"),
     _Panel("discriminator_loss", "Discriminator loss",
-           "Binary cross-entropy of all tokens: original or replaced?", "number", "disc"),
+           "Binary cross-entropy of all tokens: original or replaced?", "number", "disc",
+           ("class prior", lambda r: r["discriminator_loss"] + r["discriminator_gain"])),
 )  # fmt: skip
 QUALITY = (
     _Panel("discriminator_gain", "Discriminator gain",
-           "Accuracy above always answering the more frequent class, in points.", "points", "disc",
-           ("class prior", lambda record: 0.0)),
+           "How far its loss is below that of always answering with the class prior.", "gain",
+           "disc", ("class prior", lambda r: 0.0)),
     _Panel("roc_auc", "ROC-AUC", "Chance that a replaced token scores above an original one.",
-           "number", "disc", ("chance", lambda record: 0.5)),
+           "number", "disc", ("chance", lambda r: 0.5)),
     _Panel("average_precision", "Average precision",
            "Area under the precision-recall curve of the replaced tokens.", "number", "disc",
-           ("chance", lambda record: 1 - record["prior_accuracy"])),
+           ("chance", lambda r: 1 - r["prior_accuracy"])),
     _Panel("generator_accuracy", "Masked accuracy",
            "Share of the masked tokens that the first guess names.", "share", "gen",
-           ("unigram", lambda record: record["unigram_accuracy"])),
+           ("unigram", lambda r: r["unigram_accuracy"])),
 )  # fmt: skip
 COURSE = (
-    _Panel("tokens_per_second", "Throughput", "Tokens per second on all ranks; median above.",
-           "count", "disc", course=True, headline=median),
-    _Panel("learning_rate", "Learning rate", "The schedule; its peak above.", "rate", "disc",
-           course=True, headline=max),
-    _Panel("grad_norm", "Gradient norm", "Before clipping; median above.", "number", "disc",
-           course=True, headline=median),
+    _Panel("tokens_per_second", "Throughput", "Tokens per second.", "count", "disc",
+           course=True, headline=median, headline_note="Median"),
+    _Panel("learning_rate", "Learning rate", "As scheduled.", "rate", "disc", course=True,
+           headline=max, headline_note="Peak"),
+    _Panel("grad_norm", "Gradient norm", "Before clipping.", "number", "disc", course=True,
+           headline=median, headline_note="Median"),
 )  # fmt: skip
 
 
@@ -74,14 +76,16 @@ def _chart(panel: _Panel, runs: list[Run]) -> str:
     if not series:
         return ""
     last_step = max(run.last_step for run in runs)
+    single = len(runs) == 1
     headline = value_text(panel.headline([y for _, y in series[-1].points]), panel.unit)
+    if panel.headline_note:
+        headline = f"<small>{panel.headline_note}</small> {headline}"
     if panel.baseline is not None:
         series += _baseline(runs[0], last_step, *panel.baseline)
     title = panel.title
     if panel.key == "generator_loss" and not any(run.has_discriminator for run in runs):
         title = "Masked-language-model loss"
     chart = Chart(panel.key, title, panel.note, panel.unit, series, panel.course)
-    single = len(runs) == 1
     return draw(chart, runs[0].resumed_at if single else [], last_step, headline if single else "")
 
 

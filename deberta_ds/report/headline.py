@@ -19,7 +19,7 @@ def header(run: Run) -> str:
     total = max(run.total_steps, 1)
     marks = "".join(f'<u style="left:{100 * at / total:.2f}%"></u>' for at in run.resumed_at)
     saves = sum(event["event"] == "save" for event in run.events)
-    history = f"{saves} checkpoint{'s' * (saves != 1)} saved"
+    history = f"{saves:,} checkpoint{'s' * (saves != 1)} saved"
     if run.resumed_at:
         steps = ", ".join(f"{step:,}" for step in run.resumed_at)
         history += f' &middot; <i class="key"></i>resumed at step {steps}'
@@ -49,8 +49,9 @@ def _verdict(run: Run) -> str:
     gain, area = run.last("eval", "discriminator_gain"), run.last("eval", "roc_auc")
     if gain is not None:
         verb = "beats" if gain > 0 else "does not yet beat"
-        text += f" The discriminator {verb} its class prior (<b>{value_text(gain, 'points')}</b>)"
-        text += "." if area is None else f"; its ROC-AUC is <b>{value_text(area, 'number')}</b>."
+        nats = f"<b>{value_text(gain, 'gain')}</b> nats"
+        text += f" The discriminator {verb} its class prior ({nats})"
+        text += "." if area is None else f"; its ROC&#8209;AUC is <b>{value_text(area, 'number')}</b>."
     return text
 
 
@@ -78,8 +79,8 @@ def _discriminator_tiles(run: Run) -> list[str]:
     prior = run.last("eval", "prior_accuracy")
     chance = value_text(None if prior is None else 1 - prior, "number")
     return [
-        _tile("discriminator_gain", "Discriminator gain", gain, "points",
-              f"accuracy {value_text(accuracy, 'share')}, class prior {value_text(prior, 'share')}",
+        _tile("discriminator_gain", "Discriminator gain", gain, "gain",
+              f"nats; accuracy {value_text(accuracy, 'share')}, prior {value_text(prior, 'share')}",
               "" if gain is None else "up" if gain > 0 else "down"),
         _tile("roc_auc", "ROC-AUC", run.last("eval", "roc_auc"), "number",
               "of replaced tokens, chance 0.500"),
@@ -114,7 +115,8 @@ def _model_tile(run: Run) -> str:
 
 def _parameters_tile(run: Run) -> str:
     """`parameters` of config.json is a count, or counts by network with or without their total."""
-    parameters, note = run.machine.get("parameters"), ""
+    parameters, rows = run.machine.get("parameters"), run.config.get("model", {}).get("vocab_size")
+    note = "" if rows is None else f"vocabulary of {rows:,}"
     if isinstance(parameters, dict):
         networks = {name: count for name, count in parameters.items() if name != "total"}
         note = " &middot; ".join(f"{escape(k)} {format_count(v)}" for k, v in networks.items())

@@ -24,7 +24,8 @@ class Run:
     evals: list[dict[str, Any]]
     events: list[dict[str, Any]]
     config: dict[str, Any]  # sections of the run config
-    machine: dict[str, Any]  # the other sections of config.json: DeepSpeed, parameters, commit
+    origins: dict[str, str]  # of every value of the run config
+    machine: dict[str, Any]  # the rest of config.json: DeepSpeed, parameters, fingerprints
     versions: dict[str, str]
     summary: list[dict[str, Any]]
     superglue: dict[str, dict[str, Any]]
@@ -46,13 +47,8 @@ class Run:
         return [event["step"] for event in self.events if event["event"] == "resume"]
 
     def points(self, kind: str, key: str) -> Points:
-        """Return the (step, value) pairs of one key of the train or eval records, nulls left out.
-
-        A run without a discriminator may call its one loss `loss` alone.
-        """
+        """Return the (step, value) pairs of a key of the train or eval records, without nulls."""
         records = self.train if kind == "train" else self.evals
-        if key == "generator_loss" and not any(key in record for record in records):
-            key = "loss"
         return [(r["step"], r[key]) for r in records if r.get(key) is not None]
 
     def last(self, kind: str, key: str) -> float | None:
@@ -77,19 +73,19 @@ def read_run(directory: str | Path) -> Run:
     if not by_kind["train"] and not by_kind["eval"]:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
     saved = _read_object(directory / CONFIG_FILE)
-    config = saved.get("config", saved)
-    if not isinstance(config, dict):
-        raise UserError(f'{directory / CONFIG_FILE}: "config" must be an object')
-    machine = {k: v for k, v in saved.items() if saved is not config and k != "config"}
-    versions = machine.pop("versions", {})
+    for key in ("run", "origins", "versions"):
+        if not isinstance(saved.get(key), dict):
+            raise UserError(f'{directory / CONFIG_FILE}: "{key}" must be an object')
+    config = saved["run"]
     return Run(
         name=str(config.get("name") or directory.resolve().name),
         train=by_kind["train"],
         evals=by_kind["eval"],
         events=[r for r in records if r["kind"] == "event"],
-        config={k: v for k, v in config.items() if k != "versions"},
-        machine=machine,
-        versions=versions or config.get("versions", {}),
+        config=config,
+        origins=saved["origins"],
+        machine={k: v for k, v in saved.items() if k not in ("run", "origins", "versions")},
+        versions=saved["versions"],
         summary=_read_summary(directory / SUMMARY_FILE),
         superglue=_read_superglue(directory / SUPERGLUE_FILE),
     )
@@ -135,6 +131,6 @@ def _read_superglue(path: Path) -> dict[str, dict[str, Any]]:
     for name, task in tasks.items():
         for key in ("median", "min", "max", "majority"):
             value = task.get(key) if isinstance(task, dict) else None
-            if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise UserError(f'{path}, task {name}: "{key}" must be a score in [0, 1]')
+            if not isinstance(value, int | float) or not -1 <= value <= 1:
+                raise UserError(f'{path}, task {name}: "{key}" must be a score in [-1, 1]')
     return tasks

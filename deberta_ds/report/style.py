@@ -53,13 +53,15 @@ margin:5px 0 3px;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 .up{color:var(--good)}.down{color:var(--bad)}
 .grid2{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:16px}
 .grid3{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:16px}
+.grid2>:only-child{grid-column:1/-1}
 .chart{padding:18px 20px 14px}
 .chart figcaption{display:flex;justify-content:space-between;gap:16px;min-height:56px}
 .chart figcaption p{font-size:12.5px;color:var(--muted);line-height:1.4;margin-top:2px}
 .crop{color:var(--faint)}
 .now{font-size:20px;font-weight:640;letter-spacing:-.02em;line-height:1.15;white-space:nowrap}
-.plot{position:relative;height:196px;margin:14px 76px 26px 42px;font-size:11.5px;touch-action:pan-y}
-.grid3 .plot{height:150px;margin-right:10px}
+.now small{font-size:12px;font-weight:500;color:var(--muted);letter-spacing:0}
+.plot{position:relative;height:196px;margin:20px 76px 26px 42px;font-size:11.5px;touch-action:pan-y}
+.grid3 .plot{height:150px;margin-top:12px;margin-right:10px}
 .grid3 .end,.grid3 .resume-label{display:none}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible;
 clip-path:inset(-1px -6px)}
@@ -74,7 +76,8 @@ stroke-linecap:round}.base{stroke-width:1.5;stroke-dasharray:5 4}
 .plot .x{top:100%;margin-top:9px;transform:translateX(-50%)}
 .plot .end{left:100%;margin-left:9px;transform:translateY(-50%);font-weight:600;width:67px;
 overflow:hidden;text-overflow:ellipsis;line-height:1.25}
-.plot .resume-label{top:3px;margin-left:5px;color:var(--amber);font-size:11px}
+.plot .resume-label{bottom:100%;margin-bottom:4px;transform:translateX(-50%);color:var(--amber);
+font-size:11px}
 .cross{position:absolute;top:0;bottom:0;width:1px;background:var(--faint);opacity:0}
 .tip{position:absolute;top:6px;z-index:2;padding:7px 10px;border-radius:8px;background:var(--ink);
 color:var(--bg);font-size:12px;line-height:1.5;white-space:nowrap;pointer-events:none;opacity:0}
@@ -113,7 +116,7 @@ dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:0 
 padding:0 20px 16px}
 dl div{display:flex;justify-content:space-between;gap:16px;padding:5px 0;font-size:13px;
 border-top:1px solid var(--grid);min-width:0}
-dt{color:var(--muted);white-space:nowrap}dd{text-align:right;overflow-wrap:anywhere;
+dd.set{font-weight:700}dt{color:var(--muted);white-space:nowrap}dd{text-align:right;overflow-wrap:anywhere;
 font-family:ui-monospace,"SF Mono",SFMono-Regular,Menlo,Consolas,monospace;font-size:12px}
 footer{margin-top:44px;font-size:12.5px;color:var(--faint)}
 @media (max-width:1000px){.grid3{grid-template-columns:1fr}.grid3 .plot{height:150px}}
@@ -130,7 +133,8 @@ th:last-child,td:last-child{padding-right:15px}dl{padding:0 15px 14px}summary{pa
 --line:#dfe2e8;
 --grid:#eceef2;--gen:#0b8a7d;--disc:#5145e5;--base:#9aa3b2;--amber:#c2700c;--good:#0a7d4f;
 --shadow:none;color-scheme:light}
-body{font-size:12px;print-color-adjust:exact;-webkit-print-color-adjust:exact}
+body{font-size:12px;print-color-adjust:exact;-webkit-print-color-adjust:exact;
+zoom:.66}.scroll{overflow:visible}.folds{break-inside:auto}details{break-inside:avoid}
 main{padding:0;max-width:none}h2{break-after:avoid;margin-top:26px}h2+p{break-after:avoid}
 .tiles{grid-template-columns:repeat(4,1fr)}.grid2{grid-template-columns:repeat(2,1fr)}
 .grid3{grid-template-columns:repeat(3,1fr)}.plot{height:140px}.grid3 .plot{height:100px}

@@ -24,7 +24,7 @@ _GENERATOR: _Columns = (
 )  # fmt: skip
 _DISCRIMINATOR: _Columns = (
     ("Accuracy", "discriminator_accuracy", "share"), ("Prior", "prior_accuracy", "share"),
-    ("Gain", "discriminator_gain", "points"), ("ROC-AUC", "roc_auc", "number"),
+    ("Gain", "discriminator_gain", "gain"), ("ROC-AUC", "roc_auc", "number"),
     ("AP", "average_precision", "number"), ("Loss", "discriminator_loss", "number"),
 )  # fmt: skip
 
@@ -35,7 +35,7 @@ def comparison(runs: list[Run]) -> str:
         ("Tokens", "train", "tokens_seen", "count"),
         ("Tokens/s", "train", "tokens_per_second", "count"),
         ("Masked accuracy", "eval", "generator_accuracy", "share"),
-        ("Gain over prior", "eval", "discriminator_gain", "points"),
+        ("Gain over prior", "eval", "discriminator_gain", "gain"),
         ("ROC-AUC", "eval", "roc_auc", "number"),
         ("Average precision", "eval", "average_precision", "number"),
     )
@@ -157,34 +157,36 @@ def stages(run: Run) -> str:
 
 
 def configuration(run: Run) -> str:
-    """Return the run config, the machine's side and the software versions, folded away."""
-    sections = {k: v for k, v in run.config.items() if isinstance(v, dict)}
-    plain = {k: v for k, v in run.config.items() if not isinstance(v, dict)}
-    parts = [_details("Run", plain)] if plain else []
-    parts += [_details(name.replace("_", " ").capitalize(), v) for name, v in sections.items()]
-    facts = {k: v for k, v in run.machine.items() if not isinstance(v, dict)}
-    if facts:
-        parts.append(_details("Environment", facts))
-    parts += [
-        _details({"deepspeed": "DeepSpeed"}.get(name, name.replace("_", " ").capitalize()), value)
-        for name, value in run.machine.items()
-        if isinstance(value, dict) and value
-    ]
-    if run.versions:
-        parts.append(_details("Software versions", run.versions))
+    """Return the run config, the machine's side and the software versions, folded away.
+
+    A value that differs from the default is bold and names its origin under the pointer.
+    """
+    sections = {"Run": {k: v for k, v in run.config.items() if not isinstance(v, dict)}}
+    sections |= {_title(k): {k: v} for k, v in run.config.items() if isinstance(v, dict)}
+    sections["Environment"] = {k: v for k, v in run.machine.items() if not isinstance(v, dict)}
+    sections |= {_title(k): v for k, v in run.machine.items() if isinstance(v, dict)}
+    sections["Software versions"] = run.versions
+    folds = "".join(_details(name, value, run.origins) for name, value in sections.items() if value)
     return (
-        "<h2>Configuration</h2><p>As resolved at the start: presets, file and command line.</p>"
-        f'<div class="card">{"".join(parts)}</div>'
+        "<h2>Configuration</h2><p>As resolved at the start from presets, file and command line; "
+        f'what is not a default is bold.</p><div class="card folds">{folds}</div>'
     )
 
 
-def _details(title: str, values: dict[str, Any]) -> str:
+def _title(name: str) -> str:
+    return {"deepspeed": "DeepSpeed"}.get(name, name.replace("_", " ").capitalize())
+
+
+def _details(title: str, values: dict[str, Any], origins: dict[str, str]) -> str:
     flat = flatten(values)
-    preview = ", ".join(f"{key} {_plain(value)}" for key, value in list(flat.items())[:3])
-    rows = "".join(
-        f"<div><dt>{escape(key)}</dt><dd>{escape(_plain(value))}</dd></div>"
-        for key, value in flat.items()
-    )
+    prefix = f"{next(iter(values))}." if len(values) == 1 else ""
+    names = {key: key.removeprefix(prefix) for key in flat}
+    preview = ", ".join(f"{names[key]} {_plain(value)}" for key, value in list(flat.items())[:3])
+    rows = ""
+    for key, value in flat.items():
+        origin = origins.get(key, "default")
+        mark = "" if origin == "default" else f' class="set" title="{escape(origin)}"'
+        rows += f"<div><dt>{escape(names[key])}</dt><dd{mark}>{escape(_plain(value))}</dd></div>"
     return (
         f"<details><summary>{escape(title)}<small>{escape(preview)}</small></summary>"
         f"<dl>{rows}</dl></details>"
