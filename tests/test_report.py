@@ -97,10 +97,10 @@ def make_run(directory, records=None, name="demo", extras=True):
         (directory / "summary.json").write_text(json.dumps(rows))
         (directory / "superglue").mkdir()
         tasks = {
-            "RTE": {"metric": "accuracy", "median": 0.6137, "min": 0.58, "max": 0.634,
-                    "majority": 0.527, "seeds": [0, 1, 2]},
-            "COPA": {"metric": "accuracy", "median": 0.54, "min": 0.51, "max": 0.6,
-                     "majority": 0.55, "seeds": [0, 1, 2]},
+            "RTE": {"score": {"median": 0.6137, "min": 0.58, "max": 0.634}, "baseline": 0.527,
+                    "metrics": {"accuracy": {}}, "seeds": 3, "failed": 0},
+            "CB": {"score": {"median": 0.54, "min": 0.51, "max": 0.6}, "baseline": 0.55,
+                   "metrics": {"macro_f1": {}, "accuracy": {}}, "seeds": 3, "failed": 1},
         }  # fmt: skip
         (directory / "superglue/results.json").write_text(json.dumps({"tasks": tasks}))
     return directory
@@ -161,6 +161,7 @@ def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
     for record in (r for r in records if r["kind"] == "eval"):
         assert {v for k, v in record.items() if k not in ("kind", "step", "seconds")} \
             <= set(page.values)  # fmt: skip
+    assert "macro f1, accuracy" in text and "3 (1 failed)" in text
     assert '<dd class="set" title="command line">400</dd>' in text
     assert {0.6137, 0.54, 0.527, 0.55, 371.0} <= set(page.values)
     assert "&lt;sample&gt;" in text and "<sample>" not in text
@@ -185,6 +186,14 @@ def test_runs_side_by_side(tmp_path):
         write_report(tmp_path / "none.html", [])
 
 
+def test_null_numbers_leave_a_gap(tmp_path):
+    records = make_records()
+    for record in records[10:40] + [r for r in records if r["kind"] == "eval"][-1:]:
+        record |= dict.fromkeys(set(record) - {"kind", "step", "event", "detail"})
+    text, page = read_page(tmp_path, make_run(tmp_path / "gaps", records, extras=False))
+    assert "None" not in page.text and "nan" not in text
+
+
 def test_a_run_before_its_first_evaluation(tmp_path):
     records = [record for record in make_records()[:12] if record["kind"] != "eval"]
     text, page = read_page(tmp_path, make_run(tmp_path / "young", records, extras=False))
@@ -205,7 +214,7 @@ def test_training_time_adds_up_over_a_clock_that_restarts(tmp_path):
         ("config.json", "[]", "config.json: must hold one JSON object"),
         ("config.json", '{"run": 1}', 'config.json: "run" must be an object'),
         ("summary.json", '[{"stage": "a"}]', "summary.json, row 1: misses result, seconds, what"),
-        ("superglue/results.json", '{"tasks": {"RTE": {"median": 61}}}', "task RTE"),
+        ("superglue/results.json", '{"tasks": {"RTE": {"score": {"median": 61}}}}', "task RTE"),
     ],
 )
 def test_damaged_input_is_named(tmp_path, file, content, words):

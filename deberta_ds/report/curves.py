@@ -112,10 +112,13 @@ def _line_of_each(panel: _Panel, runs: list[Run]) -> list[Series]:
 
 def _baseline(run: Run, last_step: int, label: str, value_of) -> list[Series]:
     """Return the baseline of a run's evaluations as a line over the whole width."""
-    try:
-        points = [(record["step"], value_of(record)) for record in run.evals]
-    except KeyError:  # an evaluation that did not measure this baseline
-        return []
+    points = []
+    for record in run.evals:
+        measured = {key: value for key, value in record.items() if value is not None}
+        try:
+            points.append((record["step"], value_of(measured)))
+        except KeyError:  # an evaluation that did not measure this baseline
+            continue
     if not points:
         return []
     ends = [(0, points[0][1])], [(last_step, points[-1][1])]

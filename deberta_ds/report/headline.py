@@ -51,7 +51,9 @@ def _verdict(run: Run) -> str:
         verb = "beats" if gain > 0 else "does not yet beat"
         nats = f"<b>{value_text(gain, 'gain')}</b> nats"
         text += f" The discriminator {verb} its class prior ({nats})"
-        text += "." if area is None else f"; its ROC&#8209;AUC is <b>{value_text(area, 'number')}</b>."
+        if area is not None:
+            text += f"; its ROC&#8209;AUC is <b>{value_text(area, 'number')}</b>"
+        text += "."
     return text
 
 

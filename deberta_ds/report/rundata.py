@@ -129,8 +129,12 @@ def _read_superglue(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(tasks, dict):
         raise UserError(f'{path}: "tasks" must be an object of task name to scores')
     for name, task in tasks.items():
-        for key in ("median", "min", "max", "majority"):
-            value = task.get(key) if isinstance(task, dict) else None
-            if not isinstance(value, int | float) or not -1 <= value <= 1:
-                raise UserError(f'{path}, task {name}: "{key}" must be a score in [-1, 1]')
+        score = task.get("score") if isinstance(task, dict) else None
+        score = score if isinstance(score, dict) else {}
+        spread = [score.get(key) for key in ("min", "median", "max")]
+        if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in spread):
+            raise UserError(f'{path}, task {name}: "score" needs min, median, max in [-1, 1]')
+        for key in ("metrics", "baseline", "seeds", "failed"):
+            if key not in task:
+                raise UserError(f'{path}, task {name}: misses "{key}"; run the sweep anew')
     return tasks

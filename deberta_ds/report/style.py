@@ -158,7 +158,9 @@ for (const plot of document.querySelectorAll('.plot')) {
     tip.replaceChildren();
     tip.insertAdjacentHTML('beforeend', `<em>step ${at[1]}</em>`);
     lines.forEach((line, k) => {
-      tip.append(document.createElement('br'), line.label + '  ');
+      const elsewhere = nearest[k][1] !== at[1] && line.color !== 'base';
+      tip.append(document.createElement('br'), line.label + ' ');
+      if (elsewhere) tip.insertAdjacentHTML('beforeend', `<em>at ${nearest[k][1]}</em> `);
       tip.insertAdjacentHTML('beforeend', '<b>' + nearest[k][2] + '</b>');
     });
   });

@@ -102,20 +102,17 @@ def superglue(run: Run) -> str:
         return ""
     rows = []
     for name, task in run.superglue.items():
-        seeds = task.get("seeds") or []
-        bar = (
-            f'<div class="track"><i class="done" style="width:{100 * max(task["median"], 0):.2f}%">'
-            f'</i><i class="spread" style="left:{100 * task["min"]:.2f}%;'
-            f'right:{100 - 100 * task["max"]:.2f}%"></i>'
-            f'<s style="left:{100 * task["majority"]:.2f}%" title="majority"></s></div>'
-        )
-        gain = task["median"] - task["majority"]
+        median, majority = task["score"]["median"], task["baseline"]
+        gain = None if majority is None else median - majority
+        tone = "" if gain is None else "up" if gain > 0 else "down"
+        failed = f" ({task['failed']} failed)" if task["failed"] else ""
+        metrics = ", ".join(task["metrics"]).replace("_", " ")
         rows.append(
-            f'<tr><td><b>{escape(name)}</b></td><td class="what">{escape(_metric(task))}</td>'
-            f'<td class="wide">{bar}</td>{_number_cell(task["median"], "share")}'
-            f"{_number_cell(task['majority'], 'share', 'n quiet')}"
-            f'<td class="n {"up" if gain > 0 else "down"}">{value_text(gain, "points")}</td>'
-            f'<td class="n quiet">{len(seeds) if seeds else "&ndash;"}</td></tr>'
+            f'<tr><td><b>{escape(name)}</b></td><td class="what">{escape(metrics)}</td>'
+            f'<td class="wide">{_bar(task["score"], majority)}</td>{_number_cell(median, "share")}'
+            f"{_number_cell(majority, 'share', 'n quiet')}"
+            f'<td class="n {tone}">{value_text(gain, "points")}</td>'
+            f'<td class="n quiet">{task["seeds"]}{failed}</td></tr>'
         )
     head = (
         '<tr><th>Task</th><th>Metric</th><th>0 to 100%</th><th class="n">Median</th>'
@@ -128,9 +125,14 @@ def superglue(run: Run) -> str:
     )
 
 
-def _metric(task: dict[str, Any]) -> str:
-    metric = task.get("metric", "")
-    return str(metric if isinstance(metric, str) else ", ".join(metric)).replace("_", " ")
+def _bar(score: dict[str, float], majority: float | None) -> str:
+    # Only the diagnostic AX-b can score below 0 (a correlation); its bar then has no length.
+    low, median, high = (100 * max(score[key], 0.0) for key in ("min", "median", "max"))
+    mark = "" if majority is None else f'<s style="left:{100 * majority:.2f}%"></s>'
+    return (
+        f'<div class="track"><i class="done" style="width:{median:.2f}%"></i>'
+        f'<i class="spread" style="left:{low:.2f}%;right:{100 - high:.2f}%"></i>{mark}</div>'
+    )
 
 
 def stages(run: Run) -> str:
