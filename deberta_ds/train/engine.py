@@ -6,6 +6,7 @@ backward; initial values are set after construction, parameter by parameter, bec
 """
 
 import os
+import warnings
 from contextlib import nullcontext
 
 import deepspeed
@@ -17,6 +18,9 @@ from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.optim import build_optimizer
+
+# DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 
 _SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": "0"}

@@ -63,9 +63,7 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, list[Row]]:
 
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: the model, the data, non-default values."""
-    values = config.flatten(config.to_dict(run))
-    lines = [f"{key} = {json.dumps(values[key])}   ({origin})"
-             for key, origin in origins.items() if key in values and origin != "default"]
+    lines = _non_default_lines(run, origins)
     parameters = count_parameters(on_meta(build_model, run))
     stage, precision = deepspeed_config.zero_stage(inputs.ds), deepspeed_config.precision(inputs.ds)
     rows = run.train.steps * run.train.global_batch_rows
@@ -75,6 +73,18 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
     return lines
+
+
+def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
+    """Return "section: key = value, ...   (origin)" for every value that is not a default."""
+    values = config.flatten(config.to_dict(run))
+    groups: dict[tuple[str, str], list[str]] = {}
+    for key, origin in origins.items():
+        if key in values and origin != "default":
+            section, _, name = key.rpartition(".")
+            groups.setdefault((section, origin), []).append(f"{name} = {json.dumps(values[key])}")
+    return [f"{section or 'run'}: {', '.join(pairs)}   ({origin})"
+            for (section, origin), pairs in groups.items()]
 
 
 def versions() -> dict[str, str]:
