@@ -1,0 +1,237 @@
+"""Examples -> token ids, token spans and padded batches.
+
+What is unusual: only the first text of a sequence is ever cut, and always from its end; MultiRC and
+ReCoRD passages are not cut but read in overlapping windows, all of which stay in one batch, so the
+model is trained on the same averaged scores that it predicts with. Spans go from characters to
+tokens by the tokenizer's offsets.
+
+Legend: E examples, R sequences (rows), L length, S spans, T tokens of the longest span,
+K slots (what spans are pooled for: two words, or the mentions of every example).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.layouts import PLACEHOLDER, Example
+from deberta_ds.finetune.tasks import Task
+from deberta_ds.tokenizer import Tokenizer
+
+_WINDOWED = ("multirc", "record")
+_UNCUT = ("wic", "wsc")
+_MIN_FIRST_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One encoded example. Spans are (sequence, slot, first token, end token)."""
+
+    position: int  # in its split
+    sequences: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[int, int, int, int], ...]
+    num_slots: int
+    label: int  # -1: unknown
+    slot_labels: tuple[float, ...]  # ReCoRD: 1 for a mention of an answer
+    cut_tokens: int  # tokens of the first text that the model never sees
+
+    @property
+    def num_tokens(self) -> int:
+        """The padded cost of the example: its rows times its longest row."""
+        return len(self.sequences) * max(map(len, self.sequences))
+
+
+def encode(
+    task: Task,
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    window_overlap: int,
+) -> list[Feature]:
+    """Return one Feature per example, in order.
+
+    Raises UserError if the part that must not be cut (question and answer, WiC and WSC texts) does
+    not fit into `max_length` tokens.
+    """
+    encoder = _Encoder(task, tokenizer, max_length, window_overlap)
+    return [encoder.feature(position, example) for position, example in enumerate(examples)]
+
+
+class _Encoder:
+    """Encodes examples of one task; keeps the tokens of passages that many examples share."""
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int):
+        self.task, self.tokenizer = task, tokenizer
+        self.max_length, self.window_overlap = max_length, window_overlap
+        self.known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+
+    def feature(self, position: int, example: Example) -> Feature:
+        sequences, spans, cut = [], [], 0
+        for texts in example.sequences:
+            rows, row_spans, lost = self.rows(example, texts)
+            spans += [(len(sequences) + row, *rest) for row, *rest in row_spans]
+            sequences += rows
+            cut += lost
+        answers = set(example.gold)
+        return Feature(
+            position=position,
+            sequences=tuple(map(tuple, sequences)),
+            spans=tuple(spans),
+            num_slots=len(example.spans),
+            label=-1 if example.label is None else example.label,
+            slot_labels=tuple(float(name in answers) for name in example.names),
+            cut_tokens=cut,
+        )
+
+    def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if text not in self.known:
+            self.known[text] = self.tokenizer.encode_with_offsets(text)
+        return self.known[text]
+
+    def plain(self, text: str) -> list[int]:
+        """Return ids of a text that is never windowed; a ReCoRD placeholder becomes [MASK]."""
+        if self.task.layout != "record":
+            return self.tokenizer.encode(text)
+        parts = [self.tokenizer.encode(part) if part else [] for part in text.split(PLACEHOLDER)]
+        ids = parts[0]
+        for part in parts[1:]:
+            ids = [*ids, self.tokenizer.mask_id, *part]
+        return ids
+
+    def rows(self, example: Example, texts: tuple[str, ...]):
+        """Return (rows of ids, spans (row, slot, start, end), tokens cut off) of one sequence."""
+        first, _ = self.tokens(texts[0])
+        rest = [self.plain(text) for text in texts[1:]]
+        room = self.max_length - 2 - len(rest) - sum(map(len, rest))
+        needed = len(first) if self.task.layout in _UNCUT else min(len(first), _MIN_FIRST_TOKENS)
+        if room < needed:
+            raise UserError(
+                f"{self.task.name} example {example.key}: {self.max_length - room + needed} tokens "
+                f"must be seen together, but max_length is {self.max_length}; raise max_length"
+            )
+        starts = [0]
+        if self.task.layout in _WINDOWED:
+            starts = window_starts(len(first), room, min(self.window_overlap, room // 2))
+        rows = [
+            _join(self.tokenizer, [first[start : start + room], *rest]) for start in starts
+        ]
+        spans = self.spans(example, texts, starts, room)
+        return rows, spans, 0 if len(starts) > 1 else max(0, len(first) - room)
+
+    def spans(self, example: Example, texts: tuple[str, ...], starts: list[int], room: int):
+        """Return (row, slot, start, end) in tokens of the row; a mention once per whole window."""
+        found = []
+        for slot, span in enumerate(example.spans):
+            _, offsets = self.tokens(texts[span.text])
+            first, end = token_range(offsets, span.start, span.end)
+            before = 1 + sum(len(self.tokens(text)[0]) + 1 for text in texts[: span.text])
+            whole = [w for w, start in enumerate(starts) if start <= first and end <= start + room]
+            if span.text > 0 or not whole:
+                # Longer than the overlap: taken from the window that shows most of it.
+                whole = whole[:1] or [
+                    max(
+                        range(len(starts)),
+                        key=lambda w: min(end, starts[w] + room) - max(first, starts[w]),
+                    )
+                ]
+            for window in whole:
+                low = max(first - starts[window], 0)
+                high = min(end - starts[window], room) if span.text == 0 else end
+                found.append((window, slot, before + low, before + high))
+        return found
+
+
+def _join(tokenizer: Tokenizer, texts: Sequence[Sequence[int]]) -> list[int]:
+    """Return [CLS] a [SEP] b [SEP] ..."""
+    row = [tokenizer.cls_id]
+    for ids in texts:
+        row += [*ids, tokenizer.sep_id]
+    return row
+
+
+def window_starts(length: int, room: int, overlap: int) -> list[int]:
+    """Return where windows of `room` tokens start so that they cover `length` tokens.
+
+    Neighbors share at least `overlap` tokens; the last window is full and ends with the text.
+    """
+    if length <= room:
+        return [0]
+    step = room - overlap
+    return [*range(0, length - room, step), length - room]
+
+
+def token_range(offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
+    """Return tokens [first, end) that overlap characters [start, end).
+
+    Characters that give no token of their own (normalized away) take the next token.
+    """
+    inside = [i for i, (low, high) in enumerate(offsets) if low < end and high > start]
+    if not inside:
+        after = [i for i, (low, _) in enumerate(offsets) if low >= start]
+        inside = after[:1] or [len(offsets) - 1]
+    return inside[0], inside[-1] + 1
+
+
+@dataclass
+class FeatureBatch:
+    """Several examples as tensors. Rows of one example are neighbors, as are its slots."""
+
+    input_ids_RL: Tensor
+    segments_RL: Tensor  # 1 at tokens, 0 at padding
+    example_R: Tensor
+    span_row_S: Tensor
+    span_slot_S: Tensor
+    span_start_S: Tensor
+    span_end_S: Tensor
+    slot_example_K: Tensor
+    labels_E: Tensor
+    slot_labels_K: Tensor
+    weights_E: Tensor  # 0 for an example that only fills the batch up
+    longest_span: int  # known here, so the model needs no synchronization
+
+    def to(self, device: torch.device) -> "FeatureBatch":
+        """Return the batch on `device`."""
+        tensors = {
+            field.name: getattr(self, field.name).to(device)
+            for field in fields(self)
+            if field.name != "longest_span"
+        }
+        return replace(self, **tensors)
+
+
+def collate(
+    features: Sequence[Feature], weights: Sequence[float] | None = None, pad_to: int = 1
+) -> FeatureBatch:
+    """Return one batch; rows are padded to the longest, rounded up to a multiple of `pad_to`."""
+    rows = [(e, row) for e, feature in enumerate(features) for row in feature.sequences]
+    length = -(-max(len(row) for _, row in rows) // pad_to) * pad_to
+    ids_RL = torch.zeros(len(rows), length, dtype=torch.long)
+    segments_RL = torch.zeros(len(rows), length, dtype=torch.int32)
+    for r, (_, row) in enumerate(rows):
+        ids_RL[r, : len(row)] = torch.tensor(row)
+        segments_RL[r, : len(row)] = 1
+    spans, first_row, first_slot = [], 0, 0
+    for feature in features:
+        spans += [(first_row + r, first_slot + k, low, high) for r, k, low, high in feature.spans]
+        first_row += len(feature.sequences)
+        first_slot += feature.num_slots
+    spans_S4 = torch.tensor(spans, dtype=torch.long).reshape(-1, 4)
+    slots = [e for e, feature in enumerate(features) for _ in range(feature.num_slots)]
+    slot_labels = [label for feature in features for label in feature.slot_labels]
+    return FeatureBatch(
+        input_ids_RL=ids_RL,
+        segments_RL=segments_RL,
+        example_R=torch.tensor([e for e, _ in rows]),
+        span_row_S=spans_S4[:, 0],
+        span_slot_S=spans_S4[:, 1],
+        span_start_S=spans_S4[:, 2],
+        span_end_S=spans_S4[:, 3],
+        slot_example_K=torch.tensor(slots, dtype=torch.long),
+        labels_E=torch.tensor([feature.label for feature in features]),
+        slot_labels_K=torch.tensor(slot_labels, dtype=torch.float32),
+        weights_E=torch.tensor([1.0] * len(features) if weights is None else list(weights)),
+        longest_span=max((high - low for _, _, low, high in spans), default=0),
+    )

@@ -1,0 +1,170 @@
+"""A backbone with the head of one task.
+
+Classification is microsoft/DeBERTa's context pooler (apps/models/sequence_classification.py); WSC
+pools its spans by self-attention and WiC adds [CLS] (jiant modules/span_modules.py, models.py);
+ReCoRD scores every mention, pooled by attention against [CLS], in one pass (apps/models/
+record_qa.py). Scores of an example that was read in several windows are averaged.
+
+Legend: R sequences, L length, C hidden, E examples, S spans, T span tokens, K slots, N classes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deberta_ds.finetune.features import FeatureBatch
+from deberta_ds.finetune.sift import Sift, adversarial_divergence
+from deberta_ds.finetune.tasks import Task
+from deberta_ds.model.backbone import Backbone
+
+
+class TaskOutput(NamedTuple):
+    """`loss_sum` adds up the examples' losses times their weights; `scores` are [E, N] or [K]."""
+
+    loss_sum: Tensor
+    scores: Tensor
+
+
+class TaskModel(nn.Module):
+    """`backbone` and `head` of `task`; forward takes a FeatureBatch."""
+
+    def __init__(self, task: Task, backbone: Backbone, dropout: float, sift: Sift | None = None):
+        super().__init__()
+        self.backbone = backbone
+        self.head = build_head(task, backbone.config.hidden_size, dropout)
+        self.sift = sift
+
+    def forward(self, batch: FeatureBatch) -> TaskOutput:
+        """Return summed fp32 loss and fp32 scores; ReCoRD's loss is the mean over its mentions.
+
+        In training with `sift`, the loss has the adversarial divergence times its weight added.
+        """
+        words_RLC = self.backbone.words(batch.input_ids_RL)
+        scores = self.scores(words_RLC, batch)
+        loss = loss_sum(scores, batch)
+        if self.training and self.sift:
+            parts = adversarial_divergence(
+                lambda vectors_RLC: self.scores(vectors_RLC, batch), words_RLC, scores, self.sift
+            )
+            if scores.ndim == 1:
+                parts = mean_by(parts, batch.slot_example_K, batch.weights_E.numel())
+            loss = loss + self.sift.weight * (parts * batch.weights_E).sum()
+        return TaskOutput(loss, scores)
+
+    def scores(self, word_vectors_RLC: Tensor, batch: FeatureBatch) -> Tensor:
+        """Return the scores for given word vectors (adversarial training perturbs them)."""
+        hidden_RLC = self.backbone.trunk(word_vectors_RLC, batch.segments_RL)
+        return self.head(hidden_RLC, batch).float()
+
+
+def build_head(task: Task, hidden_size: int, dropout: float) -> nn.Module:
+    """Return the head of `task`, not yet initialized."""
+    if task.head == "choice":
+        return ClassifyHead(hidden_size, 1, dropout)
+    if task.head == "mentions":
+        return MentionHead(hidden_size, dropout)
+    if task.head in ("words", "spans"):
+        with_cls = task.head == "words"
+        return SpanPairHead(hidden_size, len(task.labels), dropout, with_cls)
+    return ClassifyHead(hidden_size, len(task.labels), dropout)
+
+
+def loss_sum(scores: Tensor, batch: FeatureBatch) -> Tensor:
+    """Return the weighted sum over examples of cross-entropy (or of the mean mention BCE)."""
+    if scores.ndim == 2:
+        losses_E = F.cross_entropy(scores, batch.labels_E, reduction="none", ignore_index=-1)
+        return (losses_E * batch.weights_E).sum()
+    losses_K = F.binary_cross_entropy_with_logits(scores, batch.slot_labels_K, reduction="none")
+    losses_E = mean_by(losses_K, batch.slot_example_K, batch.weights_E.numel())
+    return (losses_E * batch.weights_E).sum()
+
+
+def mean_by(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Return the mean of `values` (first dimension) in each group; every group has a member."""
+    sums = values.new_zeros(num_groups, *values.shape[1:]).index_add(0, group, values)
+    counts = torch.bincount(group, minlength=num_groups).to(values.dtype)
+    return sums / counts.view(-1, *[1] * (values.ndim - 1))
+
+
+class ContextPooler(nn.Module):
+    """[CLS] state -> dropout -> dense -> GELU."""
+
+    def __init__(self, size_in: int, hidden_size: int, dropout: float):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.dense = nn.Linear(size_in, hidden_size)
+
+    def forward(self, state_RC: Tensor) -> Tensor:
+        return F.gelu(self.dense(self.dropout(state_RC)))
+
+
+class ClassifyHead(nn.Module):
+    """One label per example, averaged over windows; with one output, one score per sequence."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float):
+        super().__init__()
+        # The official configuration for SuperGLUE sets the pooler's own dropout to 0.
+        self.pooler = ContextPooler(hidden_size, hidden_size, 0.0)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden_size, num_labels)
+
+    def forward(self, hidden_RLC: Tensor, batch: FeatureBatch) -> Tensor:
+        scores_RN = self.classifier(self.dropout(self.pooler(hidden_RLC[:, 0])))
+        num_examples = batch.labels_E.numel()
+        if self.classifier.out_features == 1:  # choices: the rows of an example are alternatives
+            return scores_RN.view(num_examples, -1)
+        return mean_by(scores_RN, batch.example_R, num_examples)
+
+
+def span_tokens(hidden_RLC: Tensor, batch: FeatureBatch) -> tuple[Tensor, Tensor]:
+    """Return the states of every span's tokens [S, T, C] and which of them are real [S, T]."""
+    steps_T = torch.arange(batch.longest_span, device=hidden_RLC.device)
+    columns_ST = batch.span_start_S[:, None] + steps_T
+    real_ST = columns_ST < batch.span_end_S[:, None]
+    columns_ST = columns_ST.clamp(max=hidden_RLC.size(1) - 1)
+    return hidden_RLC[batch.span_row_S[:, None], columns_ST], real_ST
+
+
+def attend_spans(tokens_STC: Tensor, scores_ST: Tensor, real_ST: Tensor) -> Tensor:
+    """Return the softmax-weighted mean of each span's tokens, [S, C]; softmax in fp32."""
+    weights_ST = scores_ST.float().masked_fill(~real_ST, float("-inf")).softmax(-1)
+    return torch.einsum("st,stc->sc", weights_ST.to(tokens_STC.dtype), tokens_STC)
+
+
+class SpanPairHead(nn.Module):
+    """Two spans -> one label: self-attentive pooling, [s1; s2] (+ [CLS]) -> linear."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, with_cls: bool):
+        super().__init__()
+        self.with_cls = with_cls
+        self.attention = nn.Linear(hidden_size, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden_size * (3 if with_cls else 2), num_labels)
+
+    def forward(self, hidden_RLC: Tensor, batch: FeatureBatch) -> Tensor:
+        tokens_STC, real_ST = span_tokens(hidden_RLC, batch)
+        pooled_SC = attend_spans(tokens_STC, self.attention(tokens_STC).squeeze(-1), real_ST)
+        parts = pooled_SC.view(batch.labels_E.numel(), -1)
+        if self.with_cls:
+            parts = torch.cat([hidden_RLC[:, 0], parts], dim=-1)
+        return self.classifier(self.dropout(parts))
+
+
+class MentionHead(nn.Module):
+    """One score per entity mention, averaged over the windows that show it."""
+
+    def __init__(self, hidden_size: int, dropout: float):
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden_size, 1)
+
+    def forward(self, hidden_RLC: Tensor, batch: FeatureBatch) -> Tensor:
+        tokens_STC, real_ST = span_tokens(hidden_RLC, batch)
+        cls_SC = hidden_RLC[batch.span_row_S, 0]
+        scores_ST = torch.einsum("stc,sc->st", tokens_STC, cls_SC) / cls_SC.size(-1) ** 0.5
+        pooled_SC = attend_spans(tokens_STC, scores_ST, real_ST)
+        scores_S = self.classifier(self.dropout(F.gelu(self.dense(pooled_SC)))).squeeze(-1)
+        return mean_by(scores_S, batch.span_slot_S, batch.slot_example_K.numel())

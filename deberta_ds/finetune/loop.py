@@ -1,0 +1,224 @@
+"""Train one task from one seed and keep the weights of the best evaluation.
+
+The examples of update k are positions k*B .. (k+1)*B of one endless stream, the concatenation of
+the epochs' permutations; so every update has exactly B examples, each weighing 1/B, at any number
+of ranks and micro-batches (slots that are left over carry weight 0).
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deberta_ds import dist
+from deberta_ds.config import to_dict
+from deberta_ds.deepspeed_config import precision
+from deberta_ds.errors import UserError
+from deberta_ds.finetune import metrics
+from deberta_ds.finetune.features import Feature, collate
+from deberta_ds.finetune.models import (
+    Start,
+    build_model,
+    keep_head,
+    load_finetuned,
+    save_finetuned,
+    start_from,
+)
+from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
+from deberta_ds.finetune.readers import Split
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetune.tasks import Task
+from deberta_ds.train.engine import build_engine, gathered, set_learning_rate
+from deberta_ds.train.schedule import learning_rate
+from deberta_ds.train.step import seed_step
+
+
+@dataclass(frozen=True)
+class Job:
+    """One (task, seed) run. `tests` holds test splits by task name, the diagnostics' included."""
+
+    task: Task
+    seed: int
+    settings: Settings
+    start: Start
+    train: Split
+    val: Split
+    tests: Mapping[str, Split]
+    out: Path  # the run's own directory
+    deepspeed: Mapping  # checked DeepSpeed JSON
+    device: torch.device
+    init_from: str = ""  # a fine-tuned directory of another task
+    keep_model: bool = True
+    say: Callable[[str], None] = print
+
+    def identity(self) -> dict:
+        """Return what a finished run must agree in, to stand for this one."""
+        return {
+            "task": self.task.name,
+            "seed": self.seed,
+            "settings": to_dict(self.settings),
+            "start": self.start.name,
+            "init_from": self.init_from,
+            "train": [self.train.source, len(self.train.examples)],
+            "val": [self.val.source, len(self.val.examples)],
+            "precision": precision(self.deepspeed),
+        }
+
+
+def train(job: Job, features: Mapping[str, Sequence[Feature]]) -> dict:
+    """Train on features["train"]; leave the best evaluation's weights in out/model.
+
+    Returns {"steps", "best_step", "history"}. Raises DivergedError on a loss that is not finite.
+    """
+    settings, rows = job.settings, features["train"]
+    rows = rows[: settings.train_rows] if settings.train_rows else rows
+    total_steps = math.ceil(settings.epochs * len(rows) / settings.batch_rows)
+    optim = settings.optim(total_steps)
+    engine, shape = _engine(job, optim)
+    try:
+        best_step, history = _updates(job, engine, shape, optim, rows, features["val"], total_steps)
+    finally:
+        engine.destroy()
+    return {"steps": total_steps, "best_step": best_step, "history": history}
+
+
+def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tuple[int, list[dict]]:
+    """Make every update and evaluation; return the best evaluation's step and the history."""
+    settings = job.settings
+    num_evals = settings.epochs * settings.evals_per_epoch
+    evals = {max(1, round(total_steps * (i + 1) / num_evals)) for i in range(num_evals)}
+    history: list[dict] = []
+    best, best_step, since_best = -1.0, 0, 0
+    loss, steps, began = 0.0, 0, time.monotonic()
+    for step in range(total_steps):
+        set_learning_rate(engine, learning_rate(optim, step, total_steps))
+        picked = [rows[i] for i in stream(len(rows), job.seed, step, settings.batch_rows)]
+        loss, steps = loss + _step(engine, picked, shape, job.seed, step), steps + 1
+        if step + 1 not in evals:
+            continue
+        values = _evaluate(job, engine, val_features)
+        score = metrics.task_score(job.task, values)
+        epoch = (step + 1) * settings.batch_rows / len(rows)
+        history.append(
+            {"step": step + 1, "epoch": round(epoch, 2), "loss": round(loss / steps, 5)} | values
+        )
+        loss, steps, since_best = 0.0, 0, since_best + 1
+        if score > best:
+            best, best_step, since_best = score, step + 1, 0
+            _keep(job, engine)
+        _say_epoch(job, history[-1], total_steps, time.monotonic() - began, since_best == 0)
+        if settings.patience and since_best >= settings.patience:
+            job.say(f"  no better evaluation in {settings.patience}: stopped at step {step + 1}")
+            break
+    return best_step, history
+
+
+def _evaluate(job: Job, engine, features: Sequence[Feature]) -> dict[str, float]:
+    sizes = [num_scores(job.task, example) for example in job.val.examples]
+    engine.eval()
+    scores = score_split(
+        engine, features, sizes, batch_rows=job.settings.eval_batch_rows, device=job.device
+    )
+    engine.train()
+    guesses = predictions_of(job.task, job.val.examples, scores)
+    return metrics.score(job.task, job.val.examples, guesses)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How one update is cut: `accumulation` micro-batches of `micro_rows` slots on every rank."""
+
+    batch_rows: int
+    micro_rows: int
+    accumulation: int
+
+
+def _engine(job: Job, optim):
+    """Return (engine, shape of an update); says what was kept of another task's head."""
+    settings, world = job.settings, dist.world_size()
+    share = math.ceil(settings.batch_rows / world)
+    micro = min(settings.micro_batch_rows or share, share)
+    shape = _Shape(settings.batch_rows, micro, math.ceil(share / micro))
+    start, saved = job.start, None
+    if job.init_from:
+        saved = load_finetuned(job.init_from)
+        start = start_from(start, saved, job.init_from)
+    model = build_model(job.task, start, settings, job.seed)
+    if saved is not None:
+        job.say(f"  {keep_head(model, job.task, saved)}")
+    values = {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 62,
+    } | dict(job.deepspeed) | {
+        "train_batch_size": shape.micro_rows * shape.accumulation * world,
+        "train_micro_batch_size_per_gpu": shape.micro_rows,
+        "gradient_accumulation_steps": shape.accumulation,
+        "gradient_clipping": settings.clip_norm,
+    }  # fmt: skip
+    engine = build_engine(model, optim, values)
+    engine.train()
+    return engine, shape
+
+
+def stream(num_rows: int, seed: int, step: int, batch_rows: int) -> list[int]:
+    """Return the rows of update `step`: a pure function, each epoch a fresh permutation."""
+    positions = range(step * batch_rows, (step + 1) * batch_rows)
+    orders = {
+        epoch: np.random.default_rng([seed, epoch]).permutation(num_rows)
+        for epoch in {position // num_rows for position in positions}
+    }
+    return [int(orders[p // num_rows][p % num_rows]) for p in positions]
+
+
+def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int) -> float:
+    """Make one update from the examples in `picked`; return their mean loss."""
+    world, rank = dist.world_size(), dist.rank()
+    slots = shape.micro_rows * shape.accumulation
+    mine = list(picked[rank * slots : (rank + 1) * slots])
+    weights = [1.0] * len(mine) + [0.0] * (slots - len(mine))
+    mine += [picked[0]] * (slots - len(mine))
+    # DeepSpeed averages over ranks and micro-batches; this makes it the mean over the batch.
+    scale = world * shape.accumulation / shape.batch_rows
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for micro_step in range(shape.accumulation):
+        part = slice(micro_step * shape.micro_rows, (micro_step + 1) * shape.micro_rows)
+        batch = collate(mine[part], weights[part]).to(engine.device)
+        seed_step(seed, step, micro_step, rank)
+        loss = engine(batch).loss_sum
+        engine.backward(loss * scale)
+        total += loss.detach().double()
+        engine.step()
+    mean = float(dist.sum_over_ranks(total)) / shape.batch_rows
+    if not math.isfinite(mean):
+        raise DivergedError(f"the loss became {mean} at step {step + 1}; lower learning_rate")
+    return mean
+
+
+class DivergedError(UserError):
+    """A run's loss became NaN or infinite; a sweep counts it as failed and goes on."""
+
+
+def _keep(job: Job, engine) -> None:
+    """Write the engine's weights; under ZeRO-3 they are made whole one at a time."""
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with gathered([parameter]):
+            if dist.is_main():
+                weights[name] = parameter.detach().to("cpu", torch.float32).clone()
+    if dist.is_main():
+        save_finetuned(job.out / "model", job.task, job.start.config, weights, job.start.tokenizer)
+    dist.barrier()
+
+
+def _say_epoch(job: Job, entry: Mapping, total_steps: int, seconds: float, better: bool) -> None:
+    values = "  ".join(f"{name} {100 * entry[name]:5.1f}" for name in job.task.metrics)
+    job.say(
+        f"{job.task.name:<8} seed {job.seed}  epoch {entry['epoch']:>5.1f}  step {entry['step']:>5}"
+        f"/{total_steps}  loss {entry['loss']:.4f}  val {values}  {seconds:6.1f}s"
+        f"{'  best' if better else ''}"
+    )

@@ -1,0 +1,63 @@
+"""Scores of a whole split over all ranks, exactly: every example once, in any world size.
+
+Batches are cut from the whole split before they are dealt to ranks, so which examples share a batch
+does not depend on how many ranks there are. Ranks that run out repeat a batch and drop its scores,
+because under ZeRO-3 every rank must make the same number of forward passes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from deberta_ds import dist
+from deberta_ds.finetune.features import Feature, FeatureBatch, collate
+from deberta_ds.finetune.heads import TaskOutput
+from deberta_ds.finetune.layouts import Example
+from deberta_ds.finetune.metrics import Prediction
+from deberta_ds.finetune.tasks import Task
+
+
+def score_split(
+    forward: Callable[[FeatureBatch], TaskOutput],
+    features: Sequence[Feature],
+    sizes: Sequence[int],
+    *,
+    batch_rows: int,
+    device: torch.device,
+) -> list[np.ndarray]:
+    """Return the fp64 scores of every example, in order and on every rank.
+
+    `sizes[i]` is how many scores example i has. `forward` runs in evaluation mode.
+    """
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    totals = torch.zeros(int(starts[-1]), dtype=torch.float64)
+    order = sorted(range(len(features)), key=lambda i: (-features[i].num_tokens, i))
+    batches = [order[i : i + batch_rows] for i in range(0, len(order), batch_rows)]
+    rank, world = dist.rank(), dist.world_size()
+    for first in range(0, len(batches), world):
+        mine = first + rank
+        chosen = batches[min(mine, len(batches) - 1)]
+        batch = collate([features[i] for i in chosen]).to(device)
+        with torch.no_grad():
+            scores = forward(batch).scores.double().flatten().cpu()
+        if mine < len(batches):
+            for i, part in zip(chosen, scores.split([sizes[i] for i in chosen]), strict=True):
+                totals[starts[i] : starts[i + 1]] = part
+    totals = dist.sum_over_ranks(totals.to(device)).cpu().numpy()
+    return [totals[starts[i] : starts[i + 1]] for i in range(len(features))]
+
+
+def num_scores(task: Task, example: Example) -> int:
+    """Return how many scores the head of `task` gives `example`."""
+    return len(example.spans) if task.head == "mentions" else len(task.labels)
+
+
+def predictions_of(
+    task: Task, examples: Sequence[Example], scores: Sequence[np.ndarray]
+) -> list[Prediction]:
+    """Return the best class of each example; of ReCoRD, the string of the best mention."""
+    best = [int(np.argmax(values)) for values in scores]
+    if task.head != "mentions":
+        return best
+    return [example.names[mention] for example, mention in zip(examples, best, strict=True)]

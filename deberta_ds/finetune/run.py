@@ -1,0 +1,145 @@
+"""One whole run of a task: encode, train, score the kept weights, predict, write the result.
+
+The weights of the best evaluation are read back from disk into a plain model, and that model's
+score is the result. `result.json` is written last: a run without it is run again, a run with it is
+skipped, so a killed sweep continues where it was.
+"""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deberta_ds import dist
+from deberta_ds.deepspeed_config import precision
+from deberta_ds.errors import UserError
+from deberta_ds.files import write_atomic
+from deberta_ds.finetune import metrics
+from deberta_ds.finetune.features import Feature, encode
+from deberta_ds.finetune.layouts import Example
+from deberta_ds.finetune.loop import Job, train
+from deberta_ds.finetune.models import Finetuned, Start, build_model, load_finetuned
+from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
+from deberta_ds.finetune.readers import Split
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetune.submission import render
+
+RESULT = "result.json"
+
+
+def run(job: Job) -> dict:
+    """Return the result of `job`: the one on disk if it is whole and the same, else a new one.
+
+    Raises UserError if the directory holds a run with other settings.
+    """
+    found = finished(job)
+    if found is not None:
+        job.say(f"{job.task.name} seed {job.seed}: already there, {job.out / RESULT}")
+        return found
+    began = time.monotonic()
+    features = {"train": encode_split(job, job.train), "val": encode_split(job, job.val)}
+    kept = train(job, features)
+    result = job.identity() | kept | _predict(job, features["val"])
+    result |= {"world_size": dist.world_size(), "seconds": round(time.monotonic() - began, 1)}
+    if dist.is_main():
+        if not job.keep_model:
+            shutil.rmtree(job.out / "model")
+        write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
+    dist.barrier()
+    return result
+
+
+def finished(job: Job) -> dict | None:
+    """Return the result on disk, None if there is none; UserError if it is another run's."""
+    if not (job.out / RESULT).is_file():
+        return None
+    result = json.loads((job.out / RESULT).read_text("utf-8"))
+    for key, value in job.identity().items():
+        if result.get(key) != value:
+            raise UserError(
+                f"{job.out / RESULT}: this run had {key} = {result.get(key)!r}, now it is "
+                f"{value!r}; choose another --out, or delete the directory to run it again"
+            )
+    return result
+
+
+def encode_split(job: Job, split: Split) -> list[Feature]:
+    """Return the features of `split`, and say how many examples were cut or read in windows."""
+    settings = job.settings
+    features = encode(
+        split.task, split.examples, job.start.tokenizer,
+        max_length=settings.max_length, window_overlap=settings.window_overlap,
+    )  # fmt: skip
+    cut = sum(feature.cut_tokens > 0 for feature in features)
+    windowed = sum(len(f.sequences) > len(e.sequences)
+                   for f, e in zip(features, split.examples, strict=True))  # fmt: skip
+    if cut or windowed:
+        job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
+                f"{settings.max_length} tokens, {windowed} read in windows")  # fmt: skip
+    return features
+
+
+def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
+    """Return metrics of the kept model; write predictions and submission files."""
+    saved = load_finetuned(job.out / "model")
+    model = finetuned_model(saved, job.settings, job.device, precision(job.deepspeed))
+    examples = job.val.examples
+    scores = _scores(job, model, job.val, val_features)
+    guesses = predictions_of(job.task, examples, scores)
+    values = metrics.score(job.task, examples, guesses)
+    constant = metrics.score(job.task, examples, metrics.baseline(job.task, examples))
+    result = {
+        "metrics": values,
+        "score": metrics.task_score(job.task, values),
+        "baseline": metrics.task_score(job.task, constant),
+        "failed": metrics.is_failed(job.task, examples, guesses),
+        "diagnostics": {},
+    }
+    if job.task.head != "mentions":
+        result["confusion"] = metrics.confusion(job.task, examples, guesses)
+    if dist.is_main():
+        _write_predictions(job.out / "val_predictions.jsonl", examples, guesses, scores)
+    for name, test in job.tests.items():
+        answers = predictions_of(
+            test.task, test.examples, _scores(job, model, test, encode_split(job, test))
+        )
+        if test.task.predicted_by:
+            result["diagnostics"][name] = metrics.score(test.task, test.examples, answers)
+        if dist.is_main():
+            text = render(test.task, test.examples, answers)
+            write_atomic(job.out / "submission" / f"{name}.jsonl", text)
+    return result
+
+
+def _scores(job: Job, model, split: Split, features: Sequence[Feature]) -> list[np.ndarray]:
+    sizes = [num_scores(split.task, example) for example in split.examples]
+    rows = job.settings.eval_batch_rows
+    return score_split(model, features, sizes, batch_rows=rows, device=job.device)
+
+
+def finetuned_model(
+    saved: Finetuned, settings: Settings, device: torch.device, precision_name: str = "fp32"
+) -> torch.nn.Module:
+    """Return the plain model of a fine-tuned directory in evaluation mode."""
+    shape = Start("", saved.config, None, None)
+    plain = dataclasses.replace(settings, dropout=-1.0)
+    model = build_model(saved.task, shape, plain, 0)
+    model.load_state_dict(saved.weights)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision_name]
+    return model.to(device, kind).eval()
+
+
+def _write_predictions(
+    path: Path, examples: Sequence[Example], guesses: Sequence, scores: Sequence[np.ndarray]
+) -> None:
+    lines = [
+        {"key": example.key, "label": example.label if not example.names else example.gold,
+         "prediction": guess, "scores": [round(float(value), 5) for value in values]}
+        for example, guess, values in zip(examples, guesses, scores, strict=True)
+    ]  # fmt: skip
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,176 @@
+"""Tasks x seeds: read everything first, run what is not done yet, sum up as the leaderboard does.
+
+Per task: median, minimum and maximum over seeds, and how many runs failed (constant predictions, no
+better than the majority, or diverged). Never the best seed alone.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deberta_ds import dist
+from deberta_ds.files import write_atomic
+from deberta_ds.finetune.loop import DivergedError, Job
+from deberta_ds.finetune.metrics import leaderboard_mean
+from deberta_ds.finetune.models import Start, find_finetuned
+from deberta_ds.finetune.readers import Split, carve, has_split, read_split
+from deberta_ds.finetune.run import RESULT, run
+from deberta_ds.finetune.settings import resolve
+from deberta_ds.finetune.tasks import MAIN_TASKS, Task, diagnostics_of
+
+CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
+_CARVE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the command line asks for."""
+
+    tasks: tuple[Task, ...]
+    num_seeds: int
+    start: Start
+    data: str
+    out: Path
+    deepspeed: Mapping
+    device: torch.device
+    preset: str | None = None
+    given: tuple[str, ...] = ()  # "key=value" settings
+    init_from: Mapping[str, str] | None = None  # task name -> fine-tuned directory
+    carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
+    any_size: bool = False
+    predict_test: bool = True
+    keep_models: bool = True
+    say: Callable[[str], None] = print
+
+
+def run_all(sweep: Sweep) -> list[dict]:
+    """Return the results of every (task, seed), reading finished ones from disk."""
+    splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
+    settings = {task.name: resolve(task, sweep.preset, sweep.given) for task in sweep.tasks}
+    results = []
+    for task in sweep.tasks:
+        train, val, tests = splits[task.name]
+        init_from = (sweep.init_from or {}).get(task.name, "")
+        for seed in range(1, sweep.num_seeds + 1):
+            job = Job(
+                task=task, seed=seed, settings=settings[task.name], start=sweep.start,
+                train=train, val=val, tests=tests, out=sweep.out / task.name / f"seed-{seed}",
+                deepspeed=sweep.deepspeed, device=sweep.device,
+                init_from=str(find_finetuned(init_from)) if init_from else "",
+                keep_model=sweep.keep_models, say=sweep.say,
+            )  # fmt: skip
+            try:
+                results.append(run(job))
+            except DivergedError as error:
+                results.append(_diverged(job, error))
+    return results
+
+
+def _diverged(job: Job, error: DivergedError) -> dict:
+    """Record a diverged run as failed with score 0, so that the sweep goes on and counts it."""
+    job.say(f"{job.task.name} seed {job.seed}: {error}; counted as failed")
+    zero = dict.fromkeys(job.task.metrics, 0.0)
+    result = job.identity() | {"metrics": zero, "score": 0.0, "baseline": None, "failed": True,
+                               "error": str(error), "history": [], "diagnostics": {}}  # fmt: skip
+    if dist.is_main():
+        write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
+    dist.barrier()
+    return result
+
+
+def read_task(sweep: Sweep, task: Task) -> tuple[Split, Split, dict[str, Split]]:
+    """Return (train, val, {name: test split}) of `task`; AX-b and AX-g belong to RTE's tests."""
+    val = read_split(task, sweep.data, "val", any_size=sweep.any_size)
+    if task.name in sweep.carved:
+        train, val = carve(val, CARVED_SHARE, _CARVE_SEED)
+    else:
+        train = read_split(task, sweep.data, "train", any_size=sweep.any_size)
+    tests = {}
+    if sweep.predict_test:
+        for test in (task, *diagnostics_of(task.name)):
+            if has_split(test, sweep.data, "test"):
+                tests[test.name] = read_split(test, sweep.data, "test", any_size=sweep.any_size)
+            else:
+                sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
+    return train, val, tests
+
+
+def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
+    """Return {"tasks": {name: numbers over seeds}, "mean", "mean_of", "baseline_mean"}."""
+    summary: dict[str, dict] = {}
+    for task in tasks:
+        runs = [result for result in results if result["task"] == task.name]
+        if not runs:
+            continue
+        scores = [result["score"] for result in runs]
+        names = sorted({name for result in runs for name in result["diagnostics"]})
+        summary[task.name] = {
+            "score": _spread(scores),
+            "metrics": {
+                name: _spread([result["metrics"][name] for result in runs])
+                for name in task.metrics
+            },
+            "baseline": next((r["baseline"] for r in runs if r["baseline"] is not None), None),
+            "seeds": len(runs),
+            "failed": sum(result["failed"] for result in runs),
+            "diagnostics": {
+                name: {
+                    metric: _spread([r["diagnostics"][name][metric] for r in runs
+                                     if name in r["diagnostics"]])
+                    for metric in diagnostic.metrics
+                }
+                for diagnostic in diagnostics_of(task.name)
+                for name in [diagnostic.name]
+                if name in names
+            },
+        }  # fmt: skip
+    main = [name for name in summary if name in MAIN_TASKS]
+    medians = {name: summary[name]["score"]["median"] for name in main}
+    whole = len(main) == len(MAIN_TASKS)
+    mean = leaderboard_mean(medians) if whole else statistics.fmean(medians.values() or [0.0])
+    return {"tasks": summary, "mean": mean, "mean_of": len(main)}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def table(summary: Mapping, compare: Mapping | None = None) -> str:
+    """Return the summary as text; `compare` is another sweep's summary for one more column."""
+    other = " without" if compare else ""
+    lines = [f"{'task':<9}{'metric':<24}{'majority':>9}{other:>9}{'median':>8}{'min':>7}{'max':>7}"
+             f"{'failed':>8}"]  # fmt: skip
+    for name, row in summary["tasks"].items():
+        score, base = row["score"], row["baseline"]
+        beside = _beside(compare, name) if compare else ""
+        lines.append(
+            f"{name:<9}{' / '.join(row['metrics']):<24}{_percent(base):>9}{beside:>9}"
+            f"{_percent(score['median']):>8}{_percent(score['min']):>7}{_percent(score['max']):>7}"
+            f"{row['failed']:>5}/{row['seeds']}"
+        )
+        if len(row["metrics"]) > 1:
+            parts = " / ".join(_percent(value["median"]) for value in row["metrics"].values())
+            lines.append(f"{'':<9}{'':<24}{'':>9}{'':>{len(beside) and 9}}{parts:>8}".rstrip())
+        for diagnostic, values in row["diagnostics"].items():
+            parts = "  ".join(f"{metric} {_percent(value['median'])}"
+                              for metric, value in values.items())  # fmt: skip
+            lines.append(f"{diagnostic:<9}from the {name} model: {parts}")
+    beside = _percent(compare["mean"]) if compare else ""
+    count = summary["mean_of"]
+    what = f"{count} of 8 tasks" if count < len(MAIN_TASKS) else "leaderboard rule"
+    lines.append(f"{'mean':<9}{what:<24}{'':>9}{beside:>{9 if compare else 0}}"
+                 f"{_percent(summary['mean']):>8}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _beside(compare: Mapping, name: str) -> str:
+    row = compare["tasks"].get(name)
+    return _percent(row["score"]["median"]) if row else "-"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"

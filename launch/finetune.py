@@ -1,0 +1,40 @@
+"""Fine-tune one SuperGLUE task: alone, or on several ranks under deepspeed or torchrun.
+
+    python launch/finetune.py --task RTE --model runs/base/hf --data superglue --out runs/sg
+    deepspeed launch/finetune.py --task CB --init-from runs/sg/RTE/seed-1 ... --seeds 5
+
+Writes OUT/TASK/seed-N/: result.json, model/, val_predictions.jsonl, submission/TASK.jsonl. A
+finished (task, seed) is not run again.
+"""
+
+import argparse
+
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    from deberta_ds import dist
+    from deberta_ds.finetune import options, sweep
+    from deberta_ds.finetune.tasks import task_named
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--task", required=True,
+                        help="BoolQ, CB, COPA, MultiRC, ReCoRD, RTE, WiC, WSC or MNLI")
+    parser.add_argument("--init-from", default="",
+                        help="output of another task, whose head is kept where labels match")
+    parser.add_argument("--no-save-model", action="store_true", help="keep only the predictions")
+    options.add_options(parser)
+    given = parser.parse_args()
+    task = task_named(given.task)
+    init_from = {task.name: given.init_from} if given.init_from else {}
+    plan = options.build_sweep(given, (task,), init_from, not given.no_save_model)
+    results = sweep.run_all(plan)
+    options.say("\n" + sweep.table(sweep.summarize(plan.tasks, results)))
+    dist.destroy()
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

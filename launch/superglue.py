@@ -1,0 +1,73 @@
+"""Fine-tune and score a model on all of SuperGLUE, several seeds a task; continue where it stopped.
+
+    deepspeed launch/superglue.py --model runs/base/hf --data superglue --seeds 5 --out runs/sg \\
+        --config launch/runs/superglue/base.toml
+
+Prints a table; writes OUT/results.json and OUT/index.html beside the runs. Then, for the
+leaderboard: python launch/submit.py --predictions OUT --data superglue --zip superglue.zip
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from deberta_ds.errors import UserError, exit_cleanly
+
+
+def main() -> None:
+    from deberta_ds import dist
+    from deberta_ds.files import write_atomic
+    from deberta_ds.finetune import options, page, sweep
+    from deberta_ds.finetune.tasks import MAIN_TASKS, task_named
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--tasks", nargs="+", default=list(MAIN_TASKS), metavar="TASK")
+    parser.add_argument("--init-from", nargs="+", default=[], metavar="TASK=DIR",
+                        help="start a task from the output of another, such as CB=runs/MNLI/seed-1")
+    parser.add_argument("--save-models", action="store_true", help="keep every run's weights")
+    parser.add_argument("--compare", type=Path, metavar="OUT",
+                        help="another sweep to show beside, such as one without pretraining")
+    options.add_options(parser)
+    given = parser.parse_args()
+    compare = read_results(given.compare) if given.compare else None
+    plan = options.build_sweep(
+        given, tuple(task_named(name) for name in given.tasks), pairs(given.init_from),
+        given.save_models,
+    )  # fmt: skip
+    results = sweep.run_all(plan)
+    summary = sweep.summarize(plan.tasks, results)
+    options.say("\n" + sweep.table(summary, compare))
+    if dist.is_main():
+        whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
+        write_atomic(given.out / "results.json", json.dumps(whole, indent=1) + "\n")
+        write_atomic(given.out / "index.html", page.render(whole, compare))
+        print(f"\nwrote {given.out / 'results.json'} and {given.out / 'index.html'}")
+    dist.destroy()
+
+
+def pairs(texts: list[str]) -> dict[str, str]:
+    """Return {task name: directory} of "TASK=DIR" texts."""
+    from deberta_ds.finetune.tasks import task_named
+
+    found = {}
+    for text in texts:
+        name, separator, directory = text.partition("=")
+        if not separator:
+            raise UserError(f"--init-from {text}: write TASK=DIR")
+        found[task_named(name).name] = directory
+    return found
+
+
+def read_results(out: Path) -> dict:
+    """Return another sweep's results.json."""
+    path = out / "results.json"
+    if not path.is_file():
+        raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
+    return json.loads(path.read_text("utf-8"))
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
