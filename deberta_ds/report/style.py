@@ -60,7 +60,7 @@ margin:5px 0 3px;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 .crop{color:var(--faint)}
 .now{font-size:20px;font-weight:640;letter-spacing:-.02em;line-height:1.15;white-space:nowrap}
 .now small{font-size:12px;font-weight:500;color:var(--muted);letter-spacing:0}
-.plot{position:relative;height:196px;margin:20px 76px 26px 42px;font-size:11.5px;touch-action:pan-y}
+.plot{position:relative;height:196px;margin:20px 76px 26px 46px;font-size:11.5px;touch-action:pan-y}
 .grid3 .plot{height:150px;margin-top:12px;margin-right:10px}
 .grid3 .end,.grid3 .resume-label{display:none}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible;
@@ -125,7 +125,7 @@ footer{margin-top:44px;font-size:12.5px;color:var(--faint)}
 @media (max-width:560px){main{padding:26px 14px 48px}h1{font-size:27px}.lead{font-size:15.5px}
 .tile{padding:14px 15px}.tile b{font-size:22px}.tile b.name{font-size:17px}
 .chart{padding:16px 14px 12px}
-.plot{height:176px;margin-left:36px;margin-right:76px}.plot .end{width:72px}
+.plot{height:176px;margin-left:44px;margin-right:74px}.plot .end{width:72px}
 .tasks .track{min-width:110px}
 th,td{padding:9px}th:first-child,td:first-child{padding-left:15px}
 th:last-child,td:last-child{padding-right:15px}dl{padding:0 15px 14px}summary{padding:13px 15px}}
