@@ -75,6 +75,9 @@ def _open_directory(name: str, path: str) -> Start:
         }
         return Start(name, saved.config, Tokenizer(Path(path) / _TOKENIZER), weights)
     loaded = load_backbone(path)
+    if loaded.tokenizer is None:
+        raise UserError(f"{path}: no spm.model beside the weights, and fine-tuning reads text with "
+                        "SentencePiece only (DeBERTa v1 has a BPE tokenizer)")  # fmt: skip
     return Start(name, loaded.model_config, loaded.tokenizer, loaded.backbone.state_dict())
 
 

@@ -141,35 +141,33 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def table(summary: Mapping, compare: Mapping | None = None) -> str:
     """Return the summary as text; `compare` is another sweep's summary for one more column."""
-    other = " without" if compare else ""
-    lines = [f"{'task':<9}{'metric':<24}{'majority':>9}{other:>9}{'median':>8}{'min':>7}{'max':>7}"
-             f"{'failed':>8}"]  # fmt: skip
+    rows = [("task", "majority", "beside", "median", "min", "max", "failed", "metrics (medians)")]
     for name, row in summary["tasks"].items():
-        score, base = row["score"], row["baseline"]
-        beside = _beside(compare, name) if compare else ""
-        lines.append(
-            f"{name:<9}{' / '.join(row['metrics']):<24}{_percent(base):>9}{beside:>9}"
-            f"{_percent(score['median']):>8}{_percent(score['min']):>7}{_percent(score['max']):>7}"
-            f"{row['failed']:>5}/{row['seeds']}"
-        )
-        if len(row["metrics"]) > 1:
-            parts = " / ".join(_percent(value["median"]) for value in row["metrics"].values())
-            lines.append(f"{'':<9}{'':<24}{'':>9}{'':>{len(beside) and 9}}{parts:>8}".rstrip())
+        score = row["score"]
+        other = compare["tasks"].get(name) if compare else None
+        rows.append((
+            name, _percent(row["baseline"]), _percent(other["score"]["median"] if other else None),
+            _percent(score["median"]), _percent(score["min"]), _percent(score["max"]),
+            f"{row['failed']}/{row['seeds']}", _medians(row["metrics"]),
+        ))  # fmt: skip
         for diagnostic, values in row["diagnostics"].items():
-            parts = "  ".join(f"{metric} {_percent(value['median'])}"
-                              for metric, value in values.items())  # fmt: skip
-            lines.append(f"{diagnostic:<9}from the {name} model: {parts}")
-    beside = _percent(compare["mean"]) if compare else ""
+            text = f"{_medians(values)}  (by the {name} model)"
+            rows.append((diagnostic, "", "", "", "", "", "", text))
     count = summary["mean_of"]
-    what = f"{count} of 8 tasks" if count < len(MAIN_TASKS) else "leaderboard rule"
-    lines.append(f"{'mean':<9}{what:<24}{'':>9}{beside:>{9 if compare else 0}}"
-                 f"{_percent(summary['mean']):>8}")  # fmt: skip
+    what = "the leaderboard's rule" if count == len(MAIN_TASKS) else f"{count} of 8 tasks"
+    beside = _percent(compare["mean"]) if compare else ""
+    rows.append(("mean", "", beside, _percent(summary["mean"]), "", "", "", what))
+    widths = (9, 9, 8 if compare else 0, 8, 7, 7, 8)
+    lines = []
+    for name, *cells, last in rows:
+        sized = zip(cells, widths[1:], strict=True)
+        padded = [f"{cell:>{width}}" for cell, width in sized if width]
+        lines.append(f"{name:<9}{''.join(padded)}   {last}")
     return "\n".join(lines)
 
 
-def _beside(compare: Mapping, name: str) -> str:
-    row = compare["tasks"].get(name)
-    return _percent(row["score"]["median"]) if row else "-"
+def _medians(metrics: Mapping) -> str:
+    return "  ".join(f"{name} {_percent(value['median'])}" for name, value in metrics.items())
 
 
 def _percent(value: float | None) -> str:
