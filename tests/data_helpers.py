@@ -74,7 +74,7 @@ def make_corpus(
             writer.append(np.array(documents[document], dtype=dtype))
         infos.append(writer.finish())
     special = {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": tokenizer.mask_id}
-    manifest = Manifest(dtype.str, tokenizer.size, tokenizer.sha256, special, {}, tuple(infos))
+    manifest = Manifest(dtype.str, tokenizer.size, tokenizer.sha256, special, {}, {}, tuple(infos))
     write_manifest(path, manifest)
     for seq_len in seq_lens:
         pack_corpus(path, tokenizer, seq_len)

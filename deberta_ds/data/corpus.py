@@ -35,7 +35,7 @@ class Corpus:
         self.manifest, self.corpus_fingerprint = read_manifest(self.path)
         rows_path = rows_directory(self.path, seq_len)
         if not (rows_path / MANIFEST).exists():
-            found = sorted(p.parent.name for p in self.path.glob(f"rows-*/{MANIFEST}"))
+            found = sorted(p.parent.name for p in self.plans(self.path))
             names = ", ".join(found) or "none"
             raise UserError(
                 f"{self.path}: no row plan for seq_len {seq_len} (found: {names}); "
@@ -53,6 +53,11 @@ class Corpus:
         if self.num_rows == 0:
             raise UserError(f"{rows_path}: the corpus has no rows; prepare it from more text")
         self._maps: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
+
+    @staticmethod
+    def plans(path: str | Path) -> list[Path]:
+        """Return the manifests of the finished row plans of a corpus directory."""
+        return list(Path(path).glob(f"rows-*/{MANIFEST}"))
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_maps": OrderedDict()}

@@ -64,6 +64,7 @@ class Manifest:
     tokenizer_sha256: str
     special_ids: dict[str, int]
     counts: dict[str, int]
+    labels: dict[str, list[int]]  # of each label: documents, characters, tokens
     shards: tuple[ShardInfo, ...]
     version: int = FORMAT_VERSION
 

@@ -1,0 +1,29 @@
+#!/usr/bin/env python
+"""Collect the docstrings of this Python installation as a corpus of real English."""
+
+from options import add_workers, parser_for
+
+from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--out", required=True, help="directory for train.jsonl and heldout.jsonl")
+    parser.add_argument("--max_bytes", type=int, default=12_000_000, help="stop after this much")
+    parser.add_argument("--heldout_share", type=float, default=0.02, help="share of documents")
+    add_workers(parser)
+    args = parser.parse_args()
+    counts = write_docstrings(
+        installed_python_files(), args.out, max_bytes=args.max_bytes,
+        heldout_share=args.heldout_share, workers=args.workers,
+    )
+    print(
+        f"{args.out}: {counts['train']:,} training and {counts['heldout']:,} held-out documents, "
+        f"{counts['characters'] / 1e6:.1f} M characters from {counts['files']:,} files, "
+        f"{counts['duplicates']:,} duplicates left out"
+    )
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

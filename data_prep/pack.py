@@ -1,0 +1,30 @@
+#!/usr/bin/env python
+"""Plan the rows of a tokenized corpus for one or more sequence lengths."""
+
+from options import add_workers, parser_for
+
+from deberta_ds.data.prep.pack import pack_corpus
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.tokenizer import Tokenizer
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("corpus", nargs="+", help="directories made by tokenize_corpus.py")
+    parser.add_argument("--tokenizer", required=True, help="spm.model (for word starts)")
+    parser.add_argument("--seq_len", type=int, nargs="+", required=True, help="tokens in a row")
+    add_workers(parser)
+    args = parser.parse_args()
+    tokenizer = Tokenizer(args.tokenizer)
+    for corpus in args.corpus:
+        for seq_len in args.seq_len:
+            manifest = pack_corpus(corpus, tokenizer, seq_len, workers=args.workers)
+            rows = sum(shard.rows for shard in manifest.shards)
+            used = sum(shard.tokens + 2 * shard.pieces for shard in manifest.shards)
+            fill = used / max(rows * seq_len, 1)
+            print(f"{corpus}/rows-{seq_len}: {rows:,} rows, {fill:.2%} full, "
+                  f"{manifest.hard_cuts:,} cuts inside a word")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

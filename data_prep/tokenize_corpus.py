@@ -1,0 +1,51 @@
+#!/usr/bin/env python
+"""Normalise, filter and tokenize text of any size into a corpus of token shards.
+
+On one machine: --workers N. On many: mpirun -n N python -m mpi4py.futures
+data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of workers; run the
+same command again after a crash and only what is missing is done.
+"""
+
+from options import add_input_options, add_workers, parser_for, read_options
+
+from deberta_ds.data.prep.documents import plan_units
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.tokenizer import Tokenizer
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    add_input_options(parser)
+    parser.add_argument("--out", required=True, help="directory of the corpus")
+    parser.add_argument("--tokenizer", required=True, help="spm.model")
+    parser.add_argument("--heldout_out", help="directory of the held-out corpus")
+    parser.add_argument("--heldout_share", type=float, default=0.0,
+                        help="share of documents held out, by a hash of their text")
+    parser.add_argument("--min_characters", type=int, default=1, help="shorter ones are left out")
+    parser.add_argument("--min_letter_share", type=float, default=0.0,
+                        help="documents with fewer letters are left out")
+    parser.add_argument("--max_bad", type=int, default=0,
+                        help="unreadable documents allowed (left out, counted, the first named)")
+    add_workers(parser)
+    args = parser.parse_args()
+    if (args.heldout_share > 0) != bool(args.heldout_out):
+        parser.error("--heldout_share and --heldout_out go together")
+    read = read_options(args)
+    manifests = tokenize_corpus(
+        plan_units(args.inputs, read, args.unit_bytes), args.out, Tokenizer(args.tokenizer),
+        read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
+        heldout_out=args.heldout_out, heldout_share=args.heldout_share, workers=args.workers,
+    )
+    for directory, manifest in manifests.items():
+        left_out = {k: v for k, v in manifest.counts.items()
+                    if v and k not in ("documents", "characters", "tokens")}
+        print(
+            f"{directory}: {manifest.counts['documents']:,} documents, "
+            f"{manifest.counts['tokens']:,} tokens in {len(manifest.shards):,} shards; "
+            + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
+        )
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -1,0 +1,31 @@
+#!/usr/bin/env python
+"""Check the files of corpora against their manifests; exit code 2 names the first bad shard."""
+
+from options import parser_for
+
+from deberta_ds.data.corpus import VERIFY_MODES, Corpus
+from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.tokenizer import Tokenizer
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("corpus", nargs="+", help="corpus directories")
+    parser.add_argument("--verify", choices=VERIFY_MODES, default="full", help="how closely")
+    parser.add_argument("--tokenizer", help="spm.model that the corpora must have been made with")
+    args = parser.parse_args()
+    for path in args.corpus:
+        lengths = sorted(int(p.parent.name[5:]) for p in Corpus.plans(path))
+        if not lengths:
+            raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
+        for seq_len in lengths:
+            corpus = Corpus(path, seq_len=seq_len)
+            if args.tokenizer:
+                corpus.check_tokenizer(Tokenizer(args.tokenizer).sha256)
+            files = corpus.verify(args.verify)
+            print(f"{path}/rows-{seq_len}: {files:,} files agree ({args.verify}), "
+                  f"{corpus.num_rows:,} rows, fingerprint {corpus.fingerprint[:16]}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -1,0 +1,236 @@
+"""Documents -> token shards, one work unit at a time."""
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from deberta_ds.data.prep.documents import Document, ReadOptions, Span, read_unit
+from deberta_ds.data.prep.text import (
+    TEXT_RULES_VERSION,
+    BadTextError,
+    encodable_parts,
+    letter_share,
+    normalise,
+)
+from deberta_ds.data.prep.units import close_job, open_job, plan_digest, run_units
+from deberta_ds.data.shards import (
+    MANIFEST,
+    Manifest,
+    ShardInfo,
+    ShardWriter,
+    read_manifest,
+    token_dtype,
+    write_manifest,
+)
+from deberta_ds.errors import UserError
+from deberta_ds.tokenizer import Tokenizer
+
+SHARD_TOKENS = 1 << 27
+_PROBLEMS_NAMED = 20
+COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
+          "bad", "cut")
+
+
+@dataclass(frozen=True)
+class CleanOptions:
+    """Which documents are kept. `max_bad`: unreadable documents allowed in the whole input."""
+
+    min_characters: int = 1
+    min_letter_share: float = 0.0
+    max_bad: int = 0
+
+
+def tokenize_corpus(
+    units: list[list[Span]],
+    out: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    read: ReadOptions,
+    clean: CleanOptions,
+    heldout_out: str | Path | None = None,
+    heldout_share: float = 0.0,
+    duplicates: list[str] | None = None,
+    workers: int = 1,
+) -> dict[str, Manifest]:
+    """Write the corpus `out` (and the held-out one) and return {directory: manifest}.
+
+    `duplicates`: for each unit a .npy file of the document numbers to leave out. A document is held
+    out by a hash of its text, so the split does not depend on its place. Completed parts of an
+    earlier run of the same job are kept.
+    """
+    targets = [str(out)] + ([str(heldout_out)] if heldout_share > 0 else [])
+    plan = {
+        "units": plan_digest([[asdict(span) for span in unit] for unit in units]),
+        "tokenizer": tokenizer.sha256, "read": asdict(read), "clean": asdict(clean),
+        "text_rules": TEXT_RULES_VERSION, "heldout_share": heldout_share,
+        "duplicates": bool(duplicates),
+    }
+    finished = [open_job(target, plan, finished=MANIFEST) for target in reversed(targets)]
+    if not all(finished):
+        jobs = {
+            f"{number:05d}": (
+                number, unit, targets, str(tokenizer.path), read, clean, heldout_share,
+                duplicates[number] if duplicates else None,
+            )
+            for number, unit in enumerate(units)
+        }
+        results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize")
+        _check_problems(results, clean)
+        for target in reversed(targets):
+            write_manifest(target, _manifest(results, target == targets[0], tokenizer))
+    for target in targets:
+        close_job(target)
+    return {target: read_manifest(target)[0] for target in targets}
+
+
+def tokenize_unit(
+    number: int, unit: list[Span], targets: list[str], tokenizer_path: str, read: ReadOptions,
+    clean: CleanOptions, heldout_share: float, duplicates: str | None,
+) -> dict:
+    """Write the shards of one unit; return their ShardInfos, counts and named problems."""
+    tokenizer = _tokenizer(tokenizer_path)
+    counts, problems = dict.fromkeys(COUNTS, 0), []
+    dropped = set(np.load(duplicates).tolist()) if duplicates else set()
+    with ExitStack() as stack:
+        writers = [stack.enter_context(_Rolling(target, number, tokenizer)) for target in targets]
+        for index, document in enumerate(read_unit(unit, read)):
+            if index in dropped:
+                counts["duplicate"] += 1
+                continue
+            text = _clean_text(document, clean, counts, problems)
+            if not text:
+                continue
+            held_out = len(writers) > 1 and is_held_out(text, heldout_share)
+            writers[held_out].write(text, document.label, counts)
+        shards = [writer.finish() for writer in writers]
+    return {
+        "shards": [[asdict(shard) for shard in written] for written in shards],
+        "labels": [writer.labels for writer in writers],
+        "counts": counts,
+        "problems": problems,
+    }
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Return whether a document belongs to the held-out part: a function of its text alone."""
+    return xxhash.xxh3_64_intdigest(text.encode()) < share * 2**64
+
+
+def _clean_text(
+    document: Document, clean: CleanOptions, counts: dict[str, int], problems: list[str]
+) -> str:
+    """Return the normalised text, or "" (and count why) if the document is left out."""
+    problem, text = document.problem, ""
+    if not problem:
+        try:
+            text = normalise(document.text)
+        except BadTextError as error:
+            problem = str(error)
+    if problem:
+        counts["bad"] += 1
+        if len(problems) < _PROBLEMS_NAMED:
+            problems.append(f"{document.place()}: {problem}")
+        if counts["bad"] > clean.max_bad:
+            raise UserError(_bad_message(problems, counts["bad"], clean))
+        return ""
+    if not text:
+        counts["empty"] += 1
+    elif len(text) < clean.min_characters:
+        counts["too_short"] += 1
+        return ""
+    elif clean.min_letter_share and letter_share(text) < clean.min_letter_share:
+        counts["few_letters"] += 1
+        return ""
+    return text
+
+
+def _bad_message(problems: list[str], count: int, clean: CleanOptions) -> str:
+    return (
+        f"{problems[0]} ({count} bad documents, --max_bad allows {clean.max_bad}); "
+        "mend the input, or allow more and they are left out and listed"
+    )
+
+
+def _check_problems(results: list[dict], clean: CleanOptions) -> None:
+    problems = [line for result in results for line in result["problems"]]
+    bad = sum(result["counts"]["bad"] for result in results)
+    if bad > clean.max_bad:
+        raise UserError(_bad_message(problems, bad, clean))
+
+
+def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manifest:
+    target = 0 if is_main else 1
+    shards = tuple(ShardInfo(**info) for result in results for info in result["shards"][target])
+    labels: dict[str, list[int]] = {}
+    for result in results:
+        for label, (documents, characters, tokens) in result["labels"][target].items():
+            total = labels.setdefault(label, [0, 0, 0])
+            labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
+    counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
+    counts |= {"documents": sum(shard.documents for shard in shards),
+               "characters": sum(row[1] for row in labels.values()),
+               "tokens": sum(shard.tokens for shard in shards)}
+    special = {"pad": tokenizer.pad_id, "cls": tokenizer.cls_id, "sep": tokenizer.sep_id,
+               "unk": tokenizer.unk_id, "mask": tokenizer.mask_id}
+    return Manifest(
+        dtype=token_dtype(tokenizer.size).str, vocab_size=tokenizer.size,
+        tokenizer_sha256=tokenizer.sha256, special_ids=special, counts=counts,
+        labels=dict(sorted(labels.items())), shards=shards,
+    )
+
+
+@cache
+def _tokenizer(path: str) -> Tokenizer:
+    return Tokenizer(path)
+
+
+class _Rolling:
+    """Writes one unit's documents to shards of at most about SHARD_TOKENS tokens."""
+
+    def __init__(self, target: str, number: int, tokenizer: Tokenizer):
+        self._target, self._number, self._tokenizer = target, number, tokenizer
+        self._dtype = token_dtype(tokenizer.size)
+        self._shards: list[ShardInfo] = []
+        self._writer: ShardWriter | None = None
+        self.labels: dict[str, list[int]] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def write(self, text: str, label: str, counts: dict[str, int]) -> None:
+        ids: list[np.ndarray] = []
+        total = 0
+        for part, starts_document in encodable_parts(text):
+            if starts_document and ids:
+                self._append(ids)
+                counts["cut"] += 1
+                ids = []
+            ids.append(self._tokenizer.encode_array(part))
+            total += len(ids[-1])
+        self._append(ids)
+        row = self.labels.setdefault(label, [0, 0, 0])
+        row[0] += 1
+        row[1] += len(text)
+        row[2] += total
+
+    def _append(self, ids: list[np.ndarray]) -> None:
+        if self._writer is None:
+            name = f"{self._number:05d}-{len(self._shards):03d}"
+            self._writer = ShardWriter(self._target, name, self._dtype)
+        self._writer.append(np.concatenate(ids) if len(ids) > 1 else ids[0])
+        if self._writer.tokens >= SHARD_TOKENS:
+            self.finish()
+
+    def finish(self) -> list[ShardInfo]:
+        if self._writer is not None:
+            self._shards.append(self._writer.finish())
+            self._writer = None
+        return self._shards
