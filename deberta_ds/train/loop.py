@@ -40,9 +40,9 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     if record:
         checkpoint.load(model_engine, found.path)
-        log.truncate(record["step"])
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
+    log.truncate(record["step"] if record else 0)
     trainer = Trainer(run, inputs, model_engine, log, record)
     if record:
         trainer.log_event("resume", f"from {found.path}")

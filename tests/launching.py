@@ -1,0 +1,95 @@
+"""Helpers that start scripts on several ranks, and a tiny run that trains in seconds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+RUN = """
+name = "tiny"
+out_dir = "{out}"
+[model]
+preset = "tiny"
+vocab_size = 640
+hidden_dropout = {dropout}
+attention_dropout = {dropout}
+[objective]
+kind = "rtd"
+[data]
+sources = [{{path = "{root}/train"}}]
+eval = "{root}/heldout"
+tokenizer = "{root}/spm.model"
+seq_len = 64
+workers = 0
+[optim]
+lr = 1e-3
+warmup_steps = 5
+[train]
+steps = 20
+global_batch_rows = 8
+micro_batch_rows = 2
+checkpoint_layers = 1
+log_every = 1
+eval_rows = 16
+eval_every = 20
+save_every = 5
+keep = 10
+"""
+
+
+def make_run(root: Path, dropout: float = 0.0, **extra: str) -> Path:
+    """Write tokenizer, corpora and run.toml under `root`; return the run file.
+
+    `extra` maps a line of the template's key to another value, such as steps="10".
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "spm.model").write_bytes(Path(tokenizer_path()).read_bytes())
+    tokenizer = tiny_tokenizer()
+    for name, count, seed in (("train", 200, 0), ("heldout", 40, 9)):
+        documents = [tokenizer.encode(text) for text in random_documents(count, seed)]
+        make_corpus(root / name, documents, tokenizer)
+    text = RUN.format(root=root, out=root / "out", dropout=dropout)
+    for key, value in extra.items():
+        lines = [f"{key} = {value}" if line.startswith(f"{key} =") else line
+                 for line in text.splitlines()]
+        text = "\n".join(lines)
+    (root / "run.toml").write_text(text)
+    return root / "run.toml"
+
+
+def deepspeed_json(path: Path, stage: int, **more) -> Path:
+    """Write a DeepSpeed config in which every parameter is really partitioned."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0} if stage == 3 \
+        else {"stage": stage}
+    path.write_text(json.dumps({"zero_optimization": zero} | more))
+    return path
+
+
+def torchrun(ranks: int, script: str | Path, *arguments, timeout: float = 240,
+             check: bool = True) -> subprocess.CompletedProcess:
+    """Run `script` on `ranks` ranks of this machine; on failure show what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc_per_node={ranks}", str(script), *map(str, arguments)]
+    return run_command(command, timeout, check)
+
+
+def python(script: str | Path, *arguments, timeout: float = 240, check: bool = True
+           ) -> subprocess.CompletedProcess:
+    """Run `script` in one process without a launcher."""
+    return run_command([sys.executable, str(script), *map(str, arguments)], timeout, check)
+
+
+def run_command(command: list[str], timeout: float, check: bool) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
+                          timeout=timeout)
+    if check and done.returncode:
+        raise AssertionError(f"{command} exited with {done.returncode}\n{done.stdout[-3000:]}\n"
+                             f"{done.stderr[-6000:]}")
+    return done

@@ -1,0 +1,115 @@
+"""Run configs and DeepSpeed JSONs: strict, complete, and round trips."""
+
+import json
+
+import pytest
+
+from deberta_ds import config, deepspeed_config
+from deberta_ds.config import ConfigError
+
+MINIMAL = """
+name = "x"
+out_dir = "runs/x"
+[model]
+preset = "tiny"
+[objective]
+kind = "mlm"
+[data]
+sources = [{path = "corpus"}]
+tokenizer = "spm.model"
+[optim]
+lr = 1e-3
+[train]
+steps = 10
+global_batch_rows = 8
+micro_batch_rows = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_later_wins_and_origins_are_remembered(run_file):
+    run, origins = config.load(run_file, ["--train.steps=20", "--model.num_layers=3"])
+    assert run.train.steps == 20 and origins["train.steps"] == "command line"
+    assert run.model.num_layers == 3  # over the preset's 4
+    assert origins["model.hidden_size"] == "preset tiny"
+    assert origins["optim.lr"] == str(run_file)
+    assert origins["optim.eps"] == "default"
+    assert run.objective.mask.max_ngram == 3 and origins["objective.mask.max_ngram"] == "mlm recipe"
+
+
+def test_round_trip_through_json(run_file):
+    run, _ = config.load(run_file)
+    assert config.from_dict(json.loads(json.dumps(config.to_dict(run)))) == run
+
+
+@pytest.mark.parametrize("override, expected", [
+    ("--model.hidden_sise=3", "did you mean model.hidden_size?"),
+    ("--train.steps=1.5", "valid integer"),
+    ("--train.steps=true", "valid integer"),
+    ("--train.steps=0", "at least 1"),
+    ("--model.num_heads=3", "not divisible by num_heads = 3"),
+    ("--objective.kind=gan", "'gan'"),
+    ("--objective.mask.rate=1.5", "must be in (0, 1)"),
+    ("--data.sources=[]", "at least one packed corpus"),
+    ("--model.preset=deberta-v3-bass", "did you mean deberta-v3-base?"),
+    ("steps=3", "--section.key=value"),
+])
+def test_each_problem_is_named(run_file, override, expected):
+    with pytest.raises(ConfigError, match="(?s).*") as error:
+        config.load(run_file, [override])
+    assert expected in str(error.value)
+
+
+def test_missing_and_invalid_files(tmp_path):
+    with pytest.raises(ConfigError, match="no such run config"):
+        config.load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = 3")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        config.load(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("text, expected", [
+    ('{"zero_optimisation": {}}', "did you mean zero_optimization?"),
+    ('{"optimizer": {"type": "Adam"}}', "belongs to optim.name"),
+    ('{"train_batch_size": 8}', "train.global_batch_rows"),
+    ('{"bf16": {}, "bf16": {}}', "written twice"),
+    ('[1]', "one JSON object"),
+    ('{', "not valid JSON"),
+])
+def test_deepspeed_json_is_strict(tmp_path, text, expected):
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        deepspeed_config.load(tmp_path / "ds.json")
+    assert expected in str(error.value)
+
+
+def test_clipping_is_always_written(run_file, tmp_path):
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": "auto", "bf16": {"enabled": true}}')
+    run, _ = config.load(run_file, ["--optim.clip_norm=0"])
+    values = deepspeed_config.load(tmp_path / "ds.json")
+    ds = deepspeed_config.resolve(run, values, world_size=2)
+    assert ds["gradient_clipping"] == 0  # DeepSpeed's own default would clip at 1.0
+    assert ds["gradient_accumulation_steps"] == 2 and ds["train_batch_size"] == 8
+    assert deepspeed_config.precision(ds) == "bf16"
+
+
+def test_every_field_of_a_config_has_a_reader():
+    """A knob needs a reader: each field is used by name in the package beside its definition."""
+    import dataclasses
+    from pathlib import Path
+
+    package = Path(config.__file__).parent
+    sources = "\n".join(path.read_text() for path in package.rglob("*.py")
+                        if path.name not in ("config.py", "presets.py"))
+    own = Path(config.__file__).read_text()
+    for name in ("ModelConfig", "MaskConfig", "ObjectiveConfig", "DataConfig", "OptimConfig",
+                 "TrainConfig"):
+        for field in dataclasses.fields(getattr(config, name)):
+            read = f".{field.name}" in sources or own.count(f"self.{field.name}") > 0
+            assert read, f"{name}.{field.name} has no reader"

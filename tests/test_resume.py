@@ -1,0 +1,70 @@
+"""kill -9 at a moment nobody chose, resume on two ranks under ZeRO-3: bit-identical to the end."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run, torchrun
+
+from deberta_ds.log import read_metrics
+from deberta_ds.train.checkpoint import list_steps, load_whole_state
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+PRETRAIN = ROOT / "launch/pretrain.py"
+
+
+def train_lines(out) -> list[tuple]:
+    keys = ("step", "loss", "generator_loss", "discriminator_loss", "grad_norm", "rows_seen",
+            "tokens_seen")
+    return [tuple(r[key] for key in keys) for r in read_metrics(out / "metrics.jsonl")
+            if r["kind"] == "train"]
+
+
+def eval_scores(out) -> list[dict]:
+    return [{k: v for k, v in r.items() if k != "seconds"}
+            for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "eval"]
+
+
+def start_and_kill(run_file, ds, out) -> int:
+    """Start the run in its own session, kill all of it at a random moment; return the last step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(PRETRAIN), "--config", str(run_file), "--deepspeed_config", str(ds)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    last = random.randint(5, 9)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        if (out / "metrics.jsonl").exists():
+            text = (out / "metrics.jsonl").read_text()
+            if f'"step": {last},' in text:
+                break
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.01)
+    time.sleep(random.random() * 0.3)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return last
+
+
+def test_killed_run_resumes_bit_identically(tmp_path):
+    ds = deepspeed_json(tmp_path / "zero3.json", 3)
+    whole = make_run(tmp_path / "a", dropout=0.1, steps="12", eval_every="12", save_every="4")
+    killed = make_run(tmp_path / "b", dropout=0.1)
+    # Both read the same corpus path, so that the two runs have one identity.
+    killed.write_text(whole.read_text().replace(str(tmp_path / "a/out"), str(tmp_path / "b/out")))
+    torchrun(2, PRETRAIN, "--config", whole, "--deepspeed_config", ds)
+    start_and_kill(killed, ds, tmp_path / "b/out")
+    assert list_steps(tmp_path / "b/out"), "a checkpoint was due before the kill"
+    done = torchrun(2, PRETRAIN, "--config", killed, "--deepspeed_config", ds)
+    assert "resume at step" in done.stdout
+    assert train_lines(tmp_path / "b/out") == train_lines(tmp_path / "a/out")
+    assert eval_scores(tmp_path / "b/out") == eval_scores(tmp_path / "a/out")
+    first, _ = load_whole_state(tmp_path / "a/out/checkpoints/step-00000012")
+    second, _ = load_whole_state(tmp_path / "b/out/checkpoints/step-00000012")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

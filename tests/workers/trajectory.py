@@ -1,0 +1,59 @@
+"""Train 20 steps under each ZeRO stage in one process group; rank 0 writes losses and tables.
+
+    trajectory.py RUN.toml OUT.pt STAGE,STAGE,...
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from deberta_ds import config, dist
+from deberta_ds.data.loader import build_loader
+from deberta_ds.train import engine
+from deberta_ds.train.loop import mean_losses
+from deberta_ds.train.schedule import learning_rate
+from deberta_ds.train.setup import prepare
+from deberta_ds.train.step import train_step
+
+
+def trajectory(run, ds_values: dict) -> dict:
+    """Return {"generator", "discriminator": losses, "words", "delta": final tables}."""
+    inputs = prepare(run, ds_values, "test")
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+    train = run.train
+    batches = build_loader(
+        inputs.dataset, start_row=0, global_batch_rows=train.global_batch_rows,
+        micro_batch_rows=train.micro_batch_rows, rank=dist.rank(), world_size=dist.world_size(),
+        num_workers=0, num_steps=train.steps)
+    losses = {"generator": [], "discriminator": []}
+    for step in range(train.steps):
+        engine.set_learning_rate(model_engine, learning_rate(run.optim, step, train.steps))
+        micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
+        sums, counts = train_step(model_engine, micro, step=step, seed=train.seed)
+        total = {name: dist.sum_over_ranks(value).item() for name, value in sums.items()}
+        total |= {name: value.item() for name, value in counts.items()}
+        means = mean_losses(total, run.objective.rtd_weight)
+        losses["generator"].append(means["generator_loss"])
+        losses["discriminator"].append(means["discriminator_loss"])
+    module = model_engine.module
+    tables = {"words": module.words.weight, "delta": module.discriminator.words.weight}
+    with engine.gathered(list(tables.values())):
+        return losses | {name: table.detach().clone() for name, table in tables.items()}
+
+
+def main() -> None:
+    run, _ = config.load(sys.argv[1])
+    results = {}
+    for stage in map(int, sys.argv[3].split(",")):
+        zero = {"stage": stage}
+        if stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0
+        results[stage] = trajectory(run, {"zero_optimization": zero})
+    if dist.is_main():
+        torch.save(results, Path(sys.argv[2]))
+    dist.destroy()
+
+
+if __name__ == "__main__":
+    main()
