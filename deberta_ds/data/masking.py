@@ -74,34 +74,37 @@ def word_spans(
 
     A token after a special one starts a word even if its id would continue one.
     """
-    ordinary = ~special_L
-    previous_special = np.empty_like(special_L)
-    previous_special[0] = True
-    previous_special[1:] = special_L[:-1]
-    starts = np.flatnonzero(ordinary & (word_start[ids] | previous_special))
-    # A word ends where the next one starts or at the first special token after its own start.
-    ends_at = np.flatnonzero(special_L | (word_start[ids]))
-    ends_at = np.append(ends_at, len(ids))
-    ends = ends_at[np.searchsorted(ends_at, starts, side="right")]
-    return starts, ends - starts
+    begins = word_start[ids]
+    begins |= special_L
+    begins[1:] |= special_L[:-1]
+    begins[0] = True
+    edges = begins.nonzero()[0]  # of words and of special tokens
+    lengths = np.empty_like(edges)
+    np.subtract(edges[1:], edges[:-1], out=lengths[:-1])
+    lengths[-1] = len(ids) - edges[-1]
+    ordinary = ~special_L[edges]
+    return edges[ordinary], lengths[ordinary]
 
 
 def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
     """Return words in random order that fill `budget` tokens; words that overshoot are passed."""
-    order = np.argsort(rng.random(len(lengths)), kind="stable")
-    sizes = lengths[order]
-    count = int(np.searchsorted(np.cumsum(sizes), budget, side="right"))
-    left = budget - int(sizes[:count].sum())
-    taken = list(order[:count])
-    for word, size in zip(order[count:].tolist(), sizes[count:].tolist(), strict=True):
-        if left == 0:
+    order = rng.random(len(lengths)).argsort()
+    filled = lengths[order].cumsum()
+    count = int(filled.searchsorted(budget, side="right"))
+    left = budget - (int(filled[count - 1]) if count else 0)
+    taken = np.zeros(len(lengths), dtype=bool)
+    taken[order[:count]] = True
+    while left and count < len(order):
+        fitting = (lengths[order[count:]] <= left).nonzero()[0]
+        if not len(fitting):
             break
-        if size <= left:
-            taken.append(word)
-            left -= size
-    if not taken and len(order):
-        taken = [int(np.argmin(lengths))]
-    return np.sort(np.array(taken, dtype=np.int64))
+        count += int(fitting[0])
+        taken[order[count]] = True
+        left -= int(lengths[order[count]])
+        count += 1
+    if not taken.any() and len(order):
+        taken[lengths.argmin()] = True
+    return taken.nonzero()[0]
 
 
 def _choose_ngrams(
@@ -112,7 +115,7 @@ def _choose_ngrams(
     An n-gram ends early at the end of its piece, at a word already chosen, or when the budget has
     no room for its next word.
     """
-    order = np.argsort(rng.random(len(lengths)), kind="stable").tolist()
+    order = rng.random(len(lengths)).argsort().tolist()
     grams = np.searchsorted(_ngram_cumulative(max_ngram), rng.random(len(lengths))).tolist()
     size = lengths.tolist()
     touches_next = np.append(starts[1:] == starts[:-1] + lengths[:-1], False).tolist()
@@ -145,8 +148,8 @@ def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the positions of all tokens of the given spans, in order."""
     if not len(starts):
         return np.zeros(0, dtype=np.int64)
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+    after = lengths.cumsum()
+    return (starts - after + lengths).repeat(lengths) + np.arange(int(after[-1]))
 
 
 def _deberta_window(
