@@ -5,6 +5,7 @@ position-to-position attention ...) is refused with the key that asks for it; no
 Sources: numerics 1.1, 1.2, 10.2.
 """
 
+import json
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -91,7 +92,8 @@ def model_config(values: dict, place: str) -> ModelConfig:
         for name in ("hidden_dropout", "attention_dropout", "norm_eps", "init_std"):
             if isinstance(values.get(name), int):
                 values = values | {name: float(values[name])}
-        return TypeAdapter(ModelConfig).validate_python(values)
+        # JSON mode: strict about types, but arrays become tuples.
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "values"

@@ -1,0 +1,101 @@
+"""Read a model of any format, write another, check it, and say what happened to every part."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from deberta_ds import __version__
+from deberta_ds.errors import UserError
+from deberta_ds.export.check import check_hugging_face, check_tensors, check_tokenizer
+from deberta_ds.export.hf import write_hugging_face
+from deberta_ds.export.microsoft import write_microsoft
+from deberta_ds.export.network import Network, Release
+from deberta_ds.export.ours import write_ours
+from deberta_ds.export.read import read_release
+from deberta_ds.export.tokenizer_files import SPM
+from deberta_ds.files import write_atomic
+
+WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
+RECORD = "conversion.json"  # marks a directory as ours to replace, and says where it came from
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a conversion did, as lines to print; `warnings` are differences a user must know."""
+
+    notes: tuple[str, ...]
+    checks: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def convert(source: str | Path, out: str | Path, to: str) -> Summary:
+    """Write the model at `source` to directory `out` in format "hf", "ms" or "ours".
+
+    The new directory is written beside `out`, checked, and only then moved into place. UserError if
+    the source cannot be read, if a check fails, or if `out` holds anything but an older conversion.
+    """
+    out = Path(out)
+    _refuse_foreign_directory(out)
+    release = read_release(source)
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        fresh.mkdir(parents=True)
+        notes = [*_describe(release), *release.notes, *WRITERS[to](release, fresh)]
+        checks, warnings = _check(release, fresh, to)
+        notes = [note.replace(str(fresh), str(out)) for note in notes]
+        record = {"source": str(source), "format": to, "version": __version__, "notes": notes,
+                  "checks": checks}
+        write_atomic(fresh / RECORD, json.dumps(record, indent=1) + "\n")
+        _replace(fresh, out)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return Summary(tuple(notes), tuple(checks), tuple(warnings))
+
+
+def _refuse_foreign_directory(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; name a directory to write")
+    if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
+        raise UserError(f"{out}: is not empty and was not written by this command (no {RECORD}); "
+                        "name another directory")
+
+
+def _replace(fresh: Path, out: Path) -> None:
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
+    if out.exists():
+        os.replace(out, old)
+    os.replace(fresh, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _describe(release: Release) -> list[str]:
+    return [f"read: {name}: {_shape(network)}" for name, network in release.networks().items()]
+
+
+def _shape(network: Network) -> str:
+    config = network.config
+    parts = {"rtd_head.": "replaced-token head", "mlm_head.": "masked-LM head",
+             "positions.weight": "absolute position table", "words.delta": "GDES delta",
+             "classifier.": "classifier", "proj.": "projection", "qa_outputs.": "answer head"}
+    heads = [label for prefix, label in parts.items() if network.has(prefix)]
+    return (f"{config.num_layers} layers x {config.hidden_size}, vocabulary {config.vocab_size}, "
+            f"{', '.join(['encoder', *heads])}")
+
+
+def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
+    checks = [f"{check_tensors(release, out)} tensors read back bit for bit"]
+    warnings = []
+    if to == "hf":
+        checks += [f"{result.network}: {result.loaded_as}: no missing, no unexpected keys; hidden "
+                   f"states differ by {result.relative_error:.1e} relative"
+                   for result in check_hugging_face(release, out)]
+        if SPM in release.tokenizer_files:
+            differing = check_tokenizer(out)
+            if differing:
+                warnings = [f"AutoTokenizer differs from the training tokenizer on {line}"
+                            for line in differing]
+            else:
+                checks.append("AutoTokenizer gives the ids of the training tokenizer")
+    return checks, warnings

@@ -1,0 +1,119 @@
+"""Write Hugging Face directories that AutoModel loads without remote code.
+
+    DIR/config.json, model.safetensors     exactly the tensors of one transformers class
+    DIR/pretraining_heads.safetensors      what that class drops: heads of pretraining, the absolute
+                                           position table, the GDES delta (microsoft's names)
+    DIR/spm.model, tokenizer.json ...      tokenizer
+    DIR/generator/                         the same for the generator, as DebertaV2ForMaskedLM
+
+transformers has no enhanced mask decoder: its masked-LM class gives other logits than the model was
+trained with (numerics 10.2). `deberta_ds.export.fill_mask` reads the side file and runs it.
+"""
+
+import json
+from pathlib import Path
+
+from torch import Tensor
+
+from deberta_ds.export import configs, names
+from deberta_ds.export.network import Network, Release, with_zero_key_biases
+from deberta_ds.export.read import SIDE_FILE
+from deberta_ds.export.tensors import SAFETENSORS, write_safetensors
+from deberta_ds.export.tokenizer_files import write_tokenizer_files
+from deberta_ds.files import write_atomic
+
+GENERATOR_DIRECTORY = "generator"
+_CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
+# transformers class: the tensors it owns beside the encoder's.
+_HEAD_OF = {
+    "Model": (),
+    "ForMaskedLM": ("lm_predictions.",),
+    "ForSequenceClassification": ("pooler.", "classifier."),
+    "ForTokenClassification": ("classifier.",),
+    "ForQuestionAnswering": ("qa_outputs.",),
+}
+
+
+def write_hugging_face(release: Release, out: Path) -> list[str]:
+    """Write a release as a Hugging Face directory; return notes on what went where."""
+    notes = []
+    for name, network in release.networks().items():
+        directory = out / GENERATOR_DIRECTORY if name == "generator" else out
+        directory.mkdir(parents=True, exist_ok=True)
+        notes += [f"{name}: {note}" for note in _write_network(network, directory)]
+        notes += write_tokenizer_files(release.tokenizer_files, directory,
+                                       release.main.config.max_position)
+    return notes
+
+
+def model_type(network: Network) -> str:
+    """Return "deberta" where transformers' v1 class can hold the encoder exactly."""
+    is_v1 = configs.is_v1_shape(network.config) and not network.config.key_bias
+    return configs.V1 if is_v1 else configs.V2
+
+
+def head_class(network: Network) -> str:
+    """Return the end of the transformers class that holds the network."""
+    if network.has("rtd_head."):
+        return "Model"
+    if network.has("pooler.") and network.has("classifier."):
+        return "ForSequenceClassification"
+    if network.has("qa_outputs."):
+        return "ForQuestionAnswering"
+    if network.has("classifier.") and not network.has("proj."):
+        return "ForTokenClassification"
+    return "ForMaskedLM" if network.has("mlm_head.") else "Model"
+
+
+def _write_network(network: Network, directory: Path) -> list[str]:
+    kind, head = model_type(network), head_class(network)
+    main, side, notes = split_tensors(network, kind, head)
+    values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest)
+    values["architectures"] = [_CLASS_PREFIX[kind] + head]
+    values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
+    if head == "ForMaskedLM":
+        values["legacy"] = False  # the head with microsoft's names
+    if "classifier.weight" in main and "id2label" not in values:
+        classes = main["classifier.weight"].size(0)
+        values["id2label"] = {str(number): f"LABEL_{number}" for number in range(classes)}
+        values["label2id"] = {f"LABEL_{number}": number for number in range(classes)}
+    write_safetensors(directory / SAFETENSORS, main, {"format": "pt"})
+    if side:
+        write_safetensors(directory / SIDE_FILE, side, {"format": "pt"})
+    else:
+        (directory / SIDE_FILE).unlink(missing_ok=True)
+    write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+    return [f"written: {directory / SAFETENSORS} ({len(main)} tensors) as "
+            f"{values['architectures'][0]}", *notes]
+
+
+def split_tensors(network: Network, kind: str, head: str
+                  ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Return (tensors of the transformers class, tensors it drops, notes), under their names."""
+    config = network.config
+    tensors, notes = network.tensors, []
+    if kind == configs.V2 and not config.key_bias:
+        tensors = with_zero_key_biases(network)
+        notes.append("derived: zero key biases, which transformers' v2 class always has")
+    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    if kind == configs.V1:
+        theirs = names.pack_v1(theirs, config.num_heads)
+        notes.append("mapped: query, key and value packed into in_proj (v1)")
+    elif configs.is_v1_shape(config):
+        notes.append("mapped: v1 model with key biases, which transformers' v1 class cannot hold, "
+                     "written as DebertaV2 without loss")
+    dropped = {name for name in theirs if "._weight" in name}
+    if not config.absolute_input:
+        dropped.add("embeddings.position_embeddings.weight")
+    main, side = {}, {}
+    prefix = "" if head == "Model" else names.PREFIX
+    for name, tensor in theirs.items():
+        if names.is_encoder_name(name):
+            if name in dropped:
+                side[names.PREFIX + name] = tensor
+            else:
+                main[prefix + name] = tensor
+        else:
+            (main if name.startswith(_HEAD_OF[head]) else side)[name] = tensor
+    notes += [f"kept aside: {name} in {SIDE_FILE}" for name in sorted(side)]
+    return main, side, notes

@@ -1,0 +1,53 @@
+"""Load a model for use: the encoder that is fine-tuned, its tokenizer, its masked LM."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.errors import UserError
+from deberta_ds.export.network import Network, build_backbone, build_masked_lm
+from deberta_ds.export.read import read_release
+from deberta_ds.export.tokenizer_files import SPM
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.heads import MaskedLm
+from deberta_ds.tokenizer import Tokenizer
+
+
+@dataclass
+class LoadedModel:
+    """A model in fp32 on the CPU, in evaluation mode.
+
+    backbone: ids and mask -> hidden states; the discriminator of a replaced-token run.
+    tokenizer: None where the source has no spm.model (v1 models have a BPE tokenizer).
+    masked_lm: (word table, MaskedLm) of the model itself or, if it has no masked-LM head with a
+    position table, of the generator beside it; None without either. Its layers are its own.
+    """
+
+    backbone: Backbone
+    tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    masked_lm: tuple[WordEmbedding, MaskedLm] | None
+
+
+def load_backbone(path: str | Path) -> LoadedModel:
+    """Return the model at `path`: our checkpoint, run or directory, Hugging Face, or microsoft.
+
+    Raises UserError for a missing, damaged or foreign model.
+    """
+    release = read_release(path)
+    spm = release.tokenizer_files.get(SPM)
+    tokenizer = Tokenizer(spm) if spm else None
+    if tokenizer and tokenizer.size > release.main.config.vocab_size:
+        raise UserError(f"{path}: the tokenizer has {tokenizer.size} ids, but the word table only "
+                        f"{release.main.config.vocab_size} rows")
+    masked_lm = None
+    for network in (release.main, release.generator):
+        if masked_lm is None and network is not None and network.has_masked_lm:
+            masked_lm = _own_masked_lm(network)
+    return LoadedModel(build_backbone(release.main), tokenizer, release.main.config, masked_lm)
+
+
+def _own_masked_lm(network: Network) -> tuple[WordEmbedding, MaskedLm]:
+    copies = {name: tensor.float().clone() for name, tensor in network.tensors.items()}
+    return build_masked_lm(Network(network.config, copies))

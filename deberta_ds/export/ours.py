@@ -1,0 +1,101 @@
+"""Our own formats: a training checkpoint (read only), and one directory of plain safetensors.
+
+    DIR/model.json          format version, configuration of each network
+    DIR/model.safetensors   tensors under our names, "main." or "generator." before them
+    DIR/spm.model ...       the tokenizer's files
+
+The second form is what `convert --to ours` writes: consolidated, exact, without optimizer state.
+"""
+
+import json
+from pathlib import Path
+
+from deberta_ds.config import RunConfig, to_dict
+from deberta_ds.errors import UserError
+from deberta_ds.export import configs
+from deberta_ds.export.network import Network, Release
+from deberta_ds.export.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
+from deberta_ds.export.tokenizer_files import SPM, copy_tokenizer_files, find_tokenizer_files
+from deberta_ds.files import write_atomic
+
+MODEL_FILE, FORMAT = "model.json", "deberta_ds-1"
+
+
+def is_ours(directory: Path) -> bool:
+    """Return whether a directory was written by `write_ours`."""
+    return (directory / MODEL_FILE).is_file()
+
+
+def read_ours(directory: Path) -> Release:
+    """Return the release of a consolidated directory."""
+    place = directory / MODEL_FILE
+    values = read_json(place)
+    if values.get("format") != FORMAT or not isinstance(values.get("networks"), dict):
+        raise UserError(f"{place}: format {values.get('format')!r}, but this version reads "
+                        f"{FORMAT!r}")
+    tensors, _ = read_tensors(directory / SAFETENSORS)
+    networks = {}
+    for name, described in values["networks"].items():
+        config = configs.model_config(described["config"], str(place))
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()
+               if key.startswith(prefix)}
+        networks[name] = Network(config, own, described["rest"])
+    if not {"main"} <= networks.keys() <= {"main", "generator"}:
+        raise UserError(f"{place}: networks are {', '.join(networks)}; main is needed, and "
+                        "generator is the only other")
+    return Release(networks["main"], networks.get("generator"), find_tokenizer_files(directory))
+
+
+def write_ours(release: Release, out: Path) -> list[str]:
+    """Write a consolidated directory; return notes on what was written."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors, described = {}, {}
+    for name, network in release.networks().items():
+        described[name] = {"config": to_dict(network.config), "rest": network.rest}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in network.tensors.items()}
+    write_safetensors(out / SAFETENSORS, tensors, {"format": "pt"})
+    values = {"format": FORMAT, "networks": described}
+    write_atomic(out / MODEL_FILE, json.dumps(values, indent=1) + "\n")
+    notes = [f"written: {out / SAFETENSORS} ({len(tensors)} tensors)"]
+    return notes + copy_tokenizer_files(release.tokenizer_files, out)
+
+
+def read_checkpoint(path: Path) -> Release:
+    """Return the release of a training checkpoint, or of a run directory's newest one."""
+    from deberta_ds.train.checkpoint import load_whole_state  # imports deepspeed
+
+    state, run = load_whole_state(path)
+    release = release_of_state(state, run)
+    tokenizer = Path(run.data.tokenizer)
+    if not tokenizer.is_file():
+        raise UserError(f"{tokenizer}: the run's tokenizer is not there; run this from the "
+                        "directory the run was started in")
+    release.tokenizer_files = {SPM: tokenizer}
+    return release
+
+
+def release_of_state(state: dict, run: RunConfig) -> Release:
+    """Return the release of a model's state dict (MlmModel's or RtdModel's)."""
+    generator = {"words.weight": state["words.weight"]}
+    for name, tensor in state.items():
+        if name.startswith("generator."):
+            name = name.removeprefix("generator.")
+            generator["mlm_" + name if name.startswith("head.") else name] = tensor
+    if run.objective.kind == "mlm":
+        return Release(Network(run.model, generator))
+    main = {}
+    for name, tensor in state.items():
+        if name.startswith("discriminator."):
+            name = name.removeprefix("discriminator.")
+            main["rtd_" + name if name.startswith("head.") else name] = tensor
+    notes = []
+    sharing = run.objective.embedding_sharing
+    if sharing == "gdes":
+        main["words.delta"] = main.pop("words.weight")
+        main["words.weight"] = state["words.weight"].float() + main["words.delta"].float()
+        notes.append("derived: discriminator's word table = generator's + delta, in fp32")
+    elif sharing == "es":
+        main["words.weight"] = state["words.weight"].clone()
+        notes.append("copied: the word table is the generator's (sharing = es)")
+    return Release(Network(run.model, main), Network(run.generator_model, generator), notes=notes)

@@ -1,0 +1,165 @@
+"""Read a model of any format into a `Release`.
+
+Formats, told apart by their files:
+    ours        a checkpoint or run directory (run.json, sharded), or model.json (written by export)
+    foreign     config.json or model_config.json beside safetensors or `.bin` files: Hugging Face
+                directories, microsoft pairs, official training output (discriminator/, generator/)
+
+Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
+reader serves both and goes by the names of the tensors. Sources: numerics 5.3, 10.1, 10.2.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deberta_ds.errors import UserError
+from deberta_ds.export import configs, names
+from deberta_ds.export.network import Network, Release, check_network, derive_words
+from deberta_ds.export.ours import is_ours, read_checkpoint, read_ours
+from deberta_ds.export.tensors import read_json, read_tensors, weight_file
+from deberta_ds.export.tokenizer_files import find_tokenizer_files
+
+SIDE_FILE = "pretraining_heads.safetensors"
+_CONFIG_NAMES = ("config.json", "model_config.json")
+_STEP_FILE = re.compile(r"pytorch\.model-(\d+)\.bin")
+
+
+def read_release(source: str | Path) -> Release:
+    """Return the release stored at `source`; UserError if it is none, damaged or inconsistent."""
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    if path.is_dir() and (path / "run.json").exists() or (path / "checkpoints").is_dir():
+        release = read_checkpoint(path)
+    elif path.is_dir() and is_ours(path):
+        release = read_ours(path)
+    else:
+        release = _read_foreign(path)
+    for name, network in release.networks().items():
+        check_network(network, f"{path} ({name})" if release.generator else str(path))
+    return release
+
+
+def _read_foreign(path: Path) -> Release:
+    release = Release(main=None)
+    if path.is_dir() and not any((path / name).exists() for name in _CONFIG_NAMES):
+        path = _newest_official_step(path)
+    directory = path if path.is_dir() else path.parent
+    weights = weight_file(directory) if path.is_dir() else path
+    if weights is None:
+        raise UserError(f"{directory}: no weight file; model.safetensors or pytorch_model.bin is "
+                        "expected")
+    config = _config_of(directory)
+    values = read_json(config)
+    values = values.get("discriminator", values)  # rtd_*.json nests both networks
+    release.main = _read_network(weights, directory / SIDE_FILE, values, str(config), release.notes)
+    place = _find_generator(directory, weights)
+    if place is not None:
+        values, weights = read_json(place[0]), place[1]
+        values = values.get("generator", values)
+        release.generator = _read_network(weights, weights.parent / SIDE_FILE, values,
+                                          str(place[0]), release.notes)
+    derive_words(release)
+    release.tokenizer_files = find_tokenizer_files(directory)
+    return release
+
+
+def _config_of(directory: Path) -> Path:
+    for name in _CONFIG_NAMES:
+        if (directory / name).is_file():
+            return directory / name
+    raise UserError(f"{directory}: neither {' nor '.join(_CONFIG_NAMES)}; not a model directory")
+
+
+def _newest_official_step(directory: Path) -> Path:
+    """Return the newest discriminator file of the official training's output directory."""
+    files = list((directory / "discriminator").glob("pytorch.model-*.bin"))
+    files = [file for file in files if _STEP_FILE.fullmatch(file.name)
+             and (directory / "generator" / file.name).is_file()]
+    if not files:
+        raise UserError(f"{directory}: not a model: no {', '.join(_CONFIG_NAMES)}, model.json or "
+                        "run.json, and no discriminator/ and generator/ with a common step")
+    return max(files, key=lambda file: int(_STEP_FILE.fullmatch(file.name)[1]))
+
+
+def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
+    """Return (configuration, weights) of the generator beside a model, or None."""
+    inside = directory / "generator"
+    if inside.is_dir() and weight_file(inside):
+        return _config_of(inside), weight_file(inside)
+    hub = directory / "pytorch_model.generator.bin"
+    if hub.is_file():
+        return directory / "generator_config.json", hub
+    sibling = directory.parent / "generator" / weights.name
+    if directory.name == "discriminator" and sibling.is_file():
+        return _config_of(sibling.parent), sibling
+    return None
+
+
+def _read_network(weights: Path, side: Path, values: dict, place: str, notes: list[str]) -> Network:
+    tensors, others = read_tensors(weights)
+    notes += [f"dropped: {weights.name} entry {name!r}, which is no tensor" for name in others]
+    if side.is_file():
+        tensors |= read_tensors(side)[0]
+    tensors = _drop_copies(_without_prefix(tensors, weights), weights, notes)
+    tensors = names.from_legacy_head(tensors)
+    is_v1 = any(name.endswith(names.V1_ONLY) for name in tensors)
+    config, rest = configs.from_theirs(values, place, key_bias=not is_v1)
+    if is_v1:
+        tensors = _unpack_v1(tensors, config, weights)
+    elif values.get("model_type") != configs.V2 and configs.is_v1_shape(config):
+        tensors, key_bias = _without_zero_key_biases(tensors, notes)
+        config, rest = configs.from_theirs(values, place, key_bias=key_bias)
+    tensors = names.to_ours(tensors, config.num_layers, config.absolute_input)
+    return Network(config, tensors, rest)
+
+
+def _without_prefix(tensors: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+    """Return tensors without "deberta." (or "bert.", in old official files) before their names."""
+    bare = {}
+    for name, tensor in tensors.items():
+        short = name
+        for prefix in (names.PREFIX, "bert."):
+            short = short.removeprefix(prefix)
+        if short in bare:
+            raise UserError(f"{place}: {short} occurs twice, with and without a prefix")
+        bare[short] = tensor
+    return bare
+
+
+def _drop_copies(tensors: dict[str, Tensor], place: Path, notes: list[str]) -> dict[str, Tensor]:
+    kept = dict(tensors)
+    if kept.pop("embeddings.position_ids", None) is not None:
+        notes.append("dropped: embeddings.position_ids, a constant buffer")
+    for copy, original in names.LEGACY_COPIES.items():
+        if copy not in kept:
+            continue
+        if original in kept and not torch.equal(kept[copy], kept[original]):
+            raise UserError(f"{place}: {copy} differs from {original}, but DeBERTa ties them")
+        kept.setdefault(original, kept[copy])
+        del kept[copy]
+        notes.append(f"dropped: {copy}, a copy of {original}")
+    return kept
+
+
+def _unpack_v1(tensors: dict[str, Tensor], config, place: Path) -> dict[str, Tensor]:
+    for name, tensor in tensors.items():
+        wanted = (3 * config.hidden_size, config.hidden_size)
+        if name.endswith(names.V1_ONLY) and tuple(tensor.shape) != wanted:
+            raise UserError(f"{place}: {name} has shape {tuple(tensor.shape)}, but the "
+                            f"configuration asks for {wanted}")
+    return names.unpack_v1(tensors, config.num_heads)
+
+
+def _without_zero_key_biases(tensors: dict[str, Tensor], notes: list[str]
+                             ) -> tuple[dict[str, Tensor], bool]:
+    """Return (tensors, whether there are key biases): the official code adds zero ones to v1."""
+    biases = [name for name in tensors if name.endswith(("key_proj.bias", "pos_key_proj.bias"))]
+    if any(tensors[name].any() for name in biases):
+        return tensors, True
+    if biases:
+        notes.append(f"dropped: {len(biases)} key biases, all zero (v1 has none)")
+    return {name: tensor for name, tensor in tensors.items() if name not in biases}, False

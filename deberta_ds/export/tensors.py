@@ -1,0 +1,103 @@
+"""Reading weight files from anywhere: safetensors, and `.bin` without running what is in it.
+
+A `.bin` is a pickle; it is only ever read with `weights_only=True`, which builds tensors and plain
+containers and refuses everything else.
+"""
+
+import json
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deberta_ds.errors import UserError
+from deberta_ds.files import atomic_path
+
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+
+
+def weight_file(directory: Path) -> Path | None:
+    """Return the weight file (or index of several) of a directory; safetensors first."""
+    for name in (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json"):
+        if (directory / name).is_file():
+            return directory / name
+    return None
+
+
+def read_json(path: Path) -> dict:
+    """Return the JSON object of a file; UserError if it is missing, damaged or something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Return (tensors by name, names of entries that are no tensors) of a file or an index."""
+    if path.name.endswith(".index.json"):
+        return _read_parts(path)
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path), []
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: damaged or truncated safetensors file ({error}); fetch it "
+                            "again") from None
+    values = _read_pickle(path)
+    if isinstance(values.get("model_state_dict", None), dict):
+        values = values["model_state_dict"]
+    tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+    return tensors, sorted(str(name) for name in values.keys() - tensors.keys())
+
+
+def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: no weight_map; not an index of weight files")
+    tensors, others = {}, []
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise UserError(f"{index}: {name!r} is not a plain file name")
+        part, more = read_tensors(index.parent / name)
+        tensors |= part
+        others += more
+    if missing := sorted(weight_map.keys() - tensors.keys()):
+        raise UserError(f"{index}: {missing[0]} and {len(missing) - 1} more are in no file")
+    return tensors, others
+
+
+def _read_pickle(path: Path) -> dict:
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: refused: the pickle holds more than tensors, or is damaged; "
+                        "code in it was not run. Ask its author for safetensors") from None
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: damaged or truncated weight file "
+                        f"({str(error).splitlines()[0]}); fetch it again") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds a {type(values).__name__}, not named tensors")
+    return values
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors to a safetensors file, whole or not at all."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    with atomic_path(path) as temporary:
+        save_file(whole, temporary, metadata=metadata)
+
+
+def write_bin(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors as a `.bin` (PyTorch's zip pickle), whole or not at all."""
+    with atomic_path(path) as temporary:
+        torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()},
+                   temporary)

@@ -1,0 +1,37 @@
+"""Convert a DeBERTa between formats, exactly, and check the result.
+
+    python launch/convert.py SRC DST --to hf|ms|ours
+
+SRC: a Hugging Face directory, a microsoft `.bin` with model_config.json beside it, an official
+training output (discriminator/ and generator/), our run, checkpoint or consolidated directory.
+DST: a new directory. Nothing is dropped without a line that says so.
+"""
+
+import argparse
+
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.export.convert import Summary, convert
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("out", metavar="DST")
+    parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True)
+    arguments = parser.parse_args()
+    report(convert(arguments.source, arguments.out, arguments.to), arguments.out)
+
+
+def report(summary: Summary, out: str) -> None:
+    """Print what a conversion did."""
+    for note in summary.notes:
+        print(f"  {note}")
+    for warning in summary.warnings:
+        print(f"  WARNING: {warning}")
+    for check in summary.checks:
+        print(f"  checked: {check}")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -1,0 +1,35 @@
+"""Export a training run to a Hugging Face directory, and check it.
+
+    python launch/export.py --checkpoint OUT/checkpoints/step-NNNNNNNN --out DIR
+
+`--checkpoint OUT` takes the run's newest checkpoint. The discriminator is merged (generator's words
++ delta, in fp32); the generator goes to DIR/generator with its enhanced mask decoder's position
+table in a side file. The directory appears only if AutoModel loads it with the same hidden states.
+"""
+
+import argparse
+
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.export.convert import convert
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--out", required=True)
+    arguments = parser.parse_args()
+    summary = convert(arguments.checkpoint, arguments.out, "hf")
+    for note in summary.notes:
+        if not note.startswith(("main: kept", "generator: kept", "copied")):
+            print(f"  {note}")
+    aside = sum("kept aside" in note for note in summary.notes)
+    print(f"  kept aside: {aside} tensors that transformers' classes have no place for")
+    for warning in summary.warnings:
+        print(f"  WARNING: {warning}")
+    for check in summary.checks:
+        print(f"  checked: {check}")
+    print(f"exported {arguments.checkpoint} to {arguments.out}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

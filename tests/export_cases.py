@@ -1,0 +1,81 @@
+"""Small random models of every family as releases, for the tests of export and convert."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from data_helpers import tokenizer_path
+from torch import nn
+
+from deberta_ds.config import ModelConfig, ObjectiveConfig, RunConfig, from_dict
+from deberta_ds.export.network import Network, Release
+from deberta_ds.export.ours import release_of_state
+from deberta_ds.objectives.build import build_model
+
+BASE = {"vocab_size": 640, "hidden_size": 32, "num_layers": 4, "num_heads": 4,
+        "intermediate_size": 64, "max_position": 64, "position_buckets": 16}
+V1_SHAPE = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False}
+FAMILIES = {
+    "v1": BASE | V1_SHAPE | {"key_bias": False},
+    "v1_key_bias": BASE | V1_SHAPE,
+    "v2": BASE | {"conv_kernel": 3},
+    "v3": BASE,
+    "mdeberta": BASE | {"vocab_size": 1280},
+}
+
+
+def random_state(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return random values for every parameter; norms around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, parameter in model.named_parameters():
+        values = 0.1 * torch.randn(parameter.shape, generator=generator)
+        state[name] = values + ("norm.weight" in name)
+    return state
+
+
+def run_config(family: str, kind: str = "rtd", **objective) -> RunConfig:
+    """Return a run of a tiny model of `family`."""
+    return from_dict({
+        "name": "tiny", "out_dir": "unused", "model": FAMILIES[family],
+        "objective": {"kind": kind} | objective,
+        "data": {"sources": [{"path": "unused"}], "tokenizer": tokenizer_path()},
+        "optim": {"lr": 1e-3},
+        "train": {"steps": 1, "global_batch_rows": 1, "micro_batch_rows": 1},
+    })
+
+
+def make_release(family: str, kind: str = "rtd", **objective) -> Release:
+    """Return a random release: generator and discriminator, or a masked LM."""
+    run = run_config(family, kind, **objective)
+    release = release_of_state(random_state(build_model(run)), run)
+    release.tokenizer_files = {"spm.model": Path(tokenizer_path())}
+    return release
+
+
+def with_classifier(release: Release, classes: int = 3) -> Release:
+    """Return the main network alone with the head of a fine-tuned sequence classifier."""
+    config = release.main.config
+    size = config.hidden_size
+    tensors = {name: tensor for name, tensor in release.main.tensors.items()
+               if name.startswith(("words.weight", "trunk."))}
+    tensors |= {"pooler.dense.weight": torch.randn(size, size), "pooler.dense.bias":
+                torch.randn(size), "classifier.weight": torch.randn(classes, size),
+                "classifier.bias": torch.randn(classes)}
+    return Release(Network(config, tensors), tokenizer_files=release.tokenizer_files)
+
+
+def same_networks(first: Release, second: Release) -> None:
+    """Assert that two releases hold the same configurations and bit-identical tensors."""
+    assert first.networks().keys() == second.networks().keys()
+    for name, network in first.networks().items():
+        other = second.networks()[name]
+        assert dataclasses.asdict(network.config) == dataclasses.asdict(other.config), name
+        assert network.tensors.keys() == other.tensors.keys(), name
+        for key, tensor in network.tensors.items():
+            assert tensor.dtype == other.tensors[key].dtype, key
+            assert torch.equal(tensor, other.tensors[key]), key
+
+
+__all__ = ["BASE", "FAMILIES", "ModelConfig", "ObjectiveConfig", "make_release", "random_state",
+           "run_config", "same_networks", "with_classifier"]
