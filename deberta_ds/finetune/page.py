@@ -157,6 +157,9 @@ def _curves(name: str, row: Mapping, runs: Sequence[Mapping]) -> str:
         points = " ".join(point(*at) for at in line)
         parts.append(f"<polyline points='{points}' fill='none' stroke='var(--run{number % 5})' "
                      "stroke-width='1.8' stroke-linejoin='round'/>")  # fmt: skip
+        for at in line:
+            x, y = point(*at).split(",")
+            parts.append(f"<circle cx='{x}' cy='{y}' r='2.2' fill='var(--run{number % 5})'/>")
     parts.append(f"<text x='{_WIDTH - 8}' y='{_HEIGHT - 4}' text-anchor='end'>epoch {last:g}</text>"
                  f"<text x='{_LEFT}' y='{_HEIGHT - 4}'>0</text>")  # fmt: skip
     return (f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' role='img'>"

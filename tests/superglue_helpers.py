@@ -1,0 +1,70 @@
+"""Shared by the SuperGLUE tests: the sample data, the real data where it is, a tiny tokenizer."""
+
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.finetune.models import Start
+from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.tasks import task_named
+from deberta_ds.tokenizer import Tokenizer
+
+SAMPLE = Path(__file__).parent / "fixtures" / "superglue"
+ALL_TASKS = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "WSC")
+SHARED = Path(os.environ.get("DEBERTA_DS_SHARED", "../shared/data"))
+REAL, FEW = SHARED / "superglue", SHARED / "fewglue"
+needs_real = pytest.mark.skipif(
+    not REAL.is_dir(), reason=f"the official SuperGLUE files are not at {REAL}"
+)
+
+
+def sample(name: str, split: str = "train"):
+    return read_split(task_named(name), SAMPLE, split, any_size=True)
+
+
+@functools.cache
+def tokenizer_path() -> str:
+    directory = Path(tempfile.mkdtemp(prefix="deberta_ds_superglue_"))
+    lines = [file.read_text("utf-8") for file in sorted(SAMPLE.glob("*/*.jsonl"))]
+    text = directory / "text.txt"
+    text.write_text("\n".join(_texts("\n".join(lines))), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(directory / "spm"), vocab_size=700, minloglevel=2,
+        model_type="unigram", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
+        bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", byte_fallback=True,
+        num_threads=1, hard_vocab_limit=False,
+    )  # fmt: skip
+    return str(directory / "spm.model")
+
+
+def _texts(lines: str) -> list[str]:
+    found: list[str] = []
+
+    def walk(value):
+        if isinstance(value, str):
+            found.append(value.replace("\n", " "))
+        elif isinstance(value, dict):
+            [walk(part) for part in value.values()]
+        elif isinstance(value, list):
+            [walk(part) for part in value]
+
+    for line in lines.split("\n"):
+        if line:
+            walk(json.loads(line))
+    return found
+
+
+@functools.cache
+def tiny_start() -> Start:
+    tokenizer = Tokenizer(tokenizer_path())
+    config = ModelConfig(
+        vocab_size=tokenizer.size, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64,
+        position_buckets=16, max_position=64,
+    )  # fmt: skip
+    return Start("random:tiny", config, tokenizer, None)

@@ -1,0 +1,171 @@
+"""Metrics: golden values of the official files, scikit-learn elsewhere, the leaderboard's mean."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as sklearn_metrics
+from superglue_helpers import FEW, REAL, needs_real, sample
+
+from deberta_ds.finetune import metrics
+from deberta_ds.finetune.layouts import Example
+from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.tasks import MAIN_TASKS, TASKS, task_named
+
+
+def labelled(labels) -> list[Example]:
+    return [Example((i,), (("a", "b"),), int(label)) for i, label in enumerate(labels)]
+
+
+def percent(value: float) -> float:
+    return round(100 * value, 2)
+
+
+GOLDEN_BASELINES = {
+    "BoolQ": {"accuracy": 62.17}, "CB": {"macro_f1": 22.22, "accuracy": 50.0},
+    "COPA": {"accuracy": 55.0}, "MultiRC": {"f1a": 59.95, "em": 0.84},
+    "RTE": {"accuracy": 52.71}, "WiC": {"accuracy": 50.0}, "WSC": {"accuracy": 63.46},
+}  # fmt: skip
+
+
+@needs_real
+@pytest.mark.parametrize("name", GOLDEN_BASELINES)
+def test_majority_baselines_of_the_official_validation_files(name):
+    task = task_named(name)
+    examples = read_split(task, REAL, "val").examples
+    guess = metrics.baseline(task, examples)
+    found = {key: percent(value) for key, value in metrics.score(task, examples, guess).items()}
+    assert found == GOLDEN_BASELINES[name]
+    assert metrics.is_failed(task, examples, guess)
+
+
+def per_question_macro_f1(examples, predictions) -> float:
+    """The third MultiRC number of the Hugging Face metric: mean two-class macro F1 per question."""
+    questions: dict = {}
+    for example, prediction in zip(examples, predictions, strict=True):
+        questions.setdefault(example.key[:2], []).append((example.label, prediction))
+    values = [
+        sklearn_metrics.f1_score(*zip(*pairs, strict=True), average="macro", zero_division=0)
+        for pairs in questions.values()
+    ]
+    return float(np.mean(values))
+
+
+@needs_real
+def test_multirc_constants_and_the_number_that_is_not_averaged_in():
+    task = task_named("MultiRC")
+    examples = read_split(task, REAL, "val").examples
+    for constant, f1a, em, f1_m in ((1, 59.95, 0.84, 29.97), (0, 0.0, 0.31, 35.29)):
+        guess = [constant] * len(examples)
+        found = metrics.score(task, examples, guess)
+        assert {key: percent(value) for key, value in found.items()} == {"f1a": f1a, "em": em}
+        assert percent(per_question_macro_f1(examples, guess)) == f1_m
+        assert metrics.task_score(task, found) == pytest.approx((found["f1a"] + found["em"]) / 2)
+
+
+@needs_real
+def test_diagnostics_of_a_constant():
+    for label in (0, 1):
+        ax_b = read_split(task_named("AX-b"), REAL, "test").examples
+        assert metrics.score(task_named("AX-b"), ax_b, [label] * 1104) == {"matthews": 0.0}
+        ax_g = read_split(task_named("AX-g"), REAL, "test").examples
+        found = metrics.score(task_named("AX-g"), ax_g, [label] * 356)
+        assert found == {"gender_parity": 1.0, "accuracy": 0.5}
+
+
+@needs_real
+def test_record_sample_against_the_official_script_written_again():
+    task = task_named("ReCoRD")
+    examples = read_split(task, FEW, "train", any_size=True).examples
+    guesses = [example.names[i % len(example.names)] for i, example in enumerate(examples)]
+    lines = [json.loads(line) for line in (FEW / "ReCoRD" / "train.jsonl").open()]
+    exact = []
+    for line, guess in zip(lines, guesses, strict=True):
+        (qa,) = line["qas"]
+        exact.append(any(a["text"].lower() == guess.lower() for a in qa["answers"]))
+    assert metrics.score(task, examples, guesses)["em"] == pytest.approx(np.mean(exact))
+
+
+labels3 = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=40)
+labels2 = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(labels3)
+def test_macro_f1_is_sklearns_over_three_fixed_classes(pairs):
+    gold, guess = zip(*pairs, strict=True)
+    wanted = sklearn_metrics.f1_score(
+        gold, guess, labels=[0, 1, 2], average="macro", zero_division=0
+    )
+    assert metrics.macro_f1(labelled(gold), guess) == pytest.approx(wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(labels2)
+def test_binary_metrics_are_sklearns(pairs):
+    gold, guess = zip(*pairs, strict=True)
+    examples = labelled(gold)
+    wanted = sklearn_metrics.f1_score(gold, guess, zero_division=0)
+    assert metrics.f1a(examples, guess) == pytest.approx(wanted)
+    assert metrics.accuracy(examples, guess) == sklearn_metrics.accuracy_score(gold, guess)
+    wanted = sklearn_metrics.matthews_corrcoef(gold, guess)
+    assert metrics.matthews(examples, guess) == pytest.approx(wanted)
+
+
+def test_an_absent_class_still_counts_in_cb():
+    assert metrics.macro_f1(labelled([0, 2]), [0, 2]) == pytest.approx(2 / 3)
+
+
+def test_a_question_without_a_true_answer_counts_in_em():
+    examples = [Example((0, q, a), (("t", "q"),), label)
+                for q, a, label in ((0, 0, 0), (0, 1, 0), (1, 2, 1), (1, 3, 0))]  # fmt: skip
+    assert metrics.exact_match(examples, [0, 0, 1, 1]) == 0.5
+    assert metrics.exact_match(examples, [0, 1, 1, 0]) == 0.5
+
+
+def test_record_normalization_order_and_best_gold():
+    assert metrics.normalize("The  A.B. \u201cX\u201d, an end") == "ab \u201cx\u201d end"
+    assert metrics.normalize("an-other") == "another"  # punctuation goes before articles
+    example = Example((0, 0), (("t", "q"),), names=("x",), gold=("New York", "the York City"))
+    assert metrics.record_f1([example], ["York"]) == pytest.approx(2 / 3)
+    assert metrics.exact_match([example], ["a new york"]) == 1.0
+    empty = Example((0, 0), (("t", "q"),), names=("x",), gold=("the",))
+    assert metrics.record_f1([empty], ["a"]) == 0.0
+
+
+def test_gender_parity_pairs_neighboring_lines():
+    examples = read = sample("AX-g", "test").examples
+    assert metrics.gender_parity(examples, [1, 1, 0, 1, 0, 0]) == pytest.approx(2 / 3)
+    with pytest.raises(AssertionError, match="not a pair"):
+        metrics.gender_parity((read[0], read[2], read[1], read[3]), [1, 1, 1, 1])
+
+
+PUBLISHED = {
+    "RoBERTa-large": ({"BoolQ": 87.1, "CB": (90.5, 95.2), "COPA": 90.6, "MultiRC": (84.4, 52.5),
+                       "ReCoRD": (90.6, 90.0), "RTE": 88.2, "WiC": 69.9, "WSC": 89.0}, 84.55),
+    "DeBERTa 1.5B": ({"BoolQ": 90.4, "CB": (94.9, 97.2), "COPA": 96.8, "MultiRC": (88.2, 63.7),
+                      "ReCoRD": (94.5, 94.1), "RTE": 93.2, "WiC": 76.4, "WSC": 95.9}, 89.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_leaderboards_mean_gives_the_published_rows(name):
+    row, wanted = PUBLISHED[name]
+    scores = {}
+    for task in TASKS:
+        if task.name in MAIN_TASKS:
+            values = row[task.name] if isinstance(row[task.name], tuple) else (row[task.name],)
+            scores[task.name] = metrics.task_score(
+                task, dict(zip(task.metrics, values, strict=True))
+            )
+    assert metrics.leaderboard_mean(scores) == pytest.approx(wanted, abs=0.05)
+
+
+def test_failed_runs():
+    task, gold = task_named("RTE"), labelled([0, 0, 0, 1, 1])
+    assert metrics.is_failed(task, gold, [1] * 5)  # constant
+    assert metrics.is_failed(task, gold, [0, 0, 1, 0, 1])  # 60 %, the majority's score
+    assert not metrics.is_failed(task, gold, [0, 0, 0, 0, 1])
+    assert metrics.confusion(task, gold, [0, 0, 1, 0, 1]) == [[2, 1], [1, 1]]
