@@ -27,6 +27,8 @@ def main() -> None:
                         help="documents with fewer letters are left out")
     parser.add_argument("--max_bad", type=int, default=0,
                         help="unreadable documents allowed (left out, counted, the first named)")
+    parser.add_argument("--duplicates", default="",
+                        help="directory made by dedup.py for the same inputs: leave them out")
     add_workers(parser)
     args = parser.parse_args()
     if (args.heldout_share > 0) != bool(args.heldout_out):
@@ -35,7 +37,8 @@ def main() -> None:
     manifests = tokenize_corpus(
         plan_units(args.inputs, read, args.unit_bytes), args.out, Tokenizer(args.tokenizer),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
-        heldout_out=args.heldout_out, heldout_share=args.heldout_share, workers=args.workers,
+        heldout_out=args.heldout_out, heldout_share=args.heldout_share,
+        duplicates=args.duplicates, workers=args.workers,
     )
     for directory, manifest in manifests.items():
         left_out = {k: v for k, v in manifest.counts.items()

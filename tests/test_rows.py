@@ -96,6 +96,24 @@ def test_a_later_stage_repeats_no_row(corpus, tmp_path):
     assert not set(seen) & set(later)
 
 
+def test_a_longer_stage_on_another_part_shares_no_token(tmp_path):
+    tokens = list(range(10, 490))  # every token id appears once in the corpus
+    path = make_corpus(tmp_path / "c", [tokens[i : i + 40] for i in range(0, 480, 40)],
+                       tiny_tokenizer(), (SEQ_LEN, 128), shards=6)
+
+    def ids_of(dataset):
+        rows = dataset.num_rows[str(path)]
+        found = [dataset[g] for g in range(rows)]
+        shown = [np.where(row.labels >= 0, row.labels, row.input_ids) for row in found]
+        return set(np.concatenate(shown).tolist()) - {0, 1, 2}
+
+    first = ids_of(dataset_of(Source(str(path), part=(0.0, 0.5))))
+    second = ids_of(dataset_of(Source(str(path), part=(0.5, 1.0)), seq_len=128))
+    assert not first & second and first | second == set(tokens)
+    with pytest.raises(UserError, match="part"):
+        dataset_of(Source(str(path), part=(0.5, 0.5)))
+
+
 def test_eval_rows_are_fixed_and_in_order(corpus):
     arguments = {"seq_len": SEQ_LEN, "mask": MaskSettings(), "eval_seed": 3}
     rows = eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=5)

@@ -28,8 +28,14 @@ class Corpus:
     every byte through the checksums in both manifests).
     """
 
-    def __init__(self, path: str | Path, *, seq_len: int):
-        """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale."""
+    def __init__(
+        self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0)
+    ):
+        """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale.
+
+        `part` (from, to) in [0, 1] opens only that stretch of the shards: stages of other lengths
+        that take other parts share no token.
+        """
         self.path = Path(path)
         self.seq_len = seq_len
         self.manifest, self.corpus_fingerprint = read_manifest(self.path)
@@ -47,7 +53,12 @@ class Corpus:
                 f"{rows_path}: planned for another version of {self.path / MANIFEST}; remove the "
                 f"directory and run data_prep/pack.py {self.path} --seq_len {seq_len}"
             )
-        counts = [shard.rows for shard in self.rows_manifest.shards]
+        self._shards = _part_of(
+            list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part, self.path
+        )
+        if part != (0.0, 1.0):
+            self.fingerprint += f"[{part[0]}:{part[1]}]"
+        counts = [rows.rows for _, rows in self._shards]
         self._cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_rows = int(self._cumulative[-1])
         if self.num_rows == 0:
@@ -80,9 +91,7 @@ class Corpus:
             raise UserError(f"verify is {mode!r}; it must be one of {', '.join(VERIFY_MODES)}")
         checked = 0
         rows_path = rows_directory(self.path, self.seq_len)
-        for shard, rows in list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True))[
-            rank::world_size
-        ]:
+        for shard, rows in self._shards[rank::world_size]:
             remake = f"remove it and run data_prep/pack.py {self.path} --seq_len {self.seq_len}"
             fetch = "copy the shard again from its source, or make the corpus again"
             name = f"{shard.name}.npy"
@@ -110,13 +119,13 @@ class Corpus:
     def place(self, index: int) -> str:
         """Return where row `index` lies, for messages: shard file and row in it."""
         shard = int(np.searchsorted(self._cumulative, index, side="right")) - 1
-        name = self.manifest.shards[shard].name
+        name = self._shards[shard][0].name
         return f"{self.path / 'tokens' / name}.npy (row {index - self._cumulative[shard]} of it)"
 
     def _open(self, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         maps = self._maps.get(shard)
         if maps is None:
-            name = self.manifest.shards[shard].name
+            name = self._shards[shard][0].name
             rows_path = rows_directory(self.path, self.seq_len)
             maps = (
                 map_array(self.path / "tokens" / f"{name}.npy"),
@@ -129,6 +138,19 @@ class Corpus:
         else:
             self._maps.move_to_end(shard)
         return maps
+
+
+def _part_of(shards: list, part: tuple[float, float], path: Path) -> list:
+    low, high = part
+    if not 0.0 <= low < high <= 1.0:
+        raise UserError(f"{path}: part {part} must be 0 <= from < to <= 1")
+    chosen = shards[round(low * len(shards)) : round(high * len(shards))]
+    if not chosen:
+        raise UserError(
+            f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make smaller "
+            "shards with tokenize_corpus.py --unit_bytes"
+        )
+    return chosen
 
 
 def check_file(path: Path, size: int, digest: str | None, remedy: str) -> None:

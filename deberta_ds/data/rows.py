@@ -22,11 +22,17 @@ _PERMUTATIONS_KEPT = 64
 
 @dataclass(frozen=True)
 class Source:
-    """One corpus of a mixture. `first_index`: rows of it that earlier stages have used."""
+    """One corpus of a mixture.
+
+    A later stage of a run repeats nothing if it starts at `first_index`, the rows that earlier
+    stages of this length have used (`RowDataset.consumed`), or, at another length, takes another
+    `part` (from, to) of the shards.
+    """
 
     path: str
     weight: float = 1.0
     first_index: int = 0
+    part: tuple[float, float] = (0.0, 1.0)
 
 
 class RowDataset:
@@ -61,7 +67,9 @@ class RowDataset:
             if paths.count(path) > 1:
                 raise UserError(f"data.sources names {path} twice; add up its weights")
         self._mixture = build_mixture([source.weight for source in sources])
-        self._corpora = [Corpus(path, seq_len=seq_len) for path in paths]
+        self._corpora = [
+            Corpus(source.path, seq_len=seq_len, part=source.part) for source in sources
+        ]
         for corpus in self._corpora:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)

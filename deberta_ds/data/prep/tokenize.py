@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from deberta_ds.data.prep.dedup import check_duplicates, duplicates_of, units_digest
 from deberta_ds.data.prep.documents import Document, ReadOptions, Span, read_unit
 from deberta_ds.data.prep.text import (
     TEXT_RULES_VERSION,
@@ -16,7 +17,7 @@ from deberta_ds.data.prep.text import (
     letter_share,
     normalise,
 )
-from deberta_ds.data.prep.units import close_job, open_job, plan_digest, run_units
+from deberta_ds.data.prep.units import close_job, open_job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
     Manifest,
@@ -53,28 +54,30 @@ def tokenize_corpus(
     clean: CleanOptions,
     heldout_out: str | Path | None = None,
     heldout_share: float = 0.0,
-    duplicates: list[str] | None = None,
+    duplicates: str = "",
     workers: int = 1,
 ) -> dict[str, Manifest]:
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}.
 
-    `duplicates`: for each unit a .npy file of the document numbers to leave out. A document is held
+    `duplicates`: directory made by find_duplicates for the same units. A document is held
     out by a hash of its text, so the split does not depend on its place. Completed parts of an
     earlier run of the same job are kept.
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_share > 0 else [])
     plan = {
-        "units": plan_digest([[asdict(span) for span in unit] for unit in units]),
+        "units": units_digest(units),
         "tokenizer": tokenizer.sha256, "read": asdict(read), "clean": asdict(clean),
         "text_rules": TEXT_RULES_VERSION, "heldout_share": heldout_share,
         "duplicates": bool(duplicates),
     }
+    if duplicates:
+        check_duplicates(duplicates, units)
     finished = [open_job(target, plan, finished=MANIFEST) for target in reversed(targets)]
     if not all(finished):
         jobs = {
             f"{number:05d}": (
                 number, unit, targets, str(tokenizer.path), read, clean, heldout_share,
-                duplicates[number] if duplicates else None,
+                duplicates,
             )
             for number, unit in enumerate(units)
         }
@@ -89,12 +92,12 @@ def tokenize_corpus(
 
 def tokenize_unit(
     number: int, unit: list[Span], targets: list[str], tokenizer_path: str, read: ReadOptions,
-    clean: CleanOptions, heldout_share: float, duplicates: str | None,
+    clean: CleanOptions, heldout_share: float, duplicates: str,
 ) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tokenizer = _tokenizer(tokenizer_path)
     counts, problems = dict.fromkeys(COUNTS, 0), []
-    dropped = set(np.load(duplicates).tolist()) if duplicates else set()
+    dropped = set(duplicates_of(duplicates, number).tolist()) if duplicates else set()
     with ExitStack() as stack:
         writers = [stack.enter_context(_Rolling(target, number, tokenizer)) for target in targets]
         for index, document in enumerate(read_unit(unit, read)):

@@ -1,0 +1,28 @@
+#!/usr/bin/env python
+"""Find duplicate documents out of core; give the directory to tokenize_corpus.py --duplicates."""
+
+from options import add_input_options, add_workers, parser_for, read_options
+
+from deberta_ds.data.prep.dedup import find_duplicates
+from deberta_ds.data.prep.documents import plan_units
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    add_input_options(parser)
+    parser.add_argument("--out", required=True, help="directory for the findings")
+    parser.add_argument("--near", type=float, default=0.0, metavar="JACCARD",
+                        help="also near duplicates of at least this similarity (needs datasketch)")
+    add_workers(parser)
+    args = parser.parse_args()
+    read = read_options(args)
+    units = plan_units(args.inputs, read, args.unit_bytes)
+    counts = find_duplicates(units, args.out, read=read, near_threshold=args.near,
+                             workers=args.workers)
+    print(f"{args.out}: {counts['documents']:,} documents, {counts['exact']:,} exact and "
+          f"{counts['near']:,} near duplicates")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

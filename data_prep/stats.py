@@ -1,0 +1,32 @@
+#!/usr/bin/env python
+"""Show what corpora hold: lengths, fill, tokens by label, most frequent pieces."""
+
+from pathlib import Path
+
+from options import parser_for
+
+from deberta_ds.data.prep.stats import corpus_stats, stats_picture, stats_text
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.tokenizer import Tokenizer
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("corpus", nargs="+", help="corpus directories")
+    parser.add_argument("--tokenizer", required=True, help="spm.model")
+    parser.add_argument("--top", type=int, default=20, help="most frequent pieces to list")
+    parser.add_argument("--pictures", help="directory for one PNG a corpus")
+    args = parser.parse_args()
+    tokenizer = Tokenizer(args.tokenizer)
+    for path in args.corpus:
+        stats = corpus_stats(path, tokenizer)
+        print(stats_text(stats, tokenizer, args.top), end="\n\n")
+        if args.pictures:
+            Path(args.pictures).mkdir(parents=True, exist_ok=True)
+            out = Path(args.pictures) / f"{Path(path).name}.png"
+            stats_picture(stats, tokenizer, out)
+            print(f"picture: {out}\n")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -1,0 +1,129 @@
+"""What a corpus holds: counts, lengths, fill, labels and the most frequent pieces."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deberta_ds.data.corpus import Corpus, map_array
+from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
+from deberta_ds.tokenizer import Tokenizer
+
+_CHUNK_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class CorpusStats:
+    """Figures of one corpus. `lengths` counts documents of 2**i .. 2**(i+1) - 1 tokens;
+    `frequencies` counts each id; `plans` is (seq_len, rows, fill, pieces per row, hard cuts).
+    """
+
+    path: str
+    manifest: Manifest
+    lengths: np.ndarray
+    frequencies: np.ndarray
+    plans: list[tuple[int, int, float, float, int]]
+    longest: int
+    word_starts: int
+
+
+def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
+    """Return the figures of the corpus at `path`; reads every shard once, in bounded memory."""
+    manifest, _ = read_manifest(path)
+    lengths, frequencies = np.zeros(40, np.int64), np.zeros(manifest.vocab_size, np.int64)
+    longest = 0
+    for shard in manifest.shards:
+        ends = map_array(Path(path) / "ends" / f"{shard.name}.npy")
+        sizes = np.diff(np.concatenate([[0], ends]))
+        lengths += np.bincount(np.log2(sizes).astype(np.int64), minlength=40)
+        longest = max(longest, int(sizes.max()))
+        tokens = map_array(Path(path) / "tokens" / f"{shard.name}.npy")
+        for start in range(0, len(tokens), _CHUNK_TOKENS):
+            chunk = tokens[start : start + _CHUNK_TOKENS]
+            frequencies += np.bincount(chunk, minlength=len(frequencies))
+    plans = []
+    for plan_path in Corpus.plans(path):
+        plan, _ = read_rows_manifest(plan_path.parent)
+        rows = sum(shard.rows for shard in plan.shards)
+        pieces = sum(shard.pieces for shard in plan.shards)
+        used = sum(shard.tokens for shard in plan.shards) + 2 * pieces
+        fill = used / max(1, rows * plan.seq_len)
+        plans.append((plan.seq_len, rows, fill, pieces / max(1, rows), plan.hard_cuts))
+    starts = int(frequencies[tokenizer.word_starts()[: len(frequencies)]].sum())
+    return CorpusStats(str(path), manifest, lengths, frequencies, sorted(plans), longest, starts)
+
+
+def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
+    """Return the figures as a table for a terminal."""
+    counts = stats.manifest.counts
+    documents, tokens = counts["documents"], counts["tokens"]
+    lines = [
+        stats.path,
+        f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
+        f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
+        f"{tokens / max(1, stats.word_starts):.2f} a word",
+        f"  characters  {counts['characters']:>15,}   "
+        f"{counts['characters'] / max(1, tokens):.2f} a token",
+    ]
+    left_out = {name: counts[name] for name in counts
+                if name not in ("documents", "tokens", "characters") and counts[name]}
+    if left_out:
+        lines.append("  left out    " + ", ".join(f"{k} {v:,}" for k, v in left_out.items()))
+    for seq_len, rows, fill, pieces, hard_cuts in stats.plans:
+        lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
+                     f"{pieces:.2f} pieces a row, {hard_cuts:,} cuts inside a word")
+    if set(stats.manifest.labels) - {""}:
+        lines += ["", "  label        documents         tokens   share  characters a token"]
+        for label, (docs, characters, label_tokens) in stats.manifest.labels.items():
+            lines.append(f"  {label or '(none)':<10} {docs:>11,} {label_tokens:>14,}  "
+                         f"{label_tokens / max(1, tokens):6.2%}  {characters / label_tokens:>6.2f}")
+    lines += ["", "  tokens a document        documents"]
+    largest = max(1, int(stats.lengths.max()))
+    for power in range(int(np.flatnonzero(stats.lengths).max(initial=0)) + 1):
+        count = int(stats.lengths[power])
+        lines.append(f"  {2**power:>9,} .. {2 ** (power + 1) - 1:<9,} {count:>9,} "
+                     + "#" * round(40 * count / largest))
+    order = np.argsort(-stats.frequencies, kind="stable")[:top].tolist()
+    pairs = zip(tokenizer.pieces(order), stats.frequencies[order].tolist(), strict=True)
+    frequent = "  ".join(f"{piece} {count / max(1, tokens):.2%}" for piece, count in pairs)
+    lines += ["", f"  top {top} pieces: {frequent}"]
+    return "\n".join(lines)
+
+
+def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> None:
+    """Write a PNG: document lengths, rank-frequency of pieces, labels or top pieces."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ink, blue = "#333333", "#3b6ea5"
+    pyplot.rcParams.update({"font.size": 9, "text.color": ink, "axes.edgecolor": "#999999",
+                            "axes.spines.top": False, "axes.spines.right": False,
+                            "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink})
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), constrained_layout=True)
+    last = int(np.flatnonzero(stats.lengths).max(initial=0)) + 1
+    axes[0].bar(range(last), stats.lengths[:last], color=blue, width=0.85)
+    axes[0].set_xticks(range(0, last, 2), [f"{2**p:,}" for p in range(0, last, 2)], rotation=45)
+    axes[0].set(title="Document length", xlabel="tokens", ylabel="documents")
+    ordered = np.sort(stats.frequencies[stats.frequencies > 0])[::-1]
+    axes[1].loglog(np.arange(1, len(ordered) + 1), ordered, color=blue)
+    unused = int((stats.frequencies == 0).sum())
+    axes[1].set(title=f"Piece frequency ({unused:,} of {len(stats.frequencies):,} ids unused)",
+                xlabel="rank", ylabel="count")
+    labels = {k: v[2] for k, v in stats.manifest.labels.items()}
+    if len(labels) > 1:
+        names, sizes = zip(*sorted(labels.items(), key=lambda item: item[1])[-30:], strict=True)
+        title, unit = "Tokens by label", "tokens"
+    else:
+        order = np.argsort(-stats.frequencies, kind="stable")[:20][::-1].tolist()
+        names = [piece.replace("\u2581", "_") for piece in tokenizer.pieces(order)]
+        sizes, title, unit = stats.frequencies[order], "Top pieces", "count"
+    axes[2].barh(range(len(names)), sizes, color=blue)
+    axes[2].set_yticks(range(len(names)), names, fontsize=7)
+    axes[2].set(title=title, xlabel=unit)
+    counts = stats.manifest.counts
+    figure.suptitle(f"{Path(stats.path).name}: {counts['documents']:,} documents, "
+                    f"{counts['tokens']:,} tokens", fontsize=11)
+    figure.savefig(out, dpi=130)
+    pyplot.close(figure)
