@@ -58,7 +58,7 @@ def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
     case = Case(SMALL_BUCKETS, ones(1, 300), dropout=0.1)
     whole = run(case, "linear", torch.float64)
     monkeypatch.setattr(linear, "KEEP_LENGTH", 64)
-    monkeypatch.setitem(linear.tiles.__globals__["_TILE_SCORES"], "cpu", 300 * 70)
+    monkeypatch.setitem(linear.groups.__globals__["_TILE_SCORES"], "cpu", 300 * 70)
     parts = run(case, "linear", torch.float64)
     assert max(relative_errors(parts, whole)) < 1e-14
 

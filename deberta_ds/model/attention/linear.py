@@ -7,6 +7,8 @@ grow with length x length x heads x layers.
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -14,16 +16,15 @@ from torch.autograd.function import once_differentiable
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.attention.skew import expansion
+from deberta_ds.model.attention.skew import Side, expansion, make_side
 from deberta_ds.model.attention.spans import Span, cut_into_spans
 from deberta_ds.model.attention.tile import (
     Gradients,
     Inputs,
-    Side,
     add_gradients,
     context,
+    groups,
     probabilities,
-    tiles,
 )
 
 KEEP_LENGTH = 512  # spans up to this long keep their probabilities for backward
@@ -53,26 +54,49 @@ def linear_attention(
             v_BHLD.to(dtype),
             None if pos_key_HSD is None else pos_key_HSD.to(dtype),
             None if pos_query_HSD is None else pos_query_HSD.to(dtype),
-            (geometry, spans, clip, dropout, seed),
+            _Plan(geometry, spans, clip, dropout, seed),
         )
     return context_BHQD.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What forward and backward share beside tensors."""
+
+    geometry: Geometry
+    spans: list[Span]
+    clip: bool  # treat columns beyond the table's reach as one
+    dropout: float
+    seed: int | None
+
+    def all_keys(self, tensor_BHLD: Tensor) -> bool:
+        """Return whether the spans hold every key."""
+        held = sum(span.stop - span.start for span in self.spans)
+        return held == tensor_BHLD.shape[0] * tensor_BHLD.shape[2]
+
+    def all_queries(self, tensor_BHQD: Tensor) -> bool:
+        """Return whether the spans hold every query."""
+        if self.clip:
+            return self.all_keys(tensor_BHQD)
+        held = sum(len(span.queries_X) for span in self.spans)
+        return held == tensor_BHQD.shape[0] * tensor_BHQD.shape[2]
 
 
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan):
         inputs = _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan)
-        batch, heads, queries, size = q_BHQD.shape
-        context_BHQD = q_BHQD.new_zeros(batch, queries, heads, size).transpose(1, 2)
+        context_BHQD = _like_flat(q_BHQD, plan.all_queries(q_BHQD))
         kept = []
         training = any(ctx.needs_input_grad)
-        for tile in tiles(plan[1], heads, q_BHQD.device):
-            probs = probabilities(inputs, tile)
-            tile.store_queries(context_BHQD, context(inputs, tile, probs))
-            if training and _is_kept(tile.span):
-                kept.append(probs)
+        for group in groups(plan.spans, q_BHQD.shape[1], q_BHQD.device):
+            for tile in group.tiles():
+                probs = probabilities(inputs, tile)
+                tile.store_queries(context_BHQD, context(inputs, tile, probs))
+                if training and _is_kept(group.span):
+                    kept.append(probs)
         leaves = (q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)
-        ctx.save_for_backward(*leaves, context_BHQD, *kept)
+        ctx.save_for_backward(*leaves, *kept)
         ctx.plan = plan
         return context_BHQD
 
@@ -80,25 +104,35 @@ class _LinearAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_BHQD):
         saved = ctx.saved_tensors  # read once: checkpointing recomputes at each read
-        leaves, context_BHQD, kept = saved[:5], saved[5], iter(saved[6:])
-        inputs = _prepare(*leaves, ctx.plan)
-        total = _zero_gradients(inputs)
-        delta_BHQ1 = (grad_BHQD * context_BHQD).sum(-1, keepdim=True)
-        for tile in tiles(ctx.plan[1], grad_BHQD.shape[1], grad_BHQD.device):
-            probs = next(kept) if _is_kept(tile.span) else probabilities(inputs, tile)
-            out_grad, delta = tile.queries_of(grad_BHQD), tile.queries_of(delta_BHQ1)
-            add_gradients(inputs, tile, probs, out_grad, delta, total)
-        scale = score_scale(grad_BHQD.shape[-1], leaves[3], leaves[4])
-        key_side, query_side = inputs.key_side, inputs.query_side
-        grad_key = grad_query = None
-        if key_side:
-            grad_key = key_side.expansion.collapse(total.key_table_HCD, leaves[3].shape[1])
-        if query_side:
-            table = total.query_table_HCD.mul_(scale)
-            grad_query = query_side.expansion.collapse(table, leaves[4].shape[1])
-        gradients = (total.q_BHQD.mul_(scale), total.k_BHLD, total.v_BHLD, grad_key, grad_query)
-        dtype = grad_BHQD.dtype
-        return *(None if g is None else g.to(dtype) for g in gradients), None
+        leaves, kept = saved[:5], iter(saved[5:])
+        q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD = leaves
+        plan = ctx.plan
+        inputs = _prepare(*leaves, plan)
+        q_grad = _like_flat(q_BHQD, plan.all_queries(q_BHQD))
+        k_grad, v_grad = (_like_flat(x, plan.all_keys(x)) for x in (k_BHLD, v_BHLD))
+        key_table, query_table = _table_sums(inputs.key_side), _table_sums(inputs.query_side)
+        for group in groups(plan.spans, q_BHQD.shape[1], q_BHQD.device):
+            total = Gradients(
+                torch.zeros_like(group.keys_of(k_BHLD), memory_format=torch.contiguous_format),
+                torch.zeros_like(group.keys_of(v_BHLD), memory_format=torch.contiguous_format),
+                None if key_table is None else key_table[group.heads],
+                None if query_table is None else query_table[group.heads],
+            )
+            for tile in group.tiles():
+                probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
+                part = add_gradients(inputs, tile, probs, tile.queries_of(grad_BHQD), total)
+                tile.store_queries(q_grad, part)
+            group.keys_of(k_grad).copy_(total.k_GYD)
+            group.keys_of(v_grad).copy_(total.v_GYD)
+        key_grad = query_grad = None
+        if key_table is not None:
+            key_grad = inputs.key_side.expansion.collapse(key_table, pos_key_HSD.shape[1])
+            key_grad = key_grad.to(pos_key_HSD.dtype)
+        if query_table is not None:
+            query_table.mul_(inputs.scale)
+            query_grad = inputs.query_side.expansion.collapse(query_table, pos_query_HSD.shape[1])
+            query_grad = query_grad.to(pos_query_HSD.dtype)
+        return q_grad, k_grad, v_grad, key_grad, query_grad, None
 
 
 def _is_kept(span: Span) -> bool:
@@ -106,39 +140,34 @@ def _is_kept(span: Span) -> bool:
 
 
 def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan) -> Inputs:
-    """Scale the queries, expand the position tables and draw the dropout words."""
-    geometry, spans, clip, dropout, seed = plan
+    """Expand the position tables and draw the dropout words."""
     batch, heads, queries, size = q_BHQD.shape
     keys, device = k_BHLD.shape[2], q_BHQD.device
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
-    longest = max((span.stop - span.start for span in spans), default=1)
+    longest = max((span.stop - span.start for span in plan.spans), default=1)
     key_side = query_side = words = None
     if pos_key_HSD is not None:
-        expanded = expansion(geometry, longest, True, clip, device)
-        key_side = Side(expanded, expanded.expand(pos_key_HSD))
+        expanded = expansion(plan.geometry, longest, True, plan.clip, device)
+        key_side = make_side(expanded, pos_key_HSD)
     if pos_query_HSD is not None:
-        expanded = expansion(geometry, longest, False, clip, device)
-        query_side = Side(expanded, expanded.expand(pos_query_HSD).mul_(scale))
-    if dropout > 0:
-        words = dropout_words(seed, batch, heads, queries, keys, device)
-    return Inputs(q_BHQD * scale, k_BHLD, v_BHLD, key_side, query_side, dropout, words)
+        expanded = expansion(plan.geometry, longest, False, plan.clip, device)
+        query_side = make_side(expanded, pos_query_HSD, scale)
+    if plan.dropout > 0:
+        words = dropout_words(plan.seed, batch, heads, queries, keys, device)
+    return Inputs(q_BHQD, k_BHLD, v_BHLD, key_side, query_side, scale, plan.dropout, words)
 
 
-def _zero_gradients(inputs: Inputs) -> Gradients:
-    """Return zeros laid out [B,L,H,D] behind [B,H,L,D]; sums over tiles are fp32 or wider."""
+def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:
+    """Return a new [B,H,R,D] laid out [B,R,H,D]; zeros unless tiles write every element."""
+    batch, heads, rows, size = tensor_BHRD.shape
+    new = torch.empty if covered else torch.zeros
+    like = {"dtype": tensor_BHRD.dtype, "device": tensor_BHRD.device}
+    return new(batch, rows, heads, size, **like).transpose(1, 2)
 
-    def zeros(tensor):
-        batch, heads, rows, size = tensor.shape
-        return tensor.new_zeros(batch, rows, heads, size).transpose(1, 2)
 
-    def table_zeros(side):
-        wide = torch.promote_types(inputs.q_BHQD.dtype, torch.float32)
-        return None if side is None else torch.zeros_like(side.table_HCD, dtype=wide)
-
-    return Gradients(
-        zeros(inputs.q_BHQD),
-        zeros(inputs.k_BHLD),
-        zeros(inputs.v_BHLD),
-        table_zeros(inputs.key_side),
-        table_zeros(inputs.query_side),
-    )
+def _table_sums(side: Side | None) -> Tensor | None:
+    """Return zeros [H,C,D] to sum a table's gradient in, fp32 or wider."""
+    if side is None:
+        return None
+    dtype = torch.promote_types(side.table_HCD.dtype, torch.float32)
+    return torch.zeros_like(side.table_HCD, dtype=dtype)

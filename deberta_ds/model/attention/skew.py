@@ -86,18 +86,33 @@ def _skewed(buffer: Tensor, rows: int, columns: int) -> Tensor:
     return buffer.as_strided(shape, strides, rows - 1)
 
 
-def add_term(
-    scores: Tensor, x_GXD: Tensor, table_GCD: Tensor, expanded: Expansion, frame: Frame,
-    transposed: bool,
-) -> None:
+@dataclass(frozen=True)
+class Side:
+    """One position term: how its table was expanded, and the expanded table in both layouts."""
+
+    expansion: Expansion
+    table_HCD: Tensor
+    table_HDC: Tensor
+
+    def of_heads(self, heads: slice) -> "Side":
+        return Side(self.expansion, self.table_HCD[heads], self.table_HDC[heads])
+
+
+def make_side(expanded: Expansion, table_HSD: Tensor, scale: float = 1.0) -> Side:
+    """Expand a relative table, scaled."""
+    table_HCD = expanded.expand(table_HSD).mul_(scale)
+    return Side(expanded, table_HCD, table_HCD.transpose(1, 2).contiguous())
+
+
+def add_term(scores: Tensor, x_GXD: Tensor, side: Side, frame: Frame, transposed: bool) -> None:
     """Add x . T[y - x + radius] to `scores` [G,X,Y], or to [G,Y,X] when `transposed`."""
     columns = scores.shape[1 if transposed else 2]
-    bands = _bands(expanded, frame, x_GXD.shape[1], columns)
+    bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
     for start, stop, near, far, table_start, table_stop in bands:
         x = x_GXD[:, start:stop]
         target = scores[:, :, start:stop] if transposed else scores[:, start:stop]
         if far > near:
-            product = torch.bmm(x, table_GCD[:, table_start:table_stop].transpose(1, 2))
+            product = torch.bmm(x, side.table_HDC[:, :, table_start:table_stop])
             term = _skewed(product, stop - start, far - near)
             if transposed:  # a transposing copy, then an add: 4 x faster than a transposed add
                 target[:, near:far].add_(term.transpose(1, 2).contiguous())
@@ -105,7 +120,7 @@ def add_term(
                 target[:, :, near:far].add_(term)
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
             if hi > lo:
-                constant = (x @ table_GCD[:, end, :, None])
+                constant = x @ side.table_HCD[:, end, :, None]
                 if transposed:
                     target[:, lo:hi].add_(constant.transpose(1, 2))
                 else:
@@ -113,38 +128,39 @@ def add_term(
 
 
 def collect_term(
-    grad: Tensor, x_GXD: Tensor, table_GCD: Tensor, expanded: Expansion, frame: Frame,
-    transposed: bool, grad_x_GXD: Tensor, grad_table_GCD: Tensor,
+    grad: Tensor,
+    x_GXD: Tensor,
+    side: Side,
+    frame: Frame,
+    transposed: bool,
+    grad_x_GXD: Tensor,
+    grad_table_GCD: Tensor,
+    scratch: dict[tuple[int, ...], Tensor],
 ) -> None:
-    """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
+    """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores).
+
+    scratch: buffers by shape, zero outside the view of `_skewed`, kept from call to call.
+    """
     columns = grad.shape[1 if transposed else 2]
-    buffers: dict[tuple[int, int], Tensor] = {}
-    bands = _bands(expanded, frame, x_GXD.shape[1], columns)
+    bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
     for start, stop, near, far, table_start, table_stop in bands:
         x, grad_x = x_GXD[:, start:stop], grad_x_GXD[:, start:stop]
         source = grad[:, :, start:stop] if transposed else grad[:, start:stop]
         if far > near:
-            rows, width = stop - start, table_stop - table_start
-            if (rows, width) not in buffers:  # its corners stay zero from block to block
-                buffers[rows, width] = grad.new_zeros(grad.shape[0], rows, width)
-            buffer = buffers[rows, width]
+            shape = (grad.shape[0], stop - start, table_stop - table_start)
+            if shape not in scratch:
+                scratch[shape] = grad.new_zeros(shape)
+            buffer = scratch[shape]
             if transposed:
                 part = source[:, near:far].transpose(1, 2).contiguous()
             else:
                 part = source[:, :, near:far]
-            _skewed(buffer, rows, far - near).copy_(part)
-            grad_x.baddbmm_(buffer, table_GCD[:, table_start:table_stop])
-            accumulate(grad_table_GCD[:, table_start:table_stop], buffer.transpose(1, 2), x)
+            _skewed(buffer, stop - start, far - near).copy_(part)
+            grad_x.add_(torch.bmm(buffer, side.table_HCD[:, table_start:table_stop]))
+            part = torch.bmm(buffer.transpose(1, 2), x)
+            grad_table_GCD[:, table_start:table_stop].add_(part)
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
             if hi > lo:
                 part = source[:, lo:hi].sum(1) if transposed else source[:, :, lo:hi].sum(2)
-                grad_x.baddbmm_(part[:, :, None], table_GCD[:, end, None])
-                accumulate(grad_table_GCD[:, end, None], part[:, None], x)
-
-
-def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the batched product left @ right to `total`, whose dtype may be wider."""
-    if total.dtype == left.dtype:
-        total.baddbmm_(left, right)
-    else:
-        total.add_(torch.bmm(left, right))
+                grad_x.add_(part[:, :, None] * side.table_HCD[:, end, None])
+                grad_table_GCD[:, end, None].add_(torch.bmm(part[:, None], x))
