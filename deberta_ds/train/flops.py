@@ -1,26 +1,83 @@
-"""Model FLOPs per token of a training step, from the run config."""
+"""Model FLOPs of a training step: the one count behind every MFU figure.
+
+What the method needs, not what an implementation happens to do: a multiply-add is 2, backward is
+2 x forward, recomputation counts nothing, and neither do look-ups, norms and activations. Pairs of
+different pieces of a packed row count as computed, padding too: per-token figures are for full
+rows. tests/test_flops.py compares every part with torch.utils.flop_counter.
+
+Projections of the relative table are per step, not per token (`relative_projections`); beside a
+batch of thousands of tokens they vanish, and they are left out of `per_token`.
+"""
 
 from deberta_ds.config import ModelConfig, RunConfig
 
+DECODER_PASSES = 2
+
 
 def per_token(run: RunConfig) -> float:
-    """Return forward + backward FLOPs per token (multiply-add = 2, backward = 2 x forward)."""
-    mask_rate = run.objective.mask.rate
-    length = run.data.seq_len
+    """Return forward + backward FLOPs per token of a run's training step."""
+    length, mask_rate = run.data.seq_len, run.objective.mask.rate
     if run.objective.kind == "mlm":
-        return 3 * _masked_lm(run.model, length, mask_rate)
-    detector = _layers(run.model, length, run.model.num_layers) + 2 * run.model.hidden_size**2
-    return 3 * (_masked_lm(run.generator_model, length, mask_rate) + detector)
+        return 3 * masked_lm(run.model, length, mask_rate)
+    generator = masked_lm(run.generator_model, length, mask_rate)
+    return 3 * (generator + detector(run.model, length))
 
 
-def _layers(model: ModelConfig, length: int, count: float) -> float:
-    linear = 2 * (4 * model.hidden_size**2 + 2 * model.hidden_size * model.intermediate_size)
-    positions = min(length, 2 * model.relative_span) * len(model.position_terms)
-    attention = 2 * model.hidden_size * (2 * length + positions)
-    return count * (linear + attention)
+def masked_lm(model: ModelConfig, length: int, mask_rate: float) -> float:
+    """Return forward FLOPs per token of an encoder with its decoder and masked LM head."""
+    hidden = model.hidden_size
+    head = mask_rate * (2 * hidden**2 + 2 * hidden * model.vocab_size)
+    if model.absolute_input:  # no decoder: the last layer's states are read
+        return encoder(model, length) + head
+    below = (model.num_layers - 1) * _layer(model, length) + _convolution(model)
+    return below + _decoder(model, length, mask_rate) + head
 
 
-def _masked_lm(model: ModelConfig, length: int, mask_rate: float) -> float:
-    head = 2 * mask_rate * model.hidden_size * (model.vocab_size + model.hidden_size)
-    decoder = 2 * mask_rate
-    return _layers(model, length, model.num_layers - 1 + decoder) + head
+def detector(model: ModelConfig, length: int) -> float:
+    """Return forward FLOPs per token of an encoder with the replaced-token head."""
+    hidden = model.hidden_size
+    return encoder(model, length) + 2 * hidden**2 + 2 * hidden
+
+
+def encoder(model: ModelConfig, length: int) -> float:
+    """Return forward FLOPs per token of all layers."""
+    return model.num_layers * _layer(model, length) + _convolution(model)
+
+
+def relative_projections(model: ModelConfig) -> float:
+    """Return forward FLOPs per step (not per token) of projecting the relative table."""
+    if not model.relative_attention:
+        return 0.0
+    terms = len(model.position_terms)
+    return model.num_layers * terms * 2 * 2 * model.relative_span * model.hidden_size**2
+
+
+def _layer(model: ModelConfig, length: int) -> float:
+    hidden = model.hidden_size
+    projections = 4 * 2 * hidden**2
+    feed_forward = 2 * 2 * hidden * model.intermediate_size
+    content = 2 * 2 * hidden * length  # queries x keys, probabilities x values
+    return projections + feed_forward + content + _position_terms(model, length, 1.0)
+
+
+def _decoder(model: ModelConfig, length: int, query_share: float) -> float:
+    """The last layer: keys and values once, everything else for the masked queries, twice."""
+    hidden = model.hidden_size
+    memory = 2 * 2 * hidden**2
+    queries = 2 * 2 * hidden**2 + 2 * 2 * hidden * model.intermediate_size
+    content = 2 * 2 * hidden * length
+    a_pass = query_share * (queries + content) + _position_terms(model, length, query_share)
+    return memory + DECODER_PASSES * a_pass
+
+
+def _position_terms(model: ModelConfig, length: int, query_share: float) -> float:
+    """c2p: each query against each slot. p2c: each key against each slot, however few queries."""
+    if not model.relative_attention:
+        return 0.0
+    slots = min(length, 2 * model.relative_span)
+    shares = {"c2p": query_share, "p2c": 1.0}
+    return sum(2 * model.hidden_size * slots * shares[term] for term in model.position_terms)
+
+
+def _convolution(model: ModelConfig) -> float:
+    return 2 * model.conv_kernel * model.hidden_size**2
