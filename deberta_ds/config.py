@@ -199,11 +199,15 @@ class TrainConfig:
     micro_batch_rows: int
     seed: int = 0
     checkpoint_layers: int = 0  # recompute every n-th layer in backward; 0: none, 1: all
+    recompute: Literal["all", "cheap"] = "all"  # cheap: such layers keep their linear outputs
     log_every: int = 10
     eval_every: int = 1000
     eval_rows: int = 256
     save_every: int = 1000
     keep: int = 3  # newest checkpoints kept
+    watchdog_seconds: float = 60.0  # a stuck or dead rank is named within this time; 0: never
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # what to do about a bad step
+    spike_sigmas: float = 0.0  # bad above mean + this many deviations of 100 losses; 0: never
     stop_after: int = 0  # save and stop at this step, as before a time limit; 0: run to the end
 
     def __post_init__(self):
@@ -212,6 +216,9 @@ class TrainConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("watchdog_seconds", "spike_sigmas"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative; 0: off")
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from deberta_ds.errors import exit_cleanly
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="TOML", help="what is computed")
@@ -33,11 +33,13 @@ def main() -> None:
     from deberta_ds.train import loop
 
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"
+    code = 0
     if options.check:
         loop.rehearse(run, ds_values, place=place, origins=origins)
     else:
-        loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
+        code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
     dist.destroy()
+    return code
 
 
 if __name__ == "__main__":

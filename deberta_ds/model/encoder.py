@@ -17,7 +17,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.model.attention import Geometry, attend
@@ -164,12 +169,25 @@ class Convolution(nn.Module):
         return padded * (neighbor == segments_BL).unsqueeze(-1)
 
 
+_LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+
+
+def _keep_linear_outputs():
+    """Return checkpoint contexts that recompute norms, GELU, dropout and attention, not linears."""
+    def policy(_context, operator, *_args, **_kwargs):
+        kept = operator in _LINEAR_OPERATORS
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 class Encoder(nn.Module):
     """The stack of layers, the relative position table they share, and the v2 convolution."""
 
     def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
         super().__init__()
         self.checkpoint_layers = checkpoint_layers
+        self.recompute = "all"  # of a checkpointed layer; "cheap": all but its linear layers
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.convolution = Convolution(config) if config.conv_kernel else None
         self.relative_norm = None
@@ -198,7 +216,8 @@ class Encoder(nn.Module):
     def _run(self, number: int, layer: Layer, *inputs) -> Tensor:
         if self.training and self.checkpoint_layers and number % self.checkpoint_layers == 0:
             # Reentrant checkpointing fails under ZeRO-3 when a block is applied more than once.
-            return checkpoint(layer, *inputs, use_reentrant=False)
+            context = _keep_linear_outputs if self.recompute == "cheap" else noop_context_fn
+            return checkpoint(layer, *inputs, use_reentrant=False, context_fn=context)
         return layer(*inputs)
 
 

@@ -3,6 +3,7 @@
 from torch import nn
 
 from deberta_ds.config import RunConfig
+from deberta_ds.model.encoder import Encoder
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 
@@ -14,6 +15,12 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
     """
     layers = run.train.checkpoint_layers
     if run.objective.kind == "mlm":
-        return MlmModel(run.model, valid_vocab, layers)
-    return RtdModel(run.model, run.generator_model, run.objective, sampling_seed=run.data.seed,
-                    valid_vocab=valid_vocab, checkpoint_layers=layers)
+        model = MlmModel(run.model, valid_vocab, layers)
+    else:
+        model = RtdModel(run.model, run.generator_model, run.objective,
+                         sampling_seed=run.data.seed, valid_vocab=valid_vocab,
+                         checkpoint_layers=layers)
+    for module in model.modules():
+        if isinstance(module, Encoder):
+            module.recompute = run.train.recompute
+    return model

@@ -4,6 +4,7 @@ A plain loop. The state of a run is its step: the learning rate, the rows, their
 and the dropout are functions of it, so a checkpoint holds no generator state and no data iterator.
 """
 
+import math
 import time
 
 import torch
@@ -12,18 +13,24 @@ from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.log import RunLog
-from deberta_ds.train import checkpoint, engine, flops
+from deberta_ds.train import checkpoint, engine, flops, signals
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import binary_entropy, evaluate
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import Inputs, describe, prepare, versions, write_config
-from deberta_ds.train.step import count_over_ranks, seed_step, train_step
+from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
+from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
 from deberta_ds.train.throughput import SpeedMeter, peak_flops
+from deberta_ds.train.watchdog import Watchdog
 
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
-             origins: dict[str, str]) -> None:
-    """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank."""
+             origins: dict[str, str]) -> int:
+    """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank.
+
+    Returns the exit code: 0, or signals.EXIT_REQUEUE if a signal asked to stop.
+    """
+    stop_request = signals.listen()
     inputs = prepare(run, ds_values, place)
     found = checkpoint.find(run.out_dir, resume)
     record = checkpoint.read_run_file(found.path) if found.path else None
@@ -43,13 +50,15 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
     log.truncate(record["step"] if record else 0)
-    trainer = Trainer(run, inputs, model_engine, log, record)
+    trainer = Trainer(run, inputs, model_engine, log, record, stop_request)
     if record:
         trainer.log_event("resume", f"from {found.path}")
     else:
         trainer.log_event("start", "from step 0")
-    trainer.run_to_end()
+    with trainer.watchdog.watch():
+        stopped = trainer.run_to_end()
     log.close()
+    return signals.EXIT_REQUEUE if stopped else 0
 
 
 def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str]) -> None:
@@ -81,7 +90,7 @@ class Trainer:
     """The loop and what it carries from step to step."""
 
     def __init__(self, run: RunConfig, inputs: Inputs, model_engine, log: RunLog,
-                 record: dict | None):
+                 record: dict | None, stop_request: signals.StopRequest):
         """`record` is run.json of the checkpoint that was loaded; None at step 0."""
         self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
         self.step = record["step"] if record else 0
@@ -91,11 +100,17 @@ class Trainer:
         precision = deepspeed_config.precision(inputs.ds)
         self.speed = SpeedMeter(flops.per_token(run), peak_flops(model_engine.device, precision),
                                 dist.world_size())
+        self.stop_request = stop_request
+        self.spikes = SpikeRule(run.train.spike_sigmas,
+                                record.get("recent_losses", []) if record else [])
+        self.bad_steps_in_a_row = 0
+        self.watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds, dist.rank(),
+                                 dist.world_size(), self.step)
         self.sums: dict[str, torch.Tensor] = {}  # of this rank, since the last logged line
         self.counts: dict[str, torch.Tensor] = {}  # of all ranks
 
-    def run_to_end(self) -> None:
-        """Train to the last step, or to train.stop_after."""
+    def run_to_end(self) -> bool:
+        """Train to the last step or train.stop_after; return whether a signal stopped it."""
         run, train = self.run, self.run.train
         end = min(train.steps, train.stop_after or train.steps)
         batches = _batches(run, self.inputs, start=self.step, end=end)
@@ -106,37 +121,81 @@ class Trainer:
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
             micro = [next(batches) for _ in range(per_step)]
-            sums, counts = train_step(self.engine, micro, step=self.step, seed=train.seed)
-            self._add(sums, counts)
+            result = train_step(self.engine, micro, step=self.step, seed=train.seed,
+                                ceiling=self.spikes.ceiling(), stop=bool(self.stop_request),
+                                raise_if_bad=train.on_spike == "stop")
             self.step += 1
+            self._account(result)
+            self.watchdog.beat(self.step)
             # -------------------------------------------------------------------------------------
             if self.step % train.log_every == 0 or self.step == end:
                 self._log_step(rate)
             if self.step % train.eval_every == 0 or self.step == train.steps:
                 self._evaluate()
-            if self.step % train.save_every == 0 or self.step == end:
+            if self.step % train.save_every == 0 or self.step == end or result.stop:
                 self._save()
+            if result.stop and self.step < end:
+                self.log_event("stop", f"asked to by {self.stop_request.signal_name or 'a signal'}"
+                               f"; exit code {signals.EXIT_REQUEUE}: run again to go on")
+                return True
         if end < train.steps:
             self.log_event("stop", f"train.stop_after = {end}; run again to go on")
         else:
             self.log_event("end", "all steps done")
+        return False
 
-    def log_event(self, event: str, detail: str) -> None:
+    def log_event(self, event: str, detail: str, **numbers: float) -> None:
         self.log.metrics({"kind": "event", "step": self.step, "seconds": self._seconds(),
-                          "event": event, "detail": detail})
+                          "event": event, "detail": detail} | numbers)
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
 
-    def _add(self, sums: dict, counts: dict) -> None:
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        for name, value in counts.items():
-            self.counts[name] = self.counts.get(name, 0.0) + value
+    def _account(self, result: StepResult) -> None:
+        """Add a good step to the running sums; pass over a bad one as train.on_spike says."""
         self.speed.count_step()
+        if result.problem:
+            self._pass_over(result.problem)
+            return
+        if not result.updated:
+            self.log_event("overflow", "fp16 gradient overflow: no update, the one loss scale of "
+                           "both nets was lowered", loss_scale=float(self.engine.loss_scale()))
+        self.bad_steps_in_a_row = 0
+        self.spikes.accept(result.loss)
+        for name, value in result.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in result.counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + value
+
+    def _pass_over(self, problem: str) -> None:
+        """Record a bad step's rows; under "rollback", return to the newest checkpoint's weights.
+
+        The run goes on with the next step's rows either way, so a bad batch is never met again.
+        """
+        self.bad_steps_in_a_row += 1
+        if self.bad_steps_in_a_row > MOST_IN_A_ROW:
+            raise BadStepError(f"step {self.step}: {self.bad_steps_in_a_row} bad steps in a row "
+                               f"({problem}); the run has diverged: resume from an older "
+                               "checkpoint with a lower optim.lr")
+        rows = self.run.train.global_batch_rows
+        place = {"first_row": (self.step - 1) * rows, "last_row": self.step * rows - 1}
+        if self.run.train.on_spike == "skip":
+            self.log_event("skip", f"no update: {problem}", **place)
+            return
+        found = checkpoint.find(self.run.out_dir, "auto")
+        if found.path is None:
+            raise BadStepError(f"step {self.step}: {problem}, and there is no checkpoint to roll "
+                               'back to; lower train.save_every or use train.on_spike = "skip"')
+        with self.watchdog.patience():
+            checkpoint.load(self.engine, found.path)
+        self.spikes = SpikeRule(self.run.train.spike_sigmas,
+                                checkpoint.read_run_file(found.path).get("recent_losses", []))
+        self.log_event("rollback", f"weights and optimizer of {found.path}: {problem}", **place)
 
     def _log_step(self, rate: float) -> None:
-        """Write one line of means over the steps since the last one (the only host sync)."""
+        """Write one line of means over the good steps since the last line, if there are any."""
+        if not self.sums:
+            return
         names = sorted(self.sums)
         sums = dist.sum_over_ranks(torch.stack([self.sums[name] for name in names]))
         total = dict(zip(names, sums.tolist(), strict=True))
@@ -148,7 +207,8 @@ class Trainer:
                   "rows_seen": self.step * self.run.train.global_batch_rows,
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds()}
         record |= mean_losses(total, self.run.objective.rtd_weight)
-        record |= {"learning_rate": rate, "grad_norm": None if norm is None else float(norm)}
+        norm = None if norm is None or not math.isfinite(norm) else float(norm)
+        record |= {"learning_rate": rate, "grad_norm": norm}
         record |= self.speed.read(total["tokens"], self.run.train.steps - self.step)
         self.log.metrics(record)
 
@@ -156,7 +216,8 @@ class Trainer:
         if not self.inputs.held_out:
             return
         self.speed.pause()
-        scores = evaluate(self.engine, self.inputs.held_out, self.run.train.micro_batch_rows)
+        with self.watchdog.patience():
+            scores = evaluate(self.engine, self.inputs.held_out, self.run.train.micro_batch_rows)
         self.log.metrics({"kind": "eval", "step": self.step, "seconds": self._seconds()} | scores)
         self.speed.start()
 
@@ -165,10 +226,12 @@ class Trainer:
         run = self.run
         record = {"rows_seen": self.step * run.train.global_batch_rows,
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
+                  "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
-        path = checkpoint.save(self.engine, run.out_dir, self.step, record, run.train.keep)
+        with self.watchdog.patience():
+            path = checkpoint.save(self.engine, run.out_dir, self.step, record, run.train.keep)
         self.log_event("save", str(path))
         self.speed.start()
 

@@ -1,16 +1,33 @@
-"""One optimizer step: exact token means over ranks and micro-batches, no update from a bad loss."""
+"""One optimizer step: exact token means over ranks and micro-batches, no update from a bad step.
+
+Whether a step is bad is agreed on the device, before its last backward pass: the step's loss is
+summed over the ranks, and if it is above the ceiling or not finite, the last micro-batch's loss is
+multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
+precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
+only stage 0 in fp32 does not, so that case is tested here). One collective and one host sync a
+step, and the request to stop travels in the same collective.
+"""
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deberta_ds import dist
-from deberta_ds.errors import UserError
+from deberta_ds.train.spikes import BadStepError, describe_losses, find_bad_gradients
 
 
-class NonFiniteLossError(UserError):
-    """A loss became NaN or infinite; the step's update was not made."""
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; equal on all ranks but for `sums`."""
+
+    sums: dict[str, Tensor]  # of this rank, on the device
+    counts: dict[str, Tensor]  # of the whole step, on the device
+    loss: float  # the mean that was trained on
+    updated: bool
+    problem: str = ""  # why no update was made, with rows; empty for an fp16 scale overflow
+    stop: bool = False  # some rank was asked to stop
 
 
 def seed_step(seed: int, step: int, micro_step: int, rank: int) -> None:
@@ -27,39 +44,72 @@ def count_over_ranks(batches: list, device: torch.device) -> dict[str, Tensor]:
     return {"targets": counts[0], "tokens": counts[1]}
 
 
-def train_step(engine, batches: list, *, step: int, seed: int) -> tuple[dict, dict]:
-    """Make one update from this rank's micro-batches; return (sums, counts).
+def train_step(engine, batches: list, *, step: int, seed: int,
+               ceiling: float = torch.finfo(torch.float64).max, stop: bool = False,
+               raise_if_bad: bool = True) -> StepResult:
+    """Make one update from this rank's micro-batches, unless the step is bad.
 
-    `sums` are this rank's, `counts` those of the whole step; both stay on the device. Raises
-    NonFiniteLossError on every rank, before the update, if any rank's loss is not finite.
+    Bad: the loss is above `ceiling` or not finite, or the gradient is not finite. Then no update is
+    made, and BadStepError is raised on every rank or, without `raise_if_bad`, `problem` is set.
+    `stop` is this rank's request; the result's is that of any rank.
     """
     counts = count_over_ranks(batches, engine.device)
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
     share = dist.world_size() * len(batches)
     norm = {name: (count / share).float() for name, count in counts.items()}
-    finite = torch.ones((), dtype=torch.bool, device=engine.device)
     totals: dict[str, Tensor] = {}
-    for micro_step, batch in enumerate(batches):
+    whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+
+    def run_micro_batch(micro_step: int) -> tuple[Tensor, dict[str, Tensor]]:
         seed_step(seed, step, micro_step, dist.rank())
-        loss, sums, _ = engine(batch.to(engine.device), norm)
-        engine.backward(loss)
-        finite &= torch.isfinite(loss.detach())
+        loss, sums, _ = engine(batches[micro_step].to(engine.device), norm)
+        return loss, sums
+
+    for micro_step in range(len(batches)):
+        loss, sums = run_micro_batch(micro_step)
+        whole_loss += loss.detach() / share
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
-        if micro_step + 1 == len(batches) and not dist.all_true(finite):
-            raise _non_finite(step, batches, totals)
+        if micro_step + 1 < len(batches):
+            engine.backward(loss)
+            engine.step()
+    agreed = torch.stack([whole_loss, whole_loss.new_tensor(float(stop))])
+    agreed = dist.sum_over_ranks(agreed)
+    good = agreed[0] <= ceiling  # False for NaN
+    engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
+    mean_loss, stops = agreed.tolist()
+    bad_loss = not mean_loss <= ceiling
+    if bad_loss and raise_if_bad:
+        raise _bad_step(step, f"the loss is {mean_loss:.6g}, above the limit of {ceiling:.6g}, "
+                              f"or not finite ({describe_losses(batches, totals)})")
+    updated = _update(engine)
+    problem = ""
+    if bad_loss:
+        problem = f"loss {mean_loss:.6g} ({describe_losses(batches, totals)})"
+    elif not updated and not engine.fp16_enabled():
+        problem = f"gradient not finite, loss {mean_loss:.6g} ({describe_losses(batches, totals)})"
+        if raise_if_bad:
+            cause = find_bad_gradients(engine, batches, lambda number: run_micro_batch(number)[0])
+            raise _bad_step(step, f"the gradient is not finite ({cause})")
+    return StepResult(totals, counts, mean_loss, updated, problem, stops > 0)
+
+
+def _update(engine) -> bool:
+    """Take the engine's step; return whether the parameters were updated."""
+    if hasattr(engine.optimizer, "overflow"):
         engine.step()
-    return totals, counts
+        return not bool(engine.optimizer.overflow)
+    # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    finite = all(bool(norm.isfinite()) for norm in torch._foreach_norm(gradients))
+    if not finite:
+        engine.zero_grad()  # parameters without a gradient are left alone
+    engine.step()
+    return finite
 
 
-def _non_finite(step: int, batches: list, totals: dict[str, Tensor]) -> NonFiniteLossError:
-    rows = [int(row) for batch in batches for row in batch.rows]
-    mine = {name: value.item() for name, value in totals.items() if name.endswith("loss")}
-    every_rank = dist.gather_objects((rows, mine))
-    bad = [f"rank {rank}: {name} = {value}, rows {rows[0]}..{rows[-1]}"
-           for rank, (rows, losses) in enumerate(every_rank)
-           for name, value in losses.items() if not torch.isfinite(torch.tensor(value))]
-    return NonFiniteLossError(
-        f"step {step + 1}: the loss is not finite ({'; '.join(bad)}); no update was made. "
-        "Resume from the last checkpoint with a lower optim.lr or more warm-up, or look at those "
-        "rows with data_prep/show.py")
+def _bad_step(step: int, cause: str) -> BadStepError:
+    return BadStepError(
+        f"step {step + 1}: {cause}; no update was made. Resume from the last checkpoint with a "
+        'lower optim.lr or more warm-up, with train.on_spike = "skip" or "rollback", or look at '
+        "those rows with data_prep/show.py")

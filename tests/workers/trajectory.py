@@ -30,7 +30,8 @@ def trajectory(run, ds_values: dict) -> dict:
     for step in range(train.steps):
         engine.set_learning_rate(model_engine, learning_rate(run.optim, step, train.steps))
         micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
-        sums, counts = train_step(model_engine, micro, step=step, seed=train.seed)
+        result = train_step(model_engine, micro, step=step, seed=train.seed)
+        sums, counts = result.sums, result.counts
         total = {name: dist.sum_over_ranks(value).item() for name, value in sums.items()}
         total |= {name: value.item() for name, value in counts.items()}
         means = mean_losses(total, run.objective.rtd_weight)
