@@ -97,8 +97,8 @@ def test_a_later_stage_repeats_no_row(corpus, tmp_path):
 
 
 def test_a_longer_stage_on_another_part_shares_no_token(tmp_path):
-    tokens = list(range(10, 490))  # every token id appears once in the corpus
-    path = make_corpus(tmp_path / "c", [tokens[i : i + 40] for i in range(0, 480, 40)],
+    tokens = list(range(10, 370))  # every token id appears once in the corpus
+    path = make_corpus(tmp_path / "c", [tokens[i : i + 30] for i in range(0, 360, 30)],
                        tiny_tokenizer(), (SEQ_LEN, 128), shards=6)
 
     def ids_of(dataset):

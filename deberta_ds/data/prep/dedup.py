@@ -21,7 +21,8 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.corpus import map_array
-from deberta_ds.data.prep.documents import ReadOptions, Span, read_unit
+from deberta_ds.data.prep.documents import ReadOptions, Span
+from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import close_job, open_job, plan_digest, run_units
 from deberta_ds.data.shards import MANIFEST, save_array

@@ -101,10 +101,12 @@ def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> 
     pyplot.rcParams.update({"font.size": 9, "text.color": ink, "axes.edgecolor": "#999999",
                             "axes.spines.top": False, "axes.spines.right": False,
                             "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink})
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), constrained_layout=True)
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.6), constrained_layout=True)
     last = int(np.flatnonzero(stats.lengths).max(initial=0)) + 1
-    axes[0].bar(range(last), stats.lengths[:last], color=blue, width=0.85)
-    axes[0].set_xticks(range(0, last, 2), [f"{2**p:,}" for p in range(0, last, 2)], rotation=45)
+    first = int(np.flatnonzero(stats.lengths).min(initial=last))
+    powers = range(first, last)
+    axes[0].bar(powers, stats.lengths[first:last], color=blue, width=0.85)
+    axes[0].set_xticks(powers, [f"{2**power:,}" for power in powers], rotation=45, ha="right")
     axes[0].set(title="Document length", xlabel="tokens", ylabel="documents")
     ordered = np.sort(stats.frequencies[stats.frequencies > 0])[::-1]
     axes[1].loglog(np.arange(1, len(ordered) + 1), ordered, color=blue)

@@ -9,7 +9,8 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.prep.dedup import check_duplicates, duplicates_of, units_digest
-from deberta_ds.data.prep.documents import Document, ReadOptions, Span, read_unit
+from deberta_ds.data.prep.documents import Document, ReadOptions, Span
+from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
     TEXT_RULES_VERSION,
     BadTextError,

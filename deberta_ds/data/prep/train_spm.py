@@ -6,7 +6,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from deberta_ds.data.prep.documents import ReadOptions, Span, read_unit
+from deberta_ds.data.prep.documents import ReadOptions, Span
+from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic

@@ -1,0 +1,77 @@
+"""Opening inputs: local or remote (fsspec), plain or compressed, or streamed from the Hub."""
+
+import gzip
+import io
+import re
+
+import fsspec
+import zstandard
+
+from deberta_ds.errors import UserError
+
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+
+
+def open_bytes(path: str):
+    """Open for reading bytes, decompressing by suffix; local files without detour."""
+    raw = fsspec.open(path, "rb").open() if "://" in path else open(path, "rb")
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if path.endswith(".zst"):
+        return io.BufferedReader(_ZstdFile(raw), 1 << 20)
+    return raw
+
+
+class _ZstdFile(io.RawIOBase):
+    """A .zst file of any number of frames; unlike zstandard.open it notices a missing end."""
+
+    def __init__(self, raw):
+        self._raw, self._ready = raw, b""
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._inside = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            chunk = b""
+            if self._frame.eof:
+                chunk = self._frame.unused_data
+                self._frame, self._inside = zstandard.ZstdDecompressor().decompressobj(), False
+            chunk = chunk or self._raw.read(1 << 17)
+            if not chunk:
+                if self._inside:
+                    raise EOFError("the last zstd frame has no end")
+                return 0
+            self._ready, self._inside = self._frame.decompress(chunk), True
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def line_number(path: str, offset: int) -> int:
+    """Return the 1-based line in which byte `offset` of the (decompressed) file lies."""
+    lines, left = 1, offset
+    with open_bytes(path) as file:
+        while left > 0 and (chunk := file.read(min(left, 1 << 22))):
+            lines += chunk.count(b"\n")
+            left -= len(chunk)
+    return lines
+
+
+def open_stream(name: str):
+    import datasets
+
+    match = re.fullmatch(r"hub:([^@#]+)(?:@([^#]+))?(?:#(.+))?", name)
+    if match is None:
+        raise UserError(f"{name}: write hub:NAME, hub:NAME@CONFIG or hub:NAME@CONFIG#SPLIT")
+    path, config, split = match.groups()
+    try:
+        return datasets.load_dataset(path, config, split=split or "train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: cannot be opened ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,217 @@
+"""One work unit -> its documents, in order and in bounded memory; bad ones carry their problem."""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import zstandard
+
+from deberta_ds.data.prep.documents import Document, ReadOptions, Span
+from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
+from deberta_ds.errors import UserError
+
+
+def read_unit(unit: list[Span], options: ReadOptions) -> Iterator[Document]:
+    """Yield the documents of one unit in order; unreadable ones have `problem` set."""
+    readers = {"text": _read_lines, "json": _read_lines, "parquet": _read_parquet,
+               "arrow": _read_arrow, "stream": _read_stream}
+    for span in unit:
+        try:
+            yield from readers[span.kind](span, options)
+        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+            raise UserError(
+                f"{span.path}: damaged or cut short ({error}); fetch the file again"
+            ) from error
+
+
+def _read_lines(span: Span, options: ReadOptions) -> Iterator[Document]:
+    label = Path(span.path).parent.name if options.label_from_directory else ""
+    with open_bytes(span.path) as file:
+        compressed = span.path.endswith(COMPRESSED_SUFFIXES)
+        end = None if compressed else span.end
+        if span.kind == "json":
+            for where, line, problem in _lines(file, span.start, end, options):
+                yield _json_document(span.path, where, line, problem, label, options)
+        elif options.documents == "file":
+            data = file.read(options.max_document_bytes + 1)
+            yield _text_document(span.path, 0, [data], len(data), label, options)
+        else:
+            yield from _broken_text(file, span, end, label, options)
+
+
+def _lines(
+    file, start: int, end: int | None, options: ReadOptions
+) -> Iterator[tuple[int, bytes, str]]:
+    """Yield (offset, line, problem) of each line that starts in [start, end); a line over the size
+    limit is passed over in pieces and reported.
+    """
+    limit = options.max_document_bytes
+    position = start
+    if start:
+        file.seek(start - 1)
+        position += _pass_line(file, limit) - 1
+    while end is None or position < end:
+        line = file.readline(limit)
+        if not line:
+            return
+        where, problem = position, ""
+        position += len(line)
+        if len(line) == limit and not line.endswith(b"\n"):
+            position += _pass_line(file, limit)
+            line, problem = b"", f"longer than {limit} bytes; raise --max_document_bytes"
+        yield where, line, problem
+
+
+def _pass_line(file, limit: int) -> int:
+    passed = 0
+    while line := file.readline(limit):
+        passed += len(line)
+        if line.endswith(b"\n"):
+            break
+    return passed
+
+
+def _broken_text(
+    file, span: Span, end: int | None, label: str, options: ReadOptions
+) -> Iterator[Document]:
+    """Documents that start at a break line inside the span (or at the start of the file)."""
+    is_break = _break_rule(options.documents)
+    keep_empty = options.documents == "line"
+    parts: list[bytes] | None = [] if span.start == 0 else None
+    size, where = 0, 0
+    for position, line, problem in _lines(file, span.start, None, options):
+        if problem or is_break(line):
+            if parts is not None and (size or where):
+                document = _text_document(span.path, where, parts, size, label, options)
+                if keep_empty or document.problem or document.text.strip():
+                    yield document
+            if end is not None and position >= end:
+                return
+            parts, size, where = [], 0, position
+            if problem:
+                yield Document("", span.path, position, span.kind, label, problem)
+                parts = None
+                continue
+        if parts is not None:
+            size += len(line)
+            if size <= options.max_document_bytes:
+                parts.append(line)
+    if parts:
+        document = _text_document(span.path, where, parts, size, label, options)
+        if keep_empty or document.problem or document.text.strip():
+            yield document
+
+
+def _break_rule(documents: str):
+    if documents == "line":
+        return lambda line: True
+    if documents == "blank_line":
+        return lambda line: not line.strip()
+    if documents.startswith("match:"):
+        try:
+            return re.compile(documents.removeprefix("match:").encode()).match
+        except re.error as error:
+            raise UserError(f"--documents {documents}: bad pattern ({error})") from error
+    raise UserError(f"--documents {documents}: must be file, line, blank_line or match:PATTERN")
+
+
+def _text_document(
+    path: str, where: int, parts: list[bytes], size: int, label: str, options: ReadOptions
+) -> Document:
+    if size > options.max_document_bytes:
+        problem = (
+            f"a document longer than {options.max_document_bytes} bytes; split it with --documents "
+            "line, blank_line or match:PATTERN, or raise --max_document_bytes"
+        )
+        return Document("", path, where, "text", label, problem)
+    data = b"".join(parts)
+    try:
+        return Document(data.decode("utf-8"), path, where, "text", label)
+    except UnicodeDecodeError as error:
+        bad = where + error.start
+        problem = f"invalid UTF-8 ({error.reason}) at byte {bad}"
+        return Document("", path, bad, "text", label, problem)
+
+
+def _json_document(
+    path: str, where: int, line: bytes, problem: str, label: str, options: ReadOptions
+) -> Document:
+    text = ""
+    if not problem:
+        try:
+            record = json.loads(line.decode("utf-8")) if line.strip() else {options.text_key: ""}
+            text, problem, label = _fields(record, label, options)
+        except UnicodeDecodeError as error:
+            problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
+        except (ValueError, RecursionError) as error:
+            problem = f"not JSON ({error})"
+    return Document(text, path, where, "json", label, problem)
+
+
+def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str]:
+    """Return (text, problem, label) of one record."""
+    if not isinstance(record, dict):
+        return "", f"a JSON {type(record).__name__}, not an object", label
+    text = record.get(options.text_key)
+    if not isinstance(text, str):
+        found = ", ".join(map(str, record)) or "nothing"
+        return "", f"no string under {options.text_key!r} (found: {found}); see --text_key", label
+    if options.label_key:
+        label = str(record.get(options.label_key, ""))
+    return text, "", label
+
+
+def _columns(options: ReadOptions, available: list[str], path: str) -> list[str]:
+    wanted = [options.text_key] + ([options.label_key] if options.label_key else [])
+    for name in wanted:
+        if name not in available:
+            raise UserError(f"{path}: no column {name!r} (found: {', '.join(available)})")
+    return wanted
+
+
+def _read_parquet(span: Span, options: ReadOptions) -> Iterator[Document]:
+    import pyarrow.parquet
+
+    with open_bytes(span.path) as file:
+        parquet = pyarrow.parquet.ParquetFile(file)
+        columns = _columns(options, parquet.schema_arrow.names, span.path)
+        row = sum(parquet.metadata.row_group(i).num_rows for i in range(span.start))
+        groups = list(range(span.start, span.end))
+        for batch in parquet.iter_batches(1024, row_groups=groups, columns=columns):
+            yield from _read_batch(batch, row, span, options)
+            row += batch.num_rows
+
+
+def _read_arrow(span: Span, options: ReadOptions) -> Iterator[Document]:
+    import pyarrow
+
+    with open_bytes(span.path) as file:
+        magic = file.read(6)
+        file.seek(0)
+        if magic == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            batches = reader = pyarrow.ipc.open_stream(file)
+        columns = _columns(options, reader.schema.names, span.path)
+        row = 0
+        for batch in batches:
+            yield from _read_batch(batch.select(columns), row, span, options)
+            row += batch.num_rows
+
+
+def _read_batch(batch, row: int, span: Span, options: ReadOptions) -> Iterator[Document]:
+    for offset, record in enumerate(batch.to_pylist()):
+        text, problem, label = _fields(record, "", options)
+        yield Document(text, span.path, row + offset, span.kind, label, problem)
+
+
+def _read_stream(span: Span, options: ReadOptions) -> Iterator[Document]:
+    stream = open_stream(span.path).shard(num_shards=span.end, index=span.start)
+    for row, record in enumerate(stream):
+        text, problem, label = _fields(record, "", options)
+        place = f"{span.path} (shard {span.start})"
+        yield Document(text, place, row, "stream", label, problem)

@@ -1,0 +1,283 @@
+"""The prep stages: the same bytes for any number of workers, restarts, duplicates, refusals."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import SENTENCES, random_documents, tiny_tokenizer, tokenizer_path
+
+from deberta_ds.data.corpus import Corpus, map_array
+from deberta_ds.data.prep.dedup import find_duplicates
+from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
+from deberta_ds.data.prep.pack import pack_corpus
+from deberta_ds.data.prep.stats import corpus_stats, stats_text
+from deberta_ds.data.prep.text import normalise
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.data.prep.train_spm import train_tokenizer
+from deberta_ds.data.shards import read_manifest
+from deberta_ds.errors import UserError
+
+SCRIPTS = Path(__file__).parent.parent / "data_prep"
+READ = ReadOptions()
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.jsonl"
+    write_json_lines(path, random_documents(300))
+    return path
+
+
+def write_json_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def tokenize(source, out, workers=1, clean=None, unit_bytes=20_000, **options):
+    units = plan_units([str(source)], READ, unit_bytes)
+    return tokenize_corpus(units, out, tiny_tokenizer(), read=READ, clean=clean or CleanOptions(),
+                           workers=workers, **options)
+
+
+def tree(directory):
+    return {str(path.relative_to(directory)): path.read_bytes()
+            for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+
+
+def stored_texts(corpus):
+    texts = []
+    for shard in read_manifest(corpus)[0].shards:
+        tokens = map_array(Path(corpus) / "tokens" / f"{shard.name}.npy")
+        begin = 0
+        for end in map_array(Path(corpus) / "ends" / f"{shard.name}.npy").tolist():
+            texts.append(tiny_tokenizer().decode(tokens[begin:end]))
+            begin = end
+    return texts
+
+
+def test_stored_text_is_the_normalised_text_in_order(text_file, tmp_path):
+    tokenize(text_file, tmp_path / "out")
+    assert stored_texts(tmp_path / "out") == [normalise(text) for text in random_documents(300)]
+    assert len(read_manifest(tmp_path / "out")[0].shards) > 3
+
+
+def test_same_bytes_for_any_number_of_workers(text_file, tmp_path):
+    for workers in (1, 2, 3):
+        tokenize(text_file, tmp_path / str(workers), workers, heldout_share=0.2,
+                 heldout_out=tmp_path / f"{workers}h")
+        pack_corpus(tmp_path / str(workers), tiny_tokenizer(), 64, workers=workers)
+    for suffix in ("", "h"):
+        assert tree(tmp_path / f"1{suffix}") == tree(tmp_path / f"2{suffix}")
+        assert tree(tmp_path / f"1{suffix}") == tree(tmp_path / f"3{suffix}")
+    train, heldout = stored_texts(tmp_path / "1"), stored_texts(tmp_path / "1h")
+    assert 0.1 < len(set(heldout)) / 300 < 0.3 and not set(train) & set(heldout)
+
+
+def test_restart_does_only_what_is_missing(text_file, tmp_path):
+    out = tmp_path / "out"
+    tokenize(text_file, out)
+    whole = tree(out)
+    (out / "manifest.json").unlink()
+    names = [shard.name for shard in json_shards(whole)]
+    (out / ".units").mkdir()
+    for name in names[1:]:
+        write_marker(out, name, whole)
+    times = {name: (out / "tokens" / f"{name}.npy").stat().st_mtime_ns for name in names}
+    (out / "tokens" / f".{names[0]}.npy.99.tmp").write_bytes(b"half")
+    tokenize(text_file, out)
+    assert tree(out) == whole
+    redone = [name for name in names
+              if (out / "tokens" / f"{name}.npy").stat().st_mtime_ns != times[name]]
+    assert redone == names[:1]
+
+
+def json_shards(files):
+    from deberta_ds.data.shards import ShardInfo
+
+    return [ShardInfo(**shard) for shard in json.loads(files["manifest.json"])["shards"]]
+
+
+def write_marker(out, name, whole):
+    from dataclasses import asdict
+
+    from deberta_ds.data.prep.tokenize import COUNTS
+
+    shard = next(shard for shard in json_shards(whole) if shard.name == name)
+    ends = np.load(out / "ends" / f"{name}.npy")
+    texts = stored_texts_of(out, name, ends)
+    counts = dict.fromkeys(COUNTS, 0)
+    labels = {"": [len(ends), sum(map(len, texts)), shard.tokens]}
+    result = {"shards": [[asdict(shard)]], "labels": [labels], "counts": counts, "problems": []}
+    (out / ".units" / f"{name[:5]}.json").write_text(json.dumps(result))
+
+
+def stored_texts_of(out, name, ends):
+    tokens = np.load(out / "tokens" / f"{name}.npy")
+    return [tiny_tokenizer().decode(part) for part in np.split(tokens, ends[:-1])]
+
+
+def test_a_finished_job_is_left_alone_and_another_one_refused(text_file, tmp_path):
+    out = tmp_path / "out"
+    tokenize(text_file, out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    tokenize(text_file, out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    with pytest.raises(UserError, match="other inputs or options"):
+        tokenize(text_file, out, unit_bytes=30_000)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty and not made by this command"):
+        tokenize(text_file, tmp_path / "precious")
+
+
+@pytest.mark.multi
+def test_kills_at_random_moments_leave_no_corpus_and_restart_gives_the_same_bytes(
+    text_file, tmp_path
+):
+    arguments = [sys.executable, str(SCRIPTS / "tokenize_corpus.py"), str(text_file),
+                 "--tokenizer", tokenizer_path(), "--unit_bytes", "20000", "--workers", "2"]
+    subprocess.run([*arguments, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    generator = random.Random(0)
+    out = tmp_path / "killed"
+    for _ in range(3):
+        process = subprocess.Popen([*arguments, "--out", str(out)], start_new_session=True,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(generator.uniform(0.3, 1.2))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*arguments, "--out", str(out)], check=True, capture_output=True)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_duplicates_are_the_ones_a_set_finds(tmp_path):
+    texts = random_documents(400, longest=2)
+    write_json_lines(tmp_path / "text.jsonl", texts)
+    units = plan_units([str(tmp_path / "text.jsonl")], READ, 5_000)
+    found = tmp_path / "found"
+    counts = find_duplicates(units, found, read=READ, workers=2)
+    unique = list(dict.fromkeys(normalise(text) for text in texts))
+    assert counts == {"documents": 400, "exact": 400 - len(unique), "near": 0}
+    tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ, clean=CleanOptions(),
+                    duplicates=str(found))
+    assert stored_texts(tmp_path / "out") == unique
+    other = plan_units([str(tmp_path / "text.jsonl")], READ, 9_000)
+    with pytest.raises(UserError, match="other inputs"):
+        tokenize_corpus(other, tmp_path / "out2", tiny_tokenizer(), read=READ,
+                        clean=CleanOptions(), duplicates=str(found))
+
+
+def test_near_duplicates(tmp_path):
+    pytest.importorskip("datasketch")
+    generator = random.Random(0)
+    words = [f"word{number}" for number in range(500)]
+    originals = [" ".join(generator.choices(words, k=120)) for _ in range(30)]
+    changed = [text.replace(text.split()[60], "changed", 1) for text in originals]
+    write_json_lines(tmp_path / "text.jsonl", originals + changed)
+    units = plan_units([str(tmp_path / "text.jsonl")], READ, 8_000)
+    counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=0.7)
+    assert counts["exact"] == 0 and 28 <= counts["near"] <= 30
+
+
+def test_bad_documents_stop_or_are_counted(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "good one"}\n{"text": "\\ud800"}\n{"text": ""}\n'
+                    '{"text": "a\\u0000"}\n{"text": "12345678"}\nnot json\n')
+    with pytest.raises(UserError, match=r"text.jsonl:2: a lone surrogate.*--max_bad allows 0"):
+        tokenize(path, tmp_path / "out")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    clean = CleanOptions(min_characters=2, min_letter_share=0.5, max_bad=2)
+    counts = tokenize(path, tmp_path / "out2", clean=clean)[str(tmp_path / "out2")].counts
+    assert (counts["documents"], counts["bad"], counts["empty"]) == (1, 2, 1)
+    assert (counts["too_short"], counts["few_letters"]) == (1, 1)
+
+
+def test_bad_documents_of_all_units_together_are_limited(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text(('{"text": "fine"}\n' * 50 + "bad\n") * 3)
+    with pytest.raises(UserError, match="3 bad documents, --max_bad allows 2"):
+        tokenize(path, tmp_path / "out", unit_bytes=900, clean=CleanOptions(max_bad=2))
+
+
+def test_pack_refuses_another_tokenizer_and_a_truncated_shard(text_file, tmp_path):
+    out = tmp_path / "out"
+    tokenize(text_file, out)
+    text = (out / "manifest.json").read_text()
+    (out / "manifest.json").write_text(text.replace(tiny_tokenizer().sha256, "0" * 64))
+    with pytest.raises(UserError, match="not with"):
+        pack_corpus(out, tiny_tokenizer(), 64)
+    (out / "manifest.json").write_text(text)
+    shard = next((out / "tokens").glob("*.npy"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(UserError, match="bytes, the manifest says"):
+        pack_corpus(out, tiny_tokenizer(), 64)
+
+
+def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(random_documents(200)), encoding="utf-8")
+    read = ReadOptions(documents="line")
+    units = plan_units([str(path)], read)
+    tokenizer = train_tokenizer(units, tmp_path / "spm.model", pieces=400, sample_bytes=1 << 20,
+                                read=read, threads=1)
+    assert tokenizer.mask_id == 400
+    for text in SENTENCES:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(UserError, match="cannot make 100000 pieces"):
+        train_tokenizer(units, tmp_path / "x.model", pieces=100_000, sample_bytes=1 << 20,
+                        read=read, threads=1)
+    assert not (tmp_path / "x.model").exists()
+
+
+def test_docstrings_are_deduplicated_english(tmp_path):
+    files = [path for path in installed_python_files() if "/email/" in path or "/http/" in path]
+    counts = write_docstrings(files, tmp_path, max_bytes=10**6, heldout_share=0.3, workers=1)
+    records = [json.loads(line) for name in ("train", "heldout")
+               for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [record["text"] for record in records]
+    assert len(texts) == len(set(texts)) == counts["train"] + counts["heldout"] > 20
+    assert all(text == normalise(text) and len(text) >= 200 for text in texts)
+    assert not any(record["id"].startswith("/") for record in records)
+
+
+def test_stats_count_every_token(text_file, tmp_path):
+    tokenize(text_file, tmp_path / "out")
+    pack_corpus(tmp_path / "out", tiny_tokenizer(), 64)
+    stats = corpus_stats(tmp_path / "out", tiny_tokenizer())
+    assert stats.frequencies.sum() == stats.manifest.counts["tokens"]
+    assert stats.lengths.sum() == 300
+    text = stats_text(stats, tiny_tokenizer())
+    assert "rows-64" in text and "top 20 pieces" in text
+
+
+def test_commands_print_one_error_line(tmp_path):
+    for script, arguments in (
+        ("tokenize_corpus.py", ["absent.txt", "--tokenizer", tokenizer_path(), "--out", "x"]),
+        ("pack.py", ["absent", "--tokenizer", tokenizer_path(), "--seq_len", "64"]),
+        ("verify.py", ["absent"]),
+    ):
+        result = subprocess.run([sys.executable, str(SCRIPTS / script), *arguments], cwd=tmp_path,
+                                capture_output=True, text=True)
+        assert result.returncode == 2, result
+        assert result.stderr.startswith("error: absent") and result.stderr.count("\n") == 1
+
+
+def test_show_and_verify_run(text_file, tmp_path):
+    out = tmp_path / "out"
+    tokenize(text_file, out)
+    pack_corpus(out, tiny_tokenizer(), 64)
+    tools = {"show.py": ["--tokenizer", tokenizer_path(), "--seq_len", "64"], "verify.py": []}
+    printed = [
+        subprocess.run([sys.executable, str(SCRIPTS / script), str(out), *arguments], check=True,
+                       capture_output=True, text=True).stdout
+        for script, arguments in tools.items()
+    ]
+    assert "[CLS]" in printed[0] and "targets" in printed[0] and "{" in printed[0]
+    assert "files agree (full)" in printed[1]
+    assert Corpus(out, seq_len=64).fingerprint[:16] in printed[1]

@@ -1,0 +1,197 @@
+"""Readers: every format, every split, and bad input named by file and line."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deberta_ds.data.prep.documents import ReadOptions, Span, plan_units
+from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.errors import UserError
+
+TEXTS = ["First document.", "Zweites, mit Ümlaut.", "第三个文件。", "fourth \U0001f600"]
+
+
+def texts_of(inputs, unit_bytes=0, **options):
+    read = ReadOptions(**options)
+    units = plan_units([str(name) for name in inputs], read, unit_bytes)
+    return [document.text.strip() for unit in units for document in read_unit(unit, read)]
+
+
+def problems_of(path, **options):
+    read = ReadOptions(**options)
+    documents = [d for unit in plan_units([str(path)], read) for d in read_unit(unit, read)]
+    return [f"{d.place()}: {d.problem}" for d in documents if d.problem], documents
+
+
+def json_lines(texts=TEXTS):
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines())
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
+        file.write(json_lines())
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(json_lines()))
+    (tmp_path / "d.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    table = pyarrow.table({"text": TEXTS, "lang": ["en", "de", "zh", "en"]})
+    pyarrow.parquet.write_table(table, tmp_path / "e.parquet", row_group_size=2)
+    with pyarrow.ipc.new_stream(str(tmp_path / "f.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    with pyarrow.ipc.new_file(str(tmp_path / "g.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for path in sorted(tmp_path.iterdir()):
+        assert texts_of([path], documents="line") == TEXTS, path.name
+        assert texts_of([path], unit_bytes=20, documents="line") == TEXTS, path.name
+    assert texts_of([tmp_path / "a.jsonl", tmp_path / "e.parquet"]) == TEXTS * 2
+
+
+def test_remote_paths_go_through_fsspec(tmp_path):
+    import fsspec
+
+    with fsspec.open("memory://corpus/a.jsonl", "wb") as file:
+        file.write(json_lines())
+    assert texts_of(["memory://corpus"]) == TEXTS
+    assert texts_of(["memory://corpus/a.jsonl"], unit_bytes=30) == TEXTS
+    (tmp_path / "b.txt").write_text("local by URL", encoding="utf-8")
+    assert texts_of([f"file://{tmp_path}/b.txt"]) == ["local by URL"]
+
+
+def test_hub_datasets_are_streamed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(json_lines())
+    assert texts_of([f"hub:{tmp_path}/set"]) == TEXTS
+    with pytest.raises(UserError, match="write hub:NAME"):
+        texts_of(["hub:@x"])
+
+
+def test_documents_of_text_files(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("title\nCHAPTER 1\none\n\n\ntwo\nCHAPTER 2\nthree\n", encoding="utf-8")
+    assert len(texts_of([path])) == 1
+    assert texts_of([path], documents="blank_line") == [
+        "title\nCHAPTER 1\none", "two\nCHAPTER 2\nthree"
+    ]
+    assert texts_of([path], documents="match:CHAPTER ") == [
+        "title", "CHAPTER 1\none\n\n\ntwo", "CHAPTER 2\nthree"
+    ]
+    with pytest.raises(UserError, match="bad pattern"):
+        texts_of([path], documents="match:(")
+    with pytest.raises(UserError, match="must be file, line"):
+        texts_of([path], documents="chapter")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["", "a", "bb\r", "CHAPTER x", "long line of words", " "]),
+             max_size=30),
+    st.integers(1, 60), st.sampled_from(["line", "blank_line", "match:CHAPTER"]), st.booleans(),
+)
+def test_any_split_into_byte_ranges_gives_the_same_documents(
+    tmp_path_factory, lines, cut, documents, newline
+):
+    path = tmp_path_factory.mktemp("split") / "t.txt"
+    data = ("\n".join(lines) + ("\n" if newline else "")).encode()
+    path.write_bytes(data)
+    read = ReadOptions(documents=documents)
+    whole = [d.text for d in read_unit([Span(str(path), "text", 0, len(data))], read)]
+    edges = [*range(0, len(data), cut), len(data)]
+    spans = [Span(str(path), "text", a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    assert [d.text for span in spans for d in read_unit([span], read)] == whole
+
+
+def test_labels(tmp_path):
+    (tmp_path / "de").mkdir()
+    (tmp_path / "de" / "a.txt").write_text("x")
+    read = ReadOptions(label_from_directory=True)
+    assert [d.label for d in read_unit(plan_units([str(tmp_path)], read)[0], read)] == ["de"]
+    (tmp_path / "b.jsonl").write_text('{"text": "x", "lang": "fr"}\n')
+    read = ReadOptions(label_key="lang")
+    unit = plan_units([str(tmp_path / "b.jsonl")], read)[0]
+    assert [d.label for d in read_unit(unit, read)] == ["fr"]
+
+
+def test_bad_json_lines_are_named_by_file_and_line(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(
+        b'{"text": "good"}\n{"text": broken}\n{"body": "x"}\n[1]\n{"text": 5}\n'
+        b'{"text": "\xff\xfe"}\n{"text": "last"}\n'
+    )
+    problems, documents = problems_of(path)
+    assert [d.text for d in documents if not d.problem] == ["good", "last"]
+    for number, (problem, reason) in enumerate(
+        zip(problems, ("not JSON", "no string under 'text' (found: body)", "a JSON list",
+                       "no string under", "invalid UTF-8"), strict=True), start=2
+    ):
+        assert problem.startswith(f"{path}:{number}: {reason}"), problem
+
+
+def test_bad_text_is_named_by_file_and_line(tmp_path):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(b"good\nbad \xe4 byte\nlast\n")
+    problems, documents = problems_of(path, documents="line")
+    assert len(documents) == 3 and problems[0].startswith(f"{path}:2: invalid UTF-8")
+    problems, _ = problems_of(path)
+    assert problems[0].startswith(f"{path}:2: invalid UTF-8") and "at byte 9" in problems[0]
+
+
+def test_overlong_lines_and_files_are_named_and_the_rest_is_read(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * 5000 + b'"}\n{"text": "b"}\n')
+    problems, documents = problems_of(path, max_document_bytes=1000)
+    assert [d.text for d in documents if not d.problem] == ["a", "b"]
+    assert problems == [f"{path}:2: longer than 1000 bytes; raise --max_document_bytes"]
+    text = tmp_path / "long.txt"
+    text.write_bytes(b"y" * 5000)
+    assert "--documents" in problems_of(text, max_document_bytes=1000)[0][0]
+
+
+def test_parquet_problems(tmp_path):
+    table = pyarrow.table({"text": ["a", None, "c"]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    problems, _ = problems_of(tmp_path / "t.parquet")
+    assert problems[0].startswith(f"{tmp_path}/t.parquet:row 2: no string under 'text'")
+    with pytest.raises(UserError, match=r"no column 'body' \(found: text\)"):
+        texts_of([tmp_path / "t.parquet"], text_key="body")
+
+
+def test_missing_unknown_and_empty_inputs(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        texts_of([tmp_path / "absent"])
+    (tmp_path / "x.docx").write_bytes(b"")
+    with pytest.raises(UserError, match="unknown kind of file"):
+        texts_of([tmp_path / "x.docx"])
+    with pytest.raises(UserError, match="no input files"):
+        texts_of([tmp_path])
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    assert texts_of([tmp_path / "empty.jsonl"]) == []
+
+
+def test_compressed_files_cut_short_or_damaged_are_refused(tmp_path):
+    lines = json_lines(TEXTS * 2000)
+    for name, data in (("a.jsonl.gz", gzip.compress(lines)),
+                       ("b.jsonl.zst", zstandard.compress(lines))):
+        path = tmp_path / name
+        path.write_bytes(data + data)
+        assert texts_of([path]) == TEXTS * 4000, "two frames"
+        path.write_bytes(data[:-20])
+        with pytest.raises(UserError, match=f"{name}: damaged or cut short"):
+            texts_of([path])
+        path.write_bytes(b"not compressed at all")
+        with pytest.raises(UserError, match=f"{name}: damaged"):
+            texts_of([path])
+
+
+def test_many_small_files_share_units(tmp_path):
+    for number in range(300):
+        (tmp_path / f"{number:03d}.txt").write_text(f"document {number}")
+    units = plan_units([str(tmp_path)], ReadOptions())
+    assert len(units) == 1 and len(units[0]) == 300
+    assert texts_of([tmp_path]) == [f"document {number}" for number in range(300)]

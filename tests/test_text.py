@@ -1,0 +1,66 @@
+"""The text rules, and bounded parts for long documents."""
+
+import pytest
+from data_helpers import SENTENCES, tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deberta_ds.data.prep import text as rules
+from deberta_ds.data.prep.text import BadTextError, encodable_parts, letter_share, normalise
+
+
+@pytest.mark.parametrize(
+    ("raw", "clean"),
+    [
+        ("plain text", "plain text"),
+        ("  two  spaces\nand\tlines\r\n ", "two spaces and lines"),
+        ("no\u00a0break\u3000wide\u2028line", "no break wide line"),
+        ("\ufeffmark \x00nul\x07bell", "mark nulbell"),
+        ("soft\u00adhy\u200bphen", "softhyphen"),
+        ("e\u0301 A\u030a", "\u00e9 \u00c5"),
+        ("\u0645\u06cc\u200c\u062e\u0648", "\u0645\u06cc\u200c\u062e\u0648"),
+        ("under\u2581score", "under_score"),
+        ("", ""),
+        (" \n\x00 ", ""),
+    ],
+)
+def test_rules(raw, clean):
+    assert normalise(raw) == clean
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60))
+def test_idempotent_and_round_trip(raw):
+    try:
+        clean = normalise(raw)
+    except BadTextError:
+        assert any("\ud800" <= c <= "\udfff" for c in raw)
+        return
+    assert normalise(clean) == clean
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(clean)) == clean
+
+
+def test_lone_surrogates_are_bad():
+    with pytest.raises(BadTextError):
+        normalise("x\ud800y")
+
+
+def test_parts_encode_as_the_whole(monkeypatch):
+    monkeypatch.setattr(rules, "ENCODE_CHARACTERS", 100)
+    tokenizer, text = tiny_tokenizer(), " ".join(SENTENCES[:6])
+    parts = list(encodable_parts(text))
+    assert len(parts) > 3 and [starts for _, starts in parts] == [True] + [False] * (len(parts) - 1)
+    pieces = [token for part, _ in parts for token in tokenizer.encode(part)]
+    assert pieces == tokenizer.encode(text)
+
+
+def test_an_endless_word_starts_new_documents(monkeypatch):
+    monkeypatch.setattr(rules, "ENCODE_CHARACTERS", 10)
+    parts = list(encodable_parts("x" * 25 + " yy"))
+    assert "".join(part for part, _ in parts) == "x" * 25 + " yy"
+    assert [starts for _, starts in parts] == [True, True, True]
+
+
+def test_letter_share():
+    assert letter_share("ab 12") == 0.5 and letter_share("") == 0.0
