@@ -1,4 +1,4 @@
-"""Sharded checkpoints that are whole or not there (one of the two files that import deepspeed).
+"""Sharded checkpoints that are whole or not there.
 
     OUT/checkpoints/step-00000100/
         zero/...          DeepSpeed's own files, one or more per rank
@@ -6,8 +6,8 @@
         manifest.json     every file with its size and xxh3; written last
 
 A directory without manifest.json is a save that never finished. DeepSpeed alone neither notices a
-flipped byte nor a missing `latest` (it would start from scratch), so every file is verified before
-a tensor is loaded, and only a verified directory is ever loaded.
+flipped byte nor a missing `latest` (it would start from scratch), so there is no `latest`, every
+file is verified before a tensor is loaded, and only a verified directory is ever loaded.
 """
 
 import json
@@ -22,18 +22,16 @@ import torch
 from deberta_ds import dist
 from deberta_ds.config import RunConfig, from_dict
 from deberta_ds.deepspeed_config import precision, zero_stage
-from deberta_ds.errors import UserError
 from deberta_ds.files import sync_directory, write_atomic, xxh3
+from deberta_ds.model.backbone import on_meta
+from deberta_ds.objectives.build import build_model
+from deberta_ds.train.optim import decay_groups
+from deberta_ds.train.restore import restore
+from deberta_ds.train.shards import SWAP_FILE, CheckpointError, ShardedState
 
 DIRECTORY = "checkpoints"
 MANIFEST, RUN_FILE, TAG = "manifest.json", "run.json", "zero"
 _NAME = re.compile(r"step-(\d{8,})")
-
-
-class CheckpointError(UserError):
-    """A checkpoint is missing, broken, or of another run."""
-
-    on_every_rank = True
 
 
 @dataclass(frozen=True)
@@ -70,28 +68,103 @@ def read_run_file(path: str | Path) -> dict:
 def save(engine, out_dir: str | Path, step: int, record: dict, keep: int) -> Path:
     """Write a checkpoint on all ranks and delete all but the newest `keep`; return its directory.
 
-    `record` goes into run.json with the step. Call on every rank.
+    `record` goes into run.json with the step. Call on every rank. Raises CheckpointError on every
+    rank if a file cannot be written (disk full); older checkpoints are left alone.
     """
     path = path_of(out_dir, step)
+    try:
+        _write(engine, path, {"step": step} | record)
+    except CheckpointError as error:
+        if dist.is_main():
+            shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
+        raise CheckpointError(
+            f"{path}: cannot be saved: {error}; older checkpoints are untouched. Make room (a save "
+            "needs space for one checkpoint more than train.keep) and run again") from None
     if dist.is_main():
-        shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
-        path.mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
-    if dist.is_main():
-        text = json.dumps({"step": step} | record, indent=1)
-        write_atomic(path / RUN_FILE, text + "\n")
-    dist.barrier()
-    entries = {}
-    for part in dist.gather_objects(_describe_my_files(path)):
-        entries |= part
-    if dist.is_main():
-        manifest = {"version": 1, "step": step, "files": dict(sorted(entries.items()))}
-        write_atomic(path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        sync_directory(path.parent)
         _prune(out_dir, keep)
     dist.barrier()
     return path
+
+
+def _write(engine, path: Path, record: dict) -> None:
+    """Write every file of a checkpoint, the manifest last. Raises CheckpointError on all ranks."""
+    _on_main(lambda: _empty(path))
+    _agree(_write_shards(engine, path))
+    _on_main(lambda: write_atomic(path / RUN_FILE, json.dumps(record, indent=1) + "\n"))
+    entries, problem = {}, None
+    try:
+        entries = _describe_my_files(path)
+    except OSError as error:  # fsync is where a full disk may first be noticed
+        problem = str(error)
+    _agree(problem)
+    for part in dist.gather_objects(entries):
+        entries |= part
+    manifest = {"version": 1, "step": record["step"], "files": dict(sorted(entries.items()))}
+    _on_main(lambda: write_atomic(path / MANIFEST, json.dumps(manifest, indent=1) + "\n"))
+    if dist.is_main():
+        sync_directory(path.parent)
+
+
+def _on_main(action) -> None:
+    """Run `action` on rank 0; an OSError there becomes a CheckpointError on every rank."""
+    problem = None
+    if dist.is_main():
+        try:
+            action()
+        except OSError as error:
+            problem = str(error)
+    _agree(problem)
+
+
+def _agree(problem: str | None) -> None:
+    """Raise CheckpointError on every rank if any rank has a problem."""
+    problems = [(rank, text) for rank, text in enumerate(dist.gather_objects(problem)) if text]
+    if problems:
+        raise CheckpointError(f"rank {problems[0][0]}: {problems[0][1]}")
+
+
+def _empty(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
+    path.mkdir(parents=True)
+
+
+def _write_shards(engine, path: Path) -> str | None:
+    """Have DeepSpeed write its files; return what went wrong on this rank.
+
+    DeepSpeed's save has collectives after the writing, so a rank whose write failed must go on to
+    them: an exception there would leave the others waiting for ever.
+    """
+    problems = []
+    writer = engine.checkpoint_engine
+    write = writer.save
+
+    def remember_problem(*args, **kwargs):
+        try:
+            return write(*args, **kwargs)
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+            problems.append(str(error).splitlines()[0])
+
+    writer.save = remember_problem
+    try:
+        engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
+        _name_swapped_groups(engine, path)
+    except OSError as error:
+        problems.append(str(error))
+    finally:
+        del writer.save
+    return problems[0] if problems else None
+
+
+def _name_swapped_groups(engine, path: Path) -> None:
+    """Write which copied swap files belong to which group, for an optimizer on NVMe."""
+    if not engine.zero_nvme_offload_optimizer():
+        return
+    zero = engine.optimizer
+    names = {group: flat.ds_id for group, flat in enumerate(zero.fp32_partitioned_groups_flat)
+             if zero._swappable_optimizer_subgroup(group)}
+    directory = path / TAG / "offloaded_tensors" / f"rank{dist.rank():02d}"
+    write_atomic(directory / SWAP_FILE, json.dumps(names) + "\n")
 
 
 def _describe_my_files(path: Path) -> dict[str, dict]:
@@ -107,11 +180,16 @@ def _describe_my_files(path: Path) -> dict[str, dict]:
 
 
 def _prune(out_dir: str | Path, keep: int) -> None:
-    """Delete whole checkpoints older than the newest `keep`, manifest first."""
-    whole = [p for p in list_steps(out_dir) if (p / MANIFEST).exists()]
-    for path in whole[:-keep]:
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path)
+    """Delete checkpoints older than the newest `keep` whole ones, each manifest first.
+
+    The remains of killed saves that are older than the newest whole one go too.
+    """
+    steps = list_steps(out_dir)
+    whole = [path for path in steps if (path / MANIFEST).exists()]
+    for path in steps[:steps.index(whole[-1])]:
+        if path not in whole[-keep:]:
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
 
 
 def find(out_dir: str | Path, resume: str) -> Found:
@@ -146,18 +224,23 @@ def find(out_dir: str | Path, resume: str) -> Found:
 def problems_of(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint's files; each rank checks its share, all agree."""
     try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        name = _NAME.fullmatch(path.name)
+        if manifest["version"] != 1 or (name and manifest["step"] != int(name[1])):
+            raise ValueError
+        files = manifest["files"]
         names = sorted(files)[dist.rank()::dist.world_size()]
         mine = [problem for name in names if (problem := _file_problem(path / name, files[name]))]
     except FileNotFoundError:
-        mine = ["no manifest.json: the save did not finish"] if dist.is_main() else []
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        mine = ["manifest.json is damaged"] if dist.is_main() else []
-    return [problem for part in dist.gather_objects(mine) for problem in part]
+        mine = ["no manifest.json: the save did not finish"]
+    except (ValueError, KeyError, TypeError):  # not JSON, or not what we write
+        mine = ["manifest.json is damaged"]
+    every_rank = [problem for part in dist.gather_objects(mine) for problem in part]
+    return list(dict.fromkeys(every_rank))
 
 
 def _file_problem(file: Path, entry: dict) -> str | None:
-    if not file.exists():
+    if not file.is_file():
         return f"{file.name} is missing"
     size = file.stat().st_size
     if size != entry["bytes"]:
@@ -168,20 +251,48 @@ def _file_problem(file: Path, entry: dict) -> str | None:
 
 
 def check_layout(record: dict, ds: dict, place: str) -> None:
-    """Raise CheckpointError if the checkpoint was written by another world size or ZeRO stage."""
-    saved = (record["world_size"], zero_stage(record["deepspeed"]), precision(record["deepspeed"]))
-    now = (dist.world_size(), zero_stage(ds), precision(ds))
-    if saved != now:
-        raise CheckpointError(
-            f"{place} was written by {saved[0]} ranks, ZeRO-{saved[1]}, {saved[2]}; this job has "
-            f"{now[0]} ranks, ZeRO-{now[1]}, {now[2]}: start it with the same layout")
+    """Raise CheckpointError if the checkpoint cannot be loaded into this world size and stage.
+
+    Between ZeRO-1, 2, 3 and fp32 without ZeRO everything can. Without ZeRO in bf16 or fp16,
+    DeepSpeed keeps its state in a form of its own (and starts Adam at step 1): it alone reads it.
+    """
+    saved = (zero_stage(record["deepspeed"]), precision(record["deepspeed"]))
+    now = (zero_stage(ds), precision(ds))
+    for stage, kind in (saved, now):
+        if stage == 0 and kind != "fp32" and saved != now:
+            raise CheckpointError(
+                f"{place} was written with ZeRO-{saved[0]} in {saved[1]}, this job has "
+                f"ZeRO-{now[0]} in {now[1]}: ZeRO-0 in {kind} goes on as itself only; use ZeRO-1")
+
+
+def layout_changes(record: dict, ds: dict) -> str:
+    """Return "2 ranks, ZeRO-3, fp32 -> 1 ranks, ..." if a checkpoint's layout differs, or ""."""
+    saved = (f"{record['world_size']} ranks, ZeRO-{zero_stage(record['deepspeed'])}, "
+             f"{precision(record['deepspeed'])}")
+    now = f"{dist.world_size()} ranks, ZeRO-{zero_stage(ds)}, {precision(ds)}"
+    return f"{saved} -> {now}" if saved != now else ""
 
 
 def load(engine, path: str | Path) -> None:
-    """Load a verified checkpoint into the engine; weights, optimizer and counters."""
-    loaded, _ = engine.load_checkpoint(str(path), tag=TAG)
-    if loaded is None:  # DeepSpeed's way to say that it found nothing
-        raise CheckpointError(f"{path}: DeepSpeed found no checkpoint in it")
+    """Load a verified checkpoint into the engine, whatever world size and stage wrote it."""
+    record = read_run_file(path)
+    stage = zero_stage(record["deepspeed"])
+    if stage == 0 and precision(record["deepspeed"]) != "fp32":
+        loaded, _ = engine.load_checkpoint(str(path), tag=TAG)
+        if loaded is None:  # DeepSpeed's way to say that it found nothing
+            raise CheckpointError(f"{path}: DeepSpeed found no checkpoint in it")
+    else:
+        restore(engine, ShardedState(Path(path) / TAG, stage, _plain_order(record)))
+    dist.barrier()
+
+
+def _plain_order(record: dict) -> list[str]:
+    """Return the names of a run's parameters in the order of its optimizer."""
+    run = from_dict(record["config"])
+    model = on_meta(build_model, run)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = decay_groups(model, run.optim.weight_decay)
+    return [names[id(parameter)] for group in groups for parameter in group["params"]]
 
 
 def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
@@ -196,13 +307,9 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
     problems = problems_of(path)
     if problems:
         raise CheckpointError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
-    run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
-    if zero_stage(read_run_file(path)["deepspeed"]) > 0:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        state = get_fp32_state_dict_from_zero_checkpoint(str(path), tag=TAG)
-    else:
-        file = path / TAG / "mp_rank_00_model_states.pt"
-        state = torch.load(file, map_location="cpu", weights_only=True)["module"]
-    return {name: tensor.float() for name, tensor in state.items()}, run
-
+    record = read_run_file(path)
+    run = from_dict(record["config"], str(path / RUN_FILE))
+    state = ShardedState(path / TAG, zero_stage(record["deepspeed"]), _plain_order(record))
+    whole = {name: state.read_whole(name) for name in state.shapes}
+    whole |= {name: whole[owner] for name, owner in state.shared.items()}
+    return whole | {name: buffer.float() for name, buffer in state.buffers.items()}, run

@@ -1,0 +1,77 @@
+"""Start the ranks of a run quickly: one server imports everything once, each rank is a fork of it.
+
+The ranks run launch/pretrain.py itself, each in a process of its own that can be killed.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["deepspeed", "deberta_ds.train.loop"])
+
+
+def start(world_size: int, arguments: list[str], log: Path) -> list:
+    """Return the started processes of `pretrain.py arguments`, rank by rank; output goes to log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    processes = []
+    for rank in range(world_size):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        process = _context.Process(target=_rank_main, args=(arguments, env, str(log)))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def wait(processes: list, timeout: float = 240) -> list[int]:
+    """Return the exit codes; ranks that outlive the timeout, or a failed rank by 20 s, are killed.
+    """
+    deadline = time.monotonic() + timeout
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + 20)
+        if time.monotonic() > deadline:
+            kill(processes)
+        time.sleep(0.02)
+    return [process.exitcode for process in processes]
+
+
+def kill(processes: list) -> None:
+    """End every rank at once with SIGKILL."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def run(world_size: int, arguments: list[str], log: Path) -> str:
+    """Run to the end and return the log; raises AssertionError with it if a rank failed."""
+    codes = wait(start(world_size, arguments, log))
+    text = log.read_text(encoding="utf-8", errors="replace")
+    assert not any(codes), f"exit codes {codes}\n{text[-6000:]}"
+    return text
+
+
+def _rank_main(arguments: list[str], env: dict[str, str], log: str) -> None:
+    os.environ.update(env)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = ["pretrain.py", *arguments]
+    try:
+        runpy.run_path(str(REPOSITORY / "launch/pretrain.py"), run_name="__main__")
+    except SystemExit as done:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(done.code if isinstance(done.code, int) else 1)
