@@ -79,9 +79,10 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
         "relative_norm": relative and "layer_norm" in str(values.get("norm_rel_ebd", "none")),
         "absolute_input": bool(values.get("position_biased_input", True)),
         "conv_kernel": values.get("conv_kernel_size", 0),
-        "conv_activation": values.get("conv_act", "tanh"),
         "key_bias": key_bias,
     }
+    if ours["conv_kernel"]:
+        ours["conv_activation"] = values.get("conv_act", "tanh")
     rest = {key: value for key, value in values.items() if key not in _UNDERSTOOD}
     return model_config(ours, place), rest
 

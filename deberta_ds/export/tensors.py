@@ -6,6 +6,7 @@ containers and refuses everything else.
 
 import json
 import pickle
+import struct
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
 
+# What the safe unpickler raises on bytes that are no pickle.
+_DAMAGE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError,
+           AssertionError, struct.error)
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 
@@ -81,9 +85,10 @@ def _read_pickle(path: Path) -> dict:
     except pickle.UnpicklingError:
         raise UserError(f"{path}: refused: the pickle holds more than tensors, or is damaged; "
                         "code in it was not run. Ask its author for safetensors") from None
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: damaged or truncated weight file "
-                        f"({str(error).splitlines()[0]}); fetch it again") from None
+    except _DAMAGE as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path}: damaged or truncated weight file ({reason}); fetch it again"
+                        ) from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds a {type(values).__name__}, not named tensors")
     return values
