@@ -26,6 +26,7 @@ from deberta_ds.files import write_atomic
 
 PLAN = ".job.json"
 MARKERS = ".units"
+_TEMPORARY = ".*.tmp"  # what files.atomic_path writes first
 
 
 def open_job(directory: str | Path, plan: dict, *, finished: str) -> bool:
@@ -43,9 +44,9 @@ def open_job(directory: str | Path, plan: dict, *, finished: str) -> bool:
                 f"{directory}: holds the output of other inputs or options (see {plan_path}); "
                 "remove it or give another directory"
             )
-    elif directory.exists() and any(not p.name.startswith("rows-") for p in directory.iterdir()):
+    elif directory.exists() and any(not path.match(_TEMPORARY) for path in directory.iterdir()):
         raise UserError(f"{directory}: not empty and not made by this command; remove it")
-    for leftover in directory.rglob("*.tmp"):
+    for leftover in directory.rglob(_TEMPORARY):
         leftover.unlink(missing_ok=True)
     if (directory / finished).exists():
         return True
@@ -100,7 +101,7 @@ def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
     start = {"initializer": _die_with_parent, "initargs": (os.getpid(),)}
     with ProcessPoolExecutor(workers, **start) as pool:
         try:
-            _drive(pool, missing, 2 * workers, bar, lambda: None)
+            _drive(pool, missing, 2 * workers, bar, lambda: False)
         except BrokenProcessPool as error:
             raise UserError(
                 "a worker process died (killed, or out of memory); run the same command again, "
@@ -114,28 +115,26 @@ def _run_mpi(missing: deque, bar: tqdm) -> None:
 
     others = MPI.COMM_WORLD.Get_size() - 1
 
-    def work_here() -> None:
-        if missing:
-            _run_one(*missing.popleft())
-            bar.update()
+    def work_here() -> bool:
+        if not missing:
+            return False
+        _run_one(*missing.popleft())
+        bar.update()
+        return True
 
-    if others < 1:
-        while missing:
-            work_here()
-        return
     with MPIPoolExecutor() as pool:
         _drive(pool, missing, 2 * others, bar, work_here)
 
 
-def _drive(pool, missing: deque, depth: int, bar: tqdm, work_here: Callable[[], None]) -> None:
-    """Keep `depth` units in flight; `work_here` may do one in this process meanwhile."""
+def _drive(pool, missing: deque, depth: int, bar: tqdm, work_here: Callable[[], bool]) -> None:
+    """Keep `depth` units in flight; `work_here` does one here meanwhile, or returns False."""
     running: set[Future] = set()
     try:
         while missing or running:
             while missing and len(running) < depth:
                 running.add(pool.submit(_run_one, *missing.popleft()))
-            work_here()
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            timeout = 0 if work_here() else None
+            done, running = wait(running, timeout, return_when=FIRST_COMPLETED)
             for future in done:
                 future.result()
                 bar.update()
