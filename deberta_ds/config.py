@@ -222,6 +222,21 @@ class TrainConfig:
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
+class InitConfig:
+    """Where a run's first weights come from; empty: random. A resumed run does not read it."""
+
+    source: str = ""  # written `from` in TOML: our run or export, Hugging Face, microsoft files
+    generator: str = ""  # its generator, where the source has none
+    words_only: bool = False  # take only the word table and keep it fixed
+
+    def __post_init__(self):
+        if not self.source and (self.generator or self.words_only):
+            raise ValueError("generator and words_only need init.from")
+        if self.generator and self.words_only:
+            raise ValueError("words_only takes no generator")
+
+
+@dataclass(config=_STRICT, frozen=True, kw_only=True)
 class RunConfig:
     """Everything that one pretraining run computes."""
 
@@ -232,6 +247,12 @@ class RunConfig:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
+    init: InitConfig = InitConfig()
+
+    def __post_init__(self):
+        if self.init.words_only and self.objective.kind != "mlm":
+            raise ValueError("init.words_only is the first stage of two and needs "
+                             'objective.kind = "mlm" (docs/interop.md)')
 
     @property
     def generator_model(self) -> ModelConfig:
@@ -243,7 +264,7 @@ class RunConfig:
 # A resumed run must agree with its checkpoint in these; the rest may change and is logged.
 IDENTITY_FIELDS = ("model", "objective", "data.sources", "data.tokenizer", "data.seq_len",
                    "data.seed", "data.across_documents", "train.seed", "train.global_batch_rows",
-                   "optim.name")
+                   "optim.name", "init.words_only")
 
 
 def to_dict(config: Any) -> dict:
@@ -291,6 +312,10 @@ def load(path: str | Path, overrides: list[str] = (), models: dict[str, dict] | 
 
 
 def _apply_defaults(values: dict, origins: dict, models: dict[str, dict]) -> None:
+    init = values.get("init")
+    if isinstance(init, dict) and "from" in init:  # no name for a Python attribute
+        init["source"] = init.pop("from")
+        origins["init.source"] = origins.pop("init.from")
     model = values.get("model")
     if isinstance(model, dict) and "preset" in model:
         name = model.pop("preset")

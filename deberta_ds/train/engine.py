@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import deepspeed
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deberta_ds import deepspeed_config, dist
 from deberta_ds.config import OptimConfig, RunConfig
@@ -48,30 +48,45 @@ def _device() -> torch.device:
     return torch.device("cpu") if name == "cpu" else torch.device(name, dist.local_rank())
 
 
-def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None):
+def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
+                             initial: dict[str, Tensor] | None = None):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
-    `ds` is the resolved dict of `deepspeed_config.resolve`.
+    `ds` is the resolved dict of `deepspeed_config.resolve`. `initial` replaces the random values of
+    the parameters it names; only rank 0's is read.
     """
     stage3 = deepspeed_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
         model = build_model(run, valid_vocab)
     gather = _gather_for_writing if stage3 else nullcontext
     init_parameters(model, run.model.init_std, run.train.seed, gather)
-    return build_engine(model, run.optim, ds)
+    set_parameters(model, initial or {}, gather)
+    fixed = {"words.weight"} if run.init.words_only else set()
+    return build_engine(model, run.optim, ds, fixed)
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, ds: dict):
-    """Return the DeepSpeed engine over an initialized model."""
-    optimizer = build_optimizer(model, optim)
+def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset()):
+    """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move."""
+    optimizer = build_optimizer(model, optim, fixed)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds,
                                       dist_init_required=False)
     return engine
 
 
+@torch.no_grad()
+def set_parameters(model: nn.Module, values: dict[str, Tensor], gather) -> None:
+    """Copy `values` into the parameters of the same names; DeepSpeed takes rank 0's."""
+    parameters = dict(model.named_parameters())
+    assert values.keys() <= parameters.keys(), values.keys() - parameters.keys()
+    for name, parameter in parameters.items():
+        with gather(parameter):  # on every rank, also where there is no value
+            if name in values:
+                parameter.copy_(values[name])
+
+
 def set_learning_rate(engine, rate: float) -> None:
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = 0.0 if group.get("fixed") else rate
 
 
 def gathered(parameters: list[nn.Parameter]):

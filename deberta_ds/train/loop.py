@@ -6,6 +6,7 @@ and the dropout are functions of it, so a checkpoint holds no generator state an
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -23,11 +24,15 @@ from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train
 from deberta_ds.train.throughput import SpeedMeter, peak_flops
 from deberta_ds.train.watchdog import Watchdog
 
+# Reads `[init] from`: {parameter: value} and lines for the log (export.start, a layer above).
+InitialTensors = Callable[[RunConfig], tuple[dict[str, torch.Tensor], list[str]]]
+
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
-             origins: dict[str, str]) -> int:
+             origins: dict[str, str], initial: InitialTensors | None = None) -> int:
     """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank.
 
+    `initial` gives the first weights of a run with `[init] from`; a resumed run has no use for it.
     Returns the exit code: 0, or signals.EXIT_REQUEUE if a signal asked to stop.
     """
     stop_request = signals.listen()
@@ -44,7 +49,11 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         log.info(f"WARNING: checkpoint passed over: {line}")
     if dist.is_main():
         write_config(run, inputs, origins)
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+    tensors, notes = ({}, []) if record else _first_weights(run, initial)
+    for line in notes:
+        log.info(line)
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
+    del tensors
     if record:
         checkpoint.load(model_engine, found.path)
         for line in changed_values(run, record):
@@ -61,12 +70,25 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     return signals.EXIT_REQUEUE if stopped else 0
 
 
-def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str]) -> None:
+def _first_weights(run: RunConfig, initial: InitialTensors | None
+                   ) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return what `initial` reads, on rank 0; DeepSpeed hands rank 0's weights to the others."""
+    if not run.init.source:
+        return {}, []
+    assert initial is not None
+    return dist.together(lambda: initial(run) if dist.is_main() else ({}, []))
+
+
+def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str],
+             initial: InitialTensors | None = None) -> None:
     """Check a run and take its first micro-batch forward and backward; nothing is written."""
     inputs = prepare(run, ds_values, place)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+    tensors, notes = _first_weights(run, initial)
+    if notes:
+        print("\n".join(notes))
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     batch = next(_batches(run, inputs, start=0, end=1))
     seed_step(run.train.seed, 0, 0, dist.rank())
     loss, *_ = model_engine(batch.to(model_engine.device),

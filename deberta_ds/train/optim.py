@@ -11,9 +11,15 @@ from torch import nn
 from deberta_ds.config import OptimConfig
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return two parameter groups: decayed weights, and biases with LayerNorm weights."""
-    plain, seen = [], set()
+def decay_groups(model: nn.Module, weight_decay: float, fixed: set[str] = frozenset()
+                 ) -> list[dict]:
+    """Return the parameter groups: decayed weights, biases with LayerNorm weights, fixed ones.
+
+    The parameters named by `fixed` stay in the optimizer, at a learning rate of 0: a parameter
+    without gradient is a special case in every ZeRO stage and checkpoint.
+    """
+    still = [p for name, p in model.named_parameters() if name in fixed]
+    plain, seen = [], {id(p) for p in still}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.LayerNorm) or name == "bias":
@@ -21,13 +27,15 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
                 seen.add(id(parameter))
     decayed = [p for p in model.parameters() if id(p) not in seen]
     groups = [{"params": decayed, "weight_decay": weight_decay},
-              {"params": plain, "weight_decay": 0.0}]
+              {"params": plain, "weight_decay": 0.0},
+              {"params": still, "weight_decay": 0.0, "fixed": True}]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Return the run's optimizer over `model`."""
-    groups = decay_groups(model, optim.weight_decay)
+def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset()
+                    ) -> torch.optim.Optimizer:
+    """Return the run's optimizer over `model`; parameters named by `fixed` do not move."""
+    groups = decay_groups(model, optim.weight_decay, fixed)
     settings = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)

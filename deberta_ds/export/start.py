@@ -1,0 +1,124 @@
+"""Start a run from a published model or another run (`[init]` of a run config).
+
+The discriminator's word table is E_G + delta, and public files rarely hold the delta. Where it
+comes from is decided here, said in the log, and never assumed to be zero, which would silently give
+the discriminator the generator's words (numerics 5.3, 11 item 5):
+    taken       the file holds `_weight` with the generator it belongs to
+    derived     delta = D - G, exact in fp32, when a generator is given
+    two stages  without a generator a run is refused; docs/interop.md has the recipe: train a fresh
+                generator as a masked LM over the frozen word table (init.words_only), then both
+"""
+
+import dataclasses
+
+from torch import Tensor
+
+from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.errors import UserError
+from deberta_ds.export.network import Network, Release
+from deberta_ds.export.read import read_release
+
+# May differ from the source's: regularization, initial values, and how attention is computed.
+_FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "conv_activation")
+
+
+def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """Return ({parameter of the run's model: value}, notes for the log) of `run.init`.
+
+    Parameters without a value keep their random one; a note names them. Raises UserError if the
+    source does not fit the run.
+    """
+    release = read_release(run.init.source)
+    place = run.init.source
+    if run.init.words_only:
+        words = release.main.tensors["words.weight"]
+        wanted = (run.model.vocab_size, run.model.hidden_size)
+        if tuple(words.shape) != wanted:
+            raise UserError(f"{place}: word table {tuple(words.shape)}, but the run has {wanted}")
+        return {"words.weight": words}, [f"init: word table of {place}, kept fixed; the rest is "
+                                         "random (first of two stages)"]
+    if run.objective.kind == "mlm":
+        tensors, notes = _masked_lm(run.model, release, place)
+    else:
+        tensors, notes = _detection(run, release, place)
+    return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
+
+
+def _masked_lm(model: ModelConfig, release: Release, place: str
+               ) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the values of an MlmModel: from the main network, or a generator that fits."""
+    network = release.main
+    generator = release.generator
+    if generator is not None and not network.has("mlm_head.") and not _differences(
+            model, generator.config):
+        network = generator
+    _check_fit(model, network.config, place, "model")
+    tensors = {"words.weight": network.tensors["words.weight"]}
+    return tensors | _generator_part(network), _random_parts(network, "mlm_head.")
+
+
+def _detection(run: RunConfig, release: Release, place: str
+               ) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the values of an RtdModel."""
+    main, generator, generator_place = release.main, release.generator, place
+    own_delta = main.tensors.get("words.delta")
+    if run.init.generator:
+        other = read_release(run.init.generator)
+        generator, generator_place = other.generator or other.main, run.init.generator
+        own_delta = None
+    if generator is None:
+        raise UserError(
+            f"{place}: has no generator, so replaced-token detection cannot go on from it. Give "
+            "one as init.generator, or make one first: a masked-LM run with init.words_only (the "
+            "two stages are in docs/interop.md)")
+    _check_fit(run.model, main.config, place, "model")
+    _check_fit(run.generator_model, generator.config, generator_place, "generator")
+    tensors = {"words.weight": generator.tensors["words.weight"]} | _generator_part(generator)
+    for name, tensor in main.tensors.items():
+        if name.startswith(("trunk.", "rtd_head.")):
+            tensors["discriminator." + name.removeprefix("rtd_")] = tensor
+    notes = _random_parts(generator, "mlm_head.") + _random_parts(main, "rtd_head.")
+    words, sharing = main.tensors["words.weight"], run.objective.embedding_sharing
+    if sharing == "es":
+        tensors["words.weight"] = words
+        notes.append("one word table, the discriminator's (sharing = es)")
+    elif sharing == "nes":
+        tensors["discriminator.words.weight"] = words
+    elif own_delta is not None:
+        tensors["discriminator.words.weight"] = own_delta
+        notes.append("GDES delta taken from the file")
+    else:
+        base = generator.tensors["words.weight"].float()
+        tensors["discriminator.words.weight"] = words.float() - base
+        notes.append("WARNING: the file has no GDES delta; derived as discriminator's table - "
+                     f"generator's ({generator_place})")
+    return tensors, notes
+
+
+def _generator_part(network: Network) -> dict[str, Tensor]:
+    return {"generator." + name.removeprefix("mlm_"): tensor
+            for name, tensor in network.tensors.items()
+            if name.startswith(("trunk.", "mlm_head.", "positions.weight"))}
+
+
+def _random_parts(network: Network, head: str) -> list[str]:
+    """Return a warning for each part that a head needs and the source does not have."""
+    missing = [] if network.has(head) else [head.removesuffix(".")]
+    if head == "mlm_head." and not network.config.absolute_input:
+        missing += [] if network.has("positions.weight") else ["absolute position table"]
+    return [f"WARNING: no {part} in the source; it starts at random" for part in missing]
+
+
+def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:
+    ours, theirs = dataclasses.asdict(run), dataclasses.asdict(source)
+    for values in (ours, theirs):
+        values["max_relative"] = max(values["max_relative"], 0) or values["max_position"]
+        values["position_terms"] = sorted(values["position_terms"])
+    return [f"{name} = {ours[name]} (source: {theirs[name]})" for name in ours
+            if name not in _FREE_FIELDS and ours[name] != theirs[name]]
+
+
+def _check_fit(run: ModelConfig, source: ModelConfig, place: str, part: str) -> None:
+    if differences := _differences(run, source):
+        raise UserError(f"{place}: does not fit the run's {part}: {'; '.join(differences)}; set "
+                        "these as the source has them")

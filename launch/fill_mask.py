@@ -1,0 +1,30 @@
+"""Fill the masked words of a text, with the enhanced mask decoder.
+
+    python launch/fill_mask.py MODEL "Paris is the [MASK] of France."
+
+MODEL: a run, a checkpoint, an exported directory (its generator is used), or a converted one.
+"""
+
+import argparse
+
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.export.fill_mask import fill_mask, load_masked_lm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("texts", metavar="TEXT", nargs="+")
+    parser.add_argument("--top", type=int, default=5, help="proposals for each mask")
+    arguments = parser.parse_args()
+    model = load_masked_lm(arguments.model)
+    for text in arguments.texts:
+        print(text)
+        for number, fillings in enumerate(fill_mask(model, text, arguments.top), start=1):
+            proposals = "  ".join(f"{filling.piece.replace(chr(0x2581), ' ').strip() or '_'} "
+                                  f"{filling.probability:.1%}" for filling in fillings)
+            print(f"  mask {number}: {proposals}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
