@@ -1,0 +1,339 @@
+"""Fine-tuning: exact at any world size, resumable, honest about failures, heads kept by name."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from superglue_helpers import SAMPLE, sample, tiny_start, tokenizer_path
+
+from deberta_ds.errors import UserError
+from deberta_ds.finetune import sweep
+from deberta_ds.finetune.features import encode
+from deberta_ds.finetune.loop import stream
+from deberta_ds.finetune.models import (
+    Finetuned,
+    build_model,
+    find_finetuned,
+    keep_head,
+    load_finetuned,
+    open_start,
+    save_finetuned,
+)
+from deberta_ds.finetune.page import render
+from deberta_ds.finetune.run import finetuned_model
+from deberta_ds.finetune.settings import Settings, resolve
+from deberta_ds.finetune.tasks import TASKS, task_named
+
+ROOT = Path(__file__).parent.parent
+QUICK = ("learning_rate=2e-3", "epochs=2", "batch_rows=6", "dropout=0.0", "head_dropout=0.0")
+
+
+def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
+    """Run a launch script on `ranks` ranks and return the finished process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    starter = [sys.executable]
+    if ranks > 1:
+        starter += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+                    "--master_port", str(port)]  # fmt: skip
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*starter, str(ROOT / "launch" / script), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+    )
+
+
+def common(out: Path, *more: str) -> list[str]:
+    return ["--model", "random:tiny", "--tokenizer", tokenizer_path(), "--data", str(SAMPLE),
+            "--any-size", "--out", str(out), *more]  # fmt: skip
+
+
+def predictions(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "val_predictions.jsonl").open()]
+
+
+def test_the_stream_is_every_epoch_a_permutation_and_knows_its_place():
+    rows = [row for step in range(9) for row in stream(12, 3, step, 4)]
+    for epoch in range(3):
+        assert sorted(rows[12 * epoch : 12 * epoch + 12]) == list(range(12))
+    assert rows[:12] != rows[12:24]
+    assert stream(5, 1, 2, 4) == [row for s in (2,) for row in stream(5, 1, s, 4)]
+    assert sorted(stream(5, 1, 0, 8)[:5]) == list(range(5))  # a batch larger than the data
+
+
+def agree(one: Path, other: Path, tolerance: float = 3e-4) -> None:
+    for first, second in zip(predictions(one), predictions(other), strict=True):
+        assert first["key"] == second["key"] and first["prediction"] == second["prediction"]
+        np.testing.assert_allclose(first["scores"], second["scores"], atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """Return the output of RTE and ReCoRD runs on one rank, without a launcher."""
+    out = tmp_path_factory.mktemp("alone")
+    done = launch("--tasks", "RTE", "ReCoRD", *common(out), "--set", *QUICK, script="superglue.py")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("ranks", "extra"), [
+    (2, ("micro_batch_rows=1",)),
+    pytest.param(3, ("eval_batch_rows=2",), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_any_number_of_ranks_trains_and_predicts_alike(ranks, extra, alone, tmp_path):
+    """ReCoRD's two validation queries leave ranks without a batch; 24 RTE slots on three ranks are
+    padded. Nothing is doubled and nothing is lost."""
+    done = launch("--tasks", "RTE", "ReCoRD", *common(tmp_path), "--set", *QUICK, *extra,
+                  ranks=ranks, script="superglue.py")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name in ("RTE", "ReCoRD"):
+        agree(alone / name / "seed-1", tmp_path / name / "seed-1")
+        file = Path(name) / "seed-1" / "submission" / f"{name}.jsonl"
+        assert (alone / file).read_text() == (tmp_path / file).read_text()
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_zero_stage_agrees_with_one_plain_rank(stage, tmp_path):
+    """Adversarial training included: its inner gradient must leave the partitions alone."""
+    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    settings = ("--set", *QUICK, "sift_weight=1.0", "sift_noise=0.0", "sift_step=0.1")
+    plain = launch("--task", "CB", *common(tmp_path / "plain"), *settings)
+    zero = launch("--task", "CB", *common(tmp_path / "zero"), *settings,
+                  "--deepspeed_config", str(tmp_path / "ds.json"), ranks=2)  # fmt: skip
+    assert plain.returncode == 0 and zero.returncode == 0, zero.stderr
+    agree(*(tmp_path / kind / "CB" / "seed-1" for kind in ("plain", "zero")), tolerance=1e-3)
+
+
+def plan(tmp_path, tasks=("CB",), given=QUICK, **changes) -> sweep.Sweep:
+    said = []
+    found = sweep.Sweep(
+        tasks=tuple(task_named(name) for name in tasks), num_seeds=2, start=tiny_start(),
+        data=str(SAMPLE), out=tmp_path, deepspeed={}, device=torch.device("cpu"), given=given,
+        any_size=True, say=said.append,
+    )  # fmt: skip
+    return dataclasses.replace(found, **changes)
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    from deberta_ds import dist
+    from deberta_ds.train.engine import init_distributed
+
+    kept = dict(os.environ)
+    init_distributed()
+    yield
+    dist.destroy()
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
+    first = sweep.run_all(plan(tmp_path))
+    kept = (tmp_path / "CB" / "seed-1" / "result.json").stat().st_mtime_ns
+    (tmp_path / "CB" / "seed-2" / "result.json").unlink()  # as if killed before the end
+    again = sweep.run_all(plan(tmp_path))
+    assert (tmp_path / "CB" / "seed-1" / "result.json").stat().st_mtime_ns == kept
+    for old, new in zip(first, again, strict=True):
+        drop = ("seconds",)
+        assert {k: v for k, v in old.items() if k not in drop} == {
+            k: v for k, v in new.items() if k not in drop
+        }
+    with pytest.raises(UserError, match="this run had settings = .* choose another --out"):
+        sweep.run_all(plan(tmp_path, given=("learning_rate=1e-5",)))
+
+
+def test_the_result_is_the_score_of_the_kept_weights(process_group, tmp_path):
+    (result, _) = sweep.run_all(plan(tmp_path))
+    best = max(result["history"], key=lambda entry: entry["macro_f1"] + entry["accuracy"])
+    assert result["best_step"] == best["step"]
+    assert result["score"] == pytest.approx((best["macro_f1"] + best["accuracy"]) / 2)
+    assert sum(map(sum, result["confusion"])) == 12
+    saved = load_finetuned(tmp_path / "CB" / "seed-1" / "model")
+    model = finetuned_model(saved, Settings(), torch.device("cpu"))
+    assert not model.training and saved.labels == ("contradiction", "neutral", "entailment")
+
+
+def test_a_diverged_run_is_counted_and_the_sweep_goes_on(process_group, tmp_path):
+    bad = ("learning_rate=1e30", "clip_norm=0.0", "epochs=4", "batch_rows=6", "warmup_share=0.0")
+    results = sweep.run_all(plan(tmp_path, given=bad))
+    assert [result["failed"] for result in results] == [True, True]
+    assert "not" not in results[0] and results[0]["score"] == 0.0
+    summary = sweep.summarize([task_named("CB")], results)
+    assert summary["tasks"]["CB"]["failed"] == 2
+    assert "2/2" in sweep.table(summary)
+
+
+def test_patience_stops_and_micro_batches_change_nothing(process_group, tmp_path):
+    whole = sweep.run_all(plan(tmp_path / "a", num_seeds=1))
+    parts = sweep.run_all(plan(tmp_path / "b", num_seeds=1, given=(*QUICK, "micro_batch_rows=4")))
+    for one, other in zip(whole[0]["history"], parts[0]["history"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)
+    early = sweep.run_all(plan(tmp_path / "c", num_seeds=1,
+                               given=("learning_rate=1e-9", "epochs=9", "patience=2")))  # fmt: skip
+    assert len(early[0]["history"]) == 3 and early[0]["failed"]
+
+
+def fake_results() -> list[dict]:
+    results = []
+    for task in TASKS:
+        if task.predicted_by:
+            continue
+        for seed, value in ((1, 0.5), (2, 0.7), (3, 0.6)):
+            diagnostics = {"AX-b": {"matthews": 0.1}, "AX-g": {"gender_parity": 0.9,
+                           "accuracy": 0.5}} if task.name == "RTE" else {}  # fmt: skip
+            confusion = {"confusion": [[2] * len(task.labels)] * len(task.labels)}
+            results.append({
+                "task": task.name, "seed": seed, "score": value, "failed": seed == 1,
+                "baseline": 0.5, "metrics": dict.fromkeys(task.metrics, value),
+                "diagnostics": diagnostics, "settings": {"epochs": 1},
+                "history": [{"epoch": 1.0, "step": 1, "loss": 1.0}
+                            | dict.fromkeys(task.metrics, value)],
+            } | (confusion if task.head != "mentions" else {}))  # fmt: skip
+    return results
+
+
+def test_the_summary_is_medians_and_the_leaderboards_mean():
+    results = fake_results()
+    summary = sweep.summarize(TASKS, results)
+    assert summary["mean"] == pytest.approx(0.6) and summary["mean_of"] == 8
+    row = summary["tasks"]["MultiRC"]
+    assert row["score"] == {"median": 0.6, "min": 0.5, "max": 0.7} and row["failed"] == 1
+    text = sweep.table(summary, summary)
+    assert "AX-g" in text and "gender_parity 90.0" in text and "leaderboard's rule" in text
+    assert max(map(len, text.splitlines())) <= 115
+    few = [result for result in results if result["task"] in ("RTE", "CB")]
+    assert "2 of 8 tasks" in sweep.table(sweep.summarize(TASKS, few))
+    whole = {"model": "a <model>", "data": "d", "runs": results} | summary
+    page = render(whole, whole)
+    assert "a &lt;model&gt;" in page and page.count("<section") == 8 and "http" not in page
+
+
+def test_an_nli_head_is_kept_row_by_row_by_label_name(tmp_path):
+    start, settings = tiny_start(), Settings()
+    mnli = build_model(task_named("MNLI"), start, settings, 1)
+    save_finetuned(tmp_path, task_named("MNLI"), start.config,
+                   dict(mnli.state_dict()), start.tokenizer)  # fmt: skip
+    saved = load_finetuned(tmp_path)
+    assert find_finetuned(tmp_path) == tmp_path
+    rte = build_model(task_named("RTE"), start, settings, 2)
+    fresh = rte.head.classifier.weight[0].clone()
+    note = keep_head(rte, task_named("RTE"), saved)
+    assert "labels kept: entailment; fresh: not_entailment" in note
+    assert torch.equal(rte.head.classifier.weight[1], mnli.head.classifier.weight[2])
+    assert torch.equal(rte.head.classifier.weight[0], fresh)
+    assert torch.equal(rte.head.pooler.dense.weight, mnli.head.pooler.dense.weight)
+    copa = build_model(task_named("COPA"), start, settings, 2)
+    assert "fresh: choice1, choice2" in keep_head(copa, task_named("COPA"), saved)
+    assert torch.equal(copa.head.pooler.dense.weight, mnli.head.pooler.dense.weight)
+    wsc = build_model(task_named("WSC"), start, settings, 2)
+    assert "all of the head is fresh" in keep_head(wsc, task_named("WSC"), saved)
+    renamed = Finetuned(saved.task, ("neutral", "entailment", "contradiction"), saved.config,
+                        saved.weights)  # fmt: skip
+    cb = build_model(task_named("CB"), start, settings, 2)
+    keep_head(cb, task_named("CB"), renamed)
+    assert torch.equal(cb.head.classifier.weight[2], mnli.head.classifier.weight[1])
+
+
+def test_init_from_runs_and_the_backbone_is_the_other_tasks(process_group, tmp_path):
+    sweep.run_all(plan(tmp_path / "cb", num_seeds=1))
+    source = tmp_path / "cb" / "CB" / "seed-1"
+    said: list[str] = []
+    results = sweep.run_all(plan(tmp_path / "rte", ("RTE",), num_seeds=1, say=said.append,
+                                 init_from={"RTE": str(source)}))  # fmt: skip
+    assert results[0]["init_from"].endswith("model")
+    assert any("labels kept: entailment" in line for line in said)
+    assert set(results[0]["diagnostics"]) == {"AX-b", "AX-g"}
+    again = open_start(str(source / "model"))
+    model = build_model(task_named("WiC"), again, Settings(), 1)
+    saved = load_finetuned(source / "model")
+    assert torch.equal(model.backbone.words.weight, saved.weights["backbone.words.weight"])
+
+
+def test_starts_that_cannot_be(tmp_path):
+    with pytest.raises(UserError, match="no such preset or directory; did you mean tiny"):
+        open_start("random:tinny")
+    with pytest.raises(UserError, match="pass --tokenizer"):
+        open_start("random:tiny")
+    with pytest.raises(UserError, match="no finetuned.json"):
+        load_finetuned(tmp_path)
+    start = tiny_start()
+    model = build_model(task_named("RTE"), start, Settings(), 1)
+    save_finetuned(tmp_path, task_named("RTE"), start.config, dict(model.state_dict()),
+                   start.tokenizer)  # fmt: skip
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match="damaged or not ours"):
+        load_finetuned(tmp_path)
+
+
+def test_random_starts_differ_by_seed_and_only_by_seed():
+    start, task = tiny_start(), task_named("RTE")
+    one, same, two = (build_model(task, start, Settings(), seed) for seed in (1, 1, 2))
+    assert torch.equal(one.head.classifier.weight, same.head.classifier.weight)
+    assert torch.equal(one.backbone.words.weight, same.backbone.words.weight)
+    assert not torch.equal(one.backbone.words.weight, two.backbone.words.weight)
+
+
+def test_settings_are_checked_and_later_ones_win(tmp_path):
+    file = tmp_path / "preset.toml"
+    file.write_text("[all]\nepochs = 3\nbatch_rows = 8\n[RTE]\nepochs = 4\n")
+    rte = resolve(task_named("RTE"), file, ("batch_rows=24", "CB.epochs=9", "RTE.patience=1"))
+    assert (rte.epochs, rte.batch_rows, rte.patience, rte.max_length) == (4, 24, 1, 320)
+    assert resolve(task_named("CB"), file, ("CB.epochs=9",)).epochs == 9
+    for text, message in (
+        ("[RTE]\nepoch = 3\n", "RTE.epoch: unknown setting; did you mean epochs"),
+        ("[RTE]\nepochs = 0\n", "must be at least 1"),
+        ("[RTE]\nepochs = 1.5\n", "RTE.epochs = 1.5"),
+        ("[RTTE]\nepochs = 1\n", r"\[RTTE\] is not a table .* did you mean RTE"),
+        ("[RTE\n", "not valid TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            resolve(task_named("RTE"), file)
+    for given in ("epochs", "RTTE.epochs=1"):
+        with pytest.raises(UserError, match="write key=value"):
+            resolve(task_named("RTE"), None, (given,))
+    with pytest.raises(UserError, match="no such preset"):
+        resolve(task_named("RTE"), tmp_path / "none.toml")
+
+
+PRESETS = sorted((ROOT / "launch" / "runs" / "superglue").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(path):
+    for task in TASKS:
+        settings = resolve(task, path)
+        assert settings.max_length >= 128
+        if task.name in ("RTE", "COPA", "WiC"):
+            examples = sample(task.name).examples
+            encode(task, examples, tiny_start().tokenizer, max_length=settings.max_length,
+                   window_overlap=settings.window_overlap)  # fmt: skip
+
+
+def test_there_is_a_preset_for_every_size():
+    assert [path.stem for path in PRESETS] == ["1p5b", "base", "large", "small", "xsmall"]
+
+
+def test_wrong_command_lines_are_one_clear_line(tmp_path):
+    cases = [
+        (["--task", "AX-b"], "the RTE model predicts it"),
+        (["--task", "RTE", "--set", "epoch=3"], "did you mean epochs"),
+    ]
+    for arguments, message in cases:
+        done = launch(*arguments, *common(tmp_path))
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
