@@ -17,22 +17,18 @@ from deberta_ds import deepspeed_config, dist
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
+from deberta_ds.train.launcher import rank_variables
 from deberta_ds.train.optim import build_optimizer
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
-
-_SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": "0"}
-_LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def init_distributed() -> torch.device:
     """Join the launcher's process group (or be a group of one); return this rank's device."""
     if dist.is_distributed():
         return _device()
-    if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
-        os.environ.update(_SINGLE_PROCESS)
+    os.environ.update(rank_variables(os.environ))
     if deepspeed.get_accelerator().device_name() == "cpu":
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,81 @@
+"""Who am I: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT under every launcher.
+
+torchrun and the deepspeed launcher (pdsh, none) set them. mpirun and srun do not; their own
+variables are translated here, so that neither MPI nor PMIx is needed inside the job:
+
+    mpirun (Open MPI)   OMPI_COMM_WORLD_*; on several hosts also MASTER_ADDR (-x), or mpi4py
+    srun                SLURM_*; the first host of the step leads
+    none                a job of one rank
+"""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib import util
+
+from deberta_ds.errors import UserError
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the rank variables that `environ` lacks; raises UserError if they cannot be found."""
+    if "RANK" in environ:
+        return {}
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        found = _open_mpi(environ)
+    elif "SLURM_STEP_NUM_TASKS" in environ:  # a task of srun; the batch script itself has no step
+        found = _slurm(environ)
+    elif "PMI_RANK" in environ:
+        _need_mpi4py("an MPI launcher that is not Open MPI")
+        found = {}
+    else:
+        found = dict(zip(_NAMES, ("0", "1", "0", "127.0.0.1", "0"), strict=True))
+    return {name: value for name, value in found.items() if name not in environ}
+
+
+def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    size = environ["OMPI_COMM_WORLD_SIZE"]
+    found = {"LOCAL_RANK": environ["OMPI_COMM_WORLD_LOCAL_RANK"]}
+    one_host = environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == size
+    if not one_host and "MASTER_ADDR" not in environ:
+        _need_mpi4py("mpirun on several hosts without MASTER_ADDR")
+        return found  # DeepSpeed asks MPI for the rest
+    return found | {"RANK": environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": size,
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": _port(environ.get("PMIX_NAMESPACE", "0"))}
+
+
+def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    job = environ.get("SLURM_JOB_ID", "0")
+    found = {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+             "LOCAL_RANK": environ["SLURM_LOCALID"], "MASTER_PORT": _port(job)}
+    if "MASTER_ADDR" not in environ:
+        found["MASTER_ADDR"] = _first_host(environ["SLURM_STEP_NODELIST"])
+    return found
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of a Slurm list, such as "gpu[03-05,11]"."""
+    if "[" not in nodes:
+        return nodes.split(",")[0]
+    if shutil.which("scontrol") is None:
+        raise UserError(f"srun: cannot take SLURM_STEP_NODELIST = {nodes} apart, because scontrol "
+                        "is not on PATH; set MASTER_ADDR to the first host")
+    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"srun: scontrol show hostnames {nodes}: {done.stderr.strip()}; set "
+                        "MASTER_ADDR to the first host")
+    return done.stdout.split()[0]
+
+
+def _port(job: str) -> str:
+    """Return a port that ranks of one job agree on and that other jobs rarely have."""
+    digits = "".join(character for character in job if character.isdigit())
+    return str(20_000 + int(digits or 0) % 20_000)
+
+
+def _need_mpi4py(what: str) -> None:
+    if util.find_spec("mpi4py") is None:
+        raise UserError(f"{what}: needs mpi4py to find the ranks; pip install mpi4py, or pass "
+                        "MASTER_ADDR and MASTER_PORT (mpirun -x MASTER_ADDR=... )")

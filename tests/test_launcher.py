@@ -1,0 +1,63 @@
+"""Every launcher's variables become the same five, and what cannot be found is said."""
+
+import pytest
+
+from deberta_ds.errors import UserError
+from deberta_ds.train import launcher
+from deberta_ds.train.launcher import rank_variables
+
+
+def test_torchrun_and_deepspeed_are_left_alone():
+    assert rank_variables({"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}) == {}
+
+
+def test_no_launcher_is_one_rank():
+    found = rank_variables({})
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("0", "1", "0")
+
+
+def test_a_batch_script_without_srun_is_one_rank():
+    assert rank_variables({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0",
+                           "SLURM_NTASKS": "16"})["WORLD_SIZE"] == "1"
+
+
+SRUN = {"SLURM_JOB_ID": "71234", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16", "SLURM_STEP_NODELIST": "gpu7,gpu9"}
+
+
+def test_srun():
+    assert rank_variables(SRUN) == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+                                    "MASTER_ADDR": "gpu7", "MASTER_PORT": "31234"}
+    assert "MASTER_ADDR" not in rank_variables(SRUN | {"MASTER_ADDR": "10.0.0.1"})
+
+
+def test_srun_with_a_list_of_hosts(monkeypatch, tmp_path):
+    fake = tmp_path / "scontrol"
+    fake.write_text("#!/bin/sh\necho gpu03\necho gpu04\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    environ = SRUN | {"SLURM_STEP_NODELIST": "gpu[03-04]"}
+    assert rank_variables(environ)["MASTER_ADDR"] == "gpu03"
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="set MASTER_ADDR"):
+        rank_variables(environ)
+
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+          "PMIX_NAMESPACE": "1234500001"}
+
+
+def test_mpirun_on_one_host_needs_no_mpi():
+    assert rank_variables(MPIRUN) == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+                                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
+
+
+def test_mpirun_on_two_hosts(monkeypatch):
+    two = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    given = rank_variables(two | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert given == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert rank_variables(two) == {"LOCAL_RANK": "0"}  # MPI answers the rest
+    monkeypatch.setattr(launcher.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="mpi4py"):
+        rank_variables(two)
