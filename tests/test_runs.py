@@ -1,0 +1,54 @@
+"""Every run file loads, and fits every DeepSpeed config that ships."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from deberta_ds import config, deepspeed_config
+from deberta_ds.train.check import check_run
+
+ROOT = Path(__file__).parent.parent
+RUNS = sorted(path for path in (ROOT / "launch/runs").rglob("*.toml")
+              if "superglue" not in path.parts)
+DEEPSPEED = sorted((ROOT / "ds_configs").glob("*.json"))
+WORLD_SIZES = (1, 2)
+
+
+def test_there_are_run_files_and_deepspeed_configs():
+    assert len(RUNS) >= 26 and len(DEEPSPEED) >= 4
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_run_file_is_valid_with_every_deepspeed_config(path):
+    run, _ = config.load(path)
+    assert run.name == path.stem
+    assert config.from_dict(config.to_dict(run)) == run
+    for file, world_size in itertools.product(DEEPSPEED, WORLD_SIZES):
+        values = deepspeed_config.load(file)
+        check_run(run, values, world_size, None, f"{path} with {file}")
+        deepspeed_config.resolve(run, values, world_size)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_run_file_says_where_its_numbers_come_from(path):
+    text = path.read_text()
+    assert text.startswith("# ")
+    if path.parent.name == "official":
+        assert "arXiv" in text or "microsoft/DeBERTa" in text
+
+
+@pytest.mark.parametrize("path", [p for p in RUNS if p.parent.name == "official"],
+                         ids=lambda path: path.stem)
+def test_official_recipe_is_the_released_one(path):
+    run, _ = config.load(path)
+    assert run.optim.name == "adam_uncorrected" and run.optim.schedule == "deberta_linear"
+    assert run.objective.mask.selection == "deberta_window" and run.data.across_documents
+    assert run.data.seq_len == 512 and run.optim.clip_norm == 1.0 and run.optim.eps == 1e-6
+    assert run.optim.weight_decay == 0.01
+    if run.objective.kind == "rtd":
+        assert run.objective.rtd_weight == (10.0 if "rtd_sh" in path.stem else 50.0)
+        assert run.objective.mask.mask_share == 1.0 and run.objective.mask.max_ngram == 1
+        assert run.generator_model.num_layers == run.model.num_layers // 2
+    else:
+        assert run.objective.mask.mask_share == 0.8 and run.objective.mask.random_share == 0.1
