@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,26 @@ def test_kills_at_random_moments_leave_no_corpus_and_restart_gives_the_same_byte
         process.wait()
     subprocess.run([*arguments, "--out", str(out)], check=True, capture_output=True)
     assert tree(out) == tree(tmp_path / "whole")
+
+
+@pytest.mark.multi
+def test_mpi_gives_the_same_bytes_and_one_error(text_file, tmp_path):
+    pytest.importorskip("mpi4py")
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun on this machine")
+    command = [sys.executable, "-m", "mpi4py.futures", str(SCRIPTS / "tokenize_corpus.py")]
+    options = ["--tokenizer", tokenizer_path(), "--unit_bytes", "20000", "--out"]
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    subprocess.run([*mpirun, *command, str(text_file), *options, str(tmp_path / "mpi")],
+                   check=True, capture_output=True)
+    tokenize(text_file, tmp_path / "one")
+    assert tree(tmp_path / "mpi") == tree(tmp_path / "one")
+    with open(text_file, "a") as file:
+        file.write("broken\n")
+    failed = subprocess.run([*mpirun, *command, str(text_file), *options, str(tmp_path / "bad")],
+                            capture_output=True, text=True)
+    assert failed.returncode != 0 and failed.stderr.count("error: ") == 1
+    assert "Traceback" not in failed.stderr and not (tmp_path / "bad" / "manifest.json").exists()
 
 
 def test_duplicates_are_the_ones_a_set_finds(tmp_path):
