@@ -1,8 +1,10 @@
 """Shared by the SuperGLUE tests: the sample data, the real data where it is, a tiny tokenizer."""
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -31,6 +33,7 @@ def sample(name: str, split: str = "train"):
 @functools.cache
 def tokenizer_path() -> str:
     directory = Path(tempfile.mkdtemp(prefix="deberta_ds_superglue_"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     lines = [file.read_text("utf-8") for file in sorted(SAMPLE.glob("*/*.jsonl"))]
     text = directory / "text.txt"
     text.write_text("\n".join(_texts("\n".join(lines))), encoding="utf-8")
