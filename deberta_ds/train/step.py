@@ -102,9 +102,12 @@ def _update(engine) -> bool:
     # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     finite = all(bool(norm.isfinite()) for norm in torch._foreach_norm(gradients))
-    if not finite:
-        engine.zero_grad()  # parameters without a gradient are left alone
-    engine.step()
+    if finite:
+        engine.step()
+    else:  # what the wrappers do; engine.step() cannot clip when there is nothing to clip
+        engine.zero_grad()
+        engine.micro_steps += 1
+        engine.skipped_steps += 1
     return finite
 
 

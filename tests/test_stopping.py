@@ -1,0 +1,134 @@
+"""Signals, frozen and killed ranks, and bad steps: what the job does, and what it says."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import rank_helpers
+from launching import ROOT, deepspeed_json, make_run, python
+
+from deberta_ds.log import read_metrics
+from deberta_ds.train import spikes, watchdog
+from deberta_ds.train.signals import EXIT_REQUEUE
+from deberta_ds.train.spikes import SpikeRule
+from deberta_ds.train.watchdog import EXIT_STUCK, Watchdog
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return the arguments of a run that would take minutes, and its directory."""
+    run_file = make_run(tmp_path, steps="2000", save_every="2000", eval_every="2000")
+    ds_file = deepspeed_json(tmp_path / "ds.json", 3)
+    return ["--config", str(run_file), "--deepspeed_config", str(ds_file)], tmp_path
+
+
+def start_and_reach(step: int, arguments: list[str], root: Path) -> list:
+    """Start two ranks and wait until `step` is logged."""
+    processes = rank_helpers.start(2, arguments, root / "log")
+    metrics, deadline = root / "out/metrics.jsonl", time.monotonic() + 240
+    while f'"step": {step},' not in (metrics.read_text() if metrics.exists() else ""):
+        assert time.monotonic() < deadline and all(p.is_alive() for p in processes), \
+            (root / "log").read_text()[-4000:]
+        time.sleep(0.1)
+    return processes
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_on_all_and_asks_for_a_requeue(job, number):
+    arguments, root = job
+    processes = start_and_reach(3, arguments, root)
+    os.kill(processes[1].pid, number)
+    assert rank_helpers.wait(processes) == [EXIT_REQUEUE] * 2, (root / "log").read_text()[-4000:]
+    events = [r for r in read_metrics(root / "out/metrics.jsonl") if r["kind"] == "event"]
+    assert [e["event"] for e in events] == ["start", "save", "stop"]
+    step = events[-1]["step"]
+    assert (root / f"out/checkpoints/step-{step:08d}/manifest.json").exists()
+    more = [*arguments, f"--train.stop_after={step + 1}"]
+    assert rank_helpers.wait(rank_helpers.start(2, more, root / "log")) == [0, 0]
+    steps = [r["step"] for r in read_metrics(root / "out/metrics.jsonl") if r["kind"] == "train"]
+    assert steps == list(range(1, step + 2))
+
+
+@pytest.mark.parametrize(("frozen", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP),
+                                                (1, signal.SIGKILL)])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
+    arguments, root = job
+    processes = start_and_reach(3, [*arguments, "--train.watchdog_seconds=10"], root)
+    victim, other = processes[frozen], processes[1 - frozen]
+    started = time.monotonic()
+    os.kill(victim.pid, number)
+    try:
+        other.join(90)
+        assert other.exitcode == (EXIT_STUCK if number == signal.SIGSTOP else 1)
+        assert time.monotonic() - started < 45  # 10 s where the machine is not shared
+    finally:
+        rank_helpers.kill(processes)
+    text = (root / "log").read_text()
+    assert f"rank {frozen} on {os.uname().nodename} (pid {victim.pid}): SILENT" in text
+    assert "last step" in text
+    if number == signal.SIGSTOP:
+        stack = (root / f"out/heartbeats/rank-{1 - frozen:05d}.stack").read_text()
+        assert "train_step" in stack and "run_to_end" in stack
+
+
+def test_the_watchdog_does_not_fire_in_slow_steps_evaluations_and_saves(tmp_path, monkeypatch):
+    fired = []
+    monkeypatch.setattr(Watchdog, "_fire", lambda self, silence: fired.append(silence))
+    dog = Watchdog(tmp_path, 0.2, 0, 1, step=0)  # limit 0.14 s, read every 0.01 s
+    with dog.watch():
+        time.sleep(0.3)  # the first step
+        dog.beat(1)
+        with dog.patience():
+            time.sleep(0.3)
+        time.sleep(0.1)
+        dog.beat(2)  # an ordinary step of 0.1 s: the limit is now 0.4 s
+        time.sleep(0.25)
+        assert not fired
+        time.sleep(0.5)
+        assert fired
+    assert not list((tmp_path / watchdog.DIRECTORY).glob("rank-?????"))
+
+
+def test_a_heartbeat_costs_less_than_ten_microseconds(tmp_path):
+    dog = Watchdog(tmp_path, 60, 0, 1, step=0)
+    started = time.process_time()
+    for step in range(10_000):
+        dog.beat(step)
+    assert (time.process_time() - started) / 10_000 < 10e-6
+
+
+def test_spike_rule():
+    rule = SpikeRule(3.0)
+    for number in range(spikes.WINDOW):
+        assert rule.ceiling() > 1e300  # not before the window is full
+        rule.accept(1.0 + number % 2)  # mean 1.5, deviation 0.5
+    assert rule.ceiling() == pytest.approx(3.0)
+    assert SpikeRule(3.0, json.loads(json.dumps(rule.state()))).ceiling() == rule.ceiling()
+    assert SpikeRule(0.0, rule.state()).ceiling() > 1e300
+
+
+@pytest.mark.slow
+def test_skip_and_rollback_record_the_rows_and_go_on(tmp_path):
+    run_file = make_run(tmp_path, steps="12")
+    ds_file = deepspeed_json(tmp_path / "ds.json", 3)
+    weights = {}
+    for policy in ("skip", "rollback"):
+        out = tmp_path / policy
+        python(ROOT / "tests/workers/pass_over.py", run_file, ds_file, tmp_path / "digests.json",
+               7, f"--out_dir={out}", f"--train.on_spike={policy}")
+        digests = json.loads((tmp_path / "digests.json").read_text())
+        weights[policy] = [digests[str(step)] for step in range(12)]
+        records = read_metrics(out / "metrics.jsonl")
+        event = next(r for r in records if r.get("event") == policy)
+        assert (event["step"], event["first_row"], event["last_row"]) == (8, 56, 63)
+        assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 8), *range(9, 13)]
+    assert weights["skip"][8] == weights["skip"][7]  # no update
+    assert weights["rollback"][8] == weights["rollback"][5]  # the checkpoint of step 5
+    assert weights["rollback"][7] == weights["skip"][7] != weights["skip"][5]

@@ -1,0 +1,104 @@
+"""Train each ladder rung past bad steps in one process group; rank 0 writes what happened.
+
+    ladder.py RUN.toml OUT.json NAME=DS.json[:recompute:every_n_layers] ...
+
+Per rung: losses of four good steps with a spike discarded in the middle, then what a non-finite
+gradient raised, and whether the weights moved in either.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deberta_ds import config, deepspeed_config, dist
+from deberta_ds.data.loader import build_loader
+from deberta_ds.train import engine
+from deberta_ds.train.setup import prepare
+from deberta_ds.train.spikes import BadStepError
+from deberta_ds.train.step import train_step
+
+BAD = "generator.head.dense.weight"
+
+
+def climb(run, ds_values: dict) -> dict:
+    inputs = prepare(run, ds_values, "test")
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
+    train = run.train
+    batches = build_loader(
+        inputs.dataset, start_row=0, global_batch_rows=train.global_batch_rows,
+        micro_batch_rows=train.micro_batch_rows, rank=dist.rank(), world_size=dist.world_size(),
+        num_workers=0, num_steps=4)
+    found = {"losses": [], "updated": []}
+    for step in range(4):
+        engine.set_learning_rate(model_engine, run.optim.lr)
+        micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
+        if step == 2:
+            before = snapshot(model_engine)
+            spike = train_step(model_engine, micro, step=step, seed=train.seed, ceiling=-1.0,
+                               raise_if_bad=False)
+            found["spike"] = [spike.updated, spike.problem, same(before, snapshot(model_engine))]
+        result = train_step(model_engine, micro, step=step, seed=train.seed,
+                            stop=step == 3 and dist.rank() == 1)
+        found["losses"].append(result.loss)
+        found["updated"].append(result.updated)
+    found["stop"] = result.stop
+    found["bad_gradient"] = bad_gradient(model_engine, micro, train.seed)
+    found["found"] = type(model_engine.optimizer).__name__
+    return found
+
+
+def bad_gradient(model_engine, micro: list, seed: int) -> list:
+    """Return [the error's text, whether the weights stayed] when the last rank makes a NaN."""
+    weight = dict(model_engine.module.named_parameters())[BAD]
+    if dist.rank() == dist.world_size() - 1:
+        weight.register_hook(lambda gradient: gradient * torch.nan)
+    before = snapshot(model_engine)
+    text = ""
+    try:
+        train_step(model_engine, micro, step=4, seed=seed)
+    except BadStepError as error:
+        text = str(error)
+    return [text, same(before, snapshot(model_engine))]
+
+
+def snapshot(model_engine) -> list[torch.Tensor]:
+    parameters = list(model_engine.module.parameters())
+    with engine.gathered(parameters):
+        return [p.detach().clone() for p in parameters]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def main() -> None:
+    run, _ = config.load(sys.argv[1])
+    # Old CPUs have no fast fp16, which DeepSpeed takes for none; its arithmetic is there.
+    get_accelerator().is_fp16_supported = lambda: True
+    results = {}
+    for argument in sys.argv[3:]:
+        name, _, rest = argument.partition("=")
+        path, *more = rest.split(":")
+        values = deepspeed_config.load(path)
+        zero = values["zero_optimization"]
+        if zero["stage"] == 3:
+            zero["stage3_param_persistence_threshold"] = 0  # or nothing this small is partitioned
+        if "fp16" in values:
+            values["fp16"]["initial_scale_power"] = 6  # no overflow in the first steps
+        if zero.get("offload_optimizer", {}).get("device") == "nvme":
+            zero["offload_optimizer"]["nvme_path"] = str(Path(sys.argv[2]).parent)
+        layers = replace(run.train, recompute=more[0], checkpoint_layers=int(more[1])) if more \
+            else run.train
+        results[name] = climb(replace(run, train=layers), values)
+        print(name, results[name], flush=True)
+    if dist.is_main():
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.destroy()
+
+
+if __name__ == "__main__":
+    main()
