@@ -79,10 +79,8 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if rules.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme)
-    space = decoders.Metaspace(SPACE_MARK, prepend_scheme=scheme)
-    fast.decoder = space
-    if trainer.byte_fallback:
-        fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), space])
+    fast.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(),
+                                      decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     fast.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)
                              for name in (*SPECIAL_PIECES, MASK_PIECE)])
     fast.post_processor = processors.TemplateProcessing(
