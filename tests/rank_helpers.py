@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["deepspeed", "deberta_ds.train.loop"])
+_context.set_forkserver_preload(["rank_preload"])
 
 
 def start(world_size: int, arguments: list[str], log: Path) -> list:

@@ -1,0 +1,23 @@
+#!/bin/bash
+# launch/cluster/openmpi.sh node1:8,node2:8 --config RUN.toml --deepspeed_config DS.json
+#
+# mpirun only starts the processes; they talk through NCCL (or gloo), not through MPI.
+#   PYTHON      interpreter, the same path on every host     (default .venv/bin/python here)
+#   INTERFACE   network interface between the hosts          (default eth0)
+#   MASTER_PORT                                              (default 29500)
+#   MPIRUN_ARGS more options, such as --allow-run-as-root
+set -eu
+HOSTS=$1
+shift
+PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+INTERFACE=${INTERFACE:-eth0}
+first=${HOSTS%%,*}
+ranks=$(tr ',' '\n' <<< "$HOSTS" | awk -F: '{n += (NF > 1 ? $2 : 1)} END {print n}')
+
+# shellcheck disable=SC2086  # MPIRUN_ARGS is a list of words
+exec mpirun ${MPIRUN_ARGS:-} -np "$ranks" --host "$HOSTS" -wdir "$PWD" \
+    --mca btl_tcp_if_include "$INTERFACE" \
+    -x PATH -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ${DS_ACCELERATOR:+-x DS_ACCELERATOR} \
+    -x NCCL_SOCKET_IFNAME="$INTERFACE" -x GLOO_SOCKET_IFNAME="$INTERFACE" \
+    -x MASTER_ADDR="${first%%:*}" -x MASTER_PORT="${MASTER_PORT:-29500}" \
+    "$PYTHON" -u launch/pretrain.py "$@"

@@ -1,0 +1,165 @@
+"""kill -9 at random moments, resume, compare every loss with an unbroken run.
+
+    python tests/faults/kill_sweep.py --kills 100 --out benchmarks/results/kill_sweep.json
+
+Two ranks of a tiny RTD run under ZeRO-3 (and every fifth time ZeRO-1, so that the resume changes
+the layout too: --mixed). A third of the kills waits for a checkpoint to be half-written. Either all
+ranks are killed at once, or one of them, and the rest a moment later. After each kill every line of
+metrics.jsonl is compared, and the next start must go on from the newest whole checkpoint.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TESTS))
+
+import rank_helpers  # noqa: E402
+from data_helpers import Tokenizer, make_corpus, random_documents, tokenizer_path  # noqa: E402
+
+from deberta_ds.files import write_atomic  # noqa: E402
+from deberta_ds.train.checkpoint import MANIFEST, list_steps  # noqa: E402
+
+SAVE_EVERY = 2
+RUN_FILE = """name = "sweep"
+out_dir = "{out}"
+[model]
+preset = "tiny"
+vocab_size = 640
+num_layers = 2
+[objective]
+kind = "rtd"
+generator_layers = 2
+[data]
+sources = [{{path = "{work}/train"}}]
+tokenizer = "{work}/spm.model"
+seq_len = 64
+workers = 0
+[optim]
+lr = 1e-3
+[train]
+steps = {steps}
+global_batch_rows = 4
+micro_batch_rows = 2
+log_every = 1
+save_every = {save_every}
+keep = 2
+"""
+
+
+def losses(out: Path) -> dict[int, tuple]:
+    """Return {step: (loss, gradient norm)} of the whole lines of metrics.jsonl."""
+    found = {}
+    path = out / "metrics.jsonl"
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n") and '"kind": "train"' in line:
+            record = json.loads(line)
+            found[record["step"]] = (record["loss"], record["grad_norm"])
+    return found
+
+
+def half_written(out: Path) -> list[Path]:
+    return [path for path in list_steps(out) if not (path / MANIFEST).exists()]
+
+
+def newest_whole(out: Path) -> int:
+    steps = [int(path.name[5:]) for path in list_steps(out) if (path / MANIFEST).exists()]
+    return max(steps, default=0)
+
+
+def kill_once(out: Path, arguments: list[str], log: Path, rng: random.Random,
+              in_save: bool) -> dict:
+    """Start two ranks, kill them at a random moment; return what happened."""
+    before, target = newest_whole(out), None
+    log.unlink(missing_ok=True)
+    processes = rank_helpers.start(2, arguments, log)
+    wanted = before + rng.randint(1, 2 * SAVE_EVERY)
+    delay = rng.random() * (0.03 if in_save else 0.3)
+    old_remains = set(half_written(out))
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and all(p.is_alive() for p in processes):
+        if in_save and set(half_written(out)) - old_remains:
+            break
+        if not in_save and max(losses(out), default=0) >= wanted:
+            break
+        old_remains &= set(half_written(out))
+        time.sleep(0.001 if in_save else 0.01)
+    time.sleep(delay)
+    ended = [p.exitcode for p in processes]
+    kind = rng.choice(["all", "all", "rank 0", "rank 1"])
+    if kind != "all":
+        target = processes[int(kind[-1])]
+        target.kill()
+        time.sleep(rng.random())
+    rank_helpers.kill(processes)
+    text = log.read_text(errors="replace")
+    resumed = text.partition("/checkpoints/step-")[2][:8] if "resume at step" in text else "0"
+    return {"killed": kind, "in_save": bool(half_written(out)), "resumed_from": int(resumed),
+            "newest_whole_before": before, "ended_before_kill": [c for c in ended if c is not None]}
+
+
+def sweep(options: argparse.Namespace, work: Path) -> dict:
+    rng = random.Random(options.seed)
+    out = work / "out"
+    steps = 100_000
+    run_file, configs = work / "run.toml", {}
+    run_file.write_text(RUN_FILE.format(out=out, work=work, steps=steps, save_every=SAVE_EVERY))
+    for stage in (3, 1):
+        configs[stage] = work / f"zero{stage}.json"
+        zero = {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
+        configs[stage].write_text(json.dumps({"zero_optimization": zero}))
+    base = ["--config", str(run_file), "--deepspeed_config", str(configs[3])]
+    trials, seen = [], {}
+    started = time.monotonic()
+    for number in range(options.kills):
+        if time.monotonic() - started > options.minutes * 60:
+            break
+        trial = kill_once(out, base, work / "log", rng, in_save=number % 5 < 2)
+        trial["lost"] = trial["resumed_from"] != trial["newest_whole_before"]
+        if trial["ended_before_kill"]:
+            sys.exit(f"a rank ended by itself: {trial}\n{(work / 'log').read_text()[-3000:]}")
+        for step, value in losses(out).items():
+            seen.setdefault(step, set()).add(value)
+        trials.append(trial)
+        print(f"{number + 1:4d} {trial}", flush=True)
+    last = max(seen, default=0)
+    reference = ["--out_dir=" + str(work / "reference"), f"--train.stop_after={last}",
+                 f"--train.save_every={last}"]
+    rank_helpers.run(2, base + reference, work / "reference.log")
+    expected = losses(work / "reference")
+    differing = [step for step, values in seen.items() if values != {expected[step]}]
+    return {"kills": len(trials), "killed_while_saving": sum(t["in_save"] for t in trials),
+            "one_rank_only": sum(t["killed"] != "all" for t in trials),
+            "not_resumed_from_newest_whole": sum(t["lost"] for t in trials),
+            "steps_compared": len(seen), "differing_losses": len(differing),
+            "minutes": round((time.monotonic() - started) / 60, 1), "trials": trials}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=60, help="stop killing after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("runs/kill_sweep"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    work = options.work.resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    shutil.copy(tokenizer_path(), work / "spm.model")
+    tokenizer = Tokenizer(work / "spm.model")
+    make_corpus(work / "train", [tokenizer.encode(t) for t in random_documents(400)], tokenizer)
+    result = sweep(options, work)
+    print(json.dumps({k: v for k, v in result.items() if k != "trials"}, indent=1))
+    if options.out:
+        write_atomic(options.out, json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

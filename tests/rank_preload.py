@@ -1,0 +1,13 @@
+"""What the rank server loads before it forks: everything a run imports late, once for all ranks."""
+
+import deepspeed  # noqa: F401
+import torch
+
+import deberta_ds.train.loop  # noqa: F401
+from deberta_ds.model.backbone import on_meta
+
+layer = on_meta(torch.nn.Linear, 4, 4)
+layer(torch.zeros(2, 4, device="meta"))
+weight = torch.nn.Parameter(torch.zeros(4))
+torch.utils.checkpoint.checkpoint(lambda x: x * 2, weight, use_reentrant=False).sum().backward()
+torch.optim.AdamW([weight], fused=True).step()
