@@ -66,14 +66,16 @@ def run(*command, mpi: int = 0) -> dict:
     while process.poll() is None:
         for pid in _tree(process.pid):
             peaks[pid] = max(peaks.get(pid, 0), _peak_rss(pid))
-        time.sleep(0.03)
+        time.sleep(0.2)  # VmHWM is a maximum: only the last 0.2 s of a process can be missed
     seconds, after = time.perf_counter() - start, os.times()
     output, errors = process.communicate()
     if process.returncode:
         raise SystemExit(f"{' '.join(line)}\n{errors}")
     cpu = after.children_user + after.children_system - before.children_user
-    return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu - before.children_system, 2),
-            "peak_mib": round(max(peaks.values()) / MIB), "said": output.strip().splitlines()[-1]}
+    figures = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu - before.children_system, 2),
+               "peak_mib": round(max(peaks.values()) / MIB)}
+    print(Path(command[0]).name, figures, output.strip().splitlines()[-1], file=sys.stderr)
+    return figures
 
 
 def _tree(pid: int) -> list[int]:
@@ -124,7 +126,7 @@ def measure_memory(args) -> dict:
             shutil.rmtree(directory, ignore_errors=True)
         figures[name] = {
             "train_tokenizer": run(PREP / "train_tokenizer.py", source, *CHAPTERS, "--pieces", 8000,
-                                   "--sample_bytes", 32 << 20, "--out", args.scratch / "m.model"),
+                                   "--sample_bytes", 8 << 20, "--out", args.scratch / "m.model"),
             "dedup": run(PREP / "dedup.py", source, *CHAPTERS, "--out", found, "--workers", 2),
             "tokenize_corpus": run(PREP / "tokenize_corpus.py", source, *CHAPTERS, "--tokenizer",
                                    model, "--out", corpus, "--workers", 2),

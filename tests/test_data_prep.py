@@ -1,5 +1,6 @@
 """The prep stages: the same bytes for any number of workers, restarts, duplicates, refusals."""
 
+import errno
 import json
 import os
 import random
@@ -8,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_helpers import SENTENCES, random_documents, tiny_tokenizer, tokenizer_path
 
+from deberta_ds.data import shards
 from deberta_ds.data.corpus import Corpus, map_array
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
@@ -23,6 +26,7 @@ from deberta_ds.data.prep.stats import corpus_stats, stats_text
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.prep.train_spm import train_tokenizer
+from deberta_ds.data.prep.units import no_space_as_user_error
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.errors import UserError
 
@@ -238,6 +242,19 @@ def test_pack_refuses_another_tokenizer_and_a_truncated_shard(text_file, tmp_pat
     shard.write_bytes(shard.read_bytes()[:-10])
     with pytest.raises(UserError, match="bytes, the manifest says"):
         pack_corpus(out, tiny_tokenizer(), 64)
+
+
+def test_a_full_disk_is_an_error_with_its_number(monkeypatch, tmp_path):
+    @contextmanager
+    def full_disk(path):
+        yield "/dev/full"
+
+    monkeypatch.setattr(shards, "atomic_path", full_disk)
+    with pytest.raises(OSError) as caught:
+        shards.save_array(tmp_path / "x.npy", np.arange(100_000))
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(UserError, match="no space left"), no_space_as_user_error(tmp_path):
+        raise caught.value
 
 
 def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):

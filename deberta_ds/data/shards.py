@@ -144,9 +144,15 @@ def npy_header(dtype: np.dtype, count: int) -> bytes:
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """Write one .npy file atomically."""
+    """Write one .npy file atomically.
+
+    Not by numpy.save: on a full disk it raises an OSError without an errno.
+    """
+    array = np.ascontiguousarray(array)
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        np.save(file, array, allow_pickle=False)
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.data if array.size else b"")
 
 
 class ShardWriter:

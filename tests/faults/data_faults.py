@@ -31,12 +31,17 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="one .txt file of 5 MB or more")
     parser.add_argument("--scratch", type=Path, required=True, help="directory to work in")
     parser.add_argument("--kills", type=int, default=20, help="per stage")
+    parts = {"kills": kill_stages, "full_disk": fill_disk, "damage": damage,
+             "bad_input": feed_bad_input}
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts),
+                        help="parts to run; all but kills need what kills leaves in --scratch")
     args = parser.parse_args()
-    shutil.rmtree(args.scratch, ignore_errors=True)
-    args.scratch.mkdir(parents=True)
-    report = {"kills": kill_stages(args), "full_disk": fill_disk(args),
-              "damage": damage(args), "bad_input": feed_bad_input(args)}
     out = ROOT / "benchmarks" / "results" / "data_faults.json"
+    if "kills" in args.only:
+        shutil.rmtree(args.scratch, ignore_errors=True)
+        args.scratch.mkdir(parents=True)
+    report = json.loads(out.read_text()) if out.exists() else {}
+    report |= {name: parts[name](args) for name in args.only}
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
@@ -140,7 +145,7 @@ def fill_disk(args) -> dict:
     if os.geteuid() != 0:
         return {"skipped": "mounting a tmpfs needs root"}
     mount = args.scratch / "small_disk"
-    mount.mkdir()
+    mount.mkdir(exist_ok=True)
     report = {}
     for name, size in (("dedup", "64k"), ("tokenize_corpus", "600k"), ("pack", "20k")):
         done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount],
@@ -151,19 +156,21 @@ def fill_disk(args) -> dict:
             out = mount / "out"
             if name == "pack":
                 out = args.scratch / "pack_on_small_disk"
+                shutil.rmtree(out, ignore_errors=True)
                 shutil.copytree(args.scratch / "tokenized", out)
                 (out / "train" / "rows-128").symlink_to(mount)
             failed = subprocess.run(stage(name, args, out), capture_output=True, text=True)
             left = any(mount.rglob("manifest.json"))
             subprocess.run(["mount", "-o", "remount,size=200m", mount], check=True)
             again = subprocess.run(stage(name, args, out), capture_output=True, text=True)
+            whole = args.scratch / f"{name}_whole"
+            pair = (mount, whole / "train" / "rows-128") if name == "pack" else (out, whole)
             report[name] = {
                 "exit_code": failed.returncode, "error_lines": failed.stderr.count("error:"),
                 "traceback": "Traceback" in failed.stderr, "manifest_left": left,
                 "message": failed.stderr.strip().splitlines()[-1].replace(str(args.scratch), "DIR"),
                 "exit_code_after_more_space": again.returncode,
-                "identical_to_the_unbroken_run": name == "pack"
-                or tree(out) == tree(args.scratch / f"{name}_whole"),
+                "identical_to_the_unbroken_run": tree(pair[0]) == tree(pair[1]),
             }
         finally:
             subprocess.run(["umount", mount], check=True)
@@ -204,6 +211,7 @@ def damage(args) -> dict:
 def feed_bad_input(args) -> dict:
     """Give the tokenizer bad files; report the message, or the counts where it goes on."""
     directory = args.scratch / "bad"
+    shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     words = b"many ordinary words in one line " * (50_000_000 // 32)
     cases = {
