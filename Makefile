@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# CUDA builds of torch bring their own triton; a CPU build has none, and the kernel tests need one.
+TRITON := triton==3.9.0
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
@@ -27,7 +29,9 @@ $(STAMP): constraints.txt setup.py
 		|| { echo "error: $(PYTHON) is older than 3.11; call make with PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,neardup,mpi]'
+	$(BIN)/python -c 'import triton' 2>/dev/null \
+		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TRITON)'
 	touch $(STAMP)
 
 clean:

@@ -30,9 +30,12 @@ setup(
         "zstandard",
         "tqdm",
         "fsspec",
+        "psutil",
+        "ninja",
     ],
     extras_require={
         "mpi": ["mpi4py"],
+        "neardup": ["datasketch"],
         "dev": ["pytest", "hypothesis", "ruff"],
     },
 )

@@ -1,0 +1,182 @@
+"""The whole road on this machine: corpus, pretraining, resume, export, fine-tuning, page.
+
+`make demo` calls this. It only runs the commands that a user would, and prints each one; everything
+it makes is in runs/demo, which is emptied first.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.files import write_atomic
+from deberta_ds.log import format_count, format_duration, read_metrics
+
+OUT = Path("runs/demo")
+CONFIG = "launch/runs/demo.toml"
+STOP_SHARE = 0.5  # the first pretraining job stops here, the second one resumes
+
+
+@dataclass
+class Row:
+    """One line of the summary table."""
+
+    stage: str
+    what: str
+    result: str
+    seconds: float
+
+
+@dataclass
+class Demo:
+    """The commands run so far, what they gave, and the most memory they held at once."""
+
+    rows: list[Row] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def run(self, *command: str | Path) -> float:
+        """Print and run one command; return its seconds. Raises UserError if it fails."""
+        words = [str(word) for word in command]
+        print(f"\n$ {' '.join(words)}", flush=True)
+        words[0] = str(Path(sys.executable).parent / words[0])
+        started = time.monotonic()
+        process = subprocess.Popen(words, env=_environment())
+        watcher = threading.Thread(target=self._watch_memory, args=(process,), daemon=True)
+        watcher.start()
+        if code := process.wait():
+            raise UserError(f"the command above ended with exit code {code}")
+        watcher.join()
+        return time.monotonic() - started
+
+    def note(self, stage: str, what: str, result: str, seconds: float) -> None:
+        self.rows.append(Row(stage, what, result, seconds))
+
+    def _watch_memory(self, process: subprocess.Popen) -> None:
+        """Record the peak of the proportional set size of a command and all its children."""
+        while process.poll() is None:
+            try:
+                family = [psutil.Process(process.pid)]
+                family += family[0].children(recursive=True)
+                held = sum(member.memory_full_info().pss for member in family)
+                self.peak_bytes = max(self.peak_bytes, held)
+            except psutil.Error:
+                pass  # a process ended while it was looked at
+            time.sleep(1.0)
+
+
+def _environment() -> dict[str, str]:
+    """The environment of every command: quiet on machines without a GPU, no model hub."""
+    extra = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    if not torch.cuda.is_available():
+        extra |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return os.environ | extra
+
+
+def main() -> None:
+    started = time.monotonic()
+    gpus = torch.cuda.device_count()
+    launcher = ("deepspeed", f"--num_gpus={gpus or 2}")
+    ds_config = f"ds_configs/zero3_{'bf16' if gpus else 'fp32'}.json"
+    demo = Demo()
+    print(f"$ rm -rf {OUT}")
+    shutil.rmtree(OUT, ignore_errors=True)
+    prepare_data(demo)
+    pretrain(demo, launcher, ds_config)
+    export(demo)
+    fine_tune(demo, launcher)
+    total = time.monotonic() - started
+    demo.note("whole demo", f"{gpus} GPUs" if gpus else "2 CPU processes",
+              f"peak memory {demo.peak_bytes / 2**30:.1f} GiB", total)
+    write_atomic(OUT / "summary.json", json.dumps([asdict(row) for row in demo.rows], indent=1))
+    demo.run("python", "launch/report.py", "--run", OUT)
+    print_summary(demo.rows)
+    print(f"\nThe page with the curves: {OUT / 'report.html'}")
+
+
+def prepare_data(demo: Demo) -> None:
+    text, corpus, model = OUT / "text", OUT / "corpus", OUT / "spm.model"
+    seconds = demo.run("python", "data_prep/docstrings.py", "--out", text)
+    megabytes = (text / "train.jsonl").stat().st_size / 1e6
+    demo.note("corpus", "docstrings of this Python installation", f"{megabytes:.1f} MB", seconds)
+    seconds = demo.run("python", "data_prep/train_tokenizer.py", text / "train.jsonl",
+                       "--out", model, "--pieces", "8000")
+    demo.note("tokenizer", "SentencePiece unigram", "8,000 pieces", seconds)
+    seconds = 0.0
+    for part in ("train", "heldout"):
+        seconds += demo.run("python", "data_prep/tokenize_corpus.py", text / f"{part}.jsonl",
+                            "--out", corpus / part, "--tokenizer", model)
+    seconds += demo.run("python", "data_prep/pack.py", corpus / "train", corpus / "heldout",
+                        "--tokenizer", model, "--seq_len", "128")
+    manifest = json.loads((corpus / "train/manifest.json").read_text())
+    tokens = sum(shard["tokens"] for shard in manifest["shards"])
+    demo.note("token shards", "tokenized, packed to rows of 128", f"{format_count(tokens)} tokens",
+              seconds)
+    demo.run("python", "data_prep/show.py", corpus / "train", "--tokenizer", model, "--seq_len",
+             "128", "--rows", "2")
+
+
+def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str) -> None:
+    command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config)
+    from deberta_ds import config
+
+    steps = config.load(CONFIG)[0].train.steps
+    stop = int(steps * STOP_SHARE)
+    seconds = demo.run(*command, f"--train.stop_after={stop}")
+    demo.note("pretraining", f"{Path(ds_config).stem}, stopped on purpose", f"step {stop}", seconds)
+    seconds = demo.run(*command)
+    records = read_metrics(OUT / "metrics.jsonl")
+    resumed = [r for r in records if r.get("event") == "resume"]
+    demo.note("resume", resumed[-1]["detail"], f"step {resumed[-1]['step']} to {steps}", seconds)
+    scores = [r for r in records if r["kind"] == "eval"][-1]
+    demo.note("generator", "masked accuracy on held-out rows",
+              f"{scores['generator_accuracy']:.1%} (most frequent piece: "
+              f"{scores['unigram_accuracy']:.1%})", 0.0)
+    demo.note("discriminator", "on held-out rows",
+              f"ROC-AUC {scores['roc_auc']:.3f}, gain over prior "
+              f"{scores['discriminator_gain']:+.4f} nats", 0.0)
+
+
+def export(demo: Demo) -> None:
+    seconds = demo.run("python", "launch/export.py", "--checkpoint", OUT, "--out", OUT / "hf")
+    size = (OUT / "hf/model.safetensors").stat().st_size / 1e6
+    demo.note("export", "AutoModel and AutoTokenizer agree with ours", f"{size:.1f} MB", seconds)
+
+
+def fine_tune(demo: Demo, launcher: tuple[str, ...]) -> None:
+    real = os.environ.get("SUPERGLUE_DIR")
+    sizes = () if real else ("--any-size",)
+    seconds = demo.run(*launcher, "launch/superglue.py", "--tasks", "RTE", "CB",
+                       "--model", OUT / "hf", "--data", real or "tests/fixtures/superglue",
+                       "--out", OUT / "superglue", "--seeds", "1", "--skip-test", *sizes)
+    results = json.loads((OUT / "superglue/results.json").read_text())["tasks"]
+    for name, task in results.items():
+        data = "real data" if real else "a small sample written for this project"
+        demo.note(f"SuperGLUE {name}", f"{', '.join(task['metrics'])}; {data}",
+                  f"{task['score']['median']:.1%} (majority class: {task['baseline']:.1%})",
+                  seconds / len(results))
+
+
+def print_summary(rows: list[Row]) -> None:
+    """Print the table of what was done."""
+    table = [[row.stage, row.what, row.result, format_duration(row.seconds) if row.seconds else ""]
+             for row in rows]
+    widths = [max(len(cells[i]) for cells in table) for i in range(4)]
+    rule = "  ".join("-" * width for width in widths)
+    print(f"\n{rule}")
+    for cells in table:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)))
+    print(rule)
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
