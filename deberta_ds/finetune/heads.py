@@ -21,10 +21,14 @@ from deberta_ds.model.backbone import Backbone
 
 
 class TaskOutput(NamedTuple):
-    """`loss_sum` adds up the examples' losses times their weights; `scores` are [E, N] or [K]."""
+    """`loss_sum` adds up the examples' losses times their weights; `scores` are [E, N] or [K].
+
+    `adversarial_sum` is SiFT's part of the loss before its weight, 0 without.
+    """
 
     loss_sum: Tensor
     scores: Tensor
+    adversarial_sum: Tensor
 
 
 class TaskModel(nn.Module):
@@ -44,14 +48,16 @@ class TaskModel(nn.Module):
         words_RLC = self.backbone.words(batch.input_ids_RL)
         scores = self.scores(words_RLC, batch)
         loss = loss_sum(scores, batch)
+        adversarial = torch.zeros_like(loss)
         if self.training and self.sift:
             parts = adversarial_divergence(
                 lambda vectors_RLC: self.scores(vectors_RLC, batch), words_RLC, scores, self.sift
             )
             if scores.ndim == 1:
                 parts = mean_by(parts, batch.slot_example_K, batch.weights_E.numel())
-            loss = loss + self.sift.weight * (parts * batch.weights_E).sum()
-        return TaskOutput(loss, scores)
+            adversarial = (parts * batch.weights_E).sum()
+            loss = loss + self.sift.weight * adversarial
+        return TaskOutput(loss, scores, adversarial.detach())
 
     def scores(self, word_vectors_RLC: Tensor, batch: FeatureBatch) -> Tensor:
         """Return the scores for given word vectors (adversarial training perturbs them)."""

@@ -93,20 +93,22 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
     evals = {max(1, round(total_steps * (i + 1) / num_evals)) for i in range(num_evals)}
     history: list[dict] = []
     best, best_step, since_best = -1.0, 0, 0
-    loss, steps, began = 0.0, 0, time.monotonic()
+    losses, began = [], time.monotonic()
     for step in range(total_steps):
         set_learning_rate(engine, learning_rate(optim, step, total_steps))
         picked = [rows[i] for i in stream(len(rows), job.seed, step, settings.batch_rows)]
-        loss, steps = loss + _step(engine, picked, shape, job.seed, step), steps + 1
+        losses.append(_step(engine, picked, shape, job.seed, step))
         if step + 1 not in evals:
             continue
         values = _evaluate(job, engine, val_features)
         score = metrics.task_score(job.task, values)
         epoch = (step + 1) * settings.batch_rows / len(rows)
-        history.append(
-            {"step": step + 1, "epoch": round(epoch, 2), "loss": round(loss / steps, 5)} | values
-        )
-        loss, steps, since_best = 0.0, 0, since_best + 1
+        loss, adversarial = np.mean(losses, axis=0).round(5).tolist()
+        entry = {"step": step + 1, "epoch": round(epoch, 2), "loss": loss}
+        if settings.sift_weight > 0:
+            entry["adversarial"] = adversarial
+        history.append(entry | values)
+        losses, since_best = [], since_best + 1
         if score > best:
             best, best_step, since_best = score, step + 1, 0
             _keep(job, engine)
@@ -175,8 +177,8 @@ def stream(num_rows: int, seed: int, step: int, batch_rows: int) -> list[int]:
     return [int(orders[p // num_rows][p % num_rows]) for p in positions]
 
 
-def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int) -> float:
-    """Make one update from the examples in `picked`; return their mean loss."""
+def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int):
+    """Make one update from the examples in `picked`; return their mean (loss, adversarial)."""
     world, rank = dist.world_size(), dist.rank()
     slots = shape.micro_rows * shape.accumulation
     mine = list(picked[rank * slots : (rank + 1) * slots])
@@ -184,19 +186,19 @@ def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int
     mine += [picked[0]] * (slots - len(mine))
     # DeepSpeed averages over ranks and micro-batches; this makes it the mean over the batch.
     scale = world * shape.accumulation / shape.batch_rows
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for micro_step in range(shape.accumulation):
         part = slice(micro_step * shape.micro_rows, (micro_step + 1) * shape.micro_rows)
         batch = collate(mine[part], weights[part]).to(engine.device)
         seed_step(seed, step, micro_step, rank)
-        loss = engine(batch).loss_sum
-        engine.backward(loss * scale)
-        total += loss.detach().double()
+        output = engine(batch)
+        engine.backward(output.loss_sum * scale)
+        total += torch.stack([output.loss_sum.detach(), output.adversarial_sum]).double()
         engine.step()
-    mean = float(dist.sum_over_ranks(total)) / shape.batch_rows
-    if not math.isfinite(mean):
-        raise DivergedError(f"the loss became {mean} at step {step + 1}; lower learning_rate")
-    return mean
+    means = (dist.sum_over_ranks(total) / shape.batch_rows).tolist()
+    if not math.isfinite(means[0]):
+        raise DivergedError(f"the loss became {means[0]} at step {step + 1}; lower learning_rate")
+    return means
 
 
 class DivergedError(UserError):
@@ -216,9 +218,10 @@ def _keep(job: Job, engine) -> None:
 
 
 def _say_epoch(job: Job, entry: Mapping, total_steps: int, seconds: float, better: bool) -> None:
+    attack = f"  adversarial {entry['adversarial']:.4f}" if "adversarial" in entry else ""
     values = "  ".join(f"{name} {100 * entry[name]:5.1f}" for name in job.task.metrics)
     job.say(
         f"{job.task.name:<8} seed {job.seed}  epoch {entry['epoch']:>5.1f}  step {entry['step']:>5}"
-        f"/{total_steps}  loss {entry['loss']:.4f}  val {values}  {seconds:6.1f}s"
+        f"/{total_steps}  loss {entry['loss']:.4f}{attack}  val {values}  {seconds:6.1f}s"
         f"{'  best' if better else ''}"
     )
