@@ -1,6 +1,7 @@
-"""Start the ranks of a run quickly: one server imports everything once, each rank is a fork of it.
+"""Start the ranks of a script quickly: one server imports everything once, each rank is its fork.
 
-The ranks run launch/pretrain.py itself, each in a process of its own that can be killed.
+The ranks run launch/pretrain.py itself, or a worker script, each in a process of its own that can
+be killed.
 """
 
 import multiprocessing
@@ -9,17 +10,18 @@ import runpy
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+PRETRAIN = Path(__file__).resolve().parent.parent / "launch/pretrain.py"
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["rank_preload"])
 
 
-def start(world_size: int, arguments: list[str], log: Path) -> list:
-    """Return the started processes of `pretrain.py arguments`, rank by rank; output goes to log."""
+def start(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAIN) -> list:
+    """Return the started processes of `script arguments`, rank by rank; output goes to log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -28,13 +30,13 @@ def start(world_size: int, arguments: list[str], log: Path) -> list:
     for rank in range(world_size):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        process = _context.Process(target=_rank_main, args=(arguments, env, str(log)))
+        process = _context.Process(target=_rank_main, args=(str(script), arguments, env, str(log)))
         process.start()
         processes.append(process)
     return processes
 
 
-def wait(processes: list, timeout: float = 240) -> list[int]:
+def wait(processes: list, timeout: float = 900) -> list[int]:
     """Return the exit codes; ranks that outlive the timeout, or a failed rank by 20 s, are killed.
     """
     deadline = time.monotonic() + timeout
@@ -55,23 +57,28 @@ def kill(processes: list) -> None:
         process.join()
 
 
-def run(world_size: int, arguments: list[str], log: Path) -> str:
+def run(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAIN) -> str:
     """Run to the end and return the log; raises AssertionError with it if a rank failed."""
-    codes = wait(start(world_size, arguments, log))
+    codes = wait(start(world_size, arguments, log, script))
     text = log.read_text(encoding="utf-8", errors="replace")
     assert not any(codes), f"exit codes {codes}\n{text[-6000:]}"
     return text
 
 
-def _rank_main(arguments: list[str], env: dict[str, str], log: str) -> None:
+def _rank_main(script: str, arguments: list[str], env: dict[str, str], log: str) -> None:
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.argv = ["pretrain.py", *arguments]
+    sys.argv = [script, *arguments]
+    code = 0
     try:
-        runpy.run_path(str(REPOSITORY / "launch/pretrain.py"), run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as done:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(done.code if isinstance(done.code, int) else 1)
+        code = done.code if isinstance(done.code, int) else int(done.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

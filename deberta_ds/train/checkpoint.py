@@ -196,7 +196,8 @@ def find(out_dir: str | Path, resume: str) -> Found:
     """Return what `--resume auto|never|PATH` means for a run; verified, equal on every rank.
 
     auto: the newest whole checkpoint; newer broken ones are named. Raises CheckpointError if there
-    are checkpoints but none is whole, if PATH is not whole, or if `never` meets checkpoints.
+    are finished checkpoints but none is whole, if PATH is not whole, or if `never` meets any. A run
+    killed in its very first save has an unfinished one only, and starts from step 0.
     """
     candidates = dist.broadcast_object(list_steps(out_dir))
     if resume == "never":
@@ -215,10 +216,11 @@ def find(out_dir: str | Path, resume: str) -> Found:
         if not problems:
             return Found(path, tuple(passed_over))
         passed_over.append(f"{path}: {'; '.join(problems)}")
-    if passed_over:
+    finished = dist.broadcast_object([path for path in candidates if (path / MANIFEST).exists()])
+    if finished:
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(passed_over)
                               + "\n  delete them to start from step 0")
-    return Found(None)
+    return Found(None, tuple(passed_over))
 
 
 def problems_of(path: Path) -> list[str]:

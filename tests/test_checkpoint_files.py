@@ -1,0 +1,182 @@
+"""What a checkpoint survives: every damage is found and named; what is whole is read exactly."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rank_helpers
+import torch
+from launching import ENVIRONMENT, make_run
+
+from deberta_ds.train import checkpoint
+from deberta_ds.train.checkpoint import CheckpointError, path_of
+from deberta_ds.train.shards import MASTER, ShardedState
+
+pytestmark = pytest.mark.multi
+WORKER = Path(__file__).parent / "workers/restore.py"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of every stage, by two ranks: DIRECTORY/w2_zero3_fp32/checkpoints/step-..."""
+    root = tmp_path_factory.mktemp("saved")
+    run_file = make_run(root)
+    rank_helpers.run(2, ["save", str(run_file), str(root / "ck")], root / "log2", WORKER)
+    return root
+
+
+@pytest.mark.slow
+def test_every_stage_and_world_size_loads_into_every_other_bit_for_bit(saved):
+    arguments = [str(saved / "run.toml"), str(saved / "ck")]
+    rank_helpers.run(1, ["save", *arguments], saved / "log1", WORKER)
+    for world_size in (1, 2):
+        text = rank_helpers.run(world_size, ["load", *arguments], saved / "log", WORKER)
+        assert "28 loads equal" in text
+
+
+@pytest.mark.parametrize("kind", ["zero1_fp32", "zero2_fp32", "zero3_fp32", "zero3_bf16"])
+def test_same_tensors_as_deepspeeds_universal_converter(saved, tmp_path, kind):
+    source = path_of(saved / f"ck/w2_{kind}", 2) / "zero"
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
+               str(source), "--output_folder", str(tmp_path), "--num_extract_workers", "1",
+               "--num_merge_workers", "1", "--inject_missing_state"]
+    subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True)
+    state = ShardedState(source, int(kind[4]))
+    for name, shape in state.shapes.items():
+        for key in (MASTER, "exp_avg", "exp_avg_sq"):
+            atom = torch.load(tmp_path / "zero" / name / f"{key}.pt", weights_only=True)
+            atom = atom["param"] if isinstance(atom, dict) else atom
+            assert torch.equal(state.read(name, key), atom.flatten()), (name, key)
+        total = state.read(name, MASTER).numel()
+        middle = state.read(name, MASTER, total // 3, total // 2)
+        assert torch.equal(middle, state.read(name, MASTER)[total // 3:total // 3 + total // 2])
+        assert tuple(state.read_whole(name).shape) == shape
+
+
+def test_consolidation_equals_zero_to_fp32(saved):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for kind in ("zero1_fp32", "zero3_fp32"):
+        path = path_of(saved / f"ck/w2_{kind}", 2)
+        expected = get_fp32_state_dict_from_zero_checkpoint(str(path), tag="zero")
+        found, run = checkpoint.load_whole_state(path)
+        assert run.name == "tiny" and found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def run_dir(saved, tmp_path):
+    """A run with three checkpoints: steps 2, 4 and 6."""
+    source = path_of(saved / "ck/w2_zero3_fp32", 2)
+    for step in (2, 4, 6):
+        path = path_of(tmp_path, step)
+        shutil.copytree(source, path)
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(manifest | {"step": step}))
+    return tmp_path
+
+
+FILES = ["zero/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+         "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+         "zero/zero_pp_rank_1_mp_rank_00_model_states.pt", "run.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "flipped"])
+def test_damage_is_found_named_and_passed_over(run_dir, name, damage):
+    file = path_of(run_dir, 6) / name
+    data = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "flipped":
+        position = random.randrange(len(data))
+        flipped = bytes([data[position] ^ 1 << random.randrange(8)])
+        file.write_bytes(data[:position] + flipped + data[position + 1:])
+    else:
+        file.write_bytes(data[:len(data) // 2] if damage == "truncated" else b"")
+    found = checkpoint.find(run_dir, "auto")
+    assert found.path == path_of(run_dir, 4)
+    assert len(found.passed_over) == 1
+    assert "step-00000006" in found.passed_over[0] and file.name in found.passed_over[0]
+    with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
+        checkpoint.find(run_dir, str(path_of(run_dir, 6)))
+
+
+def test_every_flipped_bit_of_a_manifest_is_found_or_harmless(run_dir):
+    path = path_of(run_dir, 6) / "manifest.json"
+    data = path.read_bytes()
+    whole = json.loads(data)
+    for position in range(0, len(data), 7):
+        changed = data[:position] + bytes([data[position] ^ 2]) + data[position + 1:]
+        path.write_bytes(changed)
+        try:
+            if json.loads(changed) == whole:
+                continue
+        except ValueError:
+            pass
+        assert checkpoint.problems_of(path.parent), (position, changed[position - 20:position + 20])
+
+
+def test_half_written_and_damaged_manifests_are_passed_over(run_dir):
+    (path_of(run_dir, 6) / "manifest.json").unlink()
+    (path_of(run_dir, 4) / "manifest.json").write_text('{"version": 1, "files": ')
+    found = checkpoint.find(run_dir, "auto")
+    assert found.path == path_of(run_dir, 2)
+    assert "did not finish" in found.passed_over[0] and "damaged" in found.passed_over[1]
+    (path_of(run_dir, 2) / "run.json").unlink()
+    with pytest.raises(CheckpointError, match="no whole checkpoint") as error:
+        checkpoint.find(run_dir, "auto")
+    assert str(error.value).count("step-0000000") == 3
+
+
+def test_a_run_killed_in_its_first_save_starts_anew(run_dir):
+    for step in (2, 4, 6):
+        (path_of(run_dir, step) / "manifest.json").unlink()
+    found = checkpoint.find(run_dir, "auto")
+    assert found.path is None and len(found.passed_over) == 3
+
+
+def test_keep_deletes_old_ones_and_remains_of_killed_saves(run_dir):
+    (path_of(run_dir, 2) / "manifest.json").unlink()  # a save that was killed
+    path_of(run_dir, 8).mkdir()  # one that is not finished yet
+    checkpoint._prune(run_dir, keep=1)
+    assert [path.name[-1] for path in checkpoint.list_steps(run_dir)] == ["6", "8"]
+
+
+def test_zero0_in_16_bit_is_refused_by_name(saved):
+    record = {"world_size": 2, "deepspeed": {"bf16": {"enabled": True}}}
+    with pytest.raises(CheckpointError, match="ZeRO-0 in bf16 .* use ZeRO-1"):
+        checkpoint.check_layout(record, {"zero_optimization": {"stage": 3}}, "x")
+    checkpoint.check_layout(record, {"bf16": {"enabled": True}}, "x")
+    checkpoint.check_layout({"deepspeed": {}}, {"zero_optimization": {"stage": 3}}, "x")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.slow
+def test_full_disk_is_one_error_and_leaves_the_old_checkpoints(tmp_path):
+    run_file, disk = make_run(tmp_path), tmp_path / "disk"
+    config = tmp_path / "zero3.json"
+    config.write_text('{"zero_optimization": {"stage": 3}}')
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "none", str(disk)], check=True)
+    try:
+        arguments = ["--config", str(run_file), "--deepspeed_config", str(config),
+                     f"--out_dir={disk}/out", "--train.save_every=2", "--train.steps=8"]
+        processes = rank_helpers.start(2, arguments, tmp_path / "log")
+        assert rank_helpers.wait(processes) == [2, 2]
+        text = (tmp_path / "log").read_text()
+        assert text.count("error: ") == 1 and "Make room" in text and "Traceback" not in text
+        whole = [p.name for p in checkpoint.list_steps(disk / "out")]
+        assert whole == ["step-00000002", "step-00000004"]
+        assert checkpoint.find(disk / "out", "auto").path.name == "step-00000004"
+        more_room = ["mount", "-o", "remount,size=60m", str(disk)]
+        subprocess.run(more_room, check=True)
+        text = rank_helpers.run(2, arguments, tmp_path / "log2")
+        assert "resume at step 4" in text
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
