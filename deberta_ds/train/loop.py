@@ -56,6 +56,8 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     del tensors
     if record:
         checkpoint.load(model_engine, found.path)
+        if change := checkpoint.layout_changes(record, inputs.ds):
+            log.info(f"resumed in another layout: {change}")
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
     log.truncate(record["step"] if record else 0)
