@@ -3,7 +3,9 @@
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table.
 """
 
+import importlib.util
 import logging
+import os
 from functools import lru_cache
 
 import torch
@@ -13,8 +15,8 @@ from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.linear import linear_attention
 from deberta_ds.model.attention.reference import reference_attention
 
-MODES = ("auto", "reference", "linear")
-_IMPLEMENTATIONS = {"reference": reference_attention, "linear": linear_attention}
+MODES = ("auto", "reference", "linear", "fused")
+FUSED_SIZES = (16, 32, 64, 128)  # head sizes; tl.dot needs 16
 _LOG = logging.getLogger("deberta_ds")
 
 
@@ -49,7 +51,8 @@ def attend(
         raise ValueError("attention dropout needs a seed")
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
-    run = _IMPLEMENTATIONS[_choose(mode, q_BHQD.device.type)]
+    chosen = _choose(mode, q_BHQD.device.type, q_BHQD.dtype, q_BHQD.shape[-1])
+    run = _implementation(chosen)
     return run(
         q_BHQD,
         k_BHLD,
@@ -64,11 +67,39 @@ def attend(
     )
 
 
+def _implementation(name: str):
+    if name == "fused":  # needs Triton, so imported only where it is used
+        from deberta_ds.model.attention.fused import fused_path
+
+        return fused_path
+    return {"reference": reference_attention, "linear": linear_attention}[name]
+
+
 @lru_cache
-def _choose(mode: str, device: str) -> str:
+def _choose(mode: str, device: str, dtype: torch.dtype, size: int) -> str:
     """Return the implementation's name, and say it once in the log."""
     if mode not in MODES:
         raise UserError(f"attention = {mode!r}: choose one of {', '.join(MODES)}")
-    chosen = "linear" if mode == "auto" else mode
-    _LOG.info("attention: %s (asked for: %s) on %s", chosen, mode, device)
+    obstacle = _why_not_fused(device, dtype, size)
+    if mode == "fused" and obstacle:
+        raise UserError(f"attention = 'fused' cannot run here: {obstacle}; use 'auto' or 'linear'")
+    chosen = mode
+    if mode == "auto":
+        half = device == "cuda" and dtype != torch.float32
+        chosen = "fused" if half and not obstacle else "linear"
+    reason = f" (not fused: {obstacle})" if mode == "auto" and obstacle else ""
+    _LOG.info("attention: %s on %s, asked for: %s%s", chosen, device, mode, reason)
     return chosen
+
+
+def _why_not_fused(device: str, dtype: torch.dtype, size: int) -> str:
+    """Return what keeps the Triton kernels from running, or an empty string."""
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "no GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if size not in FUSED_SIZES:
+        return f"head size {size} is not one of {FUSED_SIZES}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{dtype} is not supported"
+    return ""

@@ -1,0 +1,35 @@
+"""Tile sizes from a table: no search while training. See docs/attention.md on how to refresh it."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+LONG_ROW = 1024
+TABLE = Path(__file__).with_name("tiles.json")
+
+
+class Tile(NamedTuple):
+    """Query rows and key columns of a program's tile, and how Triton runs it."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@lru_cache
+def table() -> dict:
+    """Return {architecture: {head size: {length class: {direction: [m, n, warps, stages]}}}}."""
+    return json.loads(TABLE.read_text())
+
+
+@lru_cache
+def choose(capability: tuple[int, int], size: int, length: int, direction: str) -> Tile:
+    """Return the tile for a device capability, head size, row length and direction.
+
+    direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
+    """
+    architecture = "sm90" if capability >= (9, 0) else "sm80"
+    length_class = "long" if length > LONG_ROW else "short"
+    return Tile(*table()[architecture][str(max(size, 32))][length_class][direction])

@@ -1,0 +1,102 @@
+"""The Triton kernels without a GPU: right in the interpreter, and compiled for real ones.
+
+bf16 is not tested here: the interpreter's bf16 tl.dot is wrong (triton issue 11584).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deberta_ds.model.attention import dispatch
+from deberta_ds.model.attention.fused import tiles
+
+pytest.importorskip("triton", reason="the fused kernels need the triton package")
+
+WORKERS = Path(__file__).parent / "workers"
+ROOT = Path(__file__).parents[1]
+TOLERANCES = {"float32": 2e-6, "float16": 1.5e-3}
+SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
+
+
+def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
+    command = [sys.executable, WORKERS / name, *arguments]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+def check(lines: list[dict]) -> None:
+    for line in lines:
+        print(line["name"], line["dtype"], [f"{error:.0e}" for error in line["errors"]])
+        assert max(line["errors"]) < TOLERANCES[line["dtype"]], line["name"]
+
+
+def test_interpreter_equals_the_reference():
+    lines = run_worker("fused_interpreter.py", timeout=300)
+    check(lines)
+    assert len(lines) == 9
+    assert [line["repeats"] for line in lines if "repeats" in line] == [True]
+
+
+@pytest.mark.slow
+def test_interpreter_on_random_packings():
+    check(run_worker("fused_interpreter.py", "--random", timeout=600))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [90, 80])
+def test_compiles_for_a_gpu(architecture):
+    lines = run_worker("fused_compile.py", str(architecture), "64", timeout=600)
+    assert len(lines) == 6
+    for line in lines:
+        assert line["tensor_core"] > 0 and line["shared"] <= SHARED_LIMIT[architecture], line
+        assert line["spills"] == 0 and line["registers"] <= 255, line
+        if architecture == 90:
+            assert line["hgmma"] > 0, line
+
+
+def test_every_tile_is_in_the_table():
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        for size in dispatch.FUSED_SIZES:
+            for length in (512, 8192):
+                for direction in ("forward", "query", "key"):
+                    tile = tiles.choose(capability, size, length, direction)
+                    assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
+
+
+def test_choice_of_implementation(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch._choose.cache_clear()
+    half, single = torch.bfloat16, torch.float32
+    assert dispatch._choose("auto", "cpu", half, 64) == "linear"
+    assert dispatch._choose("auto", "cuda", half, 64) == "fused"
+    assert dispatch._choose("auto", "cuda", half, 48) == "linear"
+    assert dispatch._choose("auto", "cuda", single, 64) == "linear"
+    with pytest.raises(ValueError, match="no GPU"):
+        dispatch._choose("fused", "cpu", half, 64)
+    with pytest.raises(ValueError, match="head size 48"):
+        dispatch._choose("fused", "cuda", half, 48)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_bf16_on_a_gpu():
+    from attention_cases import SMALL_BUCKETS, V1, Case, relative_errors, run
+
+    segments = torch.tensor([[1] * 300 + [2] * 130 + [0] * 82, [1] * 512])
+    for geometry in (SMALL_BUCKETS, V1):
+        for queries in (None, 40):
+            case = Case(geometry, segments, num_queries=queries, dropout=0.1, size=64)
+            truth = run(case, "reference", torch.float64)
+            result = run(case, "fused", torch.bfloat16, "cuda")
+            again = run(case, "fused", torch.bfloat16, "cuda")
+            assert max(relative_errors(result, truth)) < 1.5e-2
+            assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))

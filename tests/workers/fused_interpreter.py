@@ -1,0 +1,64 @@
+"""Run the fused kernels in Triton's interpreter, and print one JSON line a case.
+
+A process of its own, because TRITON_INTERPRET must be set before Triton is first imported.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from attention_cases import SMALL_BUCKETS, V1, V3, Case, relative_errors, run
+
+PIECES = torch.tensor([[1] * 20 + [2] * 66 + [3] * 9 + [0] * 5])
+HOLES = PIECES.clamp(max=1)
+HOLES[0, 30] = 0
+
+
+def ones(length):
+    return torch.ones(1, length, dtype=torch.int32)
+
+
+SHORT = {
+    "v3": (Case(V3, ones(71), heads=2), "float32"),
+    "v3 half": (Case(V3, ones(100), heads=1, dropout=0.1), "float16"),
+    "beyond the reach": (Case(SMALL_BUCKETS, ones(131), heads=1), "float32"),
+    "packed": (Case(SMALL_BUCKETS, PIECES, heads=1, dropout=0.1), "float32"),
+    "v1 with a hole": (Case(V1, HOLES, heads=1, dropout=0.1), "float32"),
+    "picked": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1, dropout=0.1), "float32"),
+    "key term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="key"), "float32"),
+    "query term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="query"), "float16"),
+    "one token": (Case(V3, ones(1), heads=1), "float32"),
+}
+
+
+def random_cases() -> dict:
+    generator = torch.Generator().manual_seed(23)
+    cases = {}
+    for number in range(4):
+        length = int(torch.randint(1, 300, (), generator=generator))
+        cuts = torch.rand(2, length, generator=generator) < 3 / length
+        segments = cuts.cumsum(1) + 1
+        segments[1, length - length // 5 :] = 0
+        case = Case(V1 if number % 2 else V3, segments, heads=1, dropout=0.1)
+        cases[f"random {length}"] = (case, "float16" if number == 3 else "float32")
+    return cases
+
+
+def main() -> None:
+    for name, (case, dtype) in (random_cases() if "--random" in sys.argv else SHORT).items():
+        truth = run(case, "reference", torch.float64)
+        result = run(case, "fused", getattr(torch, dtype))
+        line = {"name": name, "dtype": dtype, "errors": relative_errors(result, truth)}
+        if name == "packed":
+            again = run(case, "fused", getattr(torch, dtype))
+            line["repeats"] = all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
