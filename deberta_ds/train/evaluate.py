@@ -19,8 +19,11 @@ _ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 
 @torch.no_grad()
-def evaluate(engine, rows: list[Row], micro_batch_rows: int) -> dict[str, float]:
+def evaluate(model, device: torch.device, rows: list[Row], micro_batch_rows: int
+             ) -> dict[str, float]:
     """Return the scores over `rows`; call on every rank with the same rows, all get the result.
+
+    `model` is a pretraining model on `device`, or the DeepSpeed engine around one.
 
     Rank r takes micro-batches r, r + W, ...; a rank that has run out repeats one without counting
     it, because under ZeRO-3 every rank must take part in every forward.
@@ -28,14 +31,14 @@ def evaluate(engine, rows: list[Row], micro_batch_rows: int) -> dict[str, float]
     batches = [collate(rows[start:start + micro_batch_rows])
                for start in range(0, len(rows), micro_batch_rows)]
     turns = math.ceil(len(batches) / dist.world_size())
-    norm = {name: one.to(engine.device) for name, one in _ONE.items()}
+    norm = {name: one.to(device) for name, one in _ONE.items()}
     totals: dict[str, float] = {"targets": 0.0, "tokens": 0.0}
     logits, replaced = [], []
-    engine.eval()
+    model.eval()
     for turn in range(turns):
         number = turn * dist.world_size() + dist.rank()
-        batch = batches[min(number, len(batches) - 1)].to(engine.device)
-        _, sums, view = engine(batch, norm)
+        batch = batches[min(number, len(batches) - 1)].to(device)
+        _, sums, view = model(batch, norm)
         if number >= len(batches):
             continue
         totals["targets"] += batch.num_targets
@@ -45,7 +48,7 @@ def evaluate(engine, rows: list[Row], micro_batch_rows: int) -> dict[str, float]
         if view:
             logits.append(view["logits"][view["real"]].cpu())
             replaced.append(view["replaced"][view["real"]].cpu())
-    engine.train()
+    model.train()
     parts = dist.gather_objects((totals, torch.cat(logits).numpy() if logits else None,
                                  torch.cat(replaced).numpy() if replaced else None))
     return _scores(parts) | {"unigram_accuracy": unigram_accuracy(rows)}

@@ -241,7 +241,8 @@ class Trainer:
             return
         self.speed.pause()
         with self.watchdog.patience():
-            scores = evaluate(self.engine, self.inputs.held_out, self.run.train.micro_batch_rows)
+            scores = evaluate(self.engine, self.engine.device, self.inputs.held_out,
+                              self.run.train.micro_batch_rows)
         self.log.metrics({"kind": "eval", "step": self.step, "seconds": self._seconds()} | scores)
         self.speed.start()
 

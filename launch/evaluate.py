@@ -1,0 +1,49 @@
+"""Score a pretraining checkpoint on held-out rows: both networks, beside their baselines.
+
+    python launch/evaluate.py --checkpoint runs/v3_base [--data shards/other] [--rows 1000]
+
+One process, in fp32; any ZeRO stage and world size of the checkpoint. Masks and samples are fixed,
+so scores of different checkpoints compare.
+"""
+
+import argparse
+import json
+
+import torch
+
+from deberta_ds.data.rows import eval_rows
+from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.objectives.build import build_model
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.train.checkpoint import load_whole_state
+from deberta_ds.train.evaluate import evaluate
+from deberta_ds.train.setup import EVAL_SEED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, help="run or checkpoint directory")
+    parser.add_argument("--data", help="packed corpus (default: the run's data.eval)")
+    parser.add_argument("--tokenizer", help="spm.model (default: the run's)")
+    parser.add_argument("--rows", type=int, help="how many rows (default: the run's)")
+    options = parser.parse_args()
+
+    state, run = load_whole_state(options.checkpoint)
+    corpus = options.data or run.data.eval
+    if not corpus:
+        raise UserError(f"{options.checkpoint}: the run has no data.eval; name a packed corpus "
+                        "with --data")
+    tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
+    rows = eval_rows(corpus, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
+                     eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
+                     across_documents=run.data.across_documents)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(run, tokenizer.size)
+    model.load_state_dict(state)
+    print(json.dumps(evaluate(model.to(device), device, rows, run.train.micro_batch_rows),
+                     indent=1))
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
