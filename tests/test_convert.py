@@ -54,7 +54,8 @@ def microsoft_directory(path, family, *, key_bias=0.0, **tensors):
         if name.endswith("key_proj.bias") and family == "v1":
             state[name] = torch.full_like(state[name], key_bias)
     torch.save(state | tensors, path / MS_FILES[0])
-    values = configs.to_microsoft(config, {})
+    values = configs.to_microsoft(config, {}) | {
+        "pooling": {"hidden_size": 32, "dropout": 0.2, "hidden_act": "gelu"}, "cls_drop_out": 0.3}
     (path / MS_FILES[1]).write_text(json.dumps(values))
     return path
 
@@ -100,6 +101,8 @@ def test_microsoft_to_hugging_face_and_back_keeps_what_transformers_drops(tmp_pa
     source = microsoft_directory(tmp_path / "source", family)
     summary = convert(source, tmp_path / "hf", "hf")
     assert any("position_embeddings" in note and SIDE_FILE in note for note in summary.notes)
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert values["pooler_dropout"] == 0.2 and values["cls_dropout"] == 0.3
     convert(tmp_path / "hf", tmp_path / "back", "ms")
     same_tensors(*(torch.load(path / MS_FILES[0], weights_only=True)
                    for path in (source, tmp_path / "back")))

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from deberta_ds import config, deepspeed_config
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model
 from deberta_ds.train.check import check_run
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +30,12 @@ def test_run_file_is_valid_with_every_deepspeed_config(path):
         values = deepspeed_config.load(file)
         check_run(run, values, world_size, None, f"{path} with {file}")
         deepspeed_config.resolve(run, values, world_size)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_model_of_run_file_can_be_built(path):
+    run, _ = config.load(path)
+    assert count_parameters(on_meta(build_model, run)) > 1e6
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

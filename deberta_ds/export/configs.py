@@ -84,7 +84,7 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
     if ours["conv_kernel"]:
         ours["conv_activation"] = values.get("conv_act", "tanh")
     rest = {key: value for key, value in values.items() if key not in _UNDERSTOOD}
-    return model_config(ours, place), rest
+    return model_config(ours, place), _with_hugging_face_heads(rest)
 
 
 def model_config(values: dict, place: str) -> ModelConfig:
@@ -99,6 +99,33 @@ def model_config(values: dict, place: str) -> ModelConfig:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "values"
         raise UserError(f"{place}: {_SAME_MEANING.get(where, where)}: {first['msg']}") from None
+
+
+# Settings of fine-tuned heads, {microsoft: Hugging Face}; there the pooler has a dict of its own.
+_POOLING = {"hidden_size": "pooler_hidden_size", "dropout": "pooler_dropout",
+            "hidden_act": "pooler_hidden_act"}
+
+
+def _with_hugging_face_heads(rest: dict) -> dict:
+    """Return the keys of heads under their Hugging Face names."""
+    renamed = {key: value for key, value in rest.items() if key not in ("pooling", "cls_drop_out")}
+    pooling = rest.get("pooling")
+    for key, value in pooling.items() if isinstance(pooling, dict) else ():
+        renamed[_POOLING.get(key, key)] = value
+    if "cls_drop_out" in rest:
+        renamed["cls_dropout"] = rest["cls_drop_out"]
+    return renamed
+
+
+def _with_microsoft_heads(rest: dict) -> dict:
+    """Return the keys of heads under their microsoft names."""
+    names = {theirs: ours for ours, theirs in _POOLING.items()}
+    renamed = {key: value for key, value in rest.items() if key not in (*names, "cls_dropout")}
+    if pooling := {names[key]: value for key, value in rest.items() if key in names}:
+        renamed["pooling"] = pooling
+    if "cls_dropout" in rest:
+        renamed["cls_drop_out"] = rest["cls_dropout"]
+    return renamed
 
 
 def _refuse_unsupported(values: dict, ours: dict, place: str) -> None:
@@ -139,7 +166,7 @@ def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> 
 
 def to_microsoft(config: ModelConfig, rest: dict[str, Any]) -> dict:
     """Return the `model_config.json` values of an encoder."""
-    return rest | _common(config) | {
+    return _with_microsoft_heads(rest) | _common(config) | {
         "padding_idx": 0,
         "pos_att_type": "|".join(config.position_terms) or "none",
         "attention_head_size": config.head_size,
