@@ -7,31 +7,17 @@ No torch and no deepspeed here: a run can be checked on a login node.
 """
 
 import dataclasses
-import difflib
 import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.errors import UserError
+from deberta_ds.validation import ConfigError, nearest, validate
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
-
-
-class ConfigError(UserError):
-    """One or more problems in a run config or a DeepSpeed JSON."""
-
-    on_every_rank = True
-
-
-def raise_problems(place: str, problems: list[str]) -> None:
-    """Raise one ConfigError that lists every problem found in `place`; return if there is none."""
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{count} in {place}\n  " + "\n  ".join(problems))
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
@@ -274,7 +260,7 @@ def to_dict(config: Any) -> dict:
 
 def from_dict(values: dict, place: str = "config") -> RunConfig:
     """Return the RunConfig of plain values (as written by `to_dict`)."""
-    return _validate(RunConfig, values, place)
+    return validate(RunConfig, values, place)
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
@@ -305,7 +291,7 @@ def load(path: str | Path, overrides: list[str] = (), models: dict[str, dict] | 
         _set(values, key, value)
         origins[key] = "command line"
     _apply_defaults(values, origins, models)
-    config = _validate(RunConfig, values, str(path))
+    config = validate(RunConfig, values, str(path))
     for key in flatten(to_dict(config)):
         origins.setdefault(key, "default")
     return config, origins
@@ -369,43 +355,3 @@ def _set(values: dict, key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"--{key}: {section} is a value, not a section")
     values[last] = value
-
-
-def _validate(cls: type, values: dict, place: str) -> Any:
-    try:
-        # JSON mode: strict about types, but arrays become tuples.
-        return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        raise_problems(place, [_problem(item, cls) for item in error.errors()])
-
-
-def _problem(item: dict, cls: type) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "file"
-    if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{where}: unknown key{nearest(where, _all_keys(cls))}"
-    if item["type"].startswith("missing"):
-        return f"{where}: missing; this key has no default"
-    if item["type"] == "value_error":
-        return f"{where}: {item['ctx']['error']}"
-    given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
-    return f"{where}{given}: {item['msg'][0].lower()}{item['msg'][1:]}"
-
-
-def _all_keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    for field in dataclasses.fields(cls):
-        keys.append(prefix + field.name)
-        if dataclasses.is_dataclass(field.type):
-            keys += _all_keys(field.type, f"{prefix}{field.name}.")
-    return keys
-
-
-def nearest(word: str, known) -> str:
-    """Return "; did you mean X?" for the known key nearest to `word`, whole or by its last part."""
-    known = list(known)
-    last_parts = {key.rsplit(".", 1)[-1]: key for key in known}
-    match = difflib.get_close_matches(word, known, 1, 0.75)
-    if not match:
-        last = difflib.get_close_matches(word.rsplit(".", 1)[-1], last_parts, 1, 0.6)
-        match = [last_parts[last[0]]] if last else []
-    return f"; did you mean {match[0]}?" if match else ""

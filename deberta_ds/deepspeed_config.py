@@ -8,7 +8,8 @@ owner, and the dict that DeepSpeed gets is complete. No torch and no deepspeed i
 import json
 from pathlib import Path
 
-from deberta_ds.config import ConfigError, RunConfig, nearest, raise_problems
+from deberta_ds.config import RunConfig
+from deberta_ds.validation import ConfigError, nearest, raise_problems
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
 RUN_KEYS = {

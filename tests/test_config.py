@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deberta_ds import config, deepspeed_config
-from deberta_ds.config import ConfigError
+from deberta_ds.validation import ConfigError
 
 MINIMAL = """
 name = "x"

@@ -16,7 +16,7 @@ import safetensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deberta_ds.config import ModelConfig, nearest
+from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path, write_atomic
 from deberta_ds.finetune.heads import TaskModel
@@ -27,6 +27,7 @@ from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.presets import MODELS
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.validation import nearest
 
 RANDOM = "random:"
 _WEIGHTS, _FACTS, _TOKENIZER = "model.safetensors", "finetuned.json", "spm.model"

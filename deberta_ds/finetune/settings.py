@@ -11,9 +11,10 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config import OptimConfig, nearest, raise_problems
+from deberta_ds.config import OptimConfig
 from deberta_ds.errors import UserError
 from deberta_ds.finetune.tasks import MNLI, TASKS, Task
+from deberta_ds.validation import nearest, raise_problems
 
 
 @dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)

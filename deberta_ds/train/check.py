@@ -3,8 +3,9 @@
 import json
 
 from deberta_ds import config, deepspeed_config
-from deberta_ds.config import IDENTITY_FIELDS, ConfigError, RunConfig, raise_problems
+from deberta_ds.config import IDENTITY_FIELDS, RunConfig
 from deberta_ds.train.checkpoint import CheckpointError
+from deberta_ds.validation import ConfigError, raise_problems
 
 
 def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | None,
