@@ -1,8 +1,7 @@
 """Measure the data pipeline: memory, speed, order, opening a huge corpus. One JSON a topic.
 
     python benchmarks/data.py memory --text DIR_OF_TXT --scratch DIR     # writes about 4 GB
-    python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR
-    python benchmarks/data.py order --text DIR_OF_TXT --scratch DIR
+    python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR      # and: scaling, order
     python benchmarks/data.py open --scratch DIR
     python benchmarks/data.py languages --text DIR_OF_LANGUAGE_DIRS --scratch DIR
 
@@ -33,7 +32,8 @@ MIB = 1 << 20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("topic", choices=("memory", "speed", "order", "open", "languages"))
+    topics = ("memory", "speed", "scaling", "order", "open", "languages")
+    parser.add_argument("topic", choices=topics)
     parser.add_argument("--text", type=Path, help="directory of .txt files")
     parser.add_argument("--scratch", type=Path, required=True, help="empty directory to work in")
     args = parser.parse_args()
@@ -165,7 +165,7 @@ def measure_speed(args) -> dict:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     ours, raw, raw_numpy, tokens = [], [], [], 0
     target = args.scratch / "speed"
-    for _ in range(3):
+    for _ in range(7):
         start = time.process_time()
         tokens = sum(len(processor.encode(document)) for document in documents)
         raw.append(time.process_time() - start)
@@ -186,13 +186,12 @@ def measure_speed(args) -> dict:
         "stage_over_raw_to_numpy": round(min(raw_numpy) / min(ours), 3),
     }
     shutil.rmtree(target)
-    figures |= _worker_scaling(args, text, model)
-    figures |= _loader_speed(args, model)
-    return figures
+    return figures | _loader_speed(args, text, model)
 
 
-def _worker_scaling(args, text: Path, model: Path) -> dict:
+def measure_scaling(args) -> dict:
     """Wall seconds of tokenizing four copies of the text, the best of three, interleaved."""
+    text, model = novels(args)
     kinds = {"1 worker": {"workers": 1}, "2 workers": {"workers": 2}, "mpirun -n 2": {"mpi": 2}}
     runs: dict = {name: [] for name in kinds}
     for _ in range(3):
@@ -208,18 +207,19 @@ def _worker_scaling(args, text: Path, model: Path) -> dict:
         "scaling_cpu_seconds": {n: min(r["cpu_seconds"] for r in f) for n, f in runs.items()},
         "two_workers_over_one": round(best["1 worker"] / best["2 workers"], 2),
         "mpi_over_one": round(best["1 worker"] / best["mpirun -n 2"], 2),
-        "load_average_then": os.getloadavg(),
     }
 
 
-def _loader_speed(args, model: Path) -> dict:
+def _loader_speed(args, text: Path, model: Path) -> dict:
     """Tokens a second that one loader worker delivers at 512."""
     from deberta_ds.config import MaskConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset, Source
     from deberta_ds.tokenizer import Tokenizer
 
-    corpus = args.scratch / "scaling"
+    corpus = args.scratch / "loader"
+    shutil.rmtree(corpus, ignore_errors=True)
+    run(PREP / "tokenize_corpus.py", text, *CHAPTERS, "--tokenizer", model, "--out", corpus)
     run(PREP / "pack.py", corpus, "--tokenizer", model, "--seq_len", 512)
     figures = {}
     for ngram in (1, 3):

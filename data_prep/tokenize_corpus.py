@@ -19,8 +19,8 @@ def main() -> None:
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory of the corpus")
     parser.add_argument("--tokenizer", required=True, help="spm.model")
-    parser.add_argument("--heldout_out", help="directory of the held-out corpus")
-    parser.add_argument("--heldout_share", type=float, default=0.0,
+    parser.add_argument("--heldout_out", help="directory of a held-out corpus, if one is wanted")
+    parser.add_argument("--heldout_share", type=float, default=0.01,
                         help="share of documents held out, by a hash of their text")
     parser.add_argument("--min_characters", type=int, default=1, help="shorter ones are left out")
     parser.add_argument("--min_letter_share", type=float, default=0.0,
@@ -31,13 +31,12 @@ def main() -> None:
                         help="directory made by dedup.py for the same inputs: leave them out")
     add_workers(parser)
     args = parser.parse_args()
-    if (args.heldout_share > 0) != bool(args.heldout_out):
-        parser.error("--heldout_share and --heldout_out go together")
     read = read_options(args)
     manifests = tokenize_corpus(
         plan_units(args.inputs, read, args.unit_bytes), args.out, Tokenizer(args.tokenizer),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
-        heldout_out=args.heldout_out, heldout_share=args.heldout_share,
+        heldout_out=args.heldout_out,
+        heldout_share=args.heldout_share if args.heldout_out else 0.0,
         duplicates=args.duplicates, workers=args.workers,
     )
     for directory, manifest in manifests.items():

@@ -10,6 +10,7 @@ cut into bands. A document is dropped if it shares a band with an earlier docume
 equal signature entries, an estimate of the Jaccard similarity, reaches the threshold.
 """
 
+import hashlib
 import json
 from array import array
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from deberta_ds.data.corpus import map_array
 from deberta_ds.data.prep.documents import ReadOptions, Span
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
-from deberta_ds.data.prep.units import close_job, open_job, plan_digest, run_units
+from deberta_ds.data.prep.units import close_job, open_job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
@@ -76,8 +77,13 @@ def find_duplicates(
 
 
 def units_digest(units: list[list[Span]]) -> str:
-    """Return the digest that ties duplicates to the units they were found in."""
-    return plan_digest([[asdict(span) for span in unit] for unit in units])
+    """Return the digest of a plan: it ties a job, and its duplicates, to its inputs."""
+    digest = hashlib.sha256()
+    for unit in units:
+        for span in unit:
+            digest.update(f"{span.path}\0{span.kind}\0{span.start}\0{span.end}\n".encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
 
 
 def check_duplicates(directory: str | Path, units: list[list[Span]]) -> None:

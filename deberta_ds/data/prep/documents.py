@@ -34,7 +34,7 @@ class ReadOptions:
     max_document_bytes: int = 1 << 26
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream."""
 

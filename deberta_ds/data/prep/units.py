@@ -8,7 +8,6 @@ under `mpirun -n N python -m mpi4py.futures script.py ...`, where rank 0 works t
 
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -172,8 +171,3 @@ class no_space_as_user_error:  # noqa: N801 (reads as a phrase)
                 f"{self._directory}: no space left on the device; free some and run the same "
                 "command again, finished units are kept"
             ) from error
-
-
-def plan_digest(value) -> str:
-    """Return a short digest of a JSON-able value, for plans that would be long to store."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
