@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deberta_ds.model.attention import dispatch
-from deberta_ds.model.attention.fused import tiles
-
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
+
+from deberta_ds.model.attention import dispatch  # noqa: E402
+from deberta_ds.model.attention.fused import tiles  # noqa: E402
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[1]

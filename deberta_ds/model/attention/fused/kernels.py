@@ -57,6 +57,8 @@ def forward_kernel(
     d = tl.arange(0, D)
     in_rows = i < NQ
     wide = bh.to(tl.int64)
+    # Scalar bases and 32-bit offsets: tiles of 64-bit addresses would fill the registers.
+    key_plane, query_plane = KEY_TERM + wide * NQ * C, QUERY_TERM + wide * NK * C
     q = tl.load(
         Q + b.to(tl.int64) * q_b + h * q_h + i[:, None] * q_n + d[None, :],
         mask=in_rows[:, None], other=0.0,
@@ -82,14 +84,13 @@ def forward_kernel(
         if HAS_KEY_TERM:
             column = j[None, :] - position_i[:, None] + REACH
             column = tl.minimum(tl.maximum(column, 0), 2 * REACH)
-            own_row = KEY_TERM + (wide * NQ + i[:, None]) * C
-            term = tl.load(own_row + column, mask=allowed, other=0.0)
+            term = tl.load(key_plane + (i[:, None] * C + column), mask=allowed, other=0.0)
             bias += term.to(tl.float32)
         if HAS_QUERY_TERM:  # loaded the way it is stored, then turned
             column = position_i[None, :] - j[:, None] + REACH
             column = tl.minimum(tl.maximum(column, 0), 2 * REACH)
             term = tl.load(
-                QUERY_TERM + (wide * NK + j[:, None]) * C + column,
+                query_plane + (j[:, None] * C + column),
                 mask=in_keys[:, None] & in_rows[None, :], other=0.0,
             )
             bias += tl.trans(term).to(tl.float32)
@@ -115,8 +116,8 @@ def forward_kernel(
     acc = acc * (keep_scale / safe)[:, None]
     # A query without keys: output 0, and +inf makes its probabilities 0 in backward.
     lse = tl.where(seen, peak + tl.log2(safe), float("inf"))
-    row = (b.to(tl.int64) * NQ + i[:, None]) * H + h
-    tl.store(OUT + row * D + d[None, :], acc.to(OUT.dtype.element_ty), mask=in_rows[:, None])
+    own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
+    tl.store(OUT + own_rows, acc.to(OUT.dtype.element_ty), mask=in_rows[:, None])
     tl.store(LSE + wide * NQ + i, lse, mask=in_rows)
 
 
@@ -136,12 +137,16 @@ def backward_query_kernel(
     d = tl.arange(0, D)
     in_rows = i < NQ
     wide = bh.to(tl.int64)
+    # Scalar bases and 32-bit offsets: tiles of 64-bit addresses would fill the registers.
+    key_plane, query_plane = KEY_TERM + wide * NQ * C, QUERY_TERM + wide * NK * C
+    d_key_plane = D_KEY_TERM + wide * NQ * C
     q = tl.load(
         Q + b.to(tl.int64) * q_b + h * q_h + i[:, None] * q_n + d[None, :],
         mask=in_rows[:, None], other=0.0,
     )
-    row = (b.to(tl.int64) * NQ + i[:, None]) * H + h
-    grad = tl.load(GRAD + row * D + d[None, :], mask=in_rows[:, None], other=0.0)
+    own_rows = i[:, None] * (H * D) + d[None, :]
+    plane = (b.to(tl.int64) * NQ * H + h) * D
+    grad = tl.load(GRAD + plane + own_rows, mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
     delta = tl.load(DELTA + wide * NQ + i, mask=in_rows, other=0.0)
     segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=0)
@@ -169,14 +174,13 @@ def backward_query_kernel(
         bias = tl.zeros([BM, BN], tl.float32)
         if HAS_KEY_TERM:
             column = tl.minimum(tl.maximum(distance, 0), 2 * REACH)
-            own_row = KEY_TERM + (wide * NQ + i[:, None]) * C
-            term = tl.load(own_row + column, mask=allowed, other=0.0)
+            term = tl.load(key_plane + (i[:, None] * C + column), mask=allowed, other=0.0)
             bias += term.to(tl.float32)
         if HAS_QUERY_TERM:
             column = position_i[None, :] - j[:, None] + REACH
             column = tl.minimum(tl.maximum(column, 0), 2 * REACH)
             term = tl.load(
-                QUERY_TERM + (wide * NK + j[:, None]) * C + column,
+                query_plane + (j[:, None] * C + column),
                 mask=in_keys[:, None] & in_rows[None, :], other=0.0,
             )
             bias += tl.trans(term).to(tl.float32)
@@ -194,13 +198,13 @@ def backward_query_kernel(
             low += tl.sum(tl.where(distance <= 0, d_scores, 0.0), 1)
             high += tl.sum(tl.where(distance >= 2 * REACH, d_scores, 0.0), 1)
             tl.store(
-                D_KEY_TERM + (wide * NQ + i[:, None]) * C + distance,
+                d_key_plane + (i[:, None] * C + distance),
                 d_scores.to(D_KEY_TERM.dtype.element_ty),
                 mask=allowed & near,
             )
-    tl.store(DQ + row * D + d[None, :], acc.to(DQ.dtype.element_ty), mask=in_rows[:, None])
+    tl.store(DQ + plane + own_rows, acc.to(DQ.dtype.element_ty), mask=in_rows[:, None])
     if HAS_KEY_TERM:
-        ends = D_KEY_TERM + (wide * NQ + i) * C
+        ends = d_key_plane + i * C
         tl.store(ends, low.to(D_KEY_TERM.dtype.element_ty), mask=in_rows)
         tl.store(ends + 2 * REACH, high.to(D_KEY_TERM.dtype.element_ty), mask=in_rows)
 
@@ -226,6 +230,9 @@ def backward_key_kernel(
     d = tl.arange(0, D)
     in_keys = j < NK
     wide = bh.to(tl.int64)
+    # Scalar bases and 32-bit offsets: tiles of 64-bit addresses would fill the registers.
+    key_plane, query_plane = KEY_TERM + wide * NQ * C, QUERY_TERM + wide * NK * C
+    d_query_plane = D_QUERY_TERM + wide * NK * C
     k = tl.load(
         K + b.to(tl.int64) * k_b + h * k_h + j[:, None] * k_n + d[None, :],
         mask=in_keys[:, None], other=0.0,
@@ -241,6 +248,7 @@ def backward_key_kernel(
         first, last = 0, NQ
     else:
         first, last = _key_range(K_START, K_STOP, b * NK, j, NK, NQ)
+    plane = (b.to(tl.int64) * NQ * H + h) * D
     low = tl.zeros([BN], tl.float32)
     high = tl.zeros([BN], tl.float32)
     acc_k = tl.zeros([BN, D], tl.float32)
@@ -252,8 +260,9 @@ def backward_key_kernel(
             Q + b.to(tl.int64) * q_b + h * q_h + i[:, None] * q_n + d[None, :],
             mask=in_rows[:, None], other=0.0,
         )
-        row = (b.to(tl.int64) * NQ + i[:, None]) * H + h
-        grad = tl.load(GRAD + row * D + d[None, :], mask=in_rows[:, None], other=0.0)
+        grad = tl.load(
+            GRAD + plane + (i[:, None] * (H * D) + d[None, :]), mask=in_rows[:, None], other=0.0
+        )
         lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
         delta = tl.load(DELTA + wide * NQ + i, mask=in_rows, other=0.0)
         segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=-1)
@@ -264,14 +273,14 @@ def backward_key_kernel(
         if HAS_QUERY_TERM:
             column = tl.minimum(tl.maximum(distance, 0), 2 * REACH)
             term = tl.load(
-                QUERY_TERM + (wide * NK + j[:, None]) * C + column, mask=allowed, other=0.0
+                query_plane + (j[:, None] * C + column), mask=allowed, other=0.0
             )
             bias += term.to(tl.float32)
         if HAS_KEY_TERM:
             column = j[None, :] - position_i[:, None] + REACH
             column = tl.minimum(tl.maximum(column, 0), 2 * REACH)
             term = tl.load(
-                KEY_TERM + (wide * NQ + i[:, None]) * C + column,
+                key_plane + (i[:, None] * C + column),
                 mask=in_rows[:, None] & in_keys[None, :], other=0.0,
             )
             bias += tl.trans(term).to(tl.float32)
@@ -290,7 +299,7 @@ def backward_key_kernel(
         acc_k += tl.dot(d_scores.to(q.dtype), q, input_precision=PRECISION)
         if HAS_QUERY_TERM and PICKED:
             tl.store(
-                D_QUERY_TERM + (wide * NK + j[:, None]) * NQ + i[None, :],
+                D_QUERY_TERM + wide * NK * NQ + (j[:, None] * NQ + i[None, :]),
                 d_scores.to(D_QUERY_TERM.dtype.element_ty),
                 mask=in_keys[:, None] & in_rows[None, :],
             )
@@ -299,14 +308,14 @@ def backward_key_kernel(
             low += tl.sum(tl.where(distance <= 0, d_scores, 0.0), 1)
             high += tl.sum(tl.where(distance >= 2 * REACH, d_scores, 0.0), 1)
             tl.store(
-                D_QUERY_TERM + (wide * NK + j[:, None]) * C + distance,
+                d_query_plane + (j[:, None] * C + distance),
                 d_scores.to(D_QUERY_TERM.dtype.element_ty),
                 mask=allowed & near,
             )
-    row = (b.to(tl.int64) * NK + j[:, None]) * H + h
-    tl.store(DK + row * D + d[None, :], acc_k.to(DK.dtype.element_ty), mask=in_keys[:, None])
-    tl.store(DV + row * D + d[None, :], acc_v.to(DV.dtype.element_ty), mask=in_keys[:, None])
+    own_keys = (b.to(tl.int64) * NK * H + h) * D + (j[:, None] * (H * D) + d[None, :])
+    tl.store(DK + own_keys, acc_k.to(DK.dtype.element_ty), mask=in_keys[:, None])
+    tl.store(DV + own_keys, acc_v.to(DV.dtype.element_ty), mask=in_keys[:, None])
     if HAS_QUERY_TERM and not PICKED:
-        ends = D_QUERY_TERM + (wide * NK + j) * C
+        ends = d_query_plane + j * C
         tl.store(ends, low.to(D_QUERY_TERM.dtype.element_ty), mask=in_keys)
         tl.store(ends + 2 * REACH, high.to(D_QUERY_TERM.dtype.element_ty), mask=in_keys)

@@ -1,0 +1,83 @@
+"""Fair timing: variants interleaved in one run, so that load on the machine hits all alike."""
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from deberta_ds.files import write_atomic
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "transformers", "deepspeed", "triton", "flashdeberta", "disentangled-flash")
+
+
+def interleaved_minimum(
+    variants: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
+) -> dict[str, float]:
+    """Return the least seconds of each variant over `rounds` rounds, after one warm-up each.
+
+    CPU: process time, which other processes on the machine do not add to. CUDA: event time.
+    """
+    best = dict.fromkeys(variants, float("inf"))
+    for number in range(rounds + 1):
+        for name, call in variants.items():
+            seconds = _cuda_seconds(call) if device == "cuda" else _cpu_seconds(call)
+            if number:
+                best[name] = min(best[name], seconds)
+    return best
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def _cuda_seconds(call: Callable[[], object]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1000
+
+
+def environment(device: str = "cpu") -> dict[str, object]:
+    """Return what a reader needs to place a number: processor, threads, versions."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    processor = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+    return {
+        "device": device,
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "packages": versions,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    flags = "".join(line for line in lines[:40] if line.startswith("flags"))
+    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{names[0] if names else platform.processor()} ({' '.join(features)})"
+
+
+def save(name: str, device: str, results: object) -> Path:
+    """Write `results` with the environment to benchmarks/results/<name>-<device>.json."""
+    path = RESULTS / f"{name}-{device}.json"
+    document = {"benchmark": name, "environment": environment(device), "results": results}
+    write_atomic(path, json.dumps(document, indent=1) + "\n")
+    return path

@@ -1,0 +1,215 @@
+"""A whole training step: forward, backward, optimizer. Ours beside Hugging Face's modules.
+
+Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ours runs the enhanced
+mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
+and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
+Writes benchmarks/results/train_step-<device>.json.
+
+  python -m benchmarks.train_step                                   # CPU, xsmall, one thread
+  python -m benchmarks.train_step --device cuda --model deberta-v3-base --shapes 64x512 16x2048
+"""
+
+import argparse
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
+
+from benchmarks.measure import interleaved_minimum, save
+from deberta_ds.config import ModelConfig, ObjectiveConfig
+from deberta_ds.data.batch import Batch, Row, collate
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.model.heads import ReplacedTokenHead
+from deberta_ds.model.init import init_parameters
+from deberta_ds.objectives.mlm import MlmModel
+from deberta_ds.objectives.rtd import RtdModel
+from deberta_ds.presets import MODELS
+from deberta_ds.train import flops
+
+MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
+H200_PEAK = 989e12  # dense bf16 FLOP/s
+
+
+def make_batch(config: ModelConfig, rows: int, length: int) -> Batch:
+    """Return random full rows."""
+    generator = np.random.default_rng(length)
+    made = []
+    for number in range(rows):
+        ids = generator.integers(4, 120_000, length)
+        labels = np.full(length, -100)
+        columns = generator.choice(length, round(MASK_RATE * length), replace=False)
+        labels[columns] = ids[columns]
+        ids[columns] = 128_000
+        positions = np.arange(length, dtype=np.int32)
+        made.append(Row(number, ids, labels, np.ones(length, np.int32), positions))
+    return collate(made)
+
+
+def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: Batch):
+    """Return (module, function that returns the loss)."""
+    norm = {"targets": torch.tensor(float(batch.num_targets), device=batch.rows.device)}
+    norm["tokens"] = torch.tensor(float(batch.num_tokens), device=batch.rows.device)
+    if objective == "mlm":
+        model = MlmModel(config)
+    else:
+        generator = ModelConfig(**_values(config) | {"num_layers": generator_layers})
+        settings = ObjectiveConfig(kind="rtd", rtd_weight=RTD_WEIGHT)
+        model = RtdModel(config, generator, settings, sampling_seed=0)
+    init_parameters(model, 0.02, 0)
+    model.to(batch.rows.device)
+    return model, lambda: model(batch, norm)[0]
+
+
+def _values(config: ModelConfig) -> dict:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def hugging_face_config(config: ModelConfig, layers: int) -> DebertaV2Config:
+    """Return the same shape for transformers."""
+    return DebertaV2Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position,
+        max_relative_positions=config.largest_distance,
+        position_buckets=config.position_buckets,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+        type_vocab_size=0,
+        layer_norm_eps=1e-7,
+    )
+
+
+class HuggingFaceRtd(torch.nn.Module):
+    """Replaced-token detection put together from Hugging Face's models."""
+
+    def __init__(self, config: ModelConfig, generator_layers: int):
+        super().__init__()
+        self.generator = DebertaV2ForMaskedLM(hugging_face_config(config, generator_layers))
+        self.discriminator = DebertaV2Model(hugging_face_config(config, config.num_layers))
+        self.discriminator.embeddings.word_embeddings = torch.nn.Embedding(1, config.hidden_size)
+        self.delta = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = ReplacedTokenHead(config)
+        torch.nn.init.zeros_(self.delta.weight)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        mask = torch.ones_like(batch.input_ids)
+        logits = self.generator(input_ids=batch.input_ids, attention_mask=mask).logits
+        masked = batch.labels >= 0
+        generator_loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
+        drawn = torch.multinomial(logits[masked].detach().float().softmax(-1), 1)[:, 0]
+        ids = batch.input_ids.masked_scatter(masked, drawn)
+        words = self.generator.get_input_embeddings()
+        vectors = words(ids).detach() + self.delta(ids)
+        hidden = self.discriminator(inputs_embeds=vectors, attention_mask=mask).last_hidden_state
+        replaced = masked & (ids != batch.labels)
+        detection = self.head(hidden, batch.positions)
+        loss = F.binary_cross_entropy_with_logits(detection, replaced.float())
+        return generator_loss + RTD_WEIGHT * loss
+
+
+def hugging_face_loss(config: ModelConfig, objective: str, generator_layers: int, batch: Batch):
+    """Return (module, function that returns the loss)."""
+    if objective == "rtd":
+        model = HuggingFaceRtd(config, generator_layers).to(batch.rows.device).train()
+        return model, lambda: model(batch)
+    model = DebertaV2ForMaskedLM(hugging_face_config(config, config.num_layers))
+    model.to(batch.rows.device).train()
+    mask = torch.ones_like(batch.input_ids)
+
+    def loss():
+        return model(input_ids=batch.input_ids, attention_mask=mask, labels=batch.labels).loss
+
+    return model, loss
+
+
+def make_step(model, loss, optimizer, device: str, dtype: torch.dtype):
+    """Return a function that runs one training step."""
+
+    def step():
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value
+
+    return step
+
+
+def measure(options, rows: int, length: int) -> dict:
+    """Return the seconds of every variant at one shape."""
+    config = ModelConfig(**MODELS[options.model])
+    generator_layers = options.generator_layers or max(1, config.num_layers // 2)
+    batch = make_batch(config, rows, length).to(options.device)
+    steps = {}
+    arguments = (config, options.objective, generator_layers, batch)
+    peers = ("Hugging Face", "Hugging Face + fused AdamW")
+    names = ("ours",) if options.ours_only else (*peers, "ours")
+    dtypes = (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,)
+    for name in names:
+        torch.manual_seed(0)
+        model, loss = (our_loss if name == "ours" else hugging_face_loss)(*arguments)
+        fused = {} if name == peers[0] else {"fused": True}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
+        for dtype in dtypes:
+            step = make_step(model, loss, optimizer, options.device, dtype)
+            steps[f"{name}, {'fp32' if dtype == torch.float32 else 'bf16'}"] = step
+    seconds = interleaved_minimum(steps, options.rounds, options.device)
+    forward = flops.masked_lm(config, length, MASK_RATE)
+    if options.objective == "rtd":
+        generator = ModelConfig(**_values(config) | {"num_layers": generator_layers})
+        forward = flops.masked_lm(generator, length, MASK_RATE) + flops.detector(config, length)
+    result = {"model": options.model, "objective": options.objective, "rows": rows}
+    result |= {"length": length, "flops_per_token": 3 * forward, "seconds": seconds}
+    if options.device == "cuda":
+        result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return result
+
+
+def show(result: dict, device: str) -> None:
+    """Print one table: speed, and ratios to the peer at fp32 and at equal precision."""
+    seconds, tokens = result["seconds"], result["rows"] * result["length"]
+    shape = f"{result['rows']} x {result['length']} tokens"
+    print(f"\n{result['model']} {result['objective']}, {shape}")
+    print(f"  {'':34}{'ms':>9}{'tokens/s':>11}{'x HF':>7}{'x HF fp32':>11}{'MFU':>7}")
+    for name, value in seconds.items():
+        kind = name.rpartition(", ")[2]
+        equal, single = (seconds.get(f"Hugging Face, {x}") for x in (kind, "fp32"))
+        ratios = [f"{x / value:.2f}" if x else "-" for x in (equal, single)]
+        rate = tokens / value
+        mfu = f"{rate * result['flops_per_token'] / H200_PEAK:.1%}" if device == "cuda" else "-"
+        print(f"  {name:34}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7}")
+    if "peak_bytes" in result:
+        print(f"  peak memory of the process {result['peak_bytes'] / 2**30:.1f} GiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=MODELS, default="deberta-v3-xsmall")
+    parser.add_argument("--objective", choices=("mlm", "rtd"), default="mlm")
+    parser.add_argument("--shapes", nargs="+", default=["4x128", "1x512"], metavar="ROWSxLENGTH")
+    parser.add_argument("--generator-layers", type=int, default=0, help="0: half the layers")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--ours-only", action="store_true", help="without the peer")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    results = []
+    for shape in options.shapes:
+        rows, length = map(int, shape.split("x"))
+        results.append(measure(options, rows, length))
+        show(results[-1], options.device)
+    name = f"train_step-{options.objective}-{options.model}"
+    print(f"\nwrote {save(name, options.device, results)}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
