@@ -39,7 +39,28 @@ def test_every_stage_and_world_size_loads_into_every_other_bit_for_bit(saved):
         assert "28 loads equal" in text
 
 
-@pytest.mark.parametrize("kind", ["zero1_fp32", "zero2_fp32", "zero3_fp32", "zero3_bf16"])
+def async_io_is_built() -> bool:
+    """Whether DeepSpeed's libaio operator has been compiled here; that takes minutes."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return (Path(_get_build_directory("async_io", verbose=False)) / "async_io.so").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not async_io_is_built(), reason="DeepSpeed's async_io is not compiled yet")
+def test_moments_on_nvme_are_restored(tmp_path):
+    run_file = make_run(tmp_path)
+    arguments = [str(run_file), str(tmp_path / "ck")]
+    rank_helpers.run(1, ["save_nvme", *arguments], tmp_path / "log", WORKER)
+    swapped = path_of(tmp_path / "ck/w1_zero3_nvme", 2) / "zero/offloaded_tensors/rank00"
+    assert list(swapped.glob("exp_avg-*.swp")), "too small to be swapped: nothing is tested"
+    text = rank_helpers.run(1, ["load_nvme", *arguments], tmp_path / "log", WORKER)
+    assert "3 loads equal" in text
+
+
+@pytest.mark.parametrize("kind", [
+    "zero1_fp32", pytest.param("zero2_fp32", marks=pytest.mark.slow),
+    pytest.param("zero3_fp32", marks=pytest.mark.slow), "zero3_bf16"])
 def test_same_tensors_as_deepspeeds_universal_converter(saved, tmp_path, kind):
     source = path_of(saved / f"ck/w2_{kind}", 2) / "zero"
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
