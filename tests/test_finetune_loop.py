@@ -316,7 +316,7 @@ def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(path):
 
 
 def test_there_is_a_preset_for_every_size():
-    assert [path.stem for path in PRESETS] == ["1p5b", "base", "large", "small", "xsmall"]
+    assert [path.stem for path in PRESETS] == ["1p5b", "base", "demo", "large", "small", "xsmall"]
 
 
 def test_wrong_command_lines_are_one_clear_line(tmp_path):
