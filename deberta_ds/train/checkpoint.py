@@ -137,15 +137,13 @@ def _write_shards(engine, path: Path) -> str | None:
     """
     problems = []
     writer = engine.checkpoint_engine
-    write = writer.save
 
-    def remember_problem(*args, **kwargs):
-        try:
-            return write(*args, **kwargs)
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            problems.append(str(error).splitlines()[0])
+    def save_file(state_dict, path):
+        problem = _save_file(state_dict, path)
+        if problem:
+            problems.append(problem)
 
-    writer.save = remember_problem
+    writer.save = save_file
     try:
         engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
         _name_swapped_groups(engine, path)
@@ -154,6 +152,40 @@ def _write_shards(engine, path: Path) -> str | None:
     finally:
         del writer.save
     return problems[0] if problems else None
+
+
+def _save_file(state_dict: dict, path: str) -> str | None:
+    """torch.save that returns what went wrong instead of ending the process.
+
+    PyTorch's zip writer raises again in its destructor, which aborts (exit code -6, no message); so
+    it is given a file that swallows what comes after the first failure.
+    """
+    try:
+        with open(path, "wb") as file:
+            swallowing = _SwallowingFile(file)
+            torch.save(state_dict, swallowing)
+        return swallowing.problem
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+
+
+class _SwallowingFile:
+    """A file whose `write` fails at most once, into `problem`."""
+
+    def __init__(self, file):
+        self._file, self.problem = file, None
+
+    def write(self, data) -> int:
+        if self.problem is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.problem = f"{self._file.name}: {error.strerror}"
+        return len(data)
+
+    def flush(self) -> None:
+        if self.problem is None:
+            self._file.flush()
 
 
 def _name_swapped_groups(engine, path: Path) -> None:

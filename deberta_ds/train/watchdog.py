@@ -142,8 +142,11 @@ class Watchdog:
     def _write(self) -> None:
         self._tick += 1
         temporary = self._path(self._rank).with_suffix(".tmp")
-        temporary.write_text(f"{self._tick} {self._step} {os.getpid()} {socket.gethostname()}")
-        os.replace(temporary, self._path(self._rank))
+        try:
+            temporary.write_text(f"{self._tick} {self._step} {os.getpid()} {socket.gethostname()}")
+            os.replace(temporary, self._path(self._rank))
+        except OSError:  # a full disk must not end the watch; the save itself reports it
+            pass
 
     def _read_all(self) -> dict[int, Beat]:
         beats = {}
