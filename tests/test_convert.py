@@ -293,6 +293,8 @@ HOSTILE = {
     "p2p": (edit_config(pos_att_type="p2c|p2p"), "p2p"),
     "relu": (edit_config(hidden_act="relu"), "hidden_act"),
     "text for a number": (edit_config(num_hidden_layers="four"), "num_hidden_layers"),
+    "text for buckets": (edit_config(position_buckets="many"), "position_buckets"),
+    "terms not a list": (edit_config(pos_att_type=[3]), "pos_att_type"),
     "no config": (remove("config.json"), "not a model"),
     "no weights": (remove("model.safetensors"), "no weight file"),
     "config not JSON": (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
@@ -330,6 +332,18 @@ def test_truncated_pickle_and_foreign_content_are_refused(tmp_path):
     torch.save([torch.zeros(2)], source / MS_FILES[0])
     with pytest.raises(UserError, match="not named tensors"):
         read_release(source)
+
+
+def test_damaged_directory_of_ours_is_one_clear_error(tmp_path, sound):
+    convert(sound, tmp_path / "ours", "ours")
+    file = tmp_path / "ours" / "model.json"
+    values = json.loads(file.read_text())
+    for damaged in ({}, values | {"format": "deberta_ds-9"}, values | {"networks": {}},
+                    values | {"networks": {"main": {"config": {}}}},
+                    values | {"networks": {"main": {"config": {"hidden_size": 3}, "rest": {}}}}):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="model.json"):
+            read_release(tmp_path / "ours")
 
 
 def test_output_directory_of_others_is_not_touched(tmp_path, sound):

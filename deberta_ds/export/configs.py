@@ -67,6 +67,9 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
         raise UserError(f"{place}: {', '.join(missing)} missing; not a DeBERTa configuration")
     _refuse_unsupported(values, ours, place)
     terms = _terms(values, place)
+    buckets = values.get("position_buckets", -1)
+    if not isinstance(buckets, int):
+        raise UserError(f"{place}: position_buckets = {buckets!r} is not a whole number")
     relative = bool(values.get("relative_attention", False))
     if terms and not relative:
         raise UserError(f"{place}: pos_att_type = {values['pos_att_type']!r} without "
@@ -74,7 +77,7 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
     ours |= {
         "relative_attention": relative,
         "position_terms": terms,
-        "position_buckets": max(0, values.get("position_buckets", -1)),
+        "position_buckets": max(0, buckets),
         "share_position_projections": bool(values.get("share_att_key", False)),
         "relative_norm": relative and "layer_norm" in str(values.get("norm_rel_ebd", "none")),
         "absolute_input": bool(values.get("position_biased_input", True)),
@@ -143,6 +146,8 @@ def _terms(values: dict, place: str) -> tuple[str, ...]:
     given = values.get("pos_att_type") or []
     if isinstance(given, str):
         given = given.lower().split("|")
+    if not isinstance(given, list) or not all(isinstance(term, str) for term in given):
+        raise UserError(f"{place}: pos_att_type = {given!r} is not a list of terms")
     terms = tuple(term.strip() for term in given if term.strip() not in ("", "none"))
     if unknown := set(terms) - {"c2p", "p2c"}:
         raise UserError(f"{place}: pos_att_type has {', '.join(sorted(unknown))}; only c2p and p2c "

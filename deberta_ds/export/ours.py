@@ -36,6 +36,8 @@ def read_ours(directory: Path) -> Release:
     tensors, _ = read_tensors(directory / SAFETENSORS)
     networks = {}
     for name, described in values["networks"].items():
+        if not isinstance(described, dict) or {"config", "rest"} - described.keys():
+            raise UserError(f"{place}: networks.{name} lacks config or rest; the file is damaged")
         config = configs.model_config(described["config"], str(place))
         prefix = f"{name}."
         own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()

@@ -1,0 +1,44 @@
+"""`[init] from` through the launcher: two ranks under ZeRO-3 start from an exported model."""
+
+import pytest
+import torch
+from launching import ROOT, deepspeed_json, make_run, python, torchrun
+
+from deberta_ds.export.convert import convert
+from deberta_ds.train.checkpoint import load_whole_state
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+TINY_STEP = 1e-9  # learning rate of the one step that makes a checkpoint of the first weights
+
+
+def start(root, name, init, **changes):
+    """Train one negligible step from `init` on two ranks; return (weights, output)."""
+    run = make_run(root / name, steps="1", warmup_steps="0", lr=str(TINY_STEP), save_every="1",
+                   eval_every="1", **changes)
+    run.write_text(run.read_text().replace("[objective]", f"[init]\n{init}\n[objective]"))
+    done = torchrun(2, ROOT / "launch/pretrain.py", "--config", run, "--deepspeed_config",
+                    deepspeed_json(root / "zero3.json", 3), timeout=600)
+    return load_whole_state(root / name / "out")[0], done.stdout
+
+
+def close(first, second):
+    return all((first[name] - second[name]).abs().max() < 1e-7 for name in first)
+
+
+def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
+    run = make_run(tmp_path / "first", steps="2", warmup_steps="0", save_every="2", eval_every="2")
+    python(ROOT / "launch/pretrain.py", "--config", run, "--deepspeed_config",
+           deepspeed_json(tmp_path / "zero1.json", 1), timeout=600)
+    before, _ = load_whole_state(tmp_path / "first/out")
+    summary = convert(tmp_path / "first/out", tmp_path / "hf", "hf")
+    assert any("AutoModel -> DebertaV2Model: no missing" in line for line in summary.checks)
+
+    after, output = start(tmp_path, "whole", f'from = "{tmp_path}/hf"')
+    assert before.keys() == after.keys() and close(before, after)
+    assert "GDES delta taken from the file" in output
+
+    after, output = start(tmp_path, "words", f'from = "{tmp_path}/first/out"\nwords_only = true',
+                          kind='"mlm"')
+    merged = before["words.weight"] + before["discriminator.words.weight"]
+    assert torch.equal(after["words.weight"], merged)  # fixed, not merely slow
+    assert "first of two stages" in output
