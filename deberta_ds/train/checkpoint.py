@@ -133,7 +133,8 @@ def _write_shards(engine, path: Path) -> str | None:
     """Have DeepSpeed write its files; return what went wrong on this rank.
 
     DeepSpeed's save has collectives after the writing, so a rank whose write failed must go on to
-    them: an exception there would leave the others waiting for ever.
+    them: an exception would leave the others waiting, or mix up two collectives. For the same
+    reason rank 0 does not copy DeepSpeed's recovery scripts (`load_whole_state` does their work).
     """
     problems = []
     writer = engine.checkpoint_engine
@@ -144,13 +145,14 @@ def _write_shards(engine, path: Path) -> str | None:
             problems.append(problem)
 
     writer.save = save_file
+    engine._copy_recovery_script = lambda path: None
     try:
         engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
         _name_swapped_groups(engine, path)
     except OSError as error:
         problems.append(str(error))
     finally:
-        del writer.save
+        del writer.save, engine._copy_recovery_script
     return problems[0] if problems else None
 
 
