@@ -80,7 +80,8 @@ def draw(path: Path, out: Path) -> None:
     """Draw one results file."""
     document = json.loads(path.read_text())
     environment = document["environment"]
-    where = f"{environment['processor'].partition(' (')[0]}, torch {environment['packages']['torch']}"
+    processor = environment["processor"].partition(" (")[0]
+    where = f"{processor}, torch {environment['packages']['torch']}"
     if environment["device"] == "cpu":
         where += f", {environment['threads']} thread"
     title, panels_of, unit = PICTURES[path.stem.partition("-")[0]]

@@ -9,7 +9,14 @@ Shape legend: G heads of a tile, X queries, Y keys, C rows of the expanded table
 import torch
 from torch import Tensor
 
-from deberta_ds.model.attention.skew import Expansion, Frame, Side, add_term, collect_term
+from deberta_ds.model.attention.skew import (
+    Expansion,
+    Frame,
+    Scratch,
+    Side,
+    add_term,
+    collect_term,
+)
 
 _KEY_ROWS = 512
 
@@ -43,13 +50,15 @@ def collect_query_rows(
     grad_table_GCD.add_(torch.bmm(products_GXC.transpose(1, 2), q_GXD))
 
 
-def add_key_rows(scores_GXY: Tensor, k_GYD: Tensor, side: Side, positions_X: Tensor) -> None:
+def add_key_rows(
+    scores_GXY: Tensor, k_GYD: Tensor, side: Side, positions_X: Tensor, scratch: Scratch
+) -> None:
     """Add the position-to-content term: all query columns, of which the asked ones are taken."""
     groups, _, keys = scores_GXY.shape
     for start in range(0, keys, _KEY_ROWS):
         rows = k_GYD[:, start : start + _KEY_ROWS]
         plane = scores_GXY.new_zeros(groups, rows.shape[1], keys)
-        add_term(plane, rows, side, Frame(start, 0), transposed=False)
+        add_term(plane, rows, side, Frame(start, 0), False, scratch)
         taken = plane.index_select(2, positions_X).transpose(1, 2)
         scores_GXY[:, :, start : start + _KEY_ROWS].add_(taken)
 
@@ -61,7 +70,7 @@ def collect_key_rows(
     positions_X: Tensor,
     grad_k_GYD: Tensor,
     grad_table_GCD: Tensor,
-    scratch: dict[tuple[int, ...], Tensor],
+    scratch: Scratch,
 ) -> None:
     """Accumulate the gradients of `add_key_rows`.
 

@@ -104,7 +104,23 @@ def make_side(expanded: Expansion, table_HSD: Tensor, scale: float = 1.0) -> Sid
     return Side(expanded, table_HCD, table_HCD.transpose(1, 2).contiguous())
 
 
-def add_term(scores: Tensor, x_GXD: Tensor, side: Side, frame: Frame, transposed: bool) -> None:
+class Scratch:
+    """Buffers kept from tile to tile: a fresh page costs more than the arithmetic on it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple, Tensor] = {}
+
+    def take(self, use: str, shape: tuple[int, ...], like: Tensor, new=torch.empty) -> Tensor:
+        """Return the buffer of this use and shape, with what it last held."""
+        key = (use, *shape)
+        if key not in self._buffers:
+            self._buffers[key] = new(shape, dtype=like.dtype, device=like.device)
+        return self._buffers[key]
+
+
+def add_term(
+    scores: Tensor, x_GXD: Tensor, side: Side, frame: Frame, transposed: bool, scratch: Scratch
+) -> None:
     """Add x . T[y - x + radius] to `scores` [G,X,Y], or to [G,Y,X] when `transposed`."""
     columns = scores.shape[1 if transposed else 2]
     bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
@@ -112,10 +128,13 @@ def add_term(scores: Tensor, x_GXD: Tensor, side: Side, frame: Frame, transposed
         x = x_GXD[:, start:stop]
         target = scores[:, :, start:stop] if transposed else scores[:, start:stop]
         if far > near:
-            product = torch.bmm(x, side.table_HDC[:, :, table_start:table_stop])
+            shape = (x.shape[0], stop - start, table_stop - table_start)
+            product = scratch.take("product", shape, x)
+            torch.bmm(x, side.table_HDC[:, :, table_start:table_stop], out=product)
             term = _skewed(product, stop - start, far - near)
             if transposed:  # a transposing copy, then an add: 4 x faster than a transposed add
-                target[:, near:far].add_(term.transpose(1, 2).contiguous())
+                turned = scratch.take("turned", (x.shape[0], far - near, stop - start), x)
+                target[:, near:far].add_(turned.copy_(term.transpose(1, 2)))
             else:
                 target[:, :, near:far].add_(term)
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
@@ -135,12 +154,9 @@ def collect_term(
     transposed: bool,
     grad_x_GXD: Tensor,
     grad_table_GCD: Tensor,
-    scratch: dict[tuple[int, ...], Tensor],
+    scratch: Scratch,
 ) -> None:
-    """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores).
-
-    scratch: buffers by shape, zero outside the view of `_skewed`, kept from call to call.
-    """
+    """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
     columns = grad.shape[1 if transposed else 2]
     bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
     for start, stop, near, far, table_start, table_stop in bands:
@@ -148,11 +164,11 @@ def collect_term(
         source = grad[:, :, start:stop] if transposed else grad[:, start:stop]
         if far > near:
             shape = (grad.shape[0], stop - start, table_stop - table_start)
-            if shape not in scratch:
-                scratch[shape] = grad.new_zeros(shape)
-            buffer = scratch[shape]
+            # Only the skewed view is ever written: the corners stay zero.
+            buffer = scratch.take("skewed", shape, grad, torch.zeros)
             if transposed:
-                part = source[:, near:far].transpose(1, 2).contiguous()
+                part = scratch.take("turned back", (*shape[:2], far - near), grad)
+                part.copy_(source[:, near:far].transpose(1, 2))
             else:
                 part = source[:, :, near:far]
             _skewed(buffer, stop - start, far - near).copy_(part)

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from deberta_ds.model.attention import picked
 from deberta_ds.model.attention.dropout import drop_threshold, keep_pairs
-from deberta_ds.model.attention.skew import BLOCK_ROWS, Frame, Side, add_term, collect_term
+from deberta_ds.model.attention.skew import (
+    BLOCK_ROWS,
+    Frame,
+    Scratch,
+    Side,
+    add_term,
+    collect_term,
+)
 from deberta_ds.model.attention.spans import Span
 
 _TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # on the CPU per thread: 4 MiB of fp32
@@ -33,7 +40,7 @@ class Inputs:
     scale: float
     dropout: float
     words: tuple[Tensor, Tensor] | None  # dropout words of queries [B,H,Q] and keys [B,H,L]
-    scratch: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 @dataclass(frozen=True)
@@ -118,11 +125,11 @@ def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
 def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
     """Return the softmax [G,X,Y] of a tile; dropped pairs carry a minus sign."""
     q, k, _ = operands(inputs, tile)
-    scores = torch.bmm(q, k.transpose(1, 2))
+    scores = torch.bmm(q, k.transpose(1, 2))  # fresh: backward may keep it
     if inputs.key_side:
-        _add(inputs.key_side, scores, q, tile, transposed=False)
+        _add(inputs, inputs.key_side, scores, q, tile, transposed=False)
     if inputs.query_side:
-        _add(inputs.query_side, scores, k, tile, transposed=True)
+        _add(inputs, inputs.query_side, scores, k, tile, transposed=True)
     forbidden_XY = tile.forbidden
     if forbidden_XY is not None:
         scores.masked_fill_(forbidden_XY, -math.inf)
@@ -162,16 +169,17 @@ def add_gradients(
     probs: as `probabilities` returned them; out_grad [G,X,D]: the gradient of the context.
     """
     q, k, v = operands(inputs, tile)
-    if inputs.words is None:
-        total.v_GYD.add_(torch.bmm(probs.transpose(1, 2), out_grad))
-        grad = torch.bmm(out_grad, v.transpose(1, 2))
-    else:
-        kept = probs.relu()
+    grad = inputs.scratch.take("grad", probs.shape, probs)
+    kept = probs
+    if inputs.words is not None:
+        kept = torch.relu(probs)
         out_grad = out_grad * (1 / (1 - inputs.dropout))
-        total.v_GYD.add_(torch.bmm(kept.transpose(1, 2), out_grad))
-        grad = torch.bmm(out_grad, v.transpose(1, 2)).masked_fill_(probs.signbit(), 0)
+    total.v_GYD.add_(torch.bmm(kept.transpose(1, 2), out_grad))
+    torch.bmm(out_grad, v.transpose(1, 2), out=grad)
+    if inputs.words is not None:
+        grad.masked_fill_(probs.signbit(), 0)
         probs = probs.abs()
-    grad = torch._softmax_backward_data(grad, probs, -1, probs.dtype)
+    torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
     q_grad = torch.bmm(grad, k)
     total.k_GYD.add_(torch.bmm(grad.transpose(1, 2), q))
     if inputs.key_side:
@@ -181,13 +189,13 @@ def add_gradients(
     return q_grad.mul_(inputs.scale)
 
 
-def _add(side: Side, scores: Tensor, x: Tensor, tile: Tile, transposed: bool) -> None:
+def _add(inputs, side: Side, scores: Tensor, x: Tensor, tile: Tile, transposed: bool) -> None:
     side = side.of_heads(tile.group.heads)
     if tile.positions is None:
         frame = Frame(0, tile.first) if transposed else Frame(tile.first, 0)
-        add_term(scores, x, side, frame, transposed)
+        add_term(scores, x, side, frame, transposed, inputs.scratch)
     elif transposed:
-        picked.add_key_rows(scores, x, side, tile.positions)
+        picked.add_key_rows(scores, x, side, tile.positions, inputs.scratch)
     else:
         picked.add_query_rows(scores, x, side, tile.positions)
 
