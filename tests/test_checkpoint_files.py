@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rank_helpers
 import torch
 from launching import ENVIRONMENT, make_run
 
-from deberta_ds.train import checkpoint
+from deberta_ds.train import checkpoint, restore
 from deberta_ds.train.checkpoint import CheckpointError, path_of
 from deberta_ds.train.shards import MASTER, ShardedState
 
@@ -167,6 +168,19 @@ def test_keep_deletes_old_ones_and_remains_of_killed_saves(run_dir):
     path_of(run_dir, 8).mkdir()  # one that is not finished yet
     checkpoint._prune(run_dir, keep=1)
     assert [path.name[-1] for path in checkpoint.list_steps(run_dir)] == ["6", "8"]
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_dynamic_loss_scale_goes_on_and_a_static_one_is_the_jsons(dynamic):
+    """fp16 does not run on CPUs, so only the copying is tested."""
+    saved = {"dynamic": dynamic, "cur_scale": 64.0, "cur_iter": 7, "last_overflow_iter": 5,
+             "cur_hysteresis": 2, "scale_window": 1}
+    scaler = SimpleNamespace(dynamic=dynamic, cur_scale=4096.0, cur_iter=0, last_overflow_iter=-1,
+                             cur_hysteresis=1, scale_window=1000)
+    restore._restore_loss_scale(SimpleNamespace(loss_scaler=scaler),
+                                SimpleNamespace(loss_scaler=lambda: saved))
+    assert (scaler.cur_scale, scaler.cur_iter) == ((64.0, 7) if dynamic else (4096.0, 0))
+    assert scaler.scale_window == 1000
 
 
 def test_zero0_in_16_bit_is_refused_by_name(saved):
