@@ -20,8 +20,11 @@ OURS, PEER = "#1b6ca8", "#b9bec4"
 
 def bars(path: Path, title: str, panels: list[tuple[str, dict[str, float]]], unit: str) -> None:
     """Write one picture: a panel of horizontal bars for each (name, {label: value})."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.8 * len(panels), 2.9), squeeze=False)
-    for axis, (name, values) in zip(axes[0], panels, strict=True):
+    rows = -(-len(panels) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(9.6, 2.4 * rows + 0.4), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (name, values) in zip(axes.flat, panels, strict=False):
         labels = list(values)[::-1]
         colors = [OURS if label.startswith("ours") else PEER for label in labels]
         drawn = axis.barh(labels, [values[label] for label in labels], color=colors)

@@ -34,12 +34,19 @@ def dropout_words(
 
 
 def keep_pairs(
-    row_words: torch.Tensor, column_words: torch.Tensor, threshold: int
+    row_words: torch.Tensor,
+    column_words: torch.Tensor,
+    threshold: int,
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the bool mask [..., Q, L] of kept pairs for words [..., Q] and [..., L]."""
+    """Return the bool mask [..., Q, L] of kept pairs for words [..., Q] and [..., L].
+
+    buffers: two int32 tensors of the mask's shape to work in, else they are allocated.
+    """
     # The shifts are arithmetic on purpose: int32 has no other in torch, and Triton agrees.
-    mixed = row_words[..., :, None] + column_words[..., None, :]
-    shifted = mixed >> 15
+    mixed, shifted = buffers or (None, None)
+    mixed = torch.add(row_words[..., :, None], column_words[..., None, :], out=mixed)
+    shifted = torch.bitwise_right_shift(mixed, 15, out=shifted)
     mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_1)
     torch.bitwise_right_shift(mixed, 13, out=shifted)
     mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_2)

@@ -138,8 +138,11 @@ def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
         probs.masked_fill_(forbidden_XY, 0.0)
     if inputs.words is not None:
         rows, columns = tile.queries_of(inputs.words[0]), tile.group.keys_of(inputs.words[1])
-        keep = keep_pairs(rows, columns, drop_threshold(inputs.dropout))
-        probs = torch.where(keep, probs, -probs)
+        take = inputs.scratch.take
+        buffers = take("mixed", probs.shape, rows), take("shifted", probs.shape, rows)
+        keep = keep_pairs(rows, columns, drop_threshold(inputs.dropout), buffers)
+        negative = torch.neg(probs, out=take("negative", probs.shape, probs))
+        torch.where(keep, probs, negative, out=probs)
     return probs
 
 
@@ -148,7 +151,8 @@ def context(inputs: Inputs, tile: Tile, probs: Tensor) -> Tensor:
     v = tile.group.keys_of(inputs.v_BHLD)
     if inputs.words is None:
         return torch.bmm(probs, v)
-    return torch.bmm(probs.relu(), v).mul_(1 / (1 - inputs.dropout))
+    kept = torch.clamp(probs, min=0, out=inputs.scratch.take("kept", probs.shape, probs))
+    return torch.bmm(kept, v).mul_(1 / (1 - inputs.dropout))
 
 
 @dataclass(frozen=True)
@@ -172,13 +176,13 @@ def add_gradients(
     grad = inputs.scratch.take("grad", probs.shape, probs)
     kept = probs
     if inputs.words is not None:
-        kept = torch.relu(probs)
+        kept = torch.clamp(probs, min=0, out=inputs.scratch.take("kept", probs.shape, probs))
         out_grad = out_grad * (1 / (1 - inputs.dropout))
     total.v_GYD.add_(torch.bmm(kept.transpose(1, 2), out_grad))
     torch.bmm(out_grad, v.transpose(1, 2), out=grad)
     if inputs.words is not None:
         grad.masked_fill_(probs.signbit(), 0)
-        probs = probs.abs()
+        probs = torch.abs(probs, out=kept)
     torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
     q_grad = torch.bmm(grad, k)
     total.k_GYD.add_(torch.bmm(grad.transpose(1, 2), q))
