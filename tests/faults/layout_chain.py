@@ -73,8 +73,7 @@ def draw(result: dict, path: Path) -> None:
         for axes in (top, bottom):
             axes.axvline(start + 0.5, color="#d0d0d0", linewidth=0.8)
         text = f"{ranks} rank{'s' if ranks > 1 else ''}, ZeRO-{stage}"
-        bottom.annotate(text, (start + 0.8, 0.9), xycoords=("data", "axes fraction"), fontsize=8,
-                        va="top")
+        top.annotate(text, (start + 0.8, 1.02), xycoords=("data", "axes fraction"), fontsize=8)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
