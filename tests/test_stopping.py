@@ -28,7 +28,7 @@ def job(tmp_path):
 def start_and_reach(step: int, arguments: list[str], root: Path) -> list:
     """Start two ranks and wait until `step` is logged."""
     processes = rank_helpers.start(2, arguments, root / "log")
-    metrics, deadline = root / "out/metrics.jsonl", time.monotonic() + 240
+    metrics, deadline = root / "out/metrics.jsonl", time.monotonic() + 400
     while f'"step": {step},' not in (metrics.read_text() if metrics.exists() else ""):
         assert time.monotonic() < deadline and all(p.is_alive() for p in processes), \
             (root / "log").read_text()[-4000:]
@@ -78,22 +78,38 @@ def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
         assert "train_step" in stack and "run_to_end" in stack
 
 
-def test_the_watchdog_does_not_fire_in_slow_steps_evaluations_and_saves(tmp_path, monkeypatch):
-    fired = []
-    monkeypatch.setattr(Watchdog, "_fire", lambda self, silence: fired.append(silence))
-    dog = Watchdog(tmp_path, 0.2, 0, 1, step=0)  # limit 0.14 s, read every 0.01 s
+def test_the_watchdog_knows_slow_from_stuck(tmp_path, monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(Watchdog, "_exit", lambda self: ended.append(True))
+    dog = Watchdog(tmp_path, 1.0, 0, 1, step=0)  # limit 0.7 s, read every 0.05 s
     with dog.watch():
-        time.sleep(0.3)  # the first step
+        time.sleep(1.0)  # the first step
         dog.beat(1)
         with dog.patience():
-            time.sleep(0.3)
-        time.sleep(0.1)
-        dog.beat(2)  # an ordinary step of 0.1 s: the limit is now 0.4 s
-        time.sleep(0.25)
-        assert not fired
-        time.sleep(0.5)
-        assert fired
+            time.sleep(1.0)
+        assert "WATCHDOG" not in capfd.readouterr().err
+        time.sleep(1.5)  # too long for a step, but the only rank is alive
+        text = capfd.readouterr().err
+        assert text.count("WATCHDOG") == 1 and "all 1 ranks are alive" in text and not ended
+        assert "test_the_watchdog_knows_slow" in text  # the stack
+        time.sleep(7.5)
+        assert ended
     assert not list((tmp_path / watchdog.DIRECTORY).glob("rank-?????"))
+
+
+def test_the_watchdog_names_a_rank_without_a_heartbeat(tmp_path, monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(Watchdog, "_exit", lambda self: ended.append(True))
+    frozen = Watchdog(tmp_path, 1.0, 1, 2, step=0)
+    frozen._directory.mkdir()
+    frozen.beat(1)
+    frozen._write()  # once, and never again
+    dog = Watchdog(tmp_path, 1.0, 0, 2, step=0)
+    with dog.watch():
+        dog.beat(1)
+        time.sleep(2.0)
+        assert ended
+    assert "rank 1 on " in (text := capfd.readouterr().err) and "SILENT" in text
 
 
 def test_a_heartbeat_costs_less_than_ten_microseconds(tmp_path):

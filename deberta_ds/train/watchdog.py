@@ -7,7 +7,9 @@ twice: ranks whose counter did not move are frozen, dead or cut off. Files are u
 rank 0, because that rank may be the frozen one, and clocks are never compared.
 
 Steps that are slow by nature do not fire it: the limit is at least four times the slowest ordinary
-step so far, and the first step, evaluations and saves have thirty times the limit.
+step so far, and the first step, evaluations and saves have thirty times the limit. When all ranks
+are alive, the machine may just be busy: their stacks are shown, and the job ends only after ten
+times the limit.
 """
 
 import faulthandler
@@ -30,6 +32,7 @@ _TICKS = 20  # heartbeats in train.watchdog_seconds
 _LIMIT_SHARE = 0.7  # of train.watchdog_seconds; the rest is for reading and reporting
 _READ_TICKS = 3  # heartbeats between the two readings
 _SLOW_STEPS = 4  # times the slowest ordinary step
+_ALIVE = 10  # times the limit, while every rank's heart beats
 _PATIENCE = 30  # times the limit, for what is slow by nature
 
 
@@ -71,7 +74,7 @@ class Watchdog:
         except UserError:
             raise
         except Exception:
-            self._say(self._report("a collective or a kernel failed"))
+            self._say(self._report("a collective or a kernel failed", self._suspects()))
             raise
         finally:
             self._ended.set()
@@ -96,21 +99,34 @@ class Watchdog:
         return self._factor * max(_LIMIT_SHARE * self._seconds, _SLOW_STEPS * self._slowest)
 
     def _run(self) -> None:
+        looked, looked_at = -1, 0.0  # the step that was last looked into, and after which silence
         while not self._ended.wait(self._interval):
             self._write()
-            silence = time.monotonic() - self._progress
-            if silence > self._limit():
-                self._fire(silence)
+            silence, limit = time.monotonic() - self._progress, self._limit()
+            if silence > limit + (looked_at if looked == self._step else 0.0):
+                self._look(silence, silence > _ALIVE * limit, first=looked != self._step)
+                looked, looked_at = self._step, silence
 
-    def _fire(self, silence: float) -> None:
-        self._say(self._report(f"no step for {silence:.0f} s"))
+    def _look(self, silence: float, too_long: bool, first: bool) -> None:
+        """Report, show stacks, and end the process if a rank is not alive or it is too late."""
+        culprits = self._suspects()
+        fatal = bool(culprits) or too_long
+        if not (fatal or first):
+            return
+        self._say(self._report(f"no step for {silence:.0f} s", culprits))
         with open(self._path(self._rank).with_suffix(".stack"), "w") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        self._ended.wait(2 * self._interval)  # the other live ranks are reporting, too
+        if fatal:
+            self._ended.wait(2 * self._interval)  # the other live ranks are reporting, too
+            self._exit()
+
+    @staticmethod
+    def _exit() -> None:
         os._exit(EXIT_STUCK)
 
-    def _report(self, what: str) -> str:
+    def _suspects(self) -> list[str]:
+        """Return a line for each rank whose heart does not beat, or that is behind the others."""
         before = self._read_all()
         for _ in range(_READ_TICKS):  # goes on beating: the others read ours now
             time.sleep(self._interval)
@@ -128,8 +144,11 @@ class Watchdog:
             elif beat.step < newest:
                 lines.append(f"rank {rank} on {beat.host} (pid {beat.pid}): alive but BEHIND; "
                              f"last step {beat.step} of {newest}")
-        lines = lines or [f"all {self._world_size} ranks are alive after step {newest}: compare "
-                          f"their stacks ({self._directory}/*.stack)"]
+        return lines
+
+    def _report(self, what: str, suspects: list[str]) -> str:
+        lines = suspects or [f"all {self._world_size} ranks are alive: a busy machine, or a "
+                             f"deadlock; compare their stacks ({self._directory}/*.stack)"]
         return (f"WATCHDOG: {what}; seen by rank {self._rank} on {socket.gethostname()} "
                 f"(pid {os.getpid()}) after step {self._step}:\n  " + "\n  ".join(lines))
 

@@ -1,0 +1,185 @@
+"""Bytes of activations of one micro-batch, by running the model without memory.
+
+Forward and backward run on fake tensors (shapes without data), so every tensor that the real pass
+would allocate is seen, at any size, and no formula has to follow the code. A GPU is assumed to run
+the fused attention, which keeps queries, keys, values, projected tables, its output and one fp32
+number a row.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from deberta_ds.config import RunConfig
+from deberta_ds.data.batch import Batch
+from deberta_ds.model import encoder, linear_cross_entropy
+from deberta_ds.model.attention import geometry
+from deberta_ds.objectives.build import build_model
+
+_LAYERS_TRACED = (4, 8)  # a deeper model's bytes are extended from these depths
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a forward and backward pass as its gradients come in."""
+
+    points: tuple[dict[int, int], ...]  # {bytes of finished gradients: most other bytes by then}
+    weights: tuple[float, ...]  # of each traced depth
+
+    def peak(self, share: float) -> int:
+        """Return the most bytes held at once if `share` of each finished gradient is kept."""
+        peaks = [max(live + share * done for done, live in points.items())
+                 for points in self.points]
+        return round(sum(w * peak for w, peak in zip(self.weights, peaks, strict=True)))
+
+
+def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
+    """Return the activations of one micro-batch of `run` on one GPU; parameters are not counted.
+
+    `dtype` is that of the weights; `fused` counts the fused attention, otherwise the reference one.
+    """
+    depth = run.model.num_layers
+    step = max(1, run.train.checkpoint_layers)
+    low, high = (layers * step for layers in _LAYERS_TRACED)
+    if depth <= high:
+        return Activations((_trace(run, dtype, fused),), (1.0,))
+    points = tuple(_trace(_of_depth(run, layers), dtype, fused) for layers in (low, high))
+    beyond = (depth - low) / (high - low)
+    return Activations(points, (1 - beyond, beyond))
+
+
+def _of_depth(run: RunConfig, layers: int) -> RunConfig:
+    generator = max(2, round(layers * run.generator_model.num_layers / run.model.num_layers))
+    return replace(run, model=replace(run.model, num_layers=layers),
+                   objective=replace(run.objective, generator_layers=generator))
+
+
+def _trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> dict[int, int]:
+    # The seed of attention dropout is read on the host, which a tensor without data cannot answer.
+    # The reference attention stands for all that are not fused: it keeps the most.
+    run = replace(run, model=replace(run.model, attention_dropout=0.0, attention="reference"))
+    _forget_tables()
+    try:
+        with ExitStack() as stack:
+            if fused:
+                stack.enter_context(_replaced(encoder, "attend", _fused_attend))
+            stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_words))
+            stack.enter_context(FakeTensorMode())
+            return _run_counted(run, dtype)
+    finally:
+        _forget_tables()
+
+
+@contextmanager
+def _replaced(module, name: str, value) -> Iterator[None]:
+    """Put a shape-only stand-in for what reads numbers or needs a GPU."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def _first_words(draw, *_arguments) -> Tensor:
+    return torch.zeros_like(draw.uniforms_T, dtype=torch.int64)
+
+
+def _forget_tables() -> None:
+    """Drop cached index tables: real and fake tensors must not meet."""
+    for function in vars(geometry).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def _run_counted(run: RunConfig, dtype: torch.dtype) -> dict[int, int]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = build_model(run)
+    finally:
+        torch.set_default_dtype(default)
+    batch = _full_batch(run)
+    norm = {"targets": torch.ones(()), "tokens": torch.ones(())}
+    parameters = list(model.parameters())
+    with _LiveBytes(parameters) as live:
+        for parameter in parameters:  # each is reduced and freed as soon as it is there
+            parameter.register_post_accumulate_grad_hook(live.finish_gradient)
+        loss, *_ = model(batch, norm)
+        loss.backward()
+    return live.points
+
+
+def _full_batch(run: RunConfig) -> Batch:
+    """Return a micro-batch of full rows with the expected number of targets."""
+    rows, length = run.train.micro_batch_rows, run.data.seq_len
+    per_row = max(1, round(run.objective.mask.rate * length))
+    plane = torch.zeros((rows, length), dtype=torch.int64)
+    return Batch(rows=torch.zeros(rows, dtype=torch.int64), input_ids=plane, labels=plane,
+                 segments=plane.to(torch.int32), positions=plane,
+                 target_positions=torch.zeros((rows, per_row), dtype=torch.int64),
+                 target_index=torch.zeros(rows * per_row, dtype=torch.int64),
+                 num_targets=rows * per_row, num_tokens=rows * length)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators made and that are still held, at their highest."""
+
+    def __init__(self, parameters: list[Tensor]):
+        super().__init__()
+        self.points: dict[int, int] = {}
+        self._live = self._finished = 0
+        self._parameters = [p.untyped_storage() for p in parameters]  # operators return views
+        self._known = {storage._cdata for storage in self._parameters}
+
+    def finish_gradient(self, parameter: Tensor) -> None:
+        self._finished += parameter.grad.nbytes
+        parameter.grad = None
+
+    def __torch_dispatch__(self, function: Callable, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self._live += size
+        self.points[self._finished] = max(self.points.get(self._finished, 0), self._live)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._live -= size
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What the fused kernel keeps between forward and backward, without the arithmetic."""
+
+    @staticmethod
+    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD):
+        context_BQHD = torch.empty_like(q_BHQD.transpose(1, 2).contiguous())
+        lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, context_BQHD,
+                              lse_BHQ)
+        return context_BQHD
+
+    @staticmethod
+    def backward(ctx, grad_BQHD):
+        inputs = ctx.saved_tensors[:5]
+        return tuple(None if tensor is None else torch.empty_like(tensor) for tensor in inputs)
+
+
+def _fused_attend(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, **_options):
+    return _FusedAttention.apply(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)

@@ -1,0 +1,178 @@
+"""What a run needs on a cluster: bytes per GPU, speed, communication, days.
+
+Bytes of weights, gradients and optimizer follow what DeepSpeed 0.19.8 allocates (checked against
+the allocator in tests/test_plan.py):
+
+    stage 0    w P weights, g P gradients, 8 P Adam (fp32 only: no separate masters)
+    stage 1-2  w P weights, (4 + 8) P / N masters and Adam, gradients w P / N after reduction
+               (stage 1 holds w P while it accumulates), one or two buckets
+    stage 3    all of it / N, a bucket, and the weights gathered for the layers at work
+
+with P parameters, N GPUs, w bytes a weight. The update itself needs gradients in fp32 on top. The
+peak is what is held + the larger of (forward and backward) and (update).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from deberta_ds import deepspeed_config
+from deberta_ds.config import RunConfig
+from deberta_ds.errors import UserError
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model
+from deberta_ds.train import flops
+from deberta_ds.train.activations import Activations, trace
+from deberta_ds.train.throughput import PEAK_FLOPS
+
+RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
+_LIVE = 1_000_000_000  # stage3_max_live_parameters
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU in its usual 8-GPU node, by the vendors' data sheets."""
+
+    memory: float  # bytes
+    link: float  # bytes/s per GPU and direction inside a node
+    network: float  # bytes/s per GPU and direction between nodes
+
+
+GPUS = {
+    "h200": Gpu(141e9, 450e9, 50e9),
+    "h100": Gpu(80e9, 450e9, 50e9),
+    "h800": Gpu(80e9, 200e9, 50e9),
+    "b200": Gpu(180e9, 900e9, 50e9),
+    "a100": Gpu(80e9, 300e9, 25e9),
+    "a800": Gpu(80e9, 200e9, 25e9),
+    "l40s": Gpu(48e9, 32e9, 12.5e9),
+    "v100": Gpu(32e9, 150e9, 12.5e9),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU (and its share of host memory or disk)."""
+
+    weights: int
+    optimizer: int
+    buffers: int
+    work: int  # forward and backward: activations, gradients as they come, buckets, live weights
+    update: int
+    offloaded: int
+
+    @property
+    def held(self) -> int:
+        """Bytes held between steps."""
+        return self.weights + self.optimizer + self.buffers
+
+    @property
+    def peak(self) -> int:
+        return self.held + max(self.work, self.update)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row of the plan: a ZeRO stage and a way of recomputing."""
+
+    stage: int
+    recompute: str
+    memory: Memory
+    fits: bool
+    compute_seconds: float  # of a step
+    communication_seconds: float
+    tokens_per_second: float  # of the whole cluster, communication overlapped
+    days: float
+
+
+def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
+              accumulates: bool) -> Memory:
+    """Return the memory of one rank under a DeepSpeed dict."""
+    zero = ds.get("zero_optimization", {})
+    stage, width = deepspeed_config.zero_stage(ds), _width(ds)
+    part = -(-parameters // ranks)
+    bucket = width * int(zero.get("reduce_bucket_size", _BUCKET))
+    away = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if stage == 0:
+        flat = 4 * min(parameters, _BUCKET) if ranks > 1 else 0
+        return Memory(width * parameters, 8 * parameters, 0, activations.peak(1.0),
+                      width * parameters + flat, 0)
+    optimizer, update = 12 * part, (2 * width + 4) * part
+    if stage == 3:
+        live = width * min(parameters, int(zero.get("stage3_max_live_parameters", _LIVE)))
+        group = min(part, int(zero.get("sub_group_size", _LIVE)))
+        memory = Memory(width * part, optimizer, width * part + bucket,
+                        activations.peak(0.0) + live, 4 * group, 0)
+    else:
+        # From the second micro-batch on, stage 1 holds whole gradients and stage 2 its part.
+        share = 1.0 if stage == 1 else 1.0 / ranks
+        work = activations.peak(0.0) + round(share * width * parameters) if accumulates \
+            else activations.peak(1.0 / ranks)
+        buckets = min(bucket * (2 if zero.get("overlap_comm") else 1), 2 * width * parameters)
+        memory = Memory(width * parameters, optimizer, 0, work + buckets, update, 0)
+    if away:
+        memory = replace(memory, optimizer=0, update=0, offloaded=16 * part)
+    if zero.get("offload_param", {}).get("device", "none") != "none":
+        memory = replace(memory, weights=0, offloaded=memory.offloaded + width * part)
+    return memory
+
+
+def _width(ds: dict) -> int:
+    return 4 if deepspeed_config.precision(ds) == "fp32" else 2
+
+
+def traffic(parameters: int, ds: dict, micro_batches: int, recompute: bool) -> float:
+    """Return bytes that one GPU sends in a step (ring collectives, (N-1)/N taken as 1)."""
+    stage, weights = deepspeed_config.zero_stage(ds), _width(ds) * parameters
+    if stage == 0:
+        return 2 * weights
+    if stage == 1:
+        return 2 * weights  # reduce-scatter gradients, gather weights: once a step
+    if stage == 2:
+        return (micro_batches + 1) * weights
+    return (2 + int(recompute) + 1) * micro_batches * weights  # gathers, then reduce-scatter
+
+
+def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu: float
+              ) -> list[Choice]:
+    """Return every ZeRO stage x recomputation for `run` on `nodes` x `gpus` of a kind.
+
+    `ds` gives precision, buckets and offload; its stage is replaced. Raises UserError if the GPU is
+    not listed or the batch does not divide.
+    """
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: not listed; one of {', '.join(GPUS)}")
+    ranks, kind = gpus * nodes, GPUS[gpu]
+    accumulation = deepspeed_config.accumulation_steps(run, ranks)
+    precision = deepspeed_config.precision(ds)
+    peaks = PEAK_FLOPS[gpu.upper()]
+    peak_flops = peaks.get(precision) or peaks["fp16"]
+    parameters = count_parameters(on_meta(build_model, run))
+    tokens = run.train.global_batch_rows * run.data.seq_len
+    compute = tokens * flops.per_token(run) / (ranks * peak_flops * mfu)
+    choices = []
+    for name, layers, recompute in (("none", 0, "all"), ("cheap", 1, "cheap"), ("full", 1, "all")):
+        train = replace(run.train, checkpoint_layers=layers, recompute=recompute)
+        activations = trace(replace(run, train=train), _DTYPES[precision], fused=True)
+        for stage in (0, 1, 2, 3):
+            if stage == 0 and precision != "fp32":
+                continue  # not offered: ds_configs/README.md
+            staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
+            memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
+            # Full recomputation repeats the forward pass: a third of forward + backward.
+            seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
+            sent = traffic(parameters, staged, accumulation, name != "none")
+            sending = sent / (kind.network if nodes > 1 else kind.link) if ranks > 1 else 0.0
+            step = max(seconds, sending)
+            choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < kind.memory,
+                                  seconds, sending, tokens / step,
+                                  run.train.steps * step / 86400))
+    return choices
+
+
+def recommended(choices: list[Choice]) -> Choice | None:
+    """Return the fastest choice that fits, the lowest stage among equals; None if none fits."""
+    fitting = [choice for choice in choices if choice.fits]
+    return min(fitting, key=lambda c: (c.days, c.stage), default=None)

@@ -1,0 +1,86 @@
+"""Say what a run needs on a cluster before it is started: memory, speed, communication, days.
+
+launch/plan.py --config launch/runs/v3_base.toml --gpus 8 --nodes 4 --gpu h200 [--html plan.html]
+
+Nothing is allocated and no GPU is needed. Any value of the run file can be overridden, as in
+launch/pretrain.py.
+"""
+
+import argparse
+
+from deberta_ds import config, deepspeed_config
+from deberta_ds.errors import UserError, exit_cleanly
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="TOML")
+    parser.add_argument("--deepspeed_config", default="ds_configs/zero1_bf16.json", metavar="JSON",
+                        help="precision, buckets and offload; its stage is replaced (default: "
+                             "%(default)s)")
+    parser.add_argument("--gpu", required=True, help="h200, h100, a100, ...")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs a node (default: 8)")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--mfu", type=float, default=0.4,
+                        help="model FLOPs utilization to expect (default: 0.4)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with a picture")
+    options, overrides = parser.parse_known_args()
+    if min(options.gpus, options.nodes) < 1 or not 0 < options.mfu <= 1:
+        raise UserError("--gpus and --nodes must be at least 1, --mfu above 0 and at most 1")
+    run, _ = config.load(options.config, overrides)
+    ds = deepspeed_config.load(options.deepspeed_config)
+
+    from deberta_ds.files import write_atomic  # heavy imports after the configs are known good
+    from deberta_ds.log import format_count
+    from deberta_ds.model.backbone import count_parameters, on_meta
+    from deberta_ds.objectives.build import build_model
+    from deberta_ds.report.plan_page import plan_page
+    from deberta_ds.train import flops
+    from deberta_ds.train.plan import make_plan, recommended
+
+    choices = make_plan(run, ds, gpu=options.gpu, gpus=options.gpus, nodes=options.nodes,
+                        mfu=options.mfu)
+    ranks = options.gpus * options.nodes
+    accumulation = deepspeed_config.accumulation_steps(run, ranks)
+    parameters = count_parameters(on_meta(build_model, run))
+    tokens = run.train.steps * run.train.global_batch_rows * run.data.seq_len
+    facts = [
+        f"{run.objective.kind} model of {format_count(parameters)} parameters, "
+        f"{deepspeed_config.precision(ds)}, {format_count(tokens)} tokens in "
+        f"{run.train.steps:,} steps",
+        f"{options.nodes} x {options.gpus} {options.gpu.upper()}: {run.train.micro_batch_rows} x "
+        f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
+        f"{flops.per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of {options.mfu:.0%}",
+    ]
+    print("\n".join(facts))
+    for line in table(choices, ranks):
+        print(line)
+    best = recommended(choices)
+    print(f"fastest that fits: ZeRO-{best.stage}, recompute {best.recompute}" if best else
+          "nothing fits: use more GPUs, a smaller train.micro_batch_rows, or offload")
+    if options.html:
+        write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, ranks))
+        print(f"page: {options.html}")
+
+
+def table(choices: list, ranks: int) -> list[str]:
+    """Return the printed table, sizes in GB (1e9 bytes) of one GPU."""
+    lines = ["  ZeRO recompute  weights  optim.    work  update   PEAK  fits   step s  (comm.)"
+             "   tok/s   days  GPU-hours"]
+    for choice in choices:
+        memory = choice.memory
+        sizes = [memory.weights + memory.buffers, memory.optimizer, memory.work,
+                 memory.update, memory.peak]
+        weights, optimizer, work, update, peak = (size / 1e9 for size in sizes)
+        step = max(choice.compute_seconds, choice.communication_seconds)
+        lines.append(
+            f"  {choice.stage:4} {choice.recompute:9} {weights:8.2f} {optimizer:7.2f} "
+            f"{work:7.2f} {update:7.2f} {peak:6.1f}  {'yes' if choice.fits else 'NO':4} "
+            f"{step:8.3f} {choice.communication_seconds:8.3f} {choice.tokens_per_second:7,.0f} "
+            f"{choice.days:6.2f} {choice.days * 24 * ranks:10,.0f}")
+    return lines
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

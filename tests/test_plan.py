@@ -1,0 +1,89 @@
+"""The planner: its memory against the allocator, its table against arithmetic done here."""
+
+import json
+
+import pytest
+import torch
+from launching import ROOT, make_run, python, torchrun
+
+from deberta_ds import config
+from deberta_ds.errors import UserError
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model
+from deberta_ds.train import flops
+from deberta_ds.train.activations import Activations, trace
+from deberta_ds.train.plan import make_plan, memory_of, recommended
+
+MODELS = {
+    "deep": ["--model.hidden_size=128", "--model.intermediate_size=512", "--model.num_layers=6",
+             "--model.vocab_size=4000"],
+    "wide": ["--model.hidden_size=192", "--model.intermediate_size=768", "--model.num_layers=4",
+             "--model.vocab_size=12000", "--train.checkpoint_layers=1"],
+    "conv": ["--objective.kind=mlm", "--model.hidden_size=256", "--model.intermediate_size=1024",
+             "--model.num_layers=4", "--model.vocab_size=2000", "--model.conv_kernel=3",
+             "--train.checkpoint_layers=1", "--train.recompute=cheap"],
+}
+TOLERANCE = 0.1
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("plan"), dropout=0.1, checkpoint_layers="0",
+                    global_batch_rows="16", micro_batch_rows="8",
+                    preset='"tiny"\nattention = "reference"')
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_memory_is_within_ten_percent_of_what_is_allocated(run_file):
+    out = run_file.parent / "memory.json"
+    torchrun(2, ROOT / "tests/workers/memory.py", run_file, out,
+             *(f"{name}:{stage}:{';'.join(overrides)}" for stage in range(4)
+               for name, overrides in MODELS.items()), timeout=900)
+    for name, measured in json.loads(out.read_text()).items():
+        run, _ = config.load(run_file, MODELS[name.split(",")[0]])
+        dtype = torch.bfloat16 if "bf16" in measured["ds"] \
+            and measured["ds"]["bf16"]["enabled"] else torch.float32
+        memory = memory_of(count_parameters(on_meta(build_model, run)), measured["ds"], 2,
+                              trace(run, dtype, fused=False), accumulates=False)
+        print(f"{name}: held {memory.held / measured['resident'] - 1:+.1%}, "
+              f"peak {memory.peak / measured['peak'] - 1:+.1%}")
+        assert memory.held == pytest.approx(measured["resident"], rel=TOLERANCE), name
+        assert memory.peak == pytest.approx(measured["peak"], rel=TOLERANCE), name
+
+
+def test_states_of_the_published_sizes():
+    """ZeRO's own arithmetic: 16 bytes a parameter in bf16 with fp32 Adam, gradients included."""
+    ds = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}, "bf16": {"enabled": True}}
+    nothing = Activations(({0: 0},), (1.0,))
+    assert memory_of(1_000_000, ds, 1, nothing, accumulates=False).held == 16_000_000
+    assert memory_of(1_000_000, ds, 8, nothing, accumulates=False).held == 2_000_000
+
+
+def test_table(run_file):
+    run, _ = config.load(run_file, ["--train.global_batch_rows=64"])
+    ds = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
+    choices = make_plan(run, ds, gpu="h100", gpus=4, nodes=1, mfu=0.5)
+    assert [(c.stage, c.recompute) for c in choices] == [
+        (stage, how) for how in ("none", "cheap", "full") for stage in (1, 2, 3)]
+    assert recommended(choices) is not None and recommended(choices).recompute == "none"
+    plain = choices[0]
+    seconds = 64 * 64 * flops.per_token(run) / (4 * 989e12 * 0.5)
+    assert plain.compute_seconds == pytest.approx(seconds)
+    parameters = count_parameters(on_meta(build_model, run))
+    assert plain.communication_seconds == pytest.approx(2 * 2 * parameters / 450e9)
+    kept = {c.recompute: c.memory.work for c in choices if c.stage == 1}
+    assert kept["none"] > kept["cheap"] > kept["full"]
+    with pytest.raises(UserError, match="--gpu h300"):
+        make_plan(run, ds, gpu="h300", gpus=4, nodes=1, mfu=0.5)
+
+
+@pytest.mark.slow
+def test_command(run_file, tmp_path):
+    done = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a100", "--gpus", "4",
+                  "--html", tmp_path / "plan.html", "--train.global_batch_rows=64")
+    assert "fastest that fits: ZeRO-1, recompute none" in done.stdout
+    page = (tmp_path / "plan.html").read_text()
+    assert "<svg" in page and "http" not in page.replace("http-equiv", "")
+    failed = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a1", check=False)
+    assert failed.returncode == 2 and failed.stderr.startswith("error: --gpu a1")
