@@ -49,7 +49,28 @@ def random_cases() -> dict:
     return cases
 
 
+def check_operator() -> dict:
+    """Return what torch says of the operator: its schema, its fake kernel, its autograd."""
+    from deberta_ds.model.attention.fused import ops
+
+    generator = torch.Generator().manual_seed(29)
+    planes = [torch.randn(1, 9, 1, 16, generator=generator).transpose(1, 2) for _ in range(3)]
+    tables = [torch.randn(1, 64, 16, generator=generator) for _ in range(2)]
+    columns = torch.arange(9, dtype=torch.int32)[None]
+    one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
+    facts = torch.stack([one, columns, one - 1, nine]), torch.stack([one, one - 1, nine])
+    words = torch.empty(0, dtype=torch.int32)
+    leaves = [x.requires_grad_() for x in (*planes, *tables)]
+    return torch.library.opcheck(
+        ops.fused_attention,
+        (*leaves, *facts, words, words, 16, 0.1, 0.0, False),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
 def main() -> None:
+    if "--random" not in sys.argv:
+        check_operator()  # raises what is wrong
     for name, (case, dtype) in (random_cases() if "--random" in sys.argv else SHORT).items():
         truth = run(case, "reference", torch.float64)
         result = run(case, "fused", getattr(torch, dtype))
