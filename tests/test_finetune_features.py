@@ -145,7 +145,7 @@ def test_long_multirc_passages_are_read_in_windows_and_averaged():
 
 @needs_real
 @pytest.mark.parametrize("name", ["ReCoRD", "MultiRC"])
-@pytest.mark.parametrize("max_length", [256, 768])
+@pytest.mark.parametrize("max_length", [384, 768])
 def test_real_passages_keep_every_mention_and_token(name, max_length):
     task = task_named(name)
     examples = read_split(task, FEW, "train", any_size=True).examples
