@@ -20,7 +20,7 @@ from deberta_ds.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_SMALLEST_UNIT, _LARGEST_UNIT = 1 << 20, 1 << 28
+_SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Document:
 def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> list[list[Span]]:
     """Return the work units of `inputs` (files, directories, patterns, URLs, hub: names), in order.
 
-    `unit_bytes` 0 chooses a 64th of the input, between 1 and 256 MiB. The result depends on the
+    `unit_bytes` 0 chooses a 64th of the input, between 4 and 256 MiB. The result depends on the
     inputs and options alone. UserError for a missing, empty or unknown input.
     """
     spans = [span for name in inputs for span in _whole_inputs(name)]
