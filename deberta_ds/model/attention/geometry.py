@@ -1,6 +1,6 @@
 """Relative positions: which row of the relative table serves a signed distance (query minus key).
 
-Sources: Clark-style log buckets of DeBERTa v2/v3 (`make_log_bucket_position`, official
+Sources: the log buckets of DeBERTa v2/v3 (`make_log_bucket_position`, official
 `DeBERTa/deberta/da_utils.py`) and the plain clamp of DeBERTa v1 (He et al. 2021, section 3.1).
 The table is built in float64 on the CPU and shipped as integers: a distance such as 511 lands
 exactly on an integer before `ceil`, so a device's fast logarithm must never decide a bucket.
