@@ -96,7 +96,7 @@ def main() -> None:
     fine_tune(demo, launcher)
     total = time.monotonic() - started
     demo.note("whole demo", f"{gpus} GPUs" if gpus else "2 CPU processes",
-              f"peak memory {demo.peak_bytes / 2**30:.1f} GiB", total)
+              f"{format_duration(total)}, peak memory {demo.peak_bytes / 2**30:.1f} GiB", 0.0)
     write_atomic(OUT / "summary.json", json.dumps([asdict(row) for row in demo.rows], indent=1))
     demo.run("python", "launch/report.py", "--run", OUT)
     print_summary(demo.rows)
@@ -157,7 +157,8 @@ def fine_tune(demo: Demo, launcher: tuple[str, ...]) -> None:
     sizes = () if real else ("--any-size",)
     seconds = demo.run(*launcher, "launch/superglue.py", "--tasks", "RTE", "CB",
                        "--model", OUT / "hf", "--data", real or "tests/fixtures/superglue",
-                       "--out", OUT / "superglue", "--seeds", "1", "--skip-test", *sizes)
+                       "--out", OUT / "superglue", "--seeds", "1", "--skip-test", *sizes,
+                       "--config", "launch/runs/superglue/demo.toml")
     results = json.loads((OUT / "superglue/results.json").read_text())["tasks"]
     for name, task in results.items():
         data = "real data" if real else "a small sample written for this project"
