@@ -1,4 +1,4 @@
-"""Process group, model and DeepSpeed engine (one of the two files that import deepspeed).
+"""Process group, model and DeepSpeed engine (the one module that imports deepspeed).
 
 Patterns that hold under every ZeRO stage: one engine, one forward that returns both losses, one
 backward; initial values are set after construction, parameter by parameter, because under

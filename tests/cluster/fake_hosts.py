@@ -172,6 +172,7 @@ def _wait_for(condition, seconds: float = 30):
 
 
 if __name__ == "__main__":
-    sys.exit(missing() or 0) if missing() else None
+    if reason := missing():
+        sys.exit(reason)
     with FakeHosts(int(sys.argv[1]), Path("/var/tmp/fake_hosts")) as hosts:
         subprocess.run(hosts.command("host1", sys.argv[2:] or ["bash"], Path.cwd()))
