@@ -40,7 +40,6 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
                          eval_seed=1, num_rows=run.train.eval_rows)
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, seed)
-    model.device = torch.device("cpu")  # what evaluate asks of an engine
     optimizer = build_optimizer(model, run.optim)
     detector = list(model.discriminator.parameters())
     generator = [model.words.weight, *model.generator.parameters()]
@@ -65,7 +64,7 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
         loss = (losses_BL * (batch.segments > 0)).sum() / norm["tokens"]
         (run.objective.rtd_weight * loss).backward()
         _update(optimizer, detector, run.optim.clip_norm)
-    return evaluate(model, held_out, rows)
+    return evaluate(model, torch.device("cpu"), held_out, rows)
 
 
 def _update(optimizer, parameters: list, clip_norm: float) -> None:

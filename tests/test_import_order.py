@@ -17,7 +17,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = LAYERS[0] | {"log"}
-DEEPSPEED_ONLY_IN = {"train/engine.py", "train/checkpoint.py", "train/convert.py"}
+DEEPSPEED_ONLY_IN = {"train/engine.py"}
 
 
 def modules():

@@ -34,7 +34,8 @@ def plain_trajectory(run) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
         optimizer.zero_grad()
-        norm = {"targets": torch.tensor(batch.num_targets), "tokens": torch.tensor(batch.num_tokens)}
+        norm = {"targets": torch.tensor(batch.num_targets),
+                "tokens": torch.tensor(batch.num_tokens)}
         loss, sums, _ = model(batch, norm)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
