@@ -36,6 +36,6 @@ setup(
     extras_require={
         "mpi": ["mpi4py"],
         "neardup": ["datasketch"],
-        "dev": ["pytest", "hypothesis", "ruff"],
+        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
     },
 )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
+# With libaio-dev installed; the compiler runs for minutes once per environment.
+NVME_REASON = "compiles DeepSpeed's async_io operator: set NVME_TESTS=1"
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
                             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import rank_helpers
 import torch
-from launching import ENVIRONMENT, make_run
+from launching import ENVIRONMENT, NVME_REASON, make_run
 
 from deberta_ds.train import checkpoint, restore
 from deberta_ds.train.checkpoint import CheckpointError, path_of
@@ -40,15 +40,8 @@ def test_every_stage_and_world_size_loads_into_every_other_bit_for_bit(saved):
         assert "28 loads equal" in text
 
 
-def async_io_is_built() -> bool:
-    """Whether DeepSpeed's libaio operator has been compiled here; that takes minutes."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return (Path(_get_build_directory("async_io", verbose=False)) / "async_io.so").exists()
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not async_io_is_built(), reason="DeepSpeed's async_io is not compiled yet")
+@pytest.mark.skipif("NVME_TESTS" not in os.environ, reason=NVME_REASON)
 def test_moments_on_nvme_are_restored(tmp_path):
     run_file = make_run(tmp_path)
     arguments = [str(run_file), str(tmp_path / "ck")]

@@ -1,10 +1,11 @@
 """Every rung of the memory ladder trains RTD with GDES alike, and lets no bad step through."""
 
-import ctypes.util
+
 import json
+import os
 
 import pytest
-from launching import ROOT, make_run, torchrun
+from launching import NVME_REASON, ROOT, make_run, torchrun
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 CONFIGS = ROOT / "ds_configs"
@@ -45,7 +46,7 @@ def check(found: dict, reference: dict, rung: str) -> None:
         assert "rank 1: first at generator.head.dense.weight" in text and "rows 28..29" in text
 
 
-@pytest.mark.skipif(not ctypes.util.find_library("aio"), reason="libaio is not installed")
+@pytest.mark.skipif("NVME_TESTS" not in os.environ, reason=NVME_REASON)
 def test_nvme_rung(tmp_path, results):
     run_file = make_run(tmp_path, checkpoint_layers="1")
     rung = "zero3_bf16_offload_nvme"
