@@ -26,7 +26,9 @@ def test_run_file_is_valid_with_every_deepspeed_config(path):
     run, _ = config.load(path)
     assert run.name == path.stem
     assert config.from_dict(config.to_dict(run)) == run
-    for file, world_size in itertools.product(DEEPSPEED, WORLD_SIZES):
+    # A step of one row is for one rank.
+    world_sizes = WORLD_SIZES if run.train.global_batch_rows > 1 else (1,)
+    for file, world_size in itertools.product(DEEPSPEED, world_sizes):
         values = deepspeed_config.load(file)
         check_run(run, values, world_size, None, f"{path} with {file}")
         deepspeed_config.resolve(run, values, world_size)

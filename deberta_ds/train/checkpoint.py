@@ -259,20 +259,24 @@ def find(out_dir: str | Path, resume: str) -> Found:
 
 def problems_of(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint's files; each rank checks its share, all agree."""
+    mine = _problems_in_share(path, dist.rank(), dist.world_size())
+    every_rank = [problem for part in dist.gather_objects(mine) for problem in part]
+    return list(dict.fromkeys(every_rank))
+
+
+def _problems_in_share(path: Path, rank: int, world_size: int) -> list[str]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         name = _NAME.fullmatch(path.name)
         if manifest["version"] != 1 or (name and manifest["step"] != int(name[1])):
             raise ValueError
         files = manifest["files"]
-        names = sorted(files)[dist.rank()::dist.world_size()]
-        mine = [problem for name in names if (problem := _file_problem(path / name, files[name]))]
+        names = sorted(files)[rank::world_size]
+        return [problem for name in names if (problem := _file_problem(path / name, files[name]))]
     except FileNotFoundError:
-        mine = ["no manifest.json: the save did not finish"]
+        return ["no manifest.json: the save did not finish"]
     except (ValueError, KeyError, TypeError):  # not JSON, or not what we write
-        mine = ["manifest.json is damaged"]
-    every_rank = [problem for part in dist.gather_objects(mine) for problem in part]
-    return list(dict.fromkeys(every_rank))
+        return ["manifest.json is damaged"]
 
 
 def _file_problem(file: Path, entry: dict) -> str | None:
@@ -334,13 +338,14 @@ def _plain_order(record: dict) -> list[str]:
 def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
     """Return (all parameters in fp32 on the CPU, the run's config) of a checkpoint directory.
 
-    Works for every ZeRO stage, without a process group. The files are verified first: they are
-    pickles, and only what this system wrote is read.
+    Works for every ZeRO stage, on one rank alone. The files are verified first: they are pickles,
+    and only what this system wrote is read.
     """
     path = Path(path)
-    if not (path / MANIFEST).exists() and list_steps(path):
-        path = list_steps(path)[-1]  # a run directory: its newest checkpoint
-    problems = problems_of(path)
+    finished = [step for step in list_steps(path) if (step / MANIFEST).exists()]
+    if finished:  # a run directory: its newest checkpoint
+        path = finished[-1]
+    problems = _problems_in_share(path, rank=0, world_size=1)
     if problems:
         raise CheckpointError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
     record = read_run_file(path)
