@@ -11,6 +11,7 @@ Same initial weights, rows, masks and dropout seeds for both. Prints held-out sc
 import argparse
 import json
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from deberta_ds import config
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, Source, eval_rows
+from deberta_ds.files import write_atomic
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
@@ -26,8 +28,9 @@ from deberta_ds.train.optim import build_optimizer
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.step import seed_step
 
-SCORES = ("generator_loss", "discriminator_loss", "discriminator_gain", "roc_auc",
-          "average_precision")
+MODES = ("joint", "decoupled")
+SCORES = ("generator_loss", "generator_accuracy", "discriminator_loss", "discriminator_gain",
+          "roc_auc", "average_precision")
 
 
 def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
@@ -78,20 +81,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", default="benchmarks/results/decoupled_training.json")
     options, overrides = parser.parse_known_args()
     run, _ = config.load(options.config, overrides)
-    results = {"joint": [], "decoupled": []}
-    for seed in range(options.seeds):
-        for mode, scores in results.items():
-            found = train(run, mode, seed)
-            scores.append(found)
-            print(json.dumps({"mode": mode, "seed": seed}
-                             | {name: round(found[name], 5) for name in SCORES}), flush=True)
+    jobs = [(mode, seed) for seed in range(options.seeds) for mode in MODES]
+    with ProcessPoolExecutor(options.workers) as pool:
+        scores = pool.map(train, [run] * len(jobs), *zip(*jobs, strict=True))
+        rows = [{"mode": mode, "seed": seed} | {name: round(found[name], 5) for name in SCORES}
+                for (mode, seed), found in zip(jobs, scores, strict=True)]
+    for row in rows:
+        print(json.dumps(row))
     for name in SCORES:
-        columns = [f"{mode} {statistics.mean(values):.4f} +- {statistics.stdev(values):.4f}"
-                   for mode, scores in results.items()
-                   if (values := [score[name] for score in scores])]
+        columns = []
+        for mode in MODES:
+            values = [row[name] for row in rows if row["mode"] == mode]
+            mean, spread = statistics.mean(values), statistics.stdev(values)
+            columns.append(f"{mode} {mean:.4f} +- {spread:.4f}")
         print(f"{name:22s} {'   '.join(columns)}")
+    record = {"overrides": overrides, "torch": torch.__version__, "runs": rows}
+    write_atomic(options.out, json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
