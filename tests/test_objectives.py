@@ -1,0 +1,112 @@
+"""RTD: who trains which table, what the discriminator sees, and samples that belong to a row."""
+
+import copy
+
+import pytest
+import torch
+from data_helpers import MaskSettings, make_corpus, random_documents, tiny_tokenizer
+from launching import ROOT, make_run, torchrun
+
+from deberta_ds.config import ModelConfig, ObjectiveConfig
+from deberta_ds.data.batch import collate
+from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.model.init import init_parameters
+from deberta_ds.objectives.rtd import RtdModel
+from deberta_ds.objectives.sampling import token_uniforms
+from deberta_ds.presets import MODELS
+
+CONFIG = ModelConfig(**MODELS["tiny"] | {"vocab_size": 640, "hidden_dropout": 0.0,
+                                         "attention_dropout": 0.0})
+NEVER = torch.tensor(float("inf"))  # as a count, it takes a loss out of the sum
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    documents = [tiny_tokenizer().encode(text) for text in random_documents(60)]
+    corpus = make_corpus(tmp_path_factory.mktemp("rtd") / "corpus", documents, tiny_tokenizer())
+    dataset = RowDataset([Source(str(corpus))], tiny_tokenizer(), seq_len=64, seed=3,
+                         mask=MaskSettings())
+    return [dataset[g] for g in range(6)]
+
+
+def model_of(sharing: str) -> RtdModel:
+    objective = ObjectiveConfig(kind="rtd", embedding_sharing=sharing)
+    model = RtdModel(CONFIG, CONFIG, objective, sampling_seed=3, valid_vocab=tiny_tokenizer().size)
+    init_parameters(model, 0.05, seed=1)
+    return model
+
+
+def gradients(sharing: str, rows, of: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of E_G and of the discriminator's own table for one of the losses."""
+    model, batch = model_of(sharing), collate(rows)
+    norm = {"targets": NEVER, "tokens": NEVER}
+    norm[{"generator": "targets", "discriminator": "tokens"}[of]] = torch.tensor(100.0)
+    model(batch, norm)[0].backward()
+    own = None if sharing == "es" else model.discriminator.words.weight.grad
+    return model.words.weight.grad, own
+
+
+@pytest.mark.parametrize("sharing", ["gdes", "nes"])
+def test_each_loss_reaches_only_its_own_table(rows, sharing):
+    shared, own = gradients(sharing, rows, "discriminator")
+    assert own.norm() > 0 and not shared.any()
+    shared, own = gradients(sharing, rows, "generator")
+    assert shared.norm() > 0 and not own.any()
+
+
+def test_under_es_both_losses_reach_the_one_table(rows):
+    for loss in ("generator", "discriminator"):
+        assert gradients("es", rows, loss)[0].norm() > 0
+
+
+def test_the_discriminator_sees_the_sum_of_both_tables(rows):
+    model, batch = model_of("gdes"), collate(rows)
+    with torch.no_grad():
+        model.discriminator.words.weight.normal_(0, 0.05)
+    merged = copy.deepcopy(model)
+    merged.discriminator.sharing = "nes"
+    merged.discriminator.words.weight.data += model.words.weight.data
+    ids = batch.input_ids
+    torch.testing.assert_close(model.discriminator(model.words, ids, batch),
+                               merged.discriminator(merged.words, ids, batch))
+
+
+def test_replacements_do_not_depend_on_the_batch(rows):
+    model = model_of("gdes").eval()
+    with torch.no_grad():
+        together = model._replace_targets(collate(rows))[2]
+        alone = torch.cat([model._replace_targets(collate([row]))[2] for row in rows])
+        backwards = model._replace_targets(collate(rows[::-1]))[2].flip(0)
+    assert torch.equal(together, alone) and torch.equal(together, backwards)
+    changed = together != collate(rows).input_ids
+    assert torch.equal(changed, collate(rows).labels >= 0)  # every [MASK], and nothing else
+
+
+def test_token_uniforms_are_uniform_and_tell_tokens_apart():
+    grid = torch.cartesian_prod(torch.arange(400), torch.arange(500))
+    values = token_uniforms(7, grid[:, 0], grid[:, 1]).double()
+    assert 0 <= values.min() and values.max() < 1
+    counts = torch.histc(values, 100, 0, 1)
+    chi_square = ((counts - 2000) ** 2 / 2000).sum()
+    assert 50 < chi_square < 160  # 99 degrees of freedom
+    table = values.view(400, 500) - 0.5
+    for neighbor in (table[1:] * table[:-1], table[:, 1:] * table[:, :-1]):
+        assert abs(neighbor.mean() * 12) < 0.01  # correlation; standard error 0.0022
+    assert not torch.equal(values, token_uniforms(8, grid[:, 0], grid[:, 1]).double())
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_isolation_holds_under_zero3_on_two_ranks(tmp_path):
+    """Without the discriminator's loss E_G moves exactly as with it, and delta stays at zero."""
+    tables = {}
+    for weight in ("50.0", "0.0"):
+        run_file = make_run(tmp_path / weight, steps="3")
+        text = run_file.read_text().replace('kind = "rtd"', f'kind = "rtd"\nrtd_weight = {weight}')
+        text = text.replace("warmup_steps = 5",
+                            "warmup_steps = 1\nclip_norm = 0.0\nweight_decay = 0.0")
+        run_file.write_text(text)
+        torchrun(2, ROOT / "tests/workers/trajectory.py", run_file, tmp_path / f"{weight}.pt", "3")
+        tables[weight] = torch.load(tmp_path / f"{weight}.pt", weights_only=True)[3]
+    assert torch.equal(tables["50.0"]["words"], tables["0.0"]["words"])
+    assert not tables["0.0"]["delta"].any() and tables["50.0"]["delta"].norm() > 0
