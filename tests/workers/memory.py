@@ -51,7 +51,9 @@ def measure(run, stage: int) -> dict:
         model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
         train_step(model_engine, [next(batches)], step=0, seed=0)
         train_step(model_engine, [next(batches)], step=1, seed=0)
+        gc.collect()  # reference cycles are garbage, not state; when they go is chance
     micro = [next(batches)]
+    gc.collect()
     with Allocated() as step:
         train_step(model_engine, micro, step=2, seed=0)
     saved = {}
