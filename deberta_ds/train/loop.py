@@ -91,7 +91,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
     if notes:
         print("\n".join(notes))
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
-    batch = next(_batches(run, inputs, start=0, end=1))
+    batch = next(batches_of(run, inputs, start=0, end=1))
     seed_step(run.train.seed, 0, 0, dist.rank())
     loss, *_ = model_engine(batch.to(model_engine.device),
                             count_over_ranks([batch], model_engine.device))
@@ -101,7 +101,8 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
               f"loss {float(loss) * dist.world_size():.4f}")
 
 
-def _batches(run: RunConfig, inputs: Inputs, *, start: int, end: int):
+def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int):
+    """Return an iterator over this rank's micro-batches of steps `start` .. `end` - 1."""
     train = run.train
     return build_loader(
         inputs.dataset, start_row=start * train.global_batch_rows,
@@ -137,7 +138,7 @@ class Trainer:
         """Train to the last step or train.stop_after; return whether a signal stopped it."""
         run, train = self.run, self.run.train
         end = min(train.steps, train.stop_after or train.steps)
-        batches = _batches(run, self.inputs, start=self.step, end=end)
+        batches = batches_of(run, self.inputs, start=self.step, end=end)
         per_step = self.engine.gradient_accumulation_steps()
         self.speed.start()
         while self.step < end:

@@ -29,6 +29,7 @@ class Inputs:
     dataset: RowDataset
     held_out: list[Row]
     ds: dict
+    num_parameters: int
 
 
 def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
@@ -42,7 +43,8 @@ def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     tokenizer, dataset, held_out = dist.together(lambda: _open(run))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
-    return Inputs(tokenizer, dataset, held_out, ds)
+    num_parameters = count_parameters(on_meta(build_model, run))
+    return Inputs(tokenizer, dataset, held_out, ds, num_parameters)
 
 
 def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, list[Row]]:
@@ -64,11 +66,10 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, list[Row]]:
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: the model, the data, non-default values."""
     lines = _non_default_lines(run, origins)
-    parameters = count_parameters(on_meta(build_model, run))
     stage, precision = deepspeed_config.zero_stage(inputs.ds), deepspeed_config.precision(inputs.ds)
     rows = run.train.steps * run.train.global_batch_rows
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
-    lines.append(f"{run.objective.kind} model: {format_count(parameters)} parameters, "
+    lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {dist.world_size()} ranks")
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
@@ -98,5 +99,5 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
     record = {"run": config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
               "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
               "world_size": dist.world_size(),
-              "parameters": count_parameters(on_meta(build_model, run))}
+              "parameters": inputs.num_parameters}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

@@ -15,8 +15,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deberta_ds import config, deepspeed_config, dist
-from deberta_ds.data.loader import build_loader
 from deberta_ds.train import engine
+from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import prepare
 from deberta_ds.train.spikes import BadStepError
 from deberta_ds.train.step import train_step
@@ -28,10 +28,7 @@ def climb(run, ds_values: dict) -> dict:
     inputs = prepare(run, ds_values, "test")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train
-    batches = build_loader(
-        inputs.dataset, start_row=0, global_batch_rows=train.global_batch_rows,
-        micro_batch_rows=train.micro_batch_rows, rank=dist.rank(), world_size=dist.world_size(),
-        num_workers=0, num_steps=4)
+    batches = batches_of(run, inputs, start=0, end=4)
     found = {"losses": [], "updated": []}
     for step in range(4):
         engine.set_learning_rate(model_engine, run.optim.lr)

@@ -12,7 +12,7 @@ import torch
 
 from deberta_ds import config, dist
 from deberta_ds.train import checkpoint, engine
-from deberta_ds.train.loop import _batches
+from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import prepare
 from deberta_ds.train.shards import MASTER, ShardedState
 from deberta_ds.train.step import train_step
@@ -48,7 +48,7 @@ def build(run, kind: str, directory: Path):
 def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         inputs, model_engine = build(run, kind, directory)
-        batches = _batches(run, inputs, start=0, end=2)
+        batches = batches_of(run, inputs, start=0, end=2)
         for step in range(2):
             micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
             engine.set_learning_rate(model_engine, 1e-3)

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from deberta_ds import config, dist
-from deberta_ds.data.loader import build_loader
 from deberta_ds.train import engine
-from deberta_ds.train.loop import mean_losses
+from deberta_ds.train.loop import batches_of, mean_losses
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import prepare
 from deberta_ds.train.step import train_step
@@ -22,10 +21,7 @@ def trajectory(run, ds_values: dict) -> dict:
     inputs = prepare(run, ds_values, "test")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train
-    batches = build_loader(
-        inputs.dataset, start_row=0, global_batch_rows=train.global_batch_rows,
-        micro_batch_rows=train.micro_batch_rows, rank=dist.rank(), world_size=dist.world_size(),
-        num_workers=0, num_steps=train.steps)
+    batches = batches_of(run, inputs, start=0, end=train.steps)
     losses = {"generator": [], "discriminator": []}
     for step in range(train.steps):
         engine.set_learning_rate(model_engine, learning_rate(run.optim, step, train.steps))
