@@ -79,27 +79,29 @@ def _broken_text(
 ) -> Iterator[Document]:
     """Documents that start at a break line inside the span (or at the start of the file)."""
     is_break = _break_rule(options.documents)
-    keep_empty = options.documents == "line"
+    keep_empty, limit = options.documents == "line", options.max_document_bytes
     parts: list[bytes] | None = [] if span.start == 0 else None
-    size, where = 0, 0
+    where = position = 0
+    line = b""
     for position, line, problem in _lines(file, span.start, None, options):
         if problem or is_break(line):
-            if parts is not None and (size or where):
-                document = _text_document(span.path, where, parts, size, label, options)
+            if parts is not None and position:
+                document = _text_document(
+                    span.path, where, parts, position - where, label, options
+                )
                 if keep_empty or document.problem or document.text.strip():
                     yield document
             if end is not None and position >= end:
                 return
-            parts, size, where = [], 0, position
+            parts, where = [], position
             if problem:
                 yield Document("", span.path, position, span.kind, label, problem)
                 parts = None
                 continue
-        if parts is not None:
-            size += len(line)
-            if size <= options.max_document_bytes:
-                parts.append(line)
+        if parts is not None and position - where < limit:
+            parts.append(line)
     if parts:
+        size = position + len(line) - where
         document = _text_document(span.path, where, parts, size, label, options)
         if keep_empty or document.problem or document.text.strip():
             yield document

@@ -23,6 +23,7 @@ _REMOVED = re.compile(
     "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PRINTABLE_ASCII = bytes(range(0x20, 0x7F))
 
 
 class BadTextError(ValueError):
@@ -31,14 +32,19 @@ class BadTextError(ValueError):
 
 def normalise(text: str) -> str:
     """Return `text` under the rules above; BadTextError if it holds a lone surrogate."""
-    # In the order of cost: most documents need only the searches, which run at memory speed.
-    text = text.replace("\r", " ").replace("\n", " ").replace("\t", " ")
-    if not text.isprintable():  # controls, format characters, other white space, surrogates
+    # Every line end of splitlines is white space. The rest are searches at memory speed; only a
+    # document with a character to remove, or other white space, is taken apart by words.
+    text = " ".join(text.replace("\t", " ").splitlines())
+    if text.isascii():
+        plain = not text.encode().translate(None, _PRINTABLE_ASCII)
+    else:  # other white space is not printable, nor is any character that is to be removed
+        plain = text.isprintable()
+    if not plain:
         if _SURROGATE.search(text):
             raise BadTextError("a lone surrogate (broken \\u escape)")
         text = " ".join(_REMOVED.sub("", text).split())
-    while "  " in text:
-        text = text.replace("  ", " ")
+    if "  " in text:  # after the split no part has more than one space at an end
+        text = " ".join(filter(None, map(str.strip, text.split("  "))))
     text = text.strip(" ")
     if text.isascii():
         return text
