@@ -1,7 +1,7 @@
 """Every trainable parameter gets a gradient in every micro-batch, whatever is recomputed.
 
 ZeRO-3 of DeepSpeed 0.19.8 updates a parameter that got none by its gradient of the step before
-(tests/test_stale_gradient.py re-checks that), so one missing gradient is a silent error.
+(tests/test_deepspeed_traps.py re-checks that), so one missing gradient is a silent error.
 """
 
 from dataclasses import replace

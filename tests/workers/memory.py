@@ -1,20 +1,24 @@
-"""Measure the bytes that training holds and needs, by the allocator's own events; rank 0 writes.
+"""Measure the bytes that training holds and needs on rank 0, by the allocator's own events.
 
-    memory.py RUN.toml OUT.json NAME:STAGE:--override;--override ...
+    memory.py RUN.toml OUT.json RANKS NAME:STAGE:--override;--override ...
+
+The other ranks are imaginary: in torch's "fake" process group every rank sends what this one does,
+at once. DeepSpeed allocates the same, and the readings do not hang on when the threads of a real
+backend let the buffers of finished collectives go.
 """
 
 import gc
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from deberta_ds import config, dist
-from deberta_ds.data.loader import build_loader
+from deberta_ds import config
 from deberta_ds.train import engine
+from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import prepare
 from deberta_ds.train.step import train_step
 
@@ -37,66 +41,41 @@ class Allocated:
             self.peak = max(self.peak, self.end)
 
 
-def settle() -> None:
-    """Let garbage and the buffers of finished collectives go; when they do is chance."""
-    dist.barrier()
-    time.sleep(0.5)
-    gc.collect()
-
-
 def measure(run, stage: int) -> dict:
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1_000_000}
     inputs = prepare(run, {"zero_optimization": zero, "bf16": {"enabled": stage > 0}}, "test")
-    train = run.train
-    batches = build_loader(
-        inputs.dataset, start_row=0, global_batch_rows=train.global_batch_rows,
-        micro_batch_rows=train.micro_batch_rows, rank=dist.rank(), world_size=dist.world_size(),
-        num_workers=0, num_steps=3)
+    batches = batches_of(run, inputs, start=0, end=3)
+    accumulation = inputs.ds["gradient_accumulation_steps"]
+
+    def step(number: int) -> None:
+        result = train_step(model_engine, [next(batches) for _ in range(accumulation)],
+                            step=number, seed=0)
+        assert result.updated
+
     gc.collect()  # or the engine before this one would be freed inside the block
-    with Allocated() as resident:
+    with Allocated() as held:
         model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
-        train_step(model_engine, [next(batches)], step=0, seed=0)
-        train_step(model_engine, [next(batches)], step=1, seed=0)
-        settle()
-    micro = [next(batches)]
-    with Allocated() as step:
-        train_step(model_engine, micro, step=2, seed=0)
-    # gloo's threads hold buffers of finished collectives for a while: only ever too much.
-    resident_bytes = min(dist.gather_objects(resident.end))
-    peak_bytes = resident_bytes + min(dist.gather_objects(step.peak))
-    saved = {}
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            saved[storage._cdata] = (storage, storage.nbytes())
-        return tensor
-
-    parameters = {p.untyped_storage()._cdata for p in model_engine.module.parameters()}
-    norm = {"targets": torch.ones(()), "tokens": torch.ones(())}
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        loss, *_ = model_engine(micro[0], norm)
-    del loss
-    return {"resident": resident_bytes, "peak": peak_bytes,
-            "saved": sum(size for _, size in saved.values()),
-            "targets": micro[0].num_targets, "world_size": dist.world_size(), "ds": inputs.ds}
+        step(0)
+        step(1)
+        gc.collect()
+    with Allocated() as used:
+        step(2)
+    return {"held": held.end, "peak": held.end + used.peak, "ds": inputs.ds}
 
 
 def main() -> None:
+    torch.distributed.init_process_group("fake", rank=0, world_size=int(sys.argv[3]),
+                                         store=FakeStore())
+    engine.deepspeed.init_distributed(verbose=False)
     results = {}
-    for argument in sys.argv[3:]:
+    for argument in sys.argv[4:]:
         name, stage, overrides = argument.split(":")
         run, _ = config.load(sys.argv[1], overrides.split(";"))
-        # What gloo still holds only ever adds, so the least of some readings is the engine's own.
-        readings = [measure(run, int(stage)) for _ in range(3 if stage in "12" else 1)]
-        least = {key: min(reading[key] for reading in readings) for key in ("resident", "peak")}
-        results[f"{name}, ZeRO-{stage}"] = readings[0] | least
+        results[f"{name}, ZeRO-{stage}"] = measure(run, int(stage))
         print(name, stage, results[f"{name}, ZeRO-{stage}"], flush=True)
-    if dist.is_main():
-        Path(sys.argv[2]).write_text(json.dumps(results))
-    dist.destroy()
+    Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
-"""Run to the end with one step made bad on purpose; write digests of the weights by step.
+"""Runs with one step made bad on purpose, and what a rollback must be equal to; rank 0 writes.
 
-    pass_over.py RUN.toml DS.json OUT.json BAD_STEP
+    pass_over.py RUN.toml OUT.json BAD_STEP POLICY=DS.json ...
+
+A "rollback" is followed by a "fresh" run: a new engine that starts from the same checkpoint, at the
+rows after the bad step. Per run: a digest of every parameter before each step.
 """
 
 import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from deberta_ds import config, deepspeed_config, dist
-from deberta_ds.train import engine, loop
+from deberta_ds.files import write_atomic, xxh3
+from deberta_ds.train import checkpoint, engine, loop
+
+real_step = loop.train_step
 
 
-def main() -> None:
-    run, origins = config.load(sys.argv[1], sys.argv[5:])
-    bad_step, real_step, digests = int(sys.argv[4]), loop.train_step, {}
+def pretrain(run, ds: dict, bad_step: int | None) -> dict[int, list[float]]:
+    digests = {}
 
     def step_with_one_spike(model_engine, batches, *, step, ceiling, **options):
         parameters = list(model_engine.module.parameters())
@@ -23,9 +30,43 @@ def main() -> None:
                          ceiling=-1.0 if step == bad_step else ceiling, **options)
 
     loop.train_step = step_with_one_spike
-    loop.pretrain(run, deepspeed_config.load(sys.argv[2]), resume="auto", place="test",
-                  origins=origins)
-    Path(sys.argv[3]).write_text(json.dumps(digests))
+    loop.pretrain(run, ds, resume="auto", place="test", origins={})
+    return digests
+
+
+def copy_as_step(source: Path, out: Path, step: int) -> None:
+    """Copy a checkpoint as if it had been saved at another step."""
+    path = checkpoint.path_of(out, step)
+    shutil.copytree(source, path)
+    record = checkpoint.read_run_file(path) | {"step": step}
+    write_atomic(path / "run.json", json.dumps(record))
+    manifest = json.loads((path / "manifest.json").read_text()) | {"step": step}
+    manifest["files"]["run.json"] = {"bytes": (path / "run.json").stat().st_size,
+                                     "xxh3": xxh3(path / "run.json")}
+    write_atomic(path / "manifest.json", json.dumps(manifest))
+
+
+def main() -> None:
+    run, _ = config.load(sys.argv[1])
+    out, bad_step, results = Path(sys.argv[2]), int(sys.argv[3]), {}
+    for argument in sys.argv[4:]:
+        policy, ds_file = argument.split("=")
+        name = f"{policy}-{Path(ds_file).stem}"
+        ds = deepspeed_config.load(ds_file)
+        one = replace(run, out_dir=str(out.parent / name),
+                      train=replace(run.train, on_spike=policy))
+        results[name] = pretrain(one, ds, bad_step)
+        if policy == "rollback":
+            name = f"fresh-{Path(ds_file).stem}"
+            fresh = replace(one, out_dir=str(out.parent / name))
+            before = bad_step // run.train.save_every * run.train.save_every
+            if dist.is_main():
+                copy_as_step(checkpoint.path_of(one.out_dir, before), Path(fresh.out_dir),
+                             bad_step + 1)
+            dist.barrier()
+            results[name] = pretrain(fresh, ds, None)
+    if dist.is_main():
+        out.write_text(json.dumps(results))
     dist.destroy()
 
 
