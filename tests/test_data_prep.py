@@ -220,7 +220,7 @@ def test_bad_documents_stop_or_are_counted(tmp_path):
     clean = CleanOptions(min_characters=2, min_letter_share=0.5, max_bad=2)
     counts = tokenize(path, tmp_path / "out2", clean=clean)[str(tmp_path / "out2")].counts
     assert (counts["documents"], counts["bad"], counts["empty"]) == (1, 2, 1)
-    assert (counts["too_short"], counts["few_letters"]) == (1, 1)
+    assert (counts["too_short"], counts["few_letters"], counts["removed_characters"]) == (1, 1, 1)
 
 
 def test_bad_documents_of_all_units_together_are_limited(tmp_path):

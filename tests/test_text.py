@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deberta_ds.data.prep import text as rules
-from deberta_ds.data.prep.text import BadTextError, encodable_parts, letter_share, normalise
+from deberta_ds.data.prep.text import (
+    BadTextError,
+    encodable_parts,
+    letter_share,
+    normalise,
+    normalise_and_count,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,11 @@ def test_idempotent_and_round_trip(raw):
     assert normalise(clean) == clean
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode(tokenizer.encode(clean)) == clean
+
+
+def test_removed_characters_are_counted():
+    assert normalise_and_count("a\x00b\u200b\x07 \u00e4\ufeff\r\n") == ("ab \u00e4", 4)
+    assert normalise_and_count("nothing\tto remove") == ("nothing to remove", 0)
 
 
 def test_lone_surrogates_are_bad():

@@ -10,6 +10,7 @@ a row is never masked.
 import math
 import random
 from bisect import bisect_left
+from functools import cache
 
 import numpy as np
 
@@ -115,28 +116,29 @@ def _choose_ngrams(
     An n-gram ends early at the end of its piece, at a word already chosen, or when the budget has
     no room for its next word.
     """
-    order = rng.random(len(lengths)).argsort().tolist()
-    grams = np.searchsorted(_ngram_cumulative(max_ngram), rng.random(len(lengths))).tolist()
-    size = lengths.tolist()
-    touches_next = np.append(starts[1:] == starts[:-1] + lengths[:-1], False).tolist()
-    taken = [False] * len(size)
+    order, draws = rng.random(len(lengths)).argsort(), rng.random(len(lengths))
+    grams = _ngram_cumulative(max_ngram).searchsorted(draws[order])
+    begin, size = starts.tolist(), lengths.tolist()
+    last = len(size) - 1
+    taken = bytearray(len(size))
     left = budget
-    for word in order:
+    for word, gram in zip(memoryview(order), memoryview(grams), strict=True):  # ends early
         if left == 0:
             break
-        for _ in range(grams[word] + 1):
+        for _ in range(gram + 1):
             if taken[word] or size[word] > left:
                 break
             taken[word] = True
             left -= size[word]
-            if not touches_next[word]:
+            if word == last or begin[word] + size[word] != begin[word + 1]:
                 break
             word += 1
-    if not any(taken) and taken:
-        taken[int(np.argmin(lengths))] = True
-    return np.flatnonzero(taken)
+    if left == budget and size:
+        taken[size.index(min(size))] = True
+    return np.frombuffer(taken, dtype=bool).nonzero()[0]
 
 
+@cache
 def _ngram_cumulative(max_ngram: int) -> np.ndarray:
     weights = 1.0 / np.arange(1, max_ngram + 1)
     cumulative = np.cumsum(weights / weights.sum())

@@ -32,6 +32,12 @@ class BadTextError(ValueError):
 
 def normalise(text: str) -> str:
     """Return `text` under the rules above; BadTextError if it holds a lone surrogate."""
+    return normalise_and_count(text)[0]
+
+
+def normalise_and_count(text: str) -> tuple[str, int]:
+    """Return (normalised text, number of characters that rule 1 removed)."""
+    removed = 0
     # Every line end of splitlines is white space. The rest are searches at memory speed; only a
     # document with a character to remove, or other white space, is taken apart by words.
     text = " ".join(text.replace("\t", " ").splitlines())
@@ -42,13 +48,14 @@ def normalise(text: str) -> str:
     if not plain:
         if _SURROGATE.search(text):
             raise BadTextError("a lone surrogate (broken \\u escape)")
-        text = " ".join(_REMOVED.sub("", text).split())
+        text, removed = _REMOVED.subn("", text)
+        text = " ".join(text.split())
     if "  " in text:  # after the split no part has more than one space at an end
         text = " ".join(filter(None, map(str.strip, text.split("  "))))
     text = text.strip(" ")
-    if text.isascii():
-        return text
-    return unicodedata.normalize("NFC", text.replace(SPACE_MARK, "_"))
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text.replace(SPACE_MARK, "_"))
+    return text, removed
 
 
 def encodable_parts(text: str) -> Iterator[tuple[str, bool]]:

@@ -16,7 +16,7 @@ from deberta_ds.data.prep.text import (
     BadTextError,
     encodable_parts,
     letter_share,
-    normalise,
+    normalise_and_count,
 )
 from deberta_ds.data.prep.units import close_job, open_job, run_units
 from deberta_ds.data.shards import (
@@ -34,7 +34,7 @@ from deberta_ds.tokenizer import Tokenizer
 SHARD_TOKENS = 1 << 27
 _PROBLEMS_NAMED = 20
 COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
-          "bad", "cut")
+          "bad", "cut", "removed_characters")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def _clean_text(
     problem, text = document.problem, ""
     if not problem:
         try:
-            text = normalise(document.text)
+            text, removed = normalise_and_count(document.text)
+            counts["removed_characters"] += removed
         except BadTextError as error:
             problem = str(error)
     if problem:
