@@ -2,13 +2,15 @@
 """Print the [[data.sources]] of a run for several corpora, with shares and epochs.
 
 Natural shares are the tokens of each corpus; a temperature above 1 raises the small ones, as for
-the languages of a multilingual model (XLM-R and mT5 use about 3.3).
+the languages of a multilingual model (XLM-R and mT5 use about 3.3). With --after, the lines are
+those of a second stage that goes on where a run stopped: no row repeats.
 """
 
 from options import parser_for
 
-from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.mixture import SLOTS, build_mixture, temperature_weights
+from deberta_ds.data.rows import Source
+from deberta_ds.data.stages import WHOLE, next_source, read_stage
 from deberta_ds.errors import UserError, exit_cleanly
 
 
@@ -19,8 +21,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="1: natural shares")
     parser.add_argument("--weights", type=float, nargs="+", help="shares, instead of a temperature")
     parser.add_argument("--rows", type=int, default=0, help="rows of the run; 0: one epoch in sum")
+    parser.add_argument("--after", nargs="+", default=[], metavar="RUN",
+                        help="out_dir or checkpoint of each earlier stage, oldest first")
+    parser.add_argument("--part", type=float, nargs=2, metavar=("FROM", "TO"),
+                        help="stretch of the shards, such as 0.9 1; default: all, or as before")
     args = parser.parse_args()
-    corpora = [Corpus(path, seq_len=args.seq_len) for path in args.corpus]
+    stages = [read_stage(path) for path in args.after]
+    part = tuple(args.part) if args.part else None
+    sources, corpora = zip(*[
+        next_source(path, stages, seq_len=args.seq_len, part=part) for path in args.corpus
+    ], strict=True)
     sizes = [corpus.num_rows for corpus in corpora]
     if args.weights and len(args.weights) != len(corpora):
         raise UserError(f"{len(args.weights)} weights for {len(corpora)} corpora; give one each")
@@ -28,12 +38,22 @@ def main() -> None:
     mixture = build_mixture(weights)
     rows = args.rows or sum(sizes)
     used = mixture.consumed(rows)
-    for path, size, count, weight, taken in zip(
-        args.corpus, sizes, mixture.counts, weights, used, strict=True
+    for source, size, count, weight, taken in zip(
+        sources, sizes, mixture.counts, weights, used, strict=True
     ):
+        first, last = source.first_row / size, (source.first_row + taken) / size
         print(f"[[data.sources]]  # {size:,} rows, {count / SLOTS:.2%} of the run, "
-              f"{taken / size:.2f} epochs in {rows:,} rows")
-        print(f'path = "{path}"\nweight = {weight:.6g}\n')
+              f"epochs {first:.2f} to {last:.2f} in {rows:,} rows")
+        print("\n".join(source_lines(source, weight)) + "\n")
+
+
+def source_lines(source: Source, weight: float) -> list[str]:
+    """Return the TOML lines of a source, without those that are defaults."""
+    lines = [f'path = "{source.path}"', f"weight = {weight:.6g}"]
+    lines += [f"first_row = {source.first_row}"] if source.first_row else []
+    lines += [f"order = {list(source.order)}"] if source.order else []
+    lines += [f"part = {list(source.part)}"] if source.part != WHOLE else []
+    return lines
 
 
 if __name__ == "__main__":

@@ -124,14 +124,24 @@ class ObjectiveConfig:
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
 class SourceConfig:
-    """One packed corpus and its weight in the mixture."""
+    """One packed corpus and its weight in the mixture.
+
+    The last three are for a second stage; data_prep/mixture.py --after prints them.
+    """
 
     path: str
     weight: float = 1.0
+    first_row: int = 0  # rows of it that earlier stages of this length have used
+    order: tuple[int, int] | None = None  # (seed, position) of the stage that used it first
+    part: tuple[float, float] = (0.0, 1.0)  # stretch of its shards: for stages of other lengths
 
     def __post_init__(self):
         if self.weight <= 0:
             raise ValueError(f"weight = {self.weight} must be above 0")
+        if self.first_row < 0:
+            raise ValueError(f"first_row = {self.first_row} must not be negative")
+        if not 0 <= self.part[0] < self.part[1] <= 1:
+            raise ValueError(f"part = {list(self.part)} must be [from, to], 0 <= from < to <= 1")
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)

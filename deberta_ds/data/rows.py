@@ -1,7 +1,7 @@
 """RowDataset[g]: row number g of the run, a pure function of (seed, g).
 
     g -> slot table of the mixture -> source s, index j
-    j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> row of the corpus
+    first_row + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
     row -> pieces, each framed as [CLS] piece [SEP]
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere
 """
@@ -24,14 +24,16 @@ _PERMUTATIONS_KEPT = 64
 class Source:
     """One corpus of a mixture.
 
-    A later stage of a run repeats nothing if it starts at `first_index`, the rows that earlier
-    stages of this length have used (`RowDataset.consumed`), or, at another length, takes another
-    `part` (from, to) of the shards.
+    A later stage of a run goes on where an earlier one stopped (`stages.next_source`): it starts at
+    `first_row`, the rows that the earlier one has used, in the same `order`, which is (seed,
+    position in the list) of the stage that used the corpus first; None: this dataset's own. A
+    stage of another length takes another `part` (from, to) of the shards.
     """
 
     path: str
     weight: float = 1.0
-    first_index: int = 0
+    first_row: int = 0
+    order: tuple[int, int] | None = None
     part: tuple[float, float] = (0.0, 1.0)
 
 
@@ -99,7 +101,7 @@ class RowDataset:
         """Return {source path: index of its next row after rows 0 .. rows_seen - 1}."""
         counts = self._mixture.consumed(rows_seen)
         return {
-            source.path: source.first_index + count
+            source.path: source.first_row + count
             for source, count in zip(self.sources, counts, strict=True)
         }
 
@@ -107,13 +109,14 @@ class RowDataset:
         """Return (source number, row of that corpus) of row g."""
         source, index = self._mixture.locate(g)
         rows = self._corpora[source].num_rows
-        epoch, position = divmod(index + self.sources[source].first_index, rows)
+        epoch, position = divmod(index + self.sources[source].first_row, rows)
         key = (source, epoch)
         permutation = self._permutations.get(key)
         if permutation is None:
             if len(self._permutations) >= _PERMUTATIONS_KEPT:
                 self._permutations.clear()
-            permutation = Permutation(rows, (self.seed, source, epoch))
+            order = self.sources[source].order or (self.seed, source)
+            permutation = Permutation(rows, (*order, epoch))
             self._permutations[key] = permutation
         return source, permutation[position]
 

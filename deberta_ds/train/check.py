@@ -41,8 +41,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
 
 def check_identity(run: RunConfig, fingerprints: dict[str, str], record: dict, place: str) -> None:
     """Raise CheckpointError with a diff if a checkpoint's run.json is of another run."""
-    now = config.flatten(config.to_dict(run))
-    then = config.flatten(record["config"])
+    now, then = _now_and_then(run, record)
     differing = [key for key in sorted(now.keys() | then.keys())
                  if now.get(key) != then.get(key) and _is_identity(key)]
     lines = [f"- {key} = {json.dumps(then.get(key))}\n  + {key} = {json.dumps(now.get(key))}"
@@ -60,10 +59,15 @@ def check_identity(run: RunConfig, fingerprints: dict[str, str], record: dict, p
 
 def changed_values(run: RunConfig, record: dict) -> list[str]:
     """Return "key: then -> now" for values that may change on resume and did."""
-    now = config.flatten(config.to_dict(run))
-    then = config.flatten(record["config"])
+    now, then = _now_and_then(run, record)
     return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
             if now.get(key) != then.get(key) and not _is_identity(key)]
+
+
+def _now_and_then(run: RunConfig, record: dict) -> tuple[dict, dict]:
+    """Return both configs flat; one saved before a key existed gets that key's default."""
+    then = config.from_dict(record["config"], "run.json")
+    return config.flatten(config.to_dict(run)), config.flatten(config.to_dict(then))
 
 
 def _is_identity(key: str) -> bool:

@@ -52,7 +52,8 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, list[Row]]:
     data, mask = run.data, run.objective.mask
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(
-        [Source(source.path, source.weight) for source in data.sources], tokenizer,
+        [Source(source.path, source.weight, source.first_row, source.order, source.part)
+         for source in data.sources], tokenizer,
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size())
     held_out = []

@@ -1,0 +1,96 @@
+"""What an earlier stage of a run has read, and where a later one goes on so that no row repeats.
+
+Rows of one length are continued: same shards, same shuffle, from the first row not yet used. Rows
+of another length hold the same tokens differently cut, so they must come from other shards.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from deberta_ds.config import from_dict
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.mixture import build_mixture
+from deberta_ds.data.rows import Source
+from deberta_ds.errors import UserError
+
+WHOLE = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a checkpoint says about the data: `used[i]` is the next row of `sources[i]`, `orders[i]`
+    its shuffle, `fingerprints` {path: hex}.
+    """
+
+    place: str
+    seq_len: int
+    sources: tuple[Source, ...]
+    used: tuple[int, ...]
+    orders: tuple[tuple[int, int], ...]
+    fingerprints: dict[str, str]
+
+
+def read_stage(directory: str | Path) -> Stage:
+    """Return the stage of a checkpoint, or of the newest whole one of a run's out_dir.
+
+    UserError if there is none, or if it cannot be read.
+    """
+    directory = Path(directory)
+    if not (directory / "run.json").exists():
+        whole = sorted(path.parent for path in directory.glob("checkpoints/step-*/manifest.json"))
+        if not whole:
+            raise UserError(f"{directory}: no checkpoint; give the out_dir of a run, or one of its "
+                            "checkpoints/step-NNNNNNNN")
+        directory = max(whole, key=lambda path: int(path.name.removeprefix("step-")))
+    place = directory / "run.json"
+    try:
+        record = json.loads(place.read_bytes())
+        data = from_dict(record["config"], str(place)).data
+        rows_seen, fingerprints = record["rows_seen"], record["fingerprints"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{place}: cannot be read ({error}); give another checkpoint") from error
+    sources = tuple(Source(source.path, source.weight, source.first_row, source.order, source.part)
+                    for source in data.sources)
+    given = build_mixture([source.weight for source in sources]).consumed(rows_seen)
+    return Stage(
+        str(directory), data.seq_len, sources,
+        tuple(source.first_row + count for source, count in zip(sources, given, strict=True)),
+        tuple(source.order or (data.seed, number) for number, source in enumerate(sources)),
+        fingerprints,
+    )
+
+
+def next_source(
+    path: str, stages: list[Stage], *, seq_len: int, part: tuple[float, float] | None = None
+) -> tuple[Source, Corpus]:
+    """Return (source, its corpus) that repeats nothing of `stages`, given from old to new.
+
+    `part` None means the part that was used before at this length, else all. UserError if a stage
+    has read these shards at another length or in other parts, or if the corpus has changed.
+    """
+    found = Source(path, part=part or WHOLE)
+    for stage in stages:
+        for source, used, order in zip(stage.sources, stage.used, stage.orders, strict=True):
+            if os.path.realpath(source.path) != os.path.realpath(path):
+                continue
+            wanted = source.part if part is None and stage.seq_len == seq_len else found.part
+            if wanted[1] <= source.part[0] or source.part[1] <= wanted[0]:
+                continue
+            if stage.seq_len != seq_len or wanted != source.part:
+                raise UserError(_overlap(path, wanted, seq_len, stage, source.part))
+            corpus = Corpus(path, seq_len=seq_len, part=wanted)
+            if stage.fingerprints.get(source.path) != corpus.fingerprint:
+                raise UserError(f"{path}: not the corpus that {stage.place} has read (its "
+                                "fingerprint differs); where that stage stopped means nothing here")
+            found = Source(path, 1.0, used, order, wanted)
+    return found, Corpus(path, seq_len=seq_len, part=found.part)
+
+
+def _overlap(path: str, part: tuple, seq_len: int, stage: Stage, used: tuple) -> str:
+    return (
+        f"{path}: part {list(part)} in rows of {seq_len} would repeat tokens of {stage.place}, "
+        f"which took part {list(used)} in rows of {stage.seq_len}; give --part outside of that "
+        "(the earlier stage must leave some), or leave out --after if they shall repeat"
+    )

@@ -1,0 +1,123 @@
+"""A second stage goes on where a run stopped: new weights, other sources, longer rows."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+
+from deberta_ds import config
+from deberta_ds.config import DataConfig, SourceConfig
+from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.data.stages import next_source, read_stage
+from deberta_ds.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+SEQ_LEN, ROWS_SEEN = 64, 70
+DEMO, _ = config.load(ROOT / "launch/runs/demo.toml")
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    directory, paths = tmp_path_factory.mktemp("stages"), []
+    for number, name in enumerate(("web", "wiki", "books")):
+        texts = random_documents(40, seed=number)
+        documents = [tiny_tokenizer().encode(text) for text in texts]
+        paths.append(str(make_corpus(directory / name, documents, tiny_tokenizer(),
+                                     (SEQ_LEN, 128), shards=10)))
+    return paths
+
+
+def run_of(sources, seed=7, seq_len=SEQ_LEN):
+    data = DataConfig(sources=tuple(sources), tokenizer=tokenizer_path(), seq_len=seq_len,
+                      seed=seed, workers=0)
+    return dataclasses.replace(DEMO, data=data)
+
+
+def dataset_of(run):
+    sources = [Source(**dataclasses.asdict(source)) for source in run.data.sources]
+    return RowDataset(sources, tiny_tokenizer(), seq_len=run.data.seq_len, seed=run.data.seed,
+                      mask=run.objective.mask)
+
+
+def write_checkpoint(run, out_dir, rows_seen=ROWS_SEEN):
+    """Write what the data of a checkpoint is: run.json and the manifest that makes it whole."""
+    record = {"rows_seen": rows_seen, "config": config.to_dict(run),
+              "fingerprints": dataset_of(run).fingerprints}
+    path = out_dir / "checkpoints" / "step-00000100"
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps(record))
+    (path / "manifest.json").write_text("{}")
+
+
+def rows_of(run, count=ROWS_SEEN):
+    dataset = dataset_of(run)
+    located = [dataset.locate(g) for g in range(count)]
+    return {(run.data.sources[source].path, row) for source, row in located}
+
+
+def test_a_stage_with_other_sources_weights_and_seed_repeats_no_row(corpora, tmp_path):
+    web, wiki, books = corpora
+    first = run_of([SourceConfig(path=web, weight=2.0), SourceConfig(path=wiki)])
+    write_checkpoint(first, tmp_path / "first")
+    stages = [read_stage(tmp_path / "first")]
+    sources = [next_source(path, stages, seq_len=SEQ_LEN)[0] for path in (wiki, books)]
+    assert sources[0].order == (7, 1) and sources[0].first_row == stages[0].used[1] > 20
+    assert sources[1] == Source(books)
+    second = run_of([SourceConfig(**dataclasses.asdict(source)) for source in sources], seed=8)
+    seen, later = rows_of(first), rows_of(second, 60)
+    assert len(seen) == ROWS_SEEN and len(later) == 60 and not seen & later
+
+    write_checkpoint(second, tmp_path / "second", 60)
+    stages.append(read_stage(tmp_path / "second" / "checkpoints" / "step-00000100"))
+    third = next_source(wiki, stages, seq_len=SEQ_LEN)[0]
+    assert third.order == (7, 1) and third.first_row == stages[1].used[0]
+    assert not (seen | later) & rows_of(run_of([SourceConfig(**dataclasses.asdict(third))]), 10)
+
+
+def test_longer_rows_come_from_other_shards_or_are_refused(corpora, tmp_path):
+    web = corpora[0]
+    write_checkpoint(run_of([SourceConfig(path=web)]), tmp_path / "all")
+    with pytest.raises(UserError, match="would repeat tokens.*--part outside"):
+        next_source(web, [read_stage(tmp_path / "all")], seq_len=128, part=(0.8, 1.0))
+    write_checkpoint(run_of([SourceConfig(path=web, part=(0.0, 0.8))]), tmp_path / "most")
+    stages = [read_stage(tmp_path / "most")]
+    assert next_source(web, stages, seq_len=128, part=(0.8, 1.0))[0] == Source(web, part=(0.8, 1.0))
+    assert next_source(web, stages, seq_len=SEQ_LEN)[0].part == (0.0, 0.8)
+    with pytest.raises(UserError, match="would repeat tokens"):
+        next_source(web, stages, seq_len=SEQ_LEN, part=(0.5, 1.0))
+
+
+def test_refuses_what_is_no_checkpoint_and_a_corpus_that_changed(corpora, tmp_path):
+    with pytest.raises(UserError, match="no checkpoint"):
+        read_stage(tmp_path)
+    web = corpora[0]
+    write_checkpoint(run_of([SourceConfig(path=web)]), tmp_path / "first")
+    stage = read_stage(tmp_path / "first")
+    changed = dataclasses.replace(stage, fingerprints={web: "0" * 64})
+    with pytest.raises(UserError, match="not the corpus"):
+        next_source(web, [changed], seq_len=SEQ_LEN)
+
+
+def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
+    from deberta_ds.train.setup import _open
+
+    web, wiki, _ = corpora
+    first = run_of([SourceConfig(path=web), SourceConfig(path=wiki)])
+    write_checkpoint(first, tmp_path / "first")
+    printed = subprocess.run(
+        [sys.executable, str(ROOT / "data_prep/mixture.py"), wiki, "--seq_len", str(SEQ_LEN),
+         "--after", str(tmp_path / "first")], check=True, capture_output=True, text=True,
+    ).stdout
+    values = config.to_dict(run_of([SourceConfig(path=wiki)], seed=9))
+    values["data"]["sources"] = tomllib.loads(printed)["data"]["sources"]
+    second = config.from_dict(values)
+    dataset = _open(second)[1]
+    assert np.array_equal([dataset.locate(g) for g in range(20)],
+                          [dataset_of(second).locate(g) for g in range(20)])
+    assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
