@@ -1,12 +1,10 @@
-"""Measure the data pipeline: memory, speed, order, opening a huge corpus. One JSON a topic.
+"""Measure the data pipeline: memory and speed. One JSON a topic.
 
-    python benchmarks/data.py memory --text DIR_OF_TXT --scratch DIR     # writes about 4 GB
-    python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR      # and: scaling, order
-    python benchmarks/data.py open --scratch DIR
-    python benchmarks/data.py languages --text DIR_OF_LANGUAGE_DIRS --scratch DIR
+    python benchmarks/data.py memory --text DIR_OF_TXT --scratch DIR     # writes about 5 GB
+    python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR      # and: loader, scaling
 
 Times are wall and CPU seconds; on a machine with other load only the CPU seconds mean much, so the
-load average stands beside them.
+load average stands beside them. benchmarks/data_checks.py checks what the pipeline writes.
 """
 
 import argparse
@@ -20,7 +18,6 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 ROOT = Path(__file__).parent.parent
@@ -30,15 +27,15 @@ CHAPTERS = ["--documents", "match:(CHAPTER|Chapter) "]
 MIB = 1 << 20
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    topics = ("memory", "speed", "scaling", "order", "open", "languages")
+def main(description: str, topics: dict) -> None:
+    """Run one of `topics` {name: function of the arguments -> figures} and write its JSON."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("topic", choices=topics)
     parser.add_argument("--text", type=Path, help="directory of .txt files")
     parser.add_argument("--scratch", type=Path, required=True, help="empty directory to work in")
     args = parser.parse_args()
     args.scratch.mkdir(parents=True, exist_ok=True)
-    figures = globals()[f"measure_{args.topic}"](args)
+    figures = topics[args.topic](args)
     report = {"machine": machine(), "load_average": os.getloadavg(), **figures}
     RESULTS.mkdir(exist_ok=True)
     out = RESULTS / f"data_{args.topic}.json"
@@ -149,7 +146,24 @@ def measure_memory(args) -> dict:
 
 
 def measure_speed(args) -> dict:
-    """Tokens a core second beside raw SentencePiece; 1 and 2 workers; MPI; the loader."""
+    """Tokens a core second of the tokenize stage beside raw SentencePiece, on long and short
+    documents: novels by chapter, and the same text in JSON lines of about 1,300 characters.
+    """
+    text, model = novels(args)
+    short = args.scratch / "short.jsonl"
+    if not short.exists():
+        lines = text.read_text(encoding="utf-8").splitlines()
+        with open(short, "w", encoding="utf-8") as out:
+            while lines:
+                part = []
+                while lines and sum(map(len, part)) < 1000:
+                    part.append(lines.pop())
+                out.write(json.dumps({"text": "\n".join(part)}) + "\n")
+    return {"chapters": _stage_speed(args, text, model, CHAPTERS[1]),
+            "short documents in JSON lines": _stage_speed(args, short, model, "file")}
+
+
+def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
     import sentencepiece
 
     from deberta_ds.data.prep.documents import ReadOptions, plan_units
@@ -157,234 +171,105 @@ def measure_speed(args) -> dict:
     from deberta_ds.data.prep.text import normalise
     from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_unit
 
-    text, model = novels(args)
-    read = ReadOptions(documents=CHAPTERS[1])
-    units = plan_units([str(text)], read)
-    documents = [normalise(d.text) for unit in units for d in read_unit(unit, read)]
-    documents = [document for document in documents if document]
+    read, target = ReadOptions(documents=documents_are), args.scratch / "speed"
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    ours, raw, raw_numpy, tokens = [], [], [], 0
-    target = args.scratch / "speed"
-    for _ in range(7):
-        start = time.process_time()
-        tokens = sum(len(processor.encode(document)) for document in documents)
-        raw.append(time.process_time() - start)
-        start = time.process_time()
-        for document in documents:
-            processor.encode(document, return_type="numpy")
-        raw_numpy.append(time.process_time() - start)
-        start = time.process_time()
-        for number, unit in enumerate(units):
-            tokenize_unit(number, unit, [str(target)], str(model), read, CleanOptions(), 0.0, "")
-        ours.append(time.process_time() - start)
-    figures: dict = {
-        "tokens": tokens, "documents": len(documents),
-        "raw_sentencepiece_tokens_a_core_second": round(tokens / min(raw)),
-        "raw_sentencepiece_to_numpy_tokens_a_core_second": round(tokens / min(raw_numpy)),
-        "tokenize_stage_tokens_a_core_second": round(tokens / min(ours)),
-        "stage_over_raw": round(min(raw) / min(ours), 3),
-        "stage_over_raw_to_numpy": round(min(raw_numpy) / min(ours), 3),
-    }
+    totals = dict.fromkeys(("list", "numpy", "stage"), 0.0)
+    tokens = count = 0
+    for number, unit in enumerate(plan_units([str(text)], read)):
+        documents = [text for text in (normalise(d.text) for d in read_unit(unit, read)) if text]
+        ways = {"list": lambda docs=documents: [processor.encode(text) for text in docs],
+                "numpy": lambda docs=documents: [processor.encode(text, return_type="numpy")
+                                                 for text in docs],
+                "stage": lambda args=(number, unit): tokenize_unit(
+                    *args, [str(target)], str(model), read, CleanOptions(), 0.0, "")}
+        best = dict.fromkeys(ways, float("inf"))
+        for _ in range(5):  # the ways take turns within each unit
+            for way, work in ways.items():
+                start = time.process_time()
+                work()
+                best[way] = min(best[way], time.process_time() - start)
+        totals = {way: totals[way] + best[way] for way in ways}
+        tokens += sum(map(len, ways["numpy"]()))
+        count += len(documents)
     shutil.rmtree(target)
-    return figures | _loader_speed(args, text, model)
+    return {
+        "tokens": tokens, "documents": count,
+        **{f"{way}_tokens_a_core_second": round(tokens / totals[way]) for way in totals},
+        "stage_over_raw": round(totals["list"] / totals["stage"], 3),
+        "stage_over_raw_to_numpy": round(totals["numpy"] / totals["stage"], 3),
+    }
 
 
 def measure_scaling(args) -> dict:
-    """Wall seconds of tokenizing four copies of the text, the best of three, interleaved."""
+    """Wall seconds of tokenizing four copies of the text, the best of three, interleaved.
+
+    "two jobs" are two commands of one worker, half the text each, at the same time: what the two
+    cores give to processes that have nothing in common.
+    """
     text, model = novels(args)
-    kinds = {"1 worker": {"workers": 1}, "2 workers": {"workers": 2}, "mpirun -n 2": {"mpi": 2}}
-    runs: dict = {name: [] for name in kinds}
-    for _ in range(3):
-        for name, kind in kinds.items():
-            out = args.scratch / "scaling"
-            shutil.rmtree(out, ignore_errors=True)
-            command = [PREP / "tokenize_corpus.py", *[text] * 4, *CHAPTERS, "--tokenizer", model,
-                       "--out", out, "--workers", kind.get("workers", 1), "--unit_bytes", 4 << 20]
-            runs[name].append(run(*command, mpi=kind.get("mpi", 0)))
-    best = {name: min(r["seconds"] for r in found) for name, found in runs.items()}
-    return {
-        "scaling_seconds": best,
-        "scaling_cpu_seconds": {n: min(r["cpu_seconds"] for r in f) for n, f in runs.items()},
-        "two_workers_over_one": round(best["1 worker"] / best["2 workers"], 2),
-        "mpi_over_one": round(best["1 worker"] / best["mpirun -n 2"], 2),
+    out = args.scratch / "scaling"
+
+    def command(copies: int, *options) -> list:
+        return [PREP / "tokenize_corpus.py", *[text] * copies, *CHAPTERS, "--tokenizer", model,
+                "--unit_bytes", 4 << 20, *options]
+
+    def two_jobs() -> dict:
+        lines = [[sys.executable, *map(str, command(2, "--out", out / str(job), "--workers", 1))]
+                 for job in range(2)]
+        start = time.perf_counter()
+        jobs = [subprocess.Popen(line, stdout=subprocess.DEVNULL) for line in lines]
+        assert not any(job.wait() for job in jobs)
+        return {"seconds": round(time.perf_counter() - start, 2)}
+
+    kinds = {
+        "1 worker": lambda: run(*command(4, "--out", out, "--workers", 1)),
+        "2 workers": lambda: run(*command(4, "--out", out, "--workers", 2)),
+        "mpirun -n 2": lambda: run(*command(4, "--out", out), mpi=2),
+        "two jobs": two_jobs,
     }
+    seconds: dict = {name: [] for name in kinds}
+    for _ in range(3):
+        for name, work in kinds.items():
+            shutil.rmtree(out, ignore_errors=True)
+            seconds[name].append(work()["seconds"])
+    best = {name: min(found) for name, found in seconds.items()}
+    return {"seconds": seconds, "over one worker": {
+        name: round(best["1 worker"] / found, 2) for name, found in best.items()}}
 
 
-def _loader_speed(args, text: Path, model: Path) -> dict:
+def measure_loader(args) -> dict:
     """Tokens a second that one loader worker delivers at 512."""
     from deberta_ds.config import MaskConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset, Source
     from deberta_ds.tokenizer import Tokenizer
 
+    text, model = novels(args)
     corpus = args.scratch / "loader"
     shutil.rmtree(corpus, ignore_errors=True)
     run(PREP / "tokenize_corpus.py", text, *CHAPTERS, "--tokenizer", model, "--out", corpus)
     run(PREP / "pack.py", corpus, "--tokenizer", model, "--seq_len", 512)
-    figures = {}
-    for ngram in (1, 3):
-        dataset = RowDataset([Source(str(corpus))], Tokenizer(model), seq_len=512, seed=0,
-                             mask=MaskConfig(max_ngram=ngram))
-        for workers in (0, 1):
-            best = 0.0
-            for _ in range(3):
+    datasets = {ngram: RowDataset([Source(str(corpus))], Tokenizer(model), seq_len=512, seed=0,
+                                  mask=MaskConfig(max_ngram=ngram)) for ngram in (1, 3)}
+    best: dict = {}
+    for _ in range(4):
+        for ngram, dataset in datasets.items():
+            for workers in (0, 1):
                 batches = iter(build_loader(
                     dataset, start_row=0, global_batch_rows=64, micro_batch_rows=64, rank=0,
-                    world_size=1, num_workers=workers, num_steps=260,
+                    world_size=1, num_workers=workers, num_steps=160,
                 ))
                 for _ in range(10):
                     next(batches)
-                clock = time.process_time if workers == 0 else time.perf_counter
+                clock = time.perf_counter if workers else time.process_time
                 start = clock()
                 tokens = sum(batch.input_ids.numel() for batch in batches)
-                best = max(best, tokens / (clock() - start))
-            kind = "in the training process, a core second" if not workers else "one worker, wall"
-            figures[f"max_ngram {ngram}, {kind}"] = round(best)
-    return {"loader_tokens_a_second_at_512": figures}
-
-
-def measure_order(args) -> dict:
-    """Shards from 1, 2, 3 workers and MPI, byte by byte; rows at worlds 1..4 and workers 0..2."""
-    import torch
-
-    from deberta_ds.config import MaskConfig
-    from deberta_ds.data.loader import build_loader
-    from deberta_ds.data.rows import RowDataset, Source
-    from deberta_ds.files import xxh3
-    from deberta_ds.tokenizer import Tokenizer
-
-    text, model = novels(args)
-    sums = {}
-    for name, workers, mpi in (("1", 1, 0), ("2", 2, 0), ("3", 3, 0), ("mpi 2", 1, 2),
-                               ("mpi 3", 1, 3)):
-        out = args.scratch / f"order_{name.replace(' ', '')}"
-        shutil.rmtree(out, ignore_errors=True)
-        run(PREP / "tokenize_corpus.py", text, *CHAPTERS, "--tokenizer", model, "--out", out,
-            "--workers", workers, mpi=mpi)
-        run(PREP / "pack.py", out, "--tokenizer", model, "--seq_len", 512, "--workers", workers,
-            mpi=mpi)
-        sums[name] = {str(p.relative_to(out)): xxh3(p) for p in sorted(out.rglob("*.[nj]*"))}
-    dataset = RowDataset([Source(str(args.scratch / "order_1"))], Tokenizer(model), seq_len=512,
-                         seed=3, mask=MaskConfig())
-    digests = {}
-    for world in (1, 2, 3, 4):
-        for workers in (0, 1, 2):
-            steps: list = [[], [], []]
-            for rank in range(world):
-                loader = build_loader(dataset, start_row=24, global_batch_rows=24, rank=rank,
-                                      micro_batch_rows=24 // world, world_size=world,
-                                      num_workers=workers, num_steps=3)
-                for step, batch in zip(steps, loader, strict=True):
-                    step.append(torch.stack([batch.input_ids, batch.labels]))
-            rows = torch.cat([part for step in steps for part in step], dim=1)
-            digests[f"world {world}, workers {workers}"] = rows.numpy().tobytes()
-    return {
-        "files": len(sums["1"]),
-        "identical_shards": {name: found == sums["1"] for name, found in sums.items()},
-        "identical_rows": {name: data == digests["world 1, workers 0"]
-                           for name, data in digests.items()},
-    }
-
-
-def measure_open(args) -> dict:
-    """Seconds and MiB to open a simulated corpus of 1 T tokens: 7,451 shards, sparse files."""
-    from deberta_ds.data.shards import (
-        Manifest,
-        RowShardInfo,
-        RowsManifest,
-        ShardInfo,
-        npy_header,
-        write_manifest,
-    )
-
-    corpus = args.scratch / "huge"
-    tokens, rows, documents = 1 << 27, 264_000, 200_000
-    shards, plans = [], []
-    for directory in ("tokens", "ends", "rows-512"):
-        (corpus / directory).mkdir(parents=True, exist_ok=True)
-    for number in range(-(-10**12 // tokens)):
-        name = f"{number:05d}-000"
-        sizes = {f"tokens/{name}.npy": 2 * tokens, f"ends/{name}.npy": 8 * documents,
-                 f"rows-512/{name}.npy": 16 * rows, f"rows-512/{name}.starts.npy": 4 * rows + 4}
-        for path, size in sizes.items():
-            with open(corpus / path, "wb") as file:
-                file.write(npy_header(np.dtype("<u2"), size // 2))
-                file.truncate(128 + size)
-        shards.append(ShardInfo(name, tokens, documents, 128 + 2 * tokens, f"{number:032x}",
-                                128 + 8 * documents, f"{number:032x}"))
-        plans.append(RowShardInfo(name, rows, 2 * rows, tokens, 128 + 16 * rows, f"{number:032x}",
-                                  132 + 4 * rows, f"{number:032x}"))
-    special = {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": 32000}
-    manifest = Manifest("<u2", 32001, "0" * 64, special, {}, {}, tuple(shards))
-    fingerprint = write_manifest(corpus, manifest)
-    write_manifest(corpus / "rows-512", RowsManifest(512, 1, fingerprint, 0, tuple(plans)))
-    code = (
-        "import time, resource, json, sys\n"
-        "from deberta_ds.data.corpus import Corpus\n"
-        "from deberta_ds.data.permutation import Permutation\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
-        "base, start, cpu = peak(), time.perf_counter(), time.process_time()\n"
-        "corpus = Corpus(sys.argv[1], seq_len=512)\n"
-        "opened = time.perf_counter() - start\n"
-        "files = corpus.verify('sizes')\n"
-        "verified = time.perf_counter() - start\n"
-        "order = Permutation(corpus.num_rows, (0, 0, 0))\n"
-        "rows = [order[i] for i in range(1000)]\n"
-        "print(json.dumps({'shards': len(corpus.manifest.shards), 'rows': corpus.num_rows,\n"
-        " 'files_verified': files, 'open_seconds': round(opened, 2),\n"
-        " 'open_and_verify_sizes_seconds': round(verified, 2),\n"
-        " 'cpu_seconds': round(time.process_time() - cpu, 2), 'peak_mib': round(peak()),\n"
-        " 'of_which_imports_mib': round(base)}))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(corpus)], check=True,
-                          capture_output=True, text=True)
-    shutil.rmtree(corpus)
-    return {"tokens": len(shards) * tokens, **json.loads(done.stdout)}
-
-
-def measure_languages(args) -> dict:
-    """Decode every stored document of every language and compare with the normalised text."""
-    from deberta_ds.data.corpus import map_array
-    from deberta_ds.data.prep.documents import ReadOptions, plan_units
-    from deberta_ds.data.prep.readers import read_unit
-    from deberta_ds.data.prep.text import normalise
-    from deberta_ds.data.shards import read_manifest, read_rows_manifest
-    from deberta_ds.tokenizer import Tokenizer
-
-    corpus, model = args.scratch / "languages", args.scratch / "languages.model"
-    shutil.rmtree(corpus, ignore_errors=True)
-    source = [args.text, "--label_from_directory"]
-    run(PREP / "train_tokenizer.py", *source, "--pieces", 32000, "--out", model)
-    run(PREP / "tokenize_corpus.py", *source, "--tokenizer", model, "--out", corpus)
-    run(PREP / "pack.py", corpus, "--tokenizer", model, "--seq_len", 128, 512)
-    tokenizer, read = Tokenizer(model), ReadOptions(label_from_directory=True)
-    units = plan_units([str(args.text)], read)
-    documents = iter(d for unit in units for d in read_unit(unit, read))
-    same: dict[str, list[int]] = {}
-    for shard in read_manifest(corpus)[0].shards:
-        tokens = map_array(corpus / "tokens" / f"{shard.name}.npy")
-        begin = 0
-        for end in map_array(corpus / "ends" / f"{shard.name}.npy").tolist():
-            document = next(documents)
-            row = same.setdefault(document.label, [0, 0])
-            row[0] += tokenizer.decode(tokens[begin:end]) == normalise(document.text)
-            row[1] += 1
-            begin = end
-    starts, inside = tokenizer.word_starts(), {}
-    for seq_len in (128, 512):
-        plan = read_rows_manifest(corpus / f"rows-{seq_len}")[0]
-        found = 0
-        for shard in plan.shards:
-            tokens = map_array(corpus / "tokens" / f"{shard.name}.npy")
-            pieces = map_array(corpus / f"rows-{seq_len}" / f"{shard.name}.npy")
-            begins = np.append(0, map_array(corpus / "ends" / f"{shard.name}.npy"))
-            first = pieces[:, 0][~np.isin(pieces[:, 0], begins)]
-            found += int((~starts[tokens[first]]).sum())
-        inside[seq_len] = {"pieces": sum(s.pieces for s in plan.shards),
-                           "start_inside_a_word": found, "hard_cuts": plan.hard_cuts}
-    return {"equal_of_documents": {label: f"{a} of {b}" for label, (a, b) in sorted(same.items())},
-            "all_equal": all(a == b for a, b in same.values()), "rows": inside}
+                kind = "one worker, wall" if workers else "in the training process, a core second"
+                name = f"max_ngram {ngram}, {kind}"
+                best[name] = max(best.get(name, 0), round(tokens / (clock() - start)))
+    return {"loader_tokens_a_second_at_512": best}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, {"memory": measure_memory, "speed": measure_speed, "loader": measure_loader,
+                   "scaling": measure_scaling})
