@@ -3,6 +3,7 @@
     python benchmarks/decoupled_training.py --config launch/runs/demo.toml [--section.key=value ...]
 
 joint: L_G + lambda L_D, one backward, one global norm, one AdamW step (what pretrain.py does).
+two_norms: as joint, but the gradient of each network is clipped by its own norm.
 decoupled: the generator's step first, with its own norm; then the discriminator's, on the table
 that this step has just changed (microsoft/DeBERTa rtd_task.py, decoupled_training=True).
 Same initial weights, rows, masks and dropout seeds for both. Prints held-out scores, seed by seed.
@@ -28,7 +29,7 @@ from deberta_ds.train.optim import build_optimizer
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.step import seed_step
 
-MODES = ("joint", "decoupled")
+MODES = ("joint", "two_norms", "decoupled")
 SCORES = ("generator_loss", "generator_accuracy", "discriminator_loss", "discriminator_gain",
           "roc_auc", "average_precision")
 
@@ -53,26 +54,28 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
         seed_step(seed, step, 0, 0)
         norm = {"targets": batch.num_targets, "tokens": batch.num_tokens}
-        if mode == "joint":
+        if mode != "decoupled":
             model(batch, norm)[0].backward()
-            _update(optimizer, [*generator, *detector], run.optim.clip_norm)
+            nets = [[*generator, *detector]] if mode == "joint" else [generator, detector]
+            _update(optimizer, nets, run.optim.clip_norm)
             continue
         generator_sum, _, ids_BL = model._replace_targets(batch)
         (generator_sum / norm["targets"]).backward()
-        _update(optimizer, generator, run.optim.clip_norm)
+        _update(optimizer, [generator], run.optim.clip_norm)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
         logits_BL = model.discriminator(model.words, ids_BL, batch)
         losses_BL = F.binary_cross_entropy_with_logits(
             logits_BL, (ids_BL != original_BL).float(), reduction="none")
         loss = (losses_BL * (batch.segments > 0)).sum() / norm["tokens"]
         (run.objective.rtd_weight * loss).backward()
-        _update(optimizer, detector, run.optim.clip_norm)
+        _update(optimizer, [detector], run.optim.clip_norm)
     return evaluate(model, torch.device("cpu"), held_out, rows)
 
 
-def _update(optimizer, parameters: list, clip_norm: float) -> None:
-    """Step on the parameters that have a gradient: an optimizer skips the others."""
-    torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+def _update(optimizer, nets: list[list], clip_norm: float) -> None:
+    """Clip each list to `clip_norm`; step on what has a gradient: an optimizer skips the others."""
+    for parameters in nets:
+        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -80,12 +83,13 @@ def _update(optimizer, parameters: list, clip_norm: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", default="benchmarks/results/decoupled_training.json")
     options, overrides = parser.parse_known_args()
     run, _ = config.load(options.config, overrides)
-    jobs = [(mode, seed) for seed in range(options.seeds) for mode in MODES]
+    jobs = [(mode, seed) for seed in range(options.seeds) for mode in options.modes]
     with ProcessPoolExecutor(options.workers) as pool:
         scores = pool.map(train, [run] * len(jobs), *zip(*jobs, strict=True))
         rows = [{"mode": mode, "seed": seed} | {name: round(found[name], 5) for name in SCORES}
@@ -94,9 +98,10 @@ def main() -> None:
         print(json.dumps(row))
     for name in SCORES:
         columns = []
-        for mode in MODES:
+        for mode in options.modes:
             values = [row[name] for row in rows if row["mode"] == mode]
-            mean, spread = statistics.mean(values), statistics.stdev(values)
+            mean = statistics.mean(values)
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
             columns.append(f"{mode} {mean:.4f} +- {spread:.4f}")
         print(f"{name:22s} {'   '.join(columns)}")
     record = {"overrides": overrides, "torch": torch.__version__, "runs": rows}
