@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import rank_helpers
-from launching import ROOT, deepspeed_json, make_run, python
+from launching import ROOT, deepspeed_json, make_run
 
 from deberta_ds.log import read_metrics
 from deberta_ds.train import spikes, watchdog
@@ -28,12 +28,16 @@ def job(tmp_path):
 def start_and_reach(step: int, arguments: list[str], root: Path) -> list:
     """Start two ranks and wait until `step` is logged."""
     processes = rank_helpers.start(2, arguments, root / "log")
+    wait_for_step(step, processes, root)
+    return processes
+
+
+def wait_for_step(step: int, processes: list, root: Path) -> None:
     metrics, deadline = root / "out/metrics.jsonl", time.monotonic() + 400
     while f'"step": {step},' not in (metrics.read_text() if metrics.exists() else ""):
         assert time.monotonic() < deadline and all(p.is_alive() for p in processes), \
             (root / "log").read_text()[-4000:]
         time.sleep(0.1)
-    return processes
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -133,21 +137,67 @@ def test_spike_rule():
     assert SpikeRule(0.0, rule.state()).ceiling() > 1e300
 
 
+@pytest.fixture(scope="module")
+def passed_over(tmp_path_factory):
+    """({run: {step: digests of the weights before it}}, where the runs are); step 7 was bad."""
+    root = tmp_path_factory.mktemp("pass_over")
+    run_file = make_run(root, steps="12", eval_every="100")
+    files = [deepspeed_json(root / f"zero{stage}.json", stage) for stage in (1, 2, 3)]
+    files.append(ROOT / "ds_configs/zero2_fp16.json")
+    rank_helpers.run(2, [str(run_file), str(root / "out.json"), "7", f"skip={files[2]}",
+                         *(f"rollback={file}" for file in files)],
+                     root / "log", ROOT / "tests/workers/pass_over.py")
+    return json.loads((root / "out.json").read_text()), root
+
+
+@pytest.mark.parametrize("name", ["skip-zero3", "rollback-zero1", "rollback-zero2",
+                                  "rollback-zero3"])
+@pytest.mark.multi
 @pytest.mark.slow
-def test_skip_and_rollback_record_the_rows_and_go_on(tmp_path):
-    run_file = make_run(tmp_path, steps="12")
-    ds_file = deepspeed_json(tmp_path / "ds.json", 3)
-    weights = {}
-    for policy in ("skip", "rollback"):
-        out = tmp_path / policy
-        python(ROOT / "tests/workers/pass_over.py", run_file, ds_file, tmp_path / "digests.json",
-               7, f"--out_dir={out}", f"--train.on_spike={policy}")
-        digests = json.loads((tmp_path / "digests.json").read_text())
-        weights[policy] = [digests[str(step)] for step in range(12)]
-        records = read_metrics(out / "metrics.jsonl")
-        event = next(r for r in records if r.get("event") == policy)
-        assert (event["step"], event["first_row"], event["last_row"]) == (8, 56, 63)
-        assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 8), *range(9, 13)]
-    assert weights["skip"][8] == weights["skip"][7]  # no update
-    assert weights["rollback"][8] == weights["rollback"][5]  # the checkpoint of step 5
-    assert weights["rollback"][7] == weights["skip"][7] != weights["skip"][5]
+def test_a_bad_step_is_passed_over_and_its_rows_are_recorded(passed_over, name):
+    digests, root = passed_over
+    weights = [digests[name][str(step)] for step in range(12)]
+    before = 7 if name.startswith("skip") else 5  # no update, or the checkpoint of step 5
+    assert weights[8] == weights[before] != weights[6] and weights[9] != weights[8]
+    records = read_metrics(root / name / "metrics.jsonl")
+    event = next(r for r in records if r.get("event") == name.split("-")[0])
+    assert (event["step"], event["first_row"], event["last_row"]) == (8, 56, 63)
+    assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 8), *range(9, 13)]
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "zero2_fp16"])
+@pytest.mark.multi
+@pytest.mark.slow
+def test_after_a_rollback_a_run_is_a_fresh_resume_without_those_rows(passed_over, kind):
+    digests, root = passed_over
+    rolled_back, fresh = (digests[f"{name}-{kind}"] for name in ("rollback", "fresh"))
+    assert [rolled_back[str(step)] for step in range(8, 12)] == [fresh[str(step)]
+                                                                 for step in range(8, 12)]
+    losses = [[(r["step"], r["loss"], r["grad_norm"]) for r in
+               read_metrics(root / f"{name}-{kind}/metrics.jsonl")
+               if r["kind"] == "train" and r["step"] > 8] for name in ("rollback", "fresh")]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_shipped_fp16_scale_settles_after_two_overflows(passed_over):
+    """2^12, lowered at the second overflow (hysteresis 2); no weight moves before that."""
+    digests, root = passed_over
+    records = read_metrics(root / "rollback-zero2_fp16/metrics.jsonl")
+    overflows = [(r["step"], r["loss_scale"]) for r in records if r.get("event") == "overflow"]
+    assert overflows == [(1, 4096.0), (2, 2048.0)]
+    weights = [digests["rollback-zero2_fp16"][str(step)] for step in range(4)]
+    assert weights[0] == weights[1] == weights[2] != weights[3]
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    assert losses[-1] < losses[2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_130(job):
+    arguments, root = job
+    process, = rank_helpers.start(1, [*arguments, "--train.global_batch_rows=2"], root / "log")
+    wait_for_step(3, [process], root)
+    os.kill(process.pid, signal.SIGINT)
+    assert rank_helpers.wait([process]) == [130]
+    assert (root / "log").read_text().endswith("interrupted\n")

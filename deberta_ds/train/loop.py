@@ -184,7 +184,8 @@ class Trainer:
             return
         if not result.updated:
             self.log_event("overflow", "fp16 gradient overflow: no update, the one loss scale of "
-                           "both nets was lowered", loss_scale=float(self.engine.loss_scale()))
+                           "both nets was lowered",
+                           loss_scale=float(self.engine.optimizer.loss_scale))
         self.bad_steps_in_a_row = 0
         self.spikes.accept(result.loss)
         for name, value in result.sums.items():

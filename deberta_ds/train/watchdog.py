@@ -4,7 +4,9 @@ A frozen rank leaves the others in a collective, which reports nothing for ten m
 names nobody. So a thread of every rank writes a small heartbeat file, OUT/heartbeats/rank-00000,
 and watches its own rank's progress. When no step ends for long enough, it reads all heartbeats
 twice: ranks whose counter did not move are frozen, dead or cut off. Files are used, not a store on
-rank 0, because that rank may be the frozen one, and clocks are never compared.
+rank 0, because that rank may be the frozen one, and clocks are never compared. Files may go over a
+network of their own, so meanwhile every other host is also connected to: a host that does not
+answer is named, though its heart beats.
 
 Steps that are slow by nature do not fire it: the limit is at least four times the slowest ordinary
 step so far, and the first step, evaluations and saves have thirty times the limit. When all ranks
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deberta_ds.errors import UserError
+from deberta_ds.train.reach import Door, Knock
 
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h: restart from the last checkpoint
 DIRECTORY = "heartbeats"
@@ -44,6 +47,7 @@ class Beat:
     step: int
     pid: int
     host: str
+    address: str  # that the rank listens on
 
 
 class Watchdog:
@@ -58,6 +62,7 @@ class Watchdog:
         self._slowest = 0.0
         self._factor = _PATIENCE  # the first step compiles, connects and warms up
         self._ended = threading.Event()
+        self._door = Door()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -79,6 +84,7 @@ class Watchdog:
         finally:
             self._ended.set()
             thread.join()
+            self._door.close()
             self._path(self._rank).unlink(missing_ok=True)
 
     def beat(self, step: int) -> None:
@@ -126,11 +132,14 @@ class Watchdog:
         os._exit(EXIT_STUCK)
 
     def _suspects(self) -> list[str]:
-        """Return a line for each rank whose heart does not beat, or that is behind the others."""
+        """Return a line for each rank that is silent, behind the others, or on a lost host."""
         before = self._read_all()
+        knock = Knock({beat.address for beat in _first_of_other_hosts(before)})
         for _ in range(_READ_TICKS):  # goes on beating: the others read ours now
-            time.sleep(self._interval)
+            knock.wait(self._interval)
             self._write()
+        knock.close()
+        lost = {beat.host for beat in before.values() if beat.address in knock.unanswered}
         after = self._read_all()
         newest = max(beat.step for beat in after.values())
         lines = []
@@ -138,12 +147,14 @@ class Watchdog:
             beat = after.get(rank)
             if beat is None:
                 lines.append(f"rank {rank}: NO HEARTBEAT FILE: ended, or out_dir is not shared")
-            elif rank != self._rank and before.get(rank) == beat:
-                lines.append(f"rank {rank} on {beat.host} (pid {beat.pid}): SILENT: frozen, dead "
-                             f"or cut off; last step {beat.step}")
+                continue
+            name = f"rank {rank} on {beat.host} (pid {beat.pid})"
+            if rank != self._rank and before.get(rank) == beat:
+                lines.append(f"{name}: SILENT: frozen, dead or cut off; last step {beat.step}")
+            elif beat.host in lost:
+                lines.append(f"{name}: NOT REACHED over the network; last step {beat.step}")
             elif beat.step < newest:
-                lines.append(f"rank {rank} on {beat.host} (pid {beat.pid}): alive but BEHIND; "
-                             f"last step {beat.step} of {newest}")
+                lines.append(f"{name}: alive but BEHIND; last step {beat.step} of {newest}")
         return lines
 
     def _report(self, what: str, suspects: list[str]) -> str:
@@ -160,9 +171,11 @@ class Watchdog:
 
     def _write(self) -> None:
         self._tick += 1
+        self._door.empty()
         temporary = self._path(self._rank).with_suffix(".tmp")
         try:
-            temporary.write_text(f"{self._tick} {self._step} {os.getpid()} {socket.gethostname()}")
+            temporary.write_text(f"{self._tick} {self._step} {os.getpid()} {socket.gethostname()} "
+                                 f"{self._door.address}")
             os.replace(temporary, self._path(self._rank))
         except OSError:  # a full disk must not end the watch; the save itself reports it
             pass
@@ -171,8 +184,17 @@ class Watchdog:
         beats = {}
         for rank in range(self._world_size):
             try:
-                tick, step, pid, host = self._path(rank).read_text().split()
+                tick, step, pid, host, address = self._path(rank).read_text().split()
             except FileNotFoundError:
                 continue
-            beats[rank] = Beat(int(tick), int(step), int(pid), host)
+            beats[rank] = Beat(int(tick), int(step), int(pid), host, address)
         return beats
+
+
+def _first_of_other_hosts(beats: dict[int, Beat]) -> list[Beat]:
+    """Return one rank's heartbeat of each other host."""
+    first: dict[str, Beat] = {}
+    for rank in sorted(beats):
+        first.setdefault(beats[rank].host, beats[rank])
+    first.pop(socket.gethostname(), None)
+    return list(first.values())

@@ -1,0 +1,76 @@
+"""Which hosts can be reached over the network, without a word being exchanged.
+
+Every rank listens on a socket, and the kernel completes a connection for it, however busy or frozen
+the rank is. A host that does not answer is down, or the link to it is.
+"""
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+
+_BACKLOG = 4096  # every rank of a large job may ask at once
+
+
+class Door:
+    """A socket that others connect to; `address` is "IP:port" on the way to MASTER_ADDR."""
+
+    def __init__(self):
+        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
+        self._socket.setblocking(False)
+        self.address = f"{_own_ip()}:{self._socket.getsockname()[1]}"
+
+    def empty(self) -> None:
+        """Drop the connections that were made since the last call."""
+        with contextlib.suppress(OSError):  # BlockingIOError: no more
+            while True:
+                self._socket.accept()[0].close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Knock:
+    """Connections to some addresses, all at once; `unanswered` shrinks as they are made."""
+
+    def __init__(self, addresses: set[str]):
+        self.unanswered = set(addresses)
+        self._selector = selectors.DefaultSelector()
+        for address in addresses:
+            host, port = address.rsplit(":", 1)
+            knock = socket.socket()
+            knock.setblocking(False)
+            if knock.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
+                self._selector.register(knock, selectors.EVENT_WRITE, address)
+            else:  # the kernel knows no way there
+                knock.close()
+
+    def wait(self, seconds: float) -> None:
+        """Wait this long and note who answers."""
+        deadline = time.monotonic() + seconds
+        while self._selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                # A refusal is an answer: the host is there, and its rank has ended.
+                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (
+                        0, errno.ECONNREFUSED, errno.ECONNRESET):
+                    self.unanswered.discard(key.data)
+                self._forget(key.fileobj)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            self._forget(key.fileobj)
+        self._selector.close()
+
+    def _forget(self, knock: socket.socket) -> None:
+        self._selector.unregister(knock)
+        knock.close()
+
+
+def _own_ip() -> str:
+    """Return this host's IPv4 address on the way to the first rank (no packet is sent)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return probe.getsockname()[0]
