@@ -1,6 +1,7 @@
-"""Check what the data pipeline writes, on real text: order, opening a huge corpus, languages.
+"""Check what the data pipeline writes, on real text: order, languages, near duplicates, opening.
 
     python benchmarks/data_checks.py order --text DIR_OF_TXT --scratch DIR
+    python benchmarks/data_checks.py near --text DIR_OF_TXT --scratch DIR
     python benchmarks/data_checks.py open --scratch DIR
     python benchmarks/data_checks.py languages --text DIR_OF_LANGUAGE_DIRS --scratch DIR
 
@@ -8,6 +9,7 @@ Writes the same JSON files as benchmarks/data.py, one a topic.
 """
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -159,5 +161,46 @@ def measure_languages(args) -> dict:
             "all_equal": all(a == b for a, b in same.values()), "rows": inside}
 
 
+def measure_near(args) -> dict:
+    """Which near duplicates dedup.py --near 0.8 finds: real paragraphs, and a copy of each with
+    some words replaced, by the true Jaccard similarity of the two.
+    """
+    from deberta_ds.data.prep.dedup import SHINGLE_WORDS, duplicates_of
+    from deberta_ds.data.prep.text import normalise
+
+    text, _ = novels(args)
+    generator = random.Random(0)
+    paragraphs = (normalise(line).lower().split() for line in open(text, encoding="utf-8"))
+    originals = list({tuple(words[:300]): None for words in paragraphs if len(words) >= 150})[:4000]
+    words = sorted({word for original in originals for word in original})
+    copies = []
+    for original in originals:
+        copy, changes = list(original), generator.randint(0, 12)
+        for place in generator.sample(range(len(copy)), changes):
+            copy[place] = generator.choice(words)
+        copies.append(copy)
+    source, found = args.scratch / "near.jsonl", args.scratch / "near"
+    source.write_text("".join(json.dumps({"text": " ".join(document)}) + "\n"
+                              for document in [*originals, *copies]), encoding="utf-8")
+    shutil.rmtree(found, ignore_errors=True)
+    figures = run(PREP / "dedup.py", source, "--out", found, "--near", 0.8, "--unit_bytes", 1 << 30)
+    dropped = set(duplicates_of(found, 0).tolist())
+
+    def shingles(document) -> set:
+        return {tuple(document[i : i + SHINGLE_WORDS])
+                for i in range(len(document) - SHINGLE_WORDS + 1)}
+
+    bins: dict[str, list[int]] = {}
+    for number, (original, copy) in enumerate(zip(originals, copies, strict=True)):
+        one, other = shingles(original), shingles(copy)
+        row = bins.setdefault(f"{int(len(one & other) / len(one | other) * 20) / 20:.2f}", [0, 0])
+        row[0] += len(originals) + number in dropped
+        row[1] += 1
+    return {"threshold": 0.8, "documents": 2 * len(originals), **figures,
+            "originals dropped": sum(number < len(originals) for number in dropped),
+            "copies dropped, of all, by similarity from": dict(sorted(bins.items()))}
+
+
 if __name__ == "__main__":
-    main(__doc__, {"order": measure_order, "open": measure_open, "languages": measure_languages})
+    main(__doc__, {"order": measure_order, "open": measure_open, "languages": measure_languages,
+                   "near": measure_near})

@@ -18,7 +18,7 @@ from data_helpers import SENTENCES, random_documents, tiny_tokenizer, tokenizer_
 
 from deberta_ds.data import shards
 from deberta_ds.data.corpus import Corpus, map_array
-from deberta_ds.data.prep.dedup import find_duplicates
+from deberta_ds.data.prep.dedup import find_duplicates, similar_to_earlier
 from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus
@@ -208,6 +208,16 @@ def test_near_duplicates(tmp_path):
     units = plan_units([str(tmp_path / "text.jsonl")], READ, 8_000)
     counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=0.7)
     assert counts["exact"] == 0 and 28 <= counts["near"] <= 30
+
+
+def test_near_duplicates_are_found_behind_a_stranger_in_their_band():
+    generator = np.random.default_rng(0)
+    stranger, second = generator.integers(1 << 32, size=(2, 128), dtype=np.uint32)
+    third = second.copy()
+    third[:20] += 1  # 108 of 128 entries agree
+    signatures = np.stack([stranger, second, third, third, stranger])
+    assert similar_to_earlier(signatures, 0.8) == [2, 3, 4]
+    assert similar_to_earlier(signatures, 0.85) == [3, 4]
 
 
 def test_bad_documents_stop_or_are_counted(tmp_path):

@@ -1,6 +1,6 @@
 """Break the data pipeline on purpose and check what is left. Not collected by pytest.
 
-    python tests/faults/data_faults.py --text FILE.txt --scratch DIR [--kills 20]
+    python tests/faults/data_faults.py --text FILE.txt --scratch DIR [--kills 20] [--stages pack]
 
 Each prep stage is killed (kill -9, the whole process group, or one process of it) at random
 moments, started again until it is done, and compared byte by byte with an unbroken run. Then a full
@@ -24,6 +24,7 @@ import psutil
 
 ROOT = Path(__file__).parent.parent.parent
 PREP = ROOT / "data_prep"
+STAGES = ["train_tokenizer", "dedup", "tokenize_corpus", "pack"]
 
 
 def main() -> None:
@@ -35,13 +36,17 @@ def main() -> None:
              "bad_input": feed_bad_input}
     parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts),
                         help="parts to run; all but kills need what kills leaves in --scratch")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES,
+                        help="stages to kill; a run of some keeps what --scratch holds")
     args = parser.parse_args()
     out = ROOT / "benchmarks" / "results" / "data_faults.json"
-    if "kills" in args.only:
+    if "kills" in args.only and args.stages == STAGES:
         shutil.rmtree(args.scratch, ignore_errors=True)
-        args.scratch.mkdir(parents=True)
+    args.scratch.mkdir(parents=True, exist_ok=True)
     report = json.loads(out.read_text()) if out.exists() else {}
-    report |= {name: parts[name](args) for name in args.only}
+    for name in args.only:
+        found = parts[name](args)
+        report[name] = report.get(name, {}) | found if name == "kills" else found
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
@@ -52,6 +57,8 @@ def stage(name: str, args, out: Path) -> list[str]:
     model = str(args.scratch / "spm.model")
     workers = ["--workers", "2"]
     return [sys.executable, *{
+        "train_tokenizer": [f"{PREP}/train_tokenizer.py", *text, "--pieces", "4000",
+                            "--sample_bytes", "2000000", "--out", f"{out}/spm.model"],
         "dedup": [f"{PREP}/dedup.py", *text, "--out", str(out), *workers],
         "tokenize_corpus": [f"{PREP}/tokenize_corpus.py", *text, "--tokenizer", model, "--out",
                             f"{out}/train", "--heldout_share", "0.05", "--heldout_out",
@@ -63,37 +70,39 @@ def stage(name: str, args, out: Path) -> list[str]:
 
 
 def kill_stages(args) -> dict:
-    run([sys.executable, f"{PREP}/train_tokenizer.py", args.text, "--documents", "blank_line",
-         "--pieces", "4000", "--sample_bytes", "2000000", "--out", args.scratch / "spm.model"])
-    generator, report = random.Random(0), {}
+    run(stage("train_tokenizer", args, args.scratch))
     tokenized = args.scratch / "tokenized"
     run(stage("tokenize_corpus", args, tokenized))
-    for name in ("dedup", "tokenize_corpus", "pack"):
-        whole, broken = args.scratch / f"{name}_whole", args.scratch / f"{name}_broken"
-        if name == "pack":
-            for directory in (whole, broken):
-                shutil.copytree(tokenized, directory)
-        start = time.perf_counter()
-        run(stage(name, args, whole))
-        seconds = time.perf_counter() - start
-        kills, rounds, opened, same = 0, 0, 0, 0
-        while kills < args.kills:
-            rounds += 1
-            if name != "pack":
-                shutil.rmtree(broken, ignore_errors=True)
-            else:
-                shutil.rmtree(broken / "train" / "rows-128", ignore_errors=True)
-            for _ in range(4):  # several kills of the same job, then let it finish
-                kills += kill_once(stage(name, args, broken), generator.uniform(0.2, 1.0) * seconds,
-                                   whole_group=generator.random() < 0.7, generator=generator)
-                opened += opens_half_written(broken, name)
-            run(stage(name, args, broken))
-            same += tree(broken) == tree(whole)
-        report[name] = {"kills": kills, "jobs": rounds, "identical_to_the_unbroken_run": same,
-                        "half_written_output_that_opens": opened,
-                        "unbroken_seconds": round(seconds, 2)}
+    report = {}
+    for name in args.stages:
+        report[name] = kill_stage(name, args, tokenized)
         print(name, report[name], flush=True)
     return report
+
+
+def kill_stage(name: str, args, tokenized: Path) -> dict:
+    generator = random.Random(name)
+    whole, broken = args.scratch / f"{name}_whole", args.scratch / f"{name}_broken"
+    for directory in (whole, broken):
+        shutil.rmtree(directory, ignore_errors=True)
+        if name == "pack":
+            shutil.copytree(tokenized, directory)
+    start = time.perf_counter()
+    run(stage(name, args, whole))
+    seconds = time.perf_counter() - start
+    kills, rounds, opened, same = 0, 0, 0, 0
+    while kills < args.kills:
+        rounds += 1
+        shutil.rmtree(broken / "train" / "rows-128" if name == "pack" else broken,
+                      ignore_errors=True)
+        for _ in range(4):  # several kills of the same job, then let it finish
+            kills += kill_once(stage(name, args, broken), generator.uniform(0.2, 1.0) * seconds,
+                               whole_group=generator.random() < 0.7, generator=generator)
+            opened += opens_half_written(broken, name)
+        run(stage(name, args, broken))
+        same += tree(broken) == tree(whole)
+    return {"kills": kills, "jobs": rounds, "identical_to_the_unbroken_run": same,
+            "half_written_output_that_opens": opened, "unbroken_seconds": round(seconds, 2)}
 
 
 def kill_once(command: list[str], delay: float, *, whole_group: bool, generator) -> int:
@@ -120,6 +129,10 @@ def opens_half_written(out: Path, name: str) -> int:
     from deberta_ds.data.corpus import Corpus
     from deberta_ds.errors import UserError
 
+    if name == "train_tokenizer":
+        model = out / "spm.model"
+        return int(model.exists() and model.read_bytes() != (out.parent / f"{name}_whole" /
+                                                             "spm.model").read_bytes())
     written = {"pack": out / "train" / "rows-128", "tokenize_corpus": out / "train"}
     directory = written.get(name, out)
     if not (directory / "manifest.json").exists():
