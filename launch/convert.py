@@ -10,7 +10,7 @@ DST: a new directory. Nothing is dropped without a line that says so.
 import argparse
 
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.export.convert import Summary, convert
+from deberta_ds.export.convert import convert
 
 
 def main() -> None:
@@ -19,18 +19,10 @@ def main() -> None:
     parser.add_argument("out", metavar="DST")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True)
     arguments = parser.parse_args()
-    report(convert(arguments.source, arguments.out, arguments.to), arguments.out)
-
-
-def report(summary: Summary, out: str) -> None:
-    """Print what a conversion did."""
-    for note in summary.notes:
-        print(f"  {note}")
-    for warning in summary.warnings:
-        print(f"  WARNING: {warning}")
-    for check in summary.checks:
-        print(f"  checked: {check}")
-    print(f"wrote {out}")
+    summary = convert(arguments.source, arguments.out, arguments.to)
+    for line in (*summary.notes, *summary.findings()):
+        print(f"  {line}")
+    print(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":

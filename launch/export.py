@@ -24,10 +24,8 @@ def main() -> None:
             print(f"  {note}")
     aside = sum("kept aside" in note for note in summary.notes)
     print(f"  kept aside: {aside} tensors that transformers' classes have no place for")
-    for warning in summary.warnings:
-        print(f"  WARNING: {warning}")
-    for check in summary.checks:
-        print(f"  checked: {check}")
+    for line in summary.findings():
+        print(f"  {line}")
     print(f"exported {arguments.checkpoint} to {arguments.out}")
 
 

@@ -29,6 +29,11 @@ class Summary:
     checks: tuple[str, ...]
     warnings: tuple[str, ...]
 
+    def findings(self) -> list[str]:
+        """Return the lines after the notes: warnings and what was checked."""
+        return [*(f"WARNING: {line}" for line in self.warnings),
+                *(f"checked: {line}" for line in self.checks)]
+
 
 def convert(source: str | Path, out: str | Path, to: str) -> Summary:
     """Write the model at `source` to directory `out` in format "hf", "ms" or "ours".
