@@ -20,7 +20,7 @@ from deberta_ds.model.attention.fused import tiles  # noqa: E402
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[1]
 TOLERANCES = {"float32": 2e-6, "float16": 1.5e-3}
-SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
+KERNELS = ["forward", "query", "key"]
 
 
 def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
@@ -29,7 +29,7 @@ def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
     process = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )
-    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 
@@ -42,25 +42,21 @@ def check(lines: list[dict]) -> None:
 def test_interpreter_equals_the_reference():
     lines = run_worker("fused_interpreter.py", timeout=300)
     check(lines)
-    assert len(lines) == 9
+    assert len(lines) == 13
     assert [line["repeats"] for line in lines if "repeats" in line] == [True]
 
 
-@pytest.mark.slow
 def test_interpreter_on_random_packings():
-    check(run_worker("fused_interpreter.py", "--random", timeout=600))
+    check(run_worker("fused_interpreter.py", "--random", "5", timeout=300))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", [90, 80])
-def test_compiles_for_a_gpu(architecture):
-    lines = run_worker("fused_compile.py", str(architecture), "64", timeout=600)
-    assert len(lines) == 6
-    for line in lines:
-        assert line["tensor_core"] > 0 and line["shared"] <= SHARED_LIMIT[architecture], line
-        assert line["spills"] == 0 and line["registers"] <= 255, line
-        if architecture == 90:
-            assert line["hgmma"] > 0, line
+@pytest.mark.parametrize(("architecture", "kernels"), [("90", KERNELS), ("80", KERNELS[:1])])
+def test_compiles_for_a_gpu(architecture, kernels):
+    """Some kernels; `tests/workers/fused_compile.py 90` does all of them, with the same rules."""
+    arguments = [architecture, "--sizes", "64", "--lengths", "4096", "--kernels", *kernels]
+    lines = run_worker("fused_compile.py", *arguments, timeout=60)
+    assert [line["kernel"] for line in lines] == kernels
+    assert [line["faults"] for line in lines] == [[]] * len(lines), lines
 
 
 def test_every_tile_is_in_the_table():

@@ -1,8 +1,13 @@
 """Compile the fused kernels for a GPU that is not there, and print what ptxas made of them.
 
-Usage: fused_compile.py <architecture: 80 or 90> <head sizes...>; one JSON line a kernel.
+  fused_compile.py 90                          every kernel and tile of an architecture
+  fused_compile.py 90 --sizes 64 --lengths 4096 --kernels forward query key
+
+One JSON line a kernel; exit code 1 if one breaks a rule (see `faults`). Rows of 512 tokens have no
+pair beyond the band, those of 4096 have.
 """
 
+import argparse
 import inspect
 import json
 import re
@@ -15,49 +20,65 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deberta_ds.model.attention.fused import kernels, tiles
+from deberta_ds.model.attention.fused import backward, forward, planes, tiles
 
-KERNELS = {
-    "forward": kernels.forward_kernel,
-    "query": kernels.backward_query_kernel,
-    "key": kernels.backward_key_kernel,
+FLASH = {
+    "forward": forward.forward_kernel,
+    "query": backward.query_kernel,
+    "key": backward.key_kernel,
 }
-HALF = {"Q", "K", "V", "KEY_TERM", "QUERY_TERM", "OUT", "GRAD", "DQ", "DK", "DV"}
-HALF |= {"D_KEY_TERM", "D_QUERY_TERM"}
-FLOAT_POINTERS = {"LSE", "DELTA"}
+PRODUCTS = {
+    "plane": planes.plane_kernel,
+    "rows": planes.row_gradient_kernel,
+    "table": planes.table_gradient_kernel,
+    "spread": planes.spread_kernel,
+}
+KERNELS = FLASH | PRODUCTS
+FLOAT_POINTERS = {"LSE", "DELTA", "KEY_ENDS", "QUERY_ENDS", "D_KEY_ENDS", "D_QUERY_ENDS"}
+FLOAT_POINTERS |= {"ENDS", "D_ENDS", "D_TABLE"}
+FACTS = {"POSITION", "START", "STOP"}
 FLOATS = {"scale", "keep_scale"}
-UNALIGNED = {"NQ", "NK", "H", "REACH", "threshold"}
+SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def compile_kernel(direction: str, architecture: int, size: int, length: int):
-    """Return the compiled kernel for bf16, both terms, dropout on."""
-    tile = tiles.choose((architecture // 10, 0), size, length, direction)
+def compile_kernel(name: str, architecture: int, size: int, length: int, picked: bool):
+    """Return (tile, compiled kernel) for bf16, both terms, dropout on."""
+    capability = (architecture // 10, architecture % 10)
+    if name in FLASH:
+        tile = tiles.choose(capability, size, length, name)
+    else:
+        tile = tiles.choose_product(capability, size, name)
     constants = dict(HAS_KEY_TERM=True, HAS_QUERY_TERM=True, DROPOUT=True, PRECISION="tf32")
-    constants |= dict(D=size, BM=tile.block_m, BN=tile.block_n)
-    if direction == "key":
-        constants["PICKED"] = False
-    signature, attributes = {}, {}
-    for place, name in enumerate(inspect.signature(KERNELS[direction].fn).parameters):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in HALF:
-            signature[name] = "*bf16"
-        elif name in FLOAT_POINTERS:
-            signature[name] = "*fp32"
-        elif name in FLOATS:
-            signature[name] = "fp32"
-        else:
-            signature[name] = "*i32" if name.isupper() and len(name) > 5 else "i32"
-        if name not in constants and name not in UNALIGNED | FLOATS:
+    constants |= dict(PICKED=picked, FAR=length > 1024, D=size, CHUNK=512)
+    constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
+    signature, attributes, used = {}, {}, {}
+    for place, parameter in enumerate(inspect.signature(KERNELS[name].fn).parameters):
+        kind = _kind(parameter, constants)
+        signature[parameter] = kind
+        if kind == "constexpr":
+            used[parameter] = constants[parameter]
+        elif kind.startswith("*") or re.fullmatch("[qkvx]_[bhn]", parameter):
             attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=KERNELS[direction], signature=signature, constexprs=constants, attrs=attributes
-    )
+    source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=used, attrs=attributes)
+    target = GPUTarget("cuda", architecture, 32)
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
-    return tile, triton.compile(
-        source, target=GPUTarget("cuda", architecture, 32), options=options
-    )
+    return tile, triton.compile(source, target=target, options=options)
+
+
+def _kind(parameter: str, constants: dict) -> str:
+    if parameter in constants:
+        return "constexpr"
+    if parameter in FLOATS:
+        return "fp32"
+    if parameter in FLOAT_POINTERS:
+        return "*fp32"
+    last = parameter.rpartition("_")[2]
+    if last in FACTS | {"SEGMENT", "WORDS"}:
+        return "*i32"
+    if not parameter.isupper() or parameter in ("NQ", "NK", "N", "B", "H", "SPAN"):
+        return "i32"
+    return "*bf16"
 
 
 def inspect_machine_code(cubin: bytes) -> dict:
@@ -68,9 +89,18 @@ def inspect_machine_code(cubin: bytes) -> dict:
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         code = _run("nvdisasm", "-c", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    patterns = {"tensor_core": r"HGMMA|HMMA", "hgmma": "HGMMA", "spills": r"\b(?:STL|LDL)",
-                "two_byte_loads": r"LDG\.E\.U16", "two_byte_stores": r"STG\.E\.U16"}  # fmt: skip
-    counts = {name: len(re.findall(pattern, code)) for name, pattern in patterns.items()}
+    patterns = {
+        "tensor_core": r"HGMMA|HMMA",
+        "hgmma": "HGMMA",
+        "spills": r"\b(?:STL|LDL)",
+        "two_byte_loads": r"LDG\.E\.U16",
+        "two_byte_stores": r"STG\.E\.U16",
+        "vector_loads": r"LDG\.E\.128|LDGSTS\.E\.BYPASS\.128|LDGSTS\.E\.128",
+        "vector_stores": r"STG\.E\.128",
+        "exponentials": r"MUFU\.EX2",
+        "instructions": r"^\s+/\*[0-9a-f]{4,}\*/",
+    }
+    counts = {name: len(re.findall(p, code, re.MULTILINE)) for name, p in patterns.items()}
     return {"registers": registers, "stack": stack, **counts}
 
 
@@ -79,16 +109,41 @@ def _run(tool: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def faults(line: dict, architecture: int) -> list[str]:
+    """Return what is wrong with a kernel."""
+    found = []
+    if line["spills"] or line["stack"]:
+        found.append("spills registers")
+    if line["shared"] > SHARED_LIMIT[architecture]:
+        found.append("more shared memory than there is")
+    if not line["hgmma" if architecture == 90 else "tensor_core"]:
+        found.append("no product on the tensor cores")
+    if line["two_byte_loads"] and line["kernel"] in FLASH and not line["picked"]:
+        found.append("two-byte loads in a flash kernel")
+    return found
+
+
 def main() -> None:
-    architecture, *sizes = map(int, sys.argv[1:])
-    for size in sizes:
-        for length in (512, 4096):
-            for direction in KERNELS:
-                tile, compiled = compile_kernel(direction, architecture, size, length)
-                line = {"kernel": direction, "size": size, "length": length, "tile": list(tile)}
-                line |= {"shared": compiled.metadata.shared}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architecture", type=int, choices=(80, 90))
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--picked", action="store_true", help="queries at explicit columns")
+    options = parser.parse_args()
+    right = True
+    for size in options.sizes:
+        for length in options.lengths:
+            for name in options.kernels:
+                shape = (options.architecture, size, length, options.picked)
+                tile, compiled = compile_kernel(name, *shape)
+                line = {"kernel": name, "size": size, "length": length, "tile": list(tile)}
+                line |= {"picked": options.picked, "shared": compiled.metadata.shared}
                 line |= inspect_machine_code(compiled.asm["cubin"])
+                line["faults"] = faults(line, options.architecture)
+                right = right and not line["faults"]
                 print(json.dumps(line), flush=True)
+    sys.exit(0 if right else 1)
 
 
 if __name__ == "__main__":

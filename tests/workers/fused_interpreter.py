@@ -3,6 +3,7 @@
 A process of its own, because TRITON_INTERPRET must be set before Triton is first imported.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -14,9 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from attention_cases import SMALL_BUCKETS, V1, V3, Case, relative_errors, run
 
+from deberta_ds.model.attention import attend
+from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
+
 PIECES = torch.tensor([[1] * 20 + [2] * 66 + [3] * 9 + [0] * 5])
 HOLES = PIECES.clamp(max=1)
 HOLES[0, 30] = 0
+
+BANDS = torch.tensor([[1] * 30 + [2] * 265])
 
 
 def ones(length):
@@ -27,35 +33,57 @@ SHORT = {
     "v3": (Case(V3, ones(71), heads=2), "float32"),
     "v3 half": (Case(V3, ones(100), heads=1, dropout=0.1), "float16"),
     "beyond the reach": (Case(SMALL_BUCKETS, ones(131), heads=1), "float32"),
+    "beyond the band": (Case(SMALL_BUCKETS, ones(300), heads=1, dropout=0.1), "float32"),
     "packed": (Case(SMALL_BUCKETS, PIECES, heads=1, dropout=0.1), "float32"),
     "v1 with a hole": (Case(V1, HOLES, heads=1, dropout=0.1), "float32"),
     "picked": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1, dropout=0.1), "float32"),
     "key term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="key"), "float32"),
     "query term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="query"), "float16"),
+    "picked beyond the band": (Case(SMALL_BUCKETS, BANDS, num_queries=35, heads=1), "float32"),
+    "no term": (Case(V3, ones(33), heads=1, terms="none"), "float32"),
     "one token": (Case(V3, ones(1), heads=1), "float32"),
 }
 
 
-def random_cases() -> dict:
+def random_cases(count: int) -> dict:
     generator = torch.Generator().manual_seed(23)
     cases = {}
-    for number in range(4):
+    for number in range(count):
         length = int(torch.randint(1, 300, (), generator=generator))
         cuts = torch.rand(2, length, generator=generator) < 3 / length
         segments = cuts.cumsum(1) + 1
         segments[1, length - length // 5 :] = 0
-        case = Case(V1 if number % 2 else V3, segments, heads=1, dropout=0.1)
-        cases[f"random {length}"] = (case, "float16" if number == 3 else "float32")
+        geometry = (V3, V1, SMALL_BUCKETS)[number % 3]
+        queries = length // 4 if number % 4 == 2 else None
+        case = Case(geometry, segments, num_queries=queries or None, heads=1, dropout=0.1)
+        cases[f"random {number} of {length}"] = (case, "float16" if number % 5 == 3 else "float32")
     return cases
+
+
+def read_mask_back() -> list[float]:
+    """Return how many pairs the forward kernel dropped that it should not have, or kept.
+
+    With one-hot values the context is the probabilities, and a dropped one is exactly zero.
+    """
+    length, rate, seed = 64, 0.25, 5
+    generator = torch.Generator().manual_seed(31)
+    q, k = (torch.randn(1, 2, length, 64, generator=generator) for _ in range(2))
+    v = torch.eye(length).expand(1, 2, length, length)
+    context = attend(q, k, v, None, None, geometry=V3, segments=ones(length), dropout=rate,
+                     seed=seed, mode="fused")  # fmt: skip
+    words = dropout_words(seed, 1, 2, length, length, torch.device("cpu"))
+    kept = keep_pairs(*words, drop_threshold(rate))
+    return [(context.transpose(1, 2).ne(0) ^ kept).sum().item()]
 
 
 def check_operator() -> dict:
     """Return what torch says of the operator: its schema, its fake kernel, its autograd."""
-    from deberta_ds.model.attention.fused import ops
+    from deberta_ds.model.attention.fused import bands, ops
 
     generator = torch.Generator().manual_seed(29)
     planes = [torch.randn(1, 9, 1, 16, generator=generator).transpose(1, 2) for _ in range(3)]
-    tables = [torch.randn(1, 64, 16, generator=generator) for _ in range(2)]
+    rows = 2 * bands.make_band(16, 9).radius(9)
+    tables = [torch.randn(1, rows, 16, generator=generator) for _ in range(2)]
     columns = torch.arange(9, dtype=torch.int32)[None]
     one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
     facts = torch.stack([one, columns, one - 1, nine]), torch.stack([one, one - 1, nine])
@@ -69,9 +97,13 @@ def check_operator() -> dict:
 
 
 def main() -> None:
-    if "--random" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--random", type=int, default=0, help="this many random cases instead")
+    count = parser.parse_args().random
+    if not count:
         check_operator()  # raises what is wrong
-    for name, (case, dtype) in (random_cases() if "--random" in sys.argv else SHORT).items():
+        print(json.dumps({"name": "mask", "dtype": "float32", "errors": read_mask_back()}))
+    for name, (case, dtype) in (random_cases(count) if count else SHORT).items():
         truth = run(case, "reference", torch.float64)
         result = run(case, "fused", getattr(torch, dtype))
         line = {"name": name, "dtype": dtype, "errors": relative_errors(result, truth)}

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.fused import ops
+from deberta_ds.model.attention.fused.bands import make_band
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-
-_COLUMN_MULTIPLE = 64  # plane rows start aligned
 
 
 def fused_path(
@@ -31,7 +30,7 @@ def fused_path(
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
     batch, heads, queries, size = q_BHQD.shape
     keys, dtype, device = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.device
-    reach = min(geometry.reach, max(keys - 1, 1))
+    radius = make_band(geometry.reach, keys).radius(keys)
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
     facts = _facts(segments_BL, query_positions_BQ)
     if dropout > 0:
@@ -39,13 +38,14 @@ def fused_path(
     else:
         words = (torch.empty(0, dtype=torch.int32, device=device),) * 2
     with torch.autocast(device.type, enabled=False):
-        key_table = _expand(pos_key_HSD, geometry, reach, True, dtype)
-        query_table = _expand(pos_query_HSD, geometry, reach, False, dtype)
+        key_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
+        query_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
         planes = [_rows_contiguous(x.to(dtype)) for x in (q_BHQD, k_BHLD, v_BHLD)]
         picked = query_positions_BQ is not None
         context_BQHD, _ = ops.fused_attention(
-            *planes, key_table, query_table, *facts, *words, reach, scale, dropout, picked
-        )
+            *planes, key_table, query_table, *facts, *words,
+            geometry.reach, scale, dropout, picked,
+        )  # fmt: skip
     return context_BQHD
 
 
@@ -54,21 +54,19 @@ def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
 
 
 def _expand(
-    table_HSD: Tensor | None, geometry: Geometry, reach: int, rows_are_queries: bool, dtype
+    table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_queries: bool, dtype
 ) -> Tensor | None:
-    """Return [H,C,D]: row c serves distance reach - c (or c - reach); zeros fill up C.
+    """Return [H,C,D], C = 2 radius: row c serves column minus row of a plane = c - radius.
 
     A product with a one-hot matrix, not an index: exact, and its backward has no atomics.
     """
     if table_HSD is None:
         return None
     device = table_HSD.device
-    columns = -(-(2 * reach + 1) // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-    distances_C = torch.arange(columns, device=device) - reach
-    used_C1 = (distances_C <= reach)[:, None]
+    distances_C = torch.arange(2 * radius, device=device) - radius
     slots_C = geometry.slots(-distances_C if rows_are_queries else distances_C)
     one_hot_CS = slots_C[:, None] == torch.arange(geometry.num_slots, device=device)
-    return (one_hot_CS & used_C1).to(dtype) @ table_HSD.to(dtype)
+    return one_hot_CS.to(dtype) @ table_HSD.to(dtype)
 
 
 def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:

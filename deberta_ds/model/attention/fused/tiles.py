@@ -30,6 +30,19 @@ def choose(capability: tuple[int, int], size: int, length: int, direction: str) 
 
     direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
     """
-    architecture = "sm90" if capability >= (9, 0) else "sm80"
+    architecture = _architecture(capability)
     length_class = "long" if length > LONG_ROW else "short"
     return Tile(*table()[architecture][str(max(size, 32))][length_class][direction])
+
+
+@lru_cache
+def choose_product(capability: tuple[int, int], size: int, kind: str) -> Tile:
+    """Return the tile of a product with a plane: rows, columns or table rows, warps, stages.
+
+    kind: "plane" (write it), "rows" and "table" (their gradients), "spread" (picked queries).
+    """
+    return Tile(*table()[_architecture(capability)][str(max(size, 32))][kind])
+
+
+def _architecture(capability: tuple[int, int]) -> str:
+    return "sm90" if capability >= (9, 0) else "sm80"

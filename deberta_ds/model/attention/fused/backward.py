@@ -1,0 +1,301 @@
+"""Triton kernels: flash attention backward, by blocks of queries and by blocks of keys.
+
+Both compute the probabilities again from the two dense bias tiles (see `forward`). The query kernel
+writes the gradient of the content-to-position plane, the key kernel that of the position-to-content
+plane: a dense tile in the plane's own layout, so there is one writer per element and no atomic.
+Pairs outside of the band add into two sums a row, in registers, stored last.
+
+Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
+"""
+
+import triton
+import triton.language as tl
+
+from deberta_ds.model.attention.fused.bands import band_edges, key_tile, plane_shape, query_tile
+from deberta_ds.model.attention.fused.forward import LOG2_E, VARIES
+from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges, piece_range
+
+
+@triton.jit
+def _query_step(
+    q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias,
+    scale, keep_scale, threshold, acc,
+    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return dQ with one block of keys added, and the score gradients [i, j] of the block."""
+    d = tl.arange(0, D)
+    in_keys = j < NK
+    k = tl.load(K + j[:, None] * k_n + d[None, :], mask=in_keys[:, None], other=0.0)
+    v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
+    segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=-1)
+    allowed = (segment_i[:, None] == segment_j[None, :]) & (segment_i != 0)[:, None]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_BIAS:
+        scores += bias
+    scores = tl.where(allowed, scores * (scale * LOG2_E), float("-inf"))
+    probs = tl.exp2(scores - lse[:, None])
+    d_probs = tl.dot(grad, tl.trans(v), input_precision=PRECISION) * keep_scale
+    if DROPOUT:
+        words_j = tl.load(K_WORDS + j, mask=in_keys, other=0)
+        keep = keep_pairs(words_i[:, None], words_j[None, :], threshold)
+        d_probs = tl.where(keep, d_probs, 0.0)
+    d_scores = probs * (d_probs - delta[:, None]) * scale
+    return tl.dot(d_scores.to(k.dtype), k, acc, input_precision=PRECISION), d_scores
+
+
+@triton.jit(do_not_specialize=VARIES)
+def query_kernel(
+    Q, K, V, KEY_PLANE, QUERY_PLANE, KEY_ENDS, QUERY_ENDS, GRAD, LSE, DELTA,
+    DQ, D_KEY_PLANE, D_KEY_ENDS,
+    Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_WORDS, K_WORDS,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    NQ, NK, H, SPAN, scale, keep_scale, threshold,
+    HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, DROPOUT: tl.constexpr,
+    FAR: tl.constexpr, PICKED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of queries: content part of DQ [B,NQ,H,D], D_KEY_PLANE, D_KEY_ENDS [2,B,H,NQ]."""
+    bh = tl.program_id(1)
+    b, h = bh // H, bh % H
+    i0 = tl.program_id(0) * BM
+    i = i0 + tl.arange(0, BM)
+    d = tl.arange(0, D)
+    in_rows = i < NQ
+    wide = bh.to(tl.int64)
+    width, elements = plane_shape(NQ, SPAN, NK)
+    KEY_PLANE += bh * elements
+    D_KEY_PLANE += bh * elements
+    width, elements = plane_shape(NK, SPAN, NK)
+    QUERY_PLANE += bh * elements
+    Q += b.to(tl.int64) * q_b + h * q_h
+    K += b.to(tl.int64) * k_b + h * k_h
+    V += b.to(tl.int64) * v_b + h * v_h
+    K_SEGMENT += b * NK
+    K_WORDS += wide * NK
+    q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
+    own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
+    grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0)
+    lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
+    delta = tl.load(DELTA + wide * NQ + i, mask=in_rows, other=0.0)
+    segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=0)
+    position_i = i
+    base, end = band_edges(i0, SPAN, NK)
+    if PICKED:
+        position_i = tl.load(Q_POSITION + b * NQ + i, mask=in_rows, other=0)
+        base, end = band_edges(position_i, SPAN, NK)
+    words_i = segment_i
+    if DROPOUT:
+        words_i = tl.load(Q_WORDS + wide * NQ + i, mask=in_rows, other=0)
+    first, last = piece_range(Q_START, Q_STOP, b * NQ, i, NQ, NK)
+    begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
+        first, last, base, end, BN, FAR and not PICKED
+    )
+    low = tl.zeros([BM], tl.float32)
+    high = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for j0 in range(near_begin, near_end, BN):
+        j0 = tl.multiple_of(j0, BN)
+        j = j0 + tl.arange(0, BN)
+        bias = lse
+        if HAS_QUERY_TERM:
+            base_j, end_j = band_edges(j0, SPAN, NK)
+            tile = query_tile(QUERY_PLANE, j, position_i, base_j, end_j, width, PICKED)
+            bias = tl.trans(tile).to(tl.float32)
+        if HAS_KEY_TERM:
+            tile = key_tile(KEY_PLANE, i, j, base, end, width, PICKED).to(tl.float32)
+            bias = tile + bias if HAS_QUERY_TERM else tile
+        acc, d_scores = _query_step(
+            q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i,
+            bias, scale, keep_scale, threshold, acc,
+            HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
+        )  # fmt: skip
+        if HAS_KEY_TERM:
+            gradient = d_scores.to(D_KEY_PLANE.dtype.element_ty)
+            if PICKED:
+                before, after = j[None, :] < base[:, None], j[None, :] >= end[:, None]
+                tl.store(
+                    D_KEY_PLANE + (i[:, None] * width + (j[None, :] - base[:, None])),
+                    gradient, mask=in_rows[:, None] & ~before & ~after,
+                )
+                low += tl.sum(tl.where(before, d_scores, 0.0), 1)
+                high += tl.sum(tl.where(after, d_scores, 0.0), 1)
+            else:
+                tl.store(D_KEY_PLANE + (i[:, None] * width + (j[None, :] - base)), gradient)
+    heads = tl.num_programs(1).to(tl.int64)
+    if FAR and not PICKED:
+        KEY_ENDS += wide * NQ
+        QUERY_ENDS += wide * NK
+        if HAS_KEY_TERM:
+            low_end = tl.load(KEY_ENDS + i, mask=in_rows, other=0.0)
+            high_end = tl.load(KEY_ENDS + heads * NQ + i, mask=in_rows, other=0.0)
+        for number in range(low_blocks + high_blocks):
+            is_low = number < low_blocks
+            j0 = tl.where(is_low, begin, high_begin - low_blocks * BN) + number * BN
+            j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
+            bias = tl.zeros([BM, BN], tl.float32)
+            if HAS_KEY_TERM:
+                bias += tl.where(is_low, low_end, high_end)[:, None]
+            if HAS_QUERY_TERM:
+                ends = QUERY_ENDS + tl.where(is_low, heads, 0) * NK
+                bias += tl.load(ends + j, mask=j < NK, other=0.0)[None, :]
+            acc, d_scores = _query_step(
+                q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i,
+                words_i, bias, scale, keep_scale, threshold, acc, True, DROPOUT, D, PRECISION,
+            )  # fmt: skip
+            sums = tl.sum(d_scores, 1)
+            low += tl.where(is_low, sums, 0.0)
+            high += tl.where(is_low, 0.0, sums)
+    tl.store(DQ + own_rows, acc.to(DQ.dtype.element_ty), mask=in_rows[:, None])
+    if HAS_KEY_TERM and FAR:
+        tl.store(D_KEY_ENDS + wide * NQ + i, low, mask=in_rows)
+        tl.store(D_KEY_ENDS + (heads + wide) * NQ + i, high, mask=in_rows)
+
+
+@triton.jit
+def _key_step(
+    k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, g_n, i, NQ, segment_j, words_j, bias,
+    scale, keep_scale, threshold, acc_k, acc_v,
+    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return dK and dV with one block of queries added, and the score gradients [j, i]."""
+    d = tl.arange(0, D)
+    in_rows = i < NQ
+    q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
+    grad = tl.load(GRAD + (i[:, None] * g_n + d[None, :]), mask=in_rows[:, None], other=0.0)
+    lse = tl.load(LSE + i, mask=in_rows, other=float("inf"))
+    delta = tl.load(DELTA + i, mask=in_rows, other=0.0)
+    segment_i = tl.load(Q_SEGMENT + i, mask=in_rows, other=-1)
+    allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if HAS_BIAS:
+        scores += bias
+    scores = tl.where(allowed, scores * (scale * LOG2_E), float("-inf"))
+    probs = tl.exp2(scores - lse[None, :])
+    d_probs = tl.dot(v, tl.trans(grad), input_precision=PRECISION) * keep_scale
+    kept = probs * keep_scale
+    if DROPOUT:
+        words_i = tl.load(Q_WORDS + i, mask=in_rows, other=0)
+        keep = keep_pairs(words_i[None, :], words_j[:, None], threshold)
+        kept = tl.where(keep, kept, 0.0)
+        d_probs = tl.where(keep, d_probs, 0.0)
+    acc_v = tl.dot(kept.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
+    d_scores = probs * (d_probs - delta[None, :]) * scale
+    acc_k = tl.dot(d_scores.to(q.dtype), q, acc_k, input_precision=PRECISION)
+    return acc_k, acc_v, d_scores
+
+
+@triton.jit(do_not_specialize=VARIES)
+def key_kernel(
+    Q, K, V, KEY_PLANE, QUERY_PLANE, KEY_ENDS, QUERY_ENDS, GRAD, LSE, DELTA,
+    DK, DV, D_QUERY_PLANE, D_QUERY_ENDS,
+    Q_SEGMENT, Q_POSITION, K_START, K_STOP, K_SEGMENT, Q_WORDS, K_WORDS,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    NQ, NK, H, SPAN, scale, keep_scale, threshold,
+    HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, DROPOUT: tl.constexpr,
+    FAR: tl.constexpr, PICKED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: content part of DK, DV [B,NK,H,D], D_QUERY_PLANE, D_QUERY_ENDS [2,B,H,NK].
+
+    For PICKED queries D_QUERY_PLANE is the score gradient [B,H,NK,NQ] instead, because queries may
+    share a column, which would then have two writers; `planes.spread_kernel` sums them.
+    """
+    bh = tl.program_id(1)
+    b, h = bh // H, bh % H
+    j0 = tl.program_id(0) * BN
+    j = j0 + tl.arange(0, BN)
+    d = tl.arange(0, D)
+    in_keys = j < NK
+    wide = bh.to(tl.int64)
+    width, elements = plane_shape(NQ, SPAN, NK)
+    KEY_PLANE += bh * elements
+    width, elements = plane_shape(NK, SPAN, NK)
+    QUERY_PLANE += bh * elements
+    D_QUERY_PLANE += wide * NK * NQ if PICKED else bh * elements
+    K += b.to(tl.int64) * k_b + h * k_h
+    V += b.to(tl.int64) * v_b + h * v_h
+    Q += b.to(tl.int64) * q_b + h * q_h
+    GRAD += (b.to(tl.int64) * NQ * H + h) * D
+    LSE += wide * NQ
+    DELTA += wide * NQ
+    Q_SEGMENT += b * NQ
+    Q_WORDS += wide * NQ
+    k = tl.load(K + j[:, None] * k_n + d[None, :], mask=in_keys[:, None], other=0.0)
+    v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
+    segment_j = tl.load(K_SEGMENT + b * NK + j, mask=in_keys, other=0)
+    words_j = segment_j
+    if DROPOUT:
+        words_j = tl.load(K_WORDS + wide * NK + j, mask=in_keys, other=0)
+    base, end = band_edges(j0, SPAN, NK)
+    first, last = 0, NQ
+    if not PICKED:
+        first, last = piece_range(K_START, K_STOP, b * NK, j, NK, NQ)
+    begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
+        first, last, base, end, BM, FAR and not PICKED
+    )
+    low = tl.zeros([BN], tl.float32)
+    high = tl.zeros([BN], tl.float32)
+    acc_k = tl.zeros([BN, D], tl.float32)
+    acc_v = tl.zeros([BN, D], tl.float32)
+    for i0 in range(near_begin, near_end, BM):
+        i0 = tl.multiple_of(i0, BM)
+        i = i0 + tl.arange(0, BM)
+        position_i = i
+        base_i, end_i = band_edges(i0, SPAN, NK)
+        if PICKED:
+            position_i = tl.load(Q_POSITION + b * NQ + i, mask=i < NQ, other=0)
+            base_i, end_i = band_edges(position_i, SPAN, NK)
+        bias = segment_j
+        if HAS_KEY_TERM:
+            tile = key_tile(KEY_PLANE, i, j, base_i, end_i, width, PICKED)
+            bias = tl.trans(tile).to(tl.float32)
+        if HAS_QUERY_TERM:
+            tile = query_tile(QUERY_PLANE, j, position_i, base, end, width, PICKED)
+            bias = tile.to(tl.float32) + bias if HAS_KEY_TERM else tile.to(tl.float32)
+        acc_k, acc_v, d_scores = _key_step(
+            k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, H * D, i, NQ, segment_j, words_j,
+            bias, scale, keep_scale, threshold, acc_k, acc_v,
+            HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
+        )  # fmt: skip
+        if HAS_QUERY_TERM:
+            gradient = d_scores.to(D_QUERY_PLANE.dtype.element_ty)
+            if PICKED:
+                tl.store(
+                    D_QUERY_PLANE + (j[:, None] * NQ + i[None, :]),
+                    gradient, mask=in_keys[:, None] & (i < NQ)[None, :],
+                )
+                low += tl.sum(tl.where((position_i < base)[None, :], d_scores, 0.0), 1)
+                high += tl.sum(tl.where((position_i >= end)[None, :], d_scores, 0.0), 1)
+            else:
+                tl.store(D_QUERY_PLANE + (j[:, None] * width + (i[None, :] - base)), gradient)
+    heads = tl.num_programs(1).to(tl.int64)
+    if FAR and not PICKED:
+        KEY_ENDS += wide * NQ
+        QUERY_ENDS += wide * NK
+        if HAS_QUERY_TERM:
+            low_end = tl.load(QUERY_ENDS + j, mask=in_keys, other=0.0)
+            high_end = tl.load(QUERY_ENDS + heads * NK + j, mask=in_keys, other=0.0)
+        for number in range(low_blocks + high_blocks):
+            is_low = number < low_blocks
+            i0 = tl.where(is_low, begin, high_begin - low_blocks * BM) + number * BM
+            i = tl.multiple_of(i0, BM) + tl.arange(0, BM)
+            bias = tl.zeros([BN, BM], tl.float32)
+            if HAS_QUERY_TERM:
+                bias += tl.where(is_low, low_end, high_end)[:, None]
+            if HAS_KEY_TERM:
+                ends = KEY_ENDS + tl.where(is_low, heads, 0) * NQ
+                bias += tl.load(ends + i, mask=i < NQ, other=0.0)[None, :]
+            acc_k, acc_v, d_scores = _key_step(
+                k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, H * D, i, NQ, segment_j,
+                words_j, bias, scale, keep_scale, threshold, acc_k, acc_v, True, DROPOUT, D,
+                PRECISION,
+            )  # fmt: skip
+            sums = tl.sum(d_scores, 1)
+            low += tl.where(is_low, sums, 0.0)
+            high += tl.where(is_low, 0.0, sums)
+    own_keys = (b.to(tl.int64) * NK * H + h) * D + (j[:, None] * (H * D) + d[None, :])
+    tl.store(DK + own_keys, acc_k.to(DK.dtype.element_ty), mask=in_keys[:, None])
+    tl.store(DV + own_keys, acc_v.to(DV.dtype.element_ty), mask=in_keys[:, None])
+    if HAS_QUERY_TERM and FAR:
+        tl.store(D_QUERY_ENDS + wide * NK + j, low, mask=in_keys)
+        tl.store(D_QUERY_ENDS + (heads + wide) * NK + j, high, mask=in_keys)

@@ -1,0 +1,83 @@
+"""Which columns of a row lie in the band around the diagonal that a dense position plane holds.
+
+Columns are counted in groups of GROUP. A row at column y of group g has the plane columns of the
+groups g - SPAN .. g + SPAN, so that all pairs outside are farther apart than the relative table
+reaches. Both planes share this rule, and it is symmetric: key j is in the band of query i exactly
+when i is in the band of j. A tile of a flash kernel lies within one group on either side, hence it
+is dense in both planes or in neither.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+GROUP_COLUMNS = 128  # a multiple of every tile side
+GROUP = tl.constexpr(GROUP_COLUMNS)
+
+
+class Band(NamedTuple):
+    """Shape of the planes of one batch."""
+
+    span: int  # groups on either side of the own one
+    far: bool  # whether pairs outside of the band exist
+
+    def width(self, keys: int) -> int:
+        """Return the columns of a plane."""
+        return min((2 * self.span + 1) * GROUP_COLUMNS, padded(keys))
+
+    def radius(self, keys: int) -> int:
+        """Return the rows of an expanded table before the one of distance 0, half of all rows."""
+        return min((self.span + 1) * GROUP_COLUMNS, padded(keys))
+
+
+def padded(length: int) -> int:
+    """Return the length rounded up to whole groups."""
+    return -(-length // GROUP_COLUMNS) * GROUP_COLUMNS
+
+
+def make_band(reach: int, keys: int) -> Band:
+    """Return the band of a relative table that is constant from distance `reach` on."""
+    needed, other_groups = -(-reach // GROUP_COLUMNS), padded(keys) // GROUP_COLUMNS - 1
+    return Band(min(needed, other_groups), needed < other_groups)
+
+
+@triton.jit
+def band_edges(position, SPAN, NK):
+    """Return the first column of the band of rows at `position`, and the first one after it."""
+    group = position // GROUP
+    groups = (NK + GROUP - 1) // GROUP
+    return tl.maximum(group - SPAN, 0) * GROUP, tl.minimum(group + SPAN + 1, groups) * GROUP
+
+
+@triton.jit
+def plane_shape(rows, SPAN, NK):
+    """Return the width of a plane and its elements a head."""
+    groups = (NK + GROUP - 1) // GROUP
+    width = tl.minimum(2 * SPAN + 1, groups) * GROUP
+    return width, ((rows + GROUP - 1) // GROUP * GROUP).to(tl.int64) * width
+
+
+@triton.jit
+def table_radius(SPAN, NK):
+    """Return the table row of distance 0; the table has twice as many rows."""
+    return tl.minimum(SPAN + 1, (NK + GROUP - 1) // GROUP) * GROUP
+
+
+@triton.jit
+def key_tile(PLANE, i, j, base, end, width, PICKED: tl.constexpr):
+    """Return the content-to-position terms of queries i and keys j, [i, j]."""
+    column = j[None, :]
+    if PICKED:  # every query has a band of its own; beyond it the term is that of its edge
+        base = base[:, None]
+        column = tl.minimum(tl.maximum(column, base), end[:, None] - 1)
+    return tl.load(PLANE + (i[:, None] * width + (column - base)))
+
+
+@triton.jit
+def query_tile(PLANE, j, position, base, end, width, PICKED: tl.constexpr):
+    """Return the position-to-content terms of keys j and queries at `position`, [j, i]."""
+    column = position[None, :]
+    if PICKED:
+        column = tl.minimum(tl.maximum(column, base), end - 1)
+    return tl.load(PLANE + (j[:, None] * width + (column - base)))

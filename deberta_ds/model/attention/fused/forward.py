@@ -1,0 +1,139 @@
+"""Triton kernel: flash attention forward with two dense bias tiles.
+
+Near the diagonal (see `bands`) both position terms come as dense tiles of planes that were written
+beforehand, so the loop has no index arithmetic and loads whole vectors. Away from it they are
+constant along a row or a column: two vectors instead of a tile. A program skips every key outside
+the pieces of its own rows, so packed rows cost what their pieces cost.
+
+Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
+"""
+
+import triton
+import triton.language as tl
+
+from deberta_ds.model.attention.fused.bands import band_edges, key_tile, plane_shape, query_tile
+from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges, piece_range
+
+VARIES = ["NQ", "NK", "SPAN", "threshold"]
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _step(
+    q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale, threshold,
+    peak, total, acc,
+    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take one block of keys into the running softmax."""
+    d = tl.arange(0, D)
+    in_keys = j < NK
+    k = tl.load(K + j[None, :] * k_n + d[:, None], mask=in_keys[None, :], other=0.0)
+    segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=-1)
+    allowed = (segment_i[:, None] == segment_j[None, :]) & (segment_i != 0)[:, None]
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if HAS_BIAS:
+        scores += bias
+    scores = tl.where(allowed, scores * (scale * LOG2_E), float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    probs = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(peak - shift)
+    total = total * shrink + tl.sum(probs, 1)
+    if DROPOUT:
+        words_j = tl.load(K_WORDS + j, mask=in_keys, other=0)
+        keep = keep_pairs(words_i[:, None], words_j[None, :], threshold)
+        probs = tl.where(keep, probs, 0.0)
+    v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
+    acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return new_peak, total, acc
+
+
+@triton.jit(do_not_specialize=VARIES)
+def forward_kernel(
+    Q, K, V, KEY_PLANE, QUERY_PLANE, KEY_ENDS, QUERY_ENDS, OUT, LSE,
+    Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_WORDS, K_WORDS,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    NQ, NK, H, SPAN, scale, keep_scale, threshold,
+    HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, DROPOUT: tl.constexpr,
+    FAR: tl.constexpr, PICKED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ]."""
+    bh = tl.program_id(1)
+    b, h = bh // H, bh % H
+    i0 = tl.program_id(0) * BM
+    i = i0 + tl.arange(0, BM)
+    d = tl.arange(0, D)
+    in_rows = i < NQ
+    wide = bh.to(tl.int64)
+    # Scalar bases and 32-bit offsets: tiles of 64-bit addresses would fill the registers.
+    width, elements = plane_shape(NQ, SPAN, NK)
+    KEY_PLANE += bh * elements
+    width, elements = plane_shape(NK, SPAN, NK)
+    QUERY_PLANE += bh * elements
+    Q += b.to(tl.int64) * q_b + h * q_h
+    K += b.to(tl.int64) * k_b + h * k_h
+    V += b.to(tl.int64) * v_b + h * v_h
+    K_SEGMENT += b * NK
+    K_WORDS += wide * NK
+    q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
+    segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=0)
+    position_i = i
+    base, end = band_edges(i0, SPAN, NK)
+    if PICKED:
+        position_i = tl.load(Q_POSITION + b * NQ + i, mask=in_rows, other=0)
+        base, end = band_edges(position_i, SPAN, NK)
+    words_i = segment_i
+    if DROPOUT:
+        words_i = tl.load(Q_WORDS + wide * NQ + i, mask=in_rows, other=0)
+    first, last = piece_range(Q_START, Q_STOP, b * NQ, i, NQ, NK)
+    begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
+        first, last, base, end, BN, FAR and not PICKED
+    )
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for j0 in range(near_begin, near_end, BN):
+        j0 = tl.multiple_of(j0, BN)
+        j = j0 + tl.arange(0, BN)
+        bias = peak
+        if HAS_QUERY_TERM:
+            base_j, end_j = band_edges(j0, SPAN, NK)
+            tile = query_tile(QUERY_PLANE, j, position_i, base_j, end_j, width, PICKED)
+            bias = tl.trans(tile).to(tl.float32)
+        if HAS_KEY_TERM:
+            tile = key_tile(KEY_PLANE, i, j, base, end, width, PICKED).to(tl.float32)
+            bias = tile + bias if HAS_QUERY_TERM else tile
+        peak, total, acc = _step(
+            q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale,
+            threshold, peak, total, acc, HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
+        )  # fmt: skip
+    if FAR and not PICKED:
+        KEY_ENDS += wide * NQ
+        QUERY_ENDS += wide * NK
+        heads = tl.num_programs(1).to(tl.int64)
+        if HAS_KEY_TERM:
+            low_end = tl.load(KEY_ENDS + i, mask=in_rows, other=0.0)
+            high_end = tl.load(KEY_ENDS + heads * NQ + i, mask=in_rows, other=0.0)
+        for number in range(low_blocks + high_blocks):
+            is_low = number < low_blocks
+            j0 = tl.where(is_low, begin, high_begin - low_blocks * BN) + number * BN
+            j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
+            bias = tl.zeros([BM, BN], tl.float32)
+            if HAS_KEY_TERM:
+                bias += tl.where(is_low, low_end, high_end)[:, None]
+            if HAS_QUERY_TERM:
+                ends = QUERY_ENDS + tl.where(is_low, heads, 0) * NK
+                bias += tl.load(ends + j, mask=j < NK, other=0.0)[None, :]
+            peak, total, acc = _step(
+                q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale,
+                threshold, peak, total, acc, True, DROPOUT, D, PRECISION,
+            )  # fmt: skip
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    acc = acc * (keep_scale / safe)[:, None]
+    # A query without keys: output 0, and +inf makes its probabilities 0 in backward.
+    lse = tl.where(seen, peak + tl.log2(safe), float("inf"))
+    own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
+    tl.store(OUT + own_rows, acc.to(OUT.dtype.element_ty), mask=in_rows[:, None])
+    tl.store(LSE + wide * NQ + i, lse, mask=in_rows)

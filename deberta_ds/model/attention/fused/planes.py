@@ -1,0 +1,208 @@
+"""Triton kernels between rows of vectors and dense position planes: skewed matrix products.
+
+A plane holds one position term: PLANE[r, y - base] = x_r . T[y - p_r + RADIUS] for the columns y of
+the band of row r (see `bands`), T being the relative table with one row per distance and p_r the
+column of row r. That is the product x T^T with every row shifted by p_r, so the kernels below do
+plain products and shift where they store (the plane) or load (its gradient). One writer per
+element, no atomics, no zero-fill: outside of a row's own piece nothing is written or read.
+
+Both terms are the same: rows are queries and columns keys for content-to-position, and the other
+way round for position-to-content.
+
+Names: N rows; D head size; C table rows; BR, BC tile rows and columns.
+"""
+
+import triton
+import triton.language as tl
+
+from deberta_ds.model.attention.fused.bands import band_edges, plane_shape, table_radius
+
+VARIES = ["N", "NQ", "NK", "SPAN", "B"]
+
+
+@triton.jit
+def _row_columns(POSITION, START, STOP, rows, r, inside, SPAN, NK, PICKED: tl.constexpr):
+    """Return position, first band column, first and last + 1 valid column of rows r."""
+    position = r
+    if PICKED:
+        position = tl.load(POSITION + rows + r, mask=inside, other=0)
+    base, end = band_edges(position, SPAN, NK)
+    low = tl.maximum(tl.load(START + rows + r, mask=inside, other=0), base)
+    high = tl.minimum(tl.load(STOP + rows + r, mask=inside, other=0), end)
+    return position, base, low, high
+
+
+@triton.jit
+def _table_rows(position, low, high, radius):
+    """Return the span of table rows that these rows need; empty rows need none."""
+    first = tl.min(tl.where(high > low, low - position, radius), 0) + radius
+    last = tl.max(tl.where(high > low, high - position, -radius), 0) + radius
+    return first, last
+
+
+@triton.jit(do_not_specialize=VARIES)
+def plane_kernel(
+    X, TABLE, PLANE, ENDS, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN,
+    PICKED: tl.constexpr, FAR: tl.constexpr,
+    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """PLANE [B,H,rows,width]; with FAR, ENDS [2,B,H,N]: the terms with the table's end rows."""
+    bh = tl.program_id(1)
+    b, h = bh // H, bh % H
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    d = tl.arange(0, D)
+    inside = r < N
+    width, elements = plane_shape(N, SPAN, NK)
+    radius = table_radius(SPAN, NK)
+    table = TABLE + h.to(tl.int64) * (2 * radius) * D
+    plane = PLANE + bh * elements
+    x = tl.load(
+        X + b.to(tl.int64) * x_b + h * x_h + r[:, None] * x_n + d[None, :],
+        mask=inside[:, None], other=0.0,
+    )
+    position, base, low, high = _row_columns(
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
+    )
+    if FAR:
+        ends = ENDS + bh.to(tl.int64) * N + r
+        wide = x.to(tl.float32)
+        low_end = tl.load(table + d).to(tl.float32)
+        high_end = tl.load(table + (2 * radius - 1) * D + d).to(tl.float32)
+        tl.store(ends, tl.sum(wide * low_end[None, :], 1), mask=inside)
+        ends += tl.num_programs(1).to(tl.int64) * N
+        tl.store(ends, tl.sum(wide * high_end[None, :], 1), mask=inside)
+    first, last = _table_rows(position, low, high, radius)
+    for c0 in range(first, last, BC):
+        c = c0 + tl.arange(0, BC)
+        t = tl.load(
+            table + c[None, :] * D + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0
+        )
+        term = tl.dot(x, t, input_precision=PRECISION)
+        column = c[None, :] + (position - radius)[:, None]
+        tl.store(
+            plane + ((r * width - base + position - radius)[:, None] + c[None, :]),
+            term.to(PLANE.dtype.element_ty),
+            mask=(column >= low[:, None]) & (column < high[:, None]),
+        )
+
+
+@triton.jit(do_not_specialize=VARIES)
+def row_gradient_kernel(
+    D_PLANE, TABLE, DX, D_ENDS, POSITION, START, STOP, N, NK, H, SPAN,
+    PICKED: tl.constexpr, FAR: tl.constexpr,
+    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the term's share to DX [B,N,H,D]: the plane's gradient, shifted back, times the table."""
+    bh = tl.program_id(1)
+    b, h = bh // H, bh % H
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    d = tl.arange(0, D)
+    inside = r < N
+    width, elements = plane_shape(N, SPAN, NK)
+    radius = table_radius(SPAN, NK)
+    table = TABLE + h.to(tl.int64) * (2 * radius) * D
+    plane = D_PLANE + bh * elements
+    position, base, low, high = _row_columns(
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
+    )
+    own_rows = DX + (b.to(tl.int64) * N * H + h) * D + (r[:, None] * (H * D) + d[None, :])
+    acc = tl.load(own_rows, mask=inside[:, None], other=0.0).to(tl.float32)
+    if FAR:
+        ends = D_ENDS + bh.to(tl.int64) * N + r
+        sums = tl.load(ends, mask=inside, other=0.0)
+        acc += sums[:, None] * tl.load(table + d).to(tl.float32)[None, :]
+        sums = tl.load(ends + tl.num_programs(1).to(tl.int64) * N, mask=inside, other=0.0)
+        acc += sums[:, None] * tl.load(table + (2 * radius - 1) * D + d).to(tl.float32)[None, :]
+    first, last = _table_rows(position, low, high, radius)
+    for c0 in range(first, last, BC):
+        c = c0 + tl.arange(0, BC)
+        column = c[None, :] + (position - radius)[:, None]
+        gradient = tl.load(
+            plane + ((r * width - base + position - radius)[:, None] + c[None, :]),
+            mask=(column >= low[:, None]) & (column < high[:, None]), other=0.0,
+        )
+        t = tl.load(
+            table + c[:, None] * D + d[None, :], mask=(c < 2 * radius)[:, None], other=0.0
+        )
+        acc = tl.dot(gradient, t, acc, input_precision=PRECISION)
+    tl.store(own_rows, acc.to(DX.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=VARIES)
+def table_gradient_kernel(
+    D_PLANE, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H, SPAN,
+    PICKED: tl.constexpr, CHUNK: tl.constexpr,
+    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of table rows of one head: its part of D_TABLE [splits,H,C,D] in fp32.
+
+    The rows of the batch are cut into chunks, and split s of S takes the chunks s, s + S, ...
+    """
+    first_c = tl.program_id(0) * BC
+    h = tl.program_id(1)
+    c = first_c + tl.arange(0, BC)
+    d = tl.arange(0, D)
+    width, elements = plane_shape(N, SPAN, NK)
+    radius = table_radius(SPAN, NK)
+    chunks = (N + CHUNK - 1) // CHUNK
+    acc = tl.zeros([BC, D], tl.float32)
+    for unit in range(tl.program_id(2), B * chunks, tl.num_programs(2)):
+        b = unit // chunks
+        first = unit % chunks * CHUNK
+        last = tl.minimum(first + CHUNK, N)
+        if not PICKED:  # only rows that have a column at these distances
+            first = tl.maximum(first, radius - first_c - BC + 1)
+            last = tl.minimum(last, NK + radius - first_c)
+        plane = D_PLANE + (b * H + h) * elements
+        x_rows = X + b.to(tl.int64) * x_b + h * x_h
+        for r0 in range(first, last, BR):
+            r = r0 + tl.arange(0, BR)
+            inside = r < last
+            position, base, low, high = _row_columns(
+                POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
+            )
+            column = c[:, None] + (position - radius)[None, :]
+            gradient = tl.load(
+                plane + ((r * width - base + position - radius)[None, :] + c[:, None]),
+                mask=(column >= low[None, :]) & (column < high[None, :]), other=0.0,
+            )
+            x = tl.load(
+                x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0
+            )
+            acc = tl.dot(gradient, x, acc, input_precision=PRECISION)
+    own_rows = (tl.program_id(2) * H + h).to(tl.int64) * (2 * radius) + c
+    tl.store(D_TABLE + own_rows[:, None] * D + d[None, :], acc)
+
+
+@triton.jit(do_not_specialize=VARIES)
+def spread_kernel(
+    D_SCORES, D_PLANE, POSITION, NQ, NK, H, SPAN,
+    BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Score gradients [B,H,NK,NQ] of picked queries to D_PLANE: queries at one column are summed.
+
+    A product with a one-hot matrix instead of a scatter: the order of every sum is fixed.
+    """
+    bh = tl.program_id(1)
+    b = bh // H
+    r0 = tl.program_id(0) * BR
+    r = r0 + tl.arange(0, BR)
+    width, elements = plane_shape(NK, SPAN, NK)
+    base, end = band_edges(r0, SPAN, NK)
+    scores = D_SCORES + bh.to(tl.int64) * NK * NQ
+    for y0 in range(base, end, BC):
+        y = y0 + tl.arange(0, BC)
+        acc = tl.zeros([BR, BC], tl.float32)
+        for i0 in range(0, NQ, BC):
+            i = i0 + tl.arange(0, BC)
+            gradient = tl.load(
+                scores + (r[:, None] * NQ + i[None, :]),
+                mask=(r < NK)[:, None] & (i < NQ)[None, :], other=0.0,
+            )
+            position = tl.load(POSITION + b * NQ + i, mask=i < NQ, other=-1)
+            one_hot = (position[:, None] == y[None, :]).to(gradient.dtype)
+            acc = tl.dot(gradient, one_hot, acc, input_precision=PRECISION)
+        tl.store(
+            D_PLANE + bh * elements + (r[:, None] * width + (y - base)[None, :]),
+            acc.to(D_PLANE.dtype.element_ty),
+        )
