@@ -201,7 +201,7 @@ def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
 
 
 def measure_scaling(args) -> dict:
-    """Wall seconds of tokenizing four copies of the text, the best of three, interleaved.
+    """Wall seconds of tokenizing eight copies of the text, the better of two, interleaved.
 
     "two jobs" are two commands of one worker, half the text each, at the same time: what the two
     cores give to processes that have nothing in common.
@@ -214,7 +214,7 @@ def measure_scaling(args) -> dict:
                 "--unit_bytes", 4 << 20, *options]
 
     def two_jobs() -> dict:
-        lines = [[sys.executable, *map(str, command(2, "--out", out / str(job), "--workers", 1))]
+        lines = [[sys.executable, *map(str, command(4, "--out", out / str(job), "--workers", 1))]
                  for job in range(2)]
         start = time.perf_counter()
         jobs = [subprocess.Popen(line, stdout=subprocess.DEVNULL) for line in lines]
@@ -222,13 +222,13 @@ def measure_scaling(args) -> dict:
         return {"seconds": round(time.perf_counter() - start, 2)}
 
     kinds = {
-        "1 worker": lambda: run(*command(4, "--out", out, "--workers", 1)),
-        "2 workers": lambda: run(*command(4, "--out", out, "--workers", 2)),
-        "mpirun -n 2": lambda: run(*command(4, "--out", out), mpi=2),
+        "1 worker": lambda: run(*command(8, "--out", out, "--workers", 1)),
+        "2 workers": lambda: run(*command(8, "--out", out, "--workers", 2)),
+        "mpirun -n 2": lambda: run(*command(8, "--out", out), mpi=2),
         "two jobs": two_jobs,
     }
     seconds: dict = {name: [] for name in kinds}
-    for _ in range(3):
+    for _ in range(2):
         for name, work in kinds.items():
             shutil.rmtree(out, ignore_errors=True)
             seconds[name].append(work()["seconds"])

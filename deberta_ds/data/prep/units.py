@@ -100,7 +100,7 @@ def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
     start = {"initializer": _die_with_parent, "initargs": (os.getpid(),)}
     with ProcessPoolExecutor(workers, **start) as pool:
         try:
-            _drive(pool, missing, 2 * workers, bar, lambda: False)
+            _drive(pool, missing, 2 * workers, bar)
         except BrokenProcessPool as error:
             raise UserError(
                 "a worker process died (killed, or out of memory); run the same command again, "
@@ -113,34 +113,45 @@ def _run_mpi(missing: deque, bar: tqdm) -> None:
     from mpi4py.futures import MPIPoolExecutor
 
     others = MPI.COMM_WORLD.Get_size() - 1
-
-    def work_here() -> bool:
-        if not missing:
-            return False
-        _run_one(*missing.popleft())
-        bar.update()
-        return True
-
     with MPIPoolExecutor() as pool:
-        _drive(pool, missing, 2 * others, bar, work_here)
+        _drive(pool, missing, 4 * others, bar, work_here=True)
 
 
-def _drive(pool, missing: deque, depth: int, bar: tqdm, work_here: Callable[[], bool]) -> None:
-    """Keep `depth` units in flight; `work_here` does one here meanwhile, or returns False."""
-    running: set[Future] = set()
+def _drive(pool, missing: deque, depth: int, bar: tqdm, *, work_here: bool = False) -> None:
+    """Keep `depth` units in flight until all are done; with `work_here`, do some in this process.
+
+    While a unit runs here nothing new is submitted, hence a depth that lasts meanwhile; and what is
+    still waiting when nothing is missing any more is taken back, so that all finish together.
+    """
+    running: dict[Future, tuple] = {}
     try:
         while missing or running:
             while missing and len(running) < depth:
-                running.add(pool.submit(_run_one, *missing.popleft()))
-            timeout = 0 if work_here() else None
-            done, running = wait(running, timeout, return_when=FIRST_COMPLETED)
+                unit = missing.popleft()
+                running[pool.submit(_run_one, *unit)] = unit
+            unit = None
+            if work_here:
+                unit = missing.popleft() if missing else _take_back(running)
+            if unit:
+                _run_one(*unit)
+                bar.update()
+            done, _ = wait(running, 0 if unit else None, return_when=FIRST_COMPLETED)
             for future in done:
+                del running[future]
                 future.result()
                 bar.update()
     except BaseException:
         for future in running:
             future.cancel()
         raise
+
+
+def _take_back(running: dict[Future, tuple]) -> tuple | None:
+    """Return the unit of a future that no worker has begun, and forget it, or None."""
+    for future in reversed(list(running)):
+        if future.cancel():
+            return running.pop(future)
+    return None
 
 
 def _under_mpi() -> bool:
