@@ -66,6 +66,14 @@ def make_run(root: Path, dropout: float = 0.0, **extra: str) -> Path:
     return root / "run.toml"
 
 
+def losses(out: Path) -> dict[int, float]:
+    """Return {step: loss} of a run's metrics.jsonl; also while it is being written."""
+    metrics = out / "metrics.jsonl"
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+
+
 def deepspeed_json(path: Path, stage: int, **more) -> Path:
     """Write a DeepSpeed config in which every parameter is really partitioned."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0} if stage == 3 \

@@ -8,6 +8,7 @@ Killing a host's first process by its id ends all of the host and nothing beside
 clock, one file system: what needs several of those is not tested by this.
 """
 
+import fcntl
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 NETWORK = "10.77.0"
+LOCK = Path("/run/fake_hosts.lock")
 TOOLS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "mount")
 SSH_CONFIG = """Host *
   User root
@@ -64,7 +66,7 @@ def find(tool: str) -> str | None:
 
 
 class FakeHosts:
-    """Context manager: hosts host1 .. hostN on 10.77.0.1 .. N; one set at a time."""
+    """Context manager: hosts host1 .. hostN on 10.77.0.1 .. N; one set at a time, others wait."""
 
     def __init__(self, count: int, directory: Path):
         self.names = [f"host{number + 1}" for number in range(count)]
@@ -72,19 +74,23 @@ class FakeHosts:
         self.first_process: dict[str, int] = {}  # process 1 of each host, as seen from outside
 
     def __enter__(self) -> "FakeHosts":
+        self._lock = open(LOCK, "w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._remove()  # the remains of a killed test
         try:
             self._write_keys()
             _sh("ip link add dsbr type bridge && ip link set dsbr addrgenmode none up")
-            for number, name in enumerate(self.names):
-                self._start(name, f"{NETWORK}.{number + 1}")
+            for name in self.names:
+                self._plug_in(name)
+                self.power_on(name)
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception) -> None:
         self._remove()
+        self._lock.close()
 
     def command(self, host: str, command: list[str], directory: Path) -> list[str]:
         """Return `command` as run on `host` in `directory`."""
@@ -102,6 +108,18 @@ class FakeHosts:
         """End the host and every process on it, as a power failure would."""
         os.kill(self.first_process.pop(host), signal.SIGKILL)
 
+    def power_on(self, host: str) -> None:
+        """Start the host (again): its name, its processes and mounts, and sshd."""
+        outer = subprocess.Popen(
+            ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork",
+             "--mount-proc", "bash", "-c",
+             INIT.format(name=host, keys=self.keys, sshd=find("sshd"))],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True)
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+        self.first_process[host] = int(_wait_for(lambda: children.read_text().split())[0])
+        _wait_for(lambda: f"{self._address(host)}:22 " in _sh(f"ip netns exec {host} ss -ltn"))
+
     def cut(self, host: str) -> None:
         _sh(f"ip link set v{host} down")
 
@@ -115,34 +133,28 @@ class FakeHosts:
         for name in ["id", *self.names]:
             (self.keys / name).unlink(missing_ok=True)
             _sh(f"ssh-keygen -q -t ed25519 -N '' -f {self.keys / name}")
-        for number, name in enumerate(self.names):
-            address = f"{NETWORK}.{number + 1}"
+        for name in self.names:
+            address = self._address(name)
             key = (self.keys / f"{name}.pub").read_text().rsplit(" ", 1)[0]
             known.append(f"{name},{address} {key}\n")
             (self.keys / f"sshd_{name}").write_text(
                 SSHD_CONFIG.format(address=address, keys=self.keys, name=name))
         (self.keys / "known_hosts").write_text("".join(known))
 
-    def _start(self, name: str, address: str) -> None:
+    def _address(self, name: str) -> str:
+        return f"{NETWORK}.{self.names.index(name) + 1}"
+
+    def _plug_in(self, name: str) -> None:
         etc = Path("/etc/netns") / name
         (etc / "ssh").mkdir(parents=True)
-        lines = [f"{NETWORK}.{number + 1} {host}" for number, host in enumerate(self.names)]
+        lines = [f"{self._address(host)} {host}" for host in self.names]
         (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (etc / "hostname").write_text(f"{name}\n")
         (etc / "ssh/ssh_config").write_text(SSH_CONFIG.format(keys=self.keys))
         _sh(f"ip netns add {name} && ip link add v{name} type veth peer name eth0 netns {name} && "
             f"ip link set v{name} addrgenmode none master dsbr up && "
-            f"ip -n {name} addr add {address}/24 dev eth0 && ip -n {name} link set eth0 up && "
-            f"ip -n {name} link set lo up")
-        outer = subprocess.Popen(
-            ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork",
-             "--mount-proc", "bash", "-c",
-             INIT.format(name=name, keys=self.keys, sshd=find("sshd"))],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True)
-        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
-        self.first_process[name] = int(_wait_for(lambda: children.read_text().split())[0])
-        _wait_for(lambda: " :22 " in _sh(f"ip netns exec {name} ss -ltn").replace(address, " "))
+            f"ip -n {name} addr add {self._address(name)}/24 dev eth0 && "
+            f"ip -n {name} link set eth0 up && ip -n {name} link set lo up")
 
     def _remove(self) -> None:
         for process in self.first_process.values():

@@ -1,11 +1,12 @@
 """kill -9 at random moments, resume, compare every loss with an unbroken run.
 
-    python tests/faults/kill_sweep.py --kills 100 --out benchmarks/results/kill_sweep.json
+    python tests/faults/kill_sweep.py --stage 3 --kills 20 --seed 1 \\
+        --out benchmarks/results/kill_sweep_zero3.json
 
 Two ranks of a tiny RTD run. Two kills of five wait for a checkpoint to be half-written. Either all
 ranks are killed at once, or one of them, and the rest a moment later. After each kill every line of
 metrics.jsonl is kept for the comparison, and the next start must go on from the newest whole
-checkpoint.
+checkpoint. A sweep adds its kills to those that the file has already.
 """
 
 import argparse
@@ -148,6 +149,13 @@ def sweep(options: argparse.Namespace, work: Path) -> dict:
             "minutes": round((time.monotonic() - started) / 60, 1), "trials": trials}
 
 
+def together(before: dict, now: dict) -> dict:
+    """Return two sweeps of one kind as one: counts and trials are added up."""
+    assert before["zero_stage"] == now["zero_stage"] and before["ranks"] == now["ranks"]
+    added = now.keys() - {"zero_stage", "ranks"}
+    return {key: before[key] + now[key] if key in added else now[key] for key in now}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,7 +164,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3, help="ZeRO stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs/kill_sweep"))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON file to write, or to add to")
     options = parser.parse_args()
     work = options.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
@@ -167,6 +175,8 @@ def main() -> None:
     result = sweep(options, work)
     print(json.dumps({k: v for k, v in result.items() if k != "trials"}, indent=1))
     if options.out:
+        if options.out.exists():
+            result = together(json.loads(options.out.read_text()), result)
         write_atomic(options.out, json.dumps(result, indent=1) + "\n")
 
 

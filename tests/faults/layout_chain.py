@@ -17,16 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rank_helpers  # noqa: E402
-from launching import make_run  # noqa: E402
+from launching import losses, make_run  # noqa: E402
 
 from deberta_ds.files import write_atomic  # noqa: E402
 
 LEGS = [(1, 3), (2, 1), (4, 2), (1, 3)]  # (ranks, ZeRO stage)
-
-
-def losses(out: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
 
 
 def measure(work: Path, precision: str, steps_per_leg: int) -> dict:

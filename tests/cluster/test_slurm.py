@@ -1,0 +1,121 @@
+"""Slurm on two fake hosts: srun, `deepspeed --launcher slurm`, and sbatch with requeue."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import fake_hosts
+import pytest
+from cluster_jobs import ENVIRONMENT, arguments, needs, run, wait_for
+from launching import ROOT, losses
+
+pytestmark = [needs("sbatch", "slurm-wlm munge"),
+              pytest.mark.skipif("SLURM_TESTS" not in os.environ,
+                                 reason="set SLURM_TESTS=1 (two minutes)")]
+
+
+@pytest.fixture(scope="module")
+def cluster(work):
+    """(two hosts under Slurm, the environment of its commands)"""
+    with fake_hosts.FakeHosts(2, work) as hosts:
+        yield hosts, start_slurm(hosts, work)
+
+
+def test_srun(cluster, work, one_host):
+    hosts, environment = cluster
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--kill-on-bad-exit=1",
+               environment["PYTHON"], "launch/pretrain.py", *arguments(work, "srun")]
+    run(hosts, work, command, "srun", ROOT, environment)
+    assert losses(work / "srun") == one_host
+
+
+def test_deepspeed_over_slurm(cluster, work, one_host):
+    hosts, environment = cluster
+    command = ["deepspeed", "--hostfile", str(work / "hostfile"), "--launcher", "slurm",
+               "--master_addr", "10.77.0.1", "--launcher_args=--mpi=none --nodes=2",
+               str(ROOT / "launch/pretrain.py"), *arguments(work, "deepspeed-slurm")]
+    run(hosts, work, command, "deepspeed-slurm", environment=environment)
+    assert losses(work / "deepspeed-slurm") == one_host
+
+
+def test_sbatch_saves_on_sigterm_and_requeues(cluster, work, one_host):
+    hosts, environment = cluster
+    out, log = work / "slurm", work / "slurm.log"
+
+    def on_host1(*command: str) -> str:
+        return subprocess.run(hosts.command("host1", command, ROOT), env=environment, text=True,
+                              capture_output=True, check=True).stdout
+
+    log.touch()
+    job = on_host1("sbatch", "--chdir", str(ROOT), "--output", str(log), "--time=5",
+                   "launch/cluster/slurm.sbatch", *arguments(work, "slurm"), "--train.steps=2000",
+                   "--train.save_every=1000").split()[-1]
+    wait_for(lambda: len(losses(out)) > 1, log)
+    on_host1("scancel", "--signal=TERM", job)
+    wait_for(lambda: "back into the queue" in log.read_text(), log)
+    wait_for(lambda: "resume at step" in log.read_text(), log)
+    on_host1("scancel", job)
+    found = losses(out)
+    assert all(found[step] == one_host[step] for step in one_host if step in found)
+
+
+SLURM_CONF = """ClusterName=test
+SlurmctldHost=host1(10.77.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={state}/munge-%h/socket
+CredType=cred/munge
+StateSaveLocation={state}/controller
+SlurmdSpoolDir={state}/spool-%n
+SlurmctldPidFile={state}/controller.pid
+SlurmdPidFile={state}/daemon-%n.pid
+SlurmctldLogFile={state}/controller.log
+SlurmdLogFile={state}/daemon-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+NodeName=host1 NodeAddr=10.77.0.1 CPUs=1 RealMemory=4000 State=UNKNOWN
+NodeName=host2 NodeAddr=10.77.0.2 CPUs=1 RealMemory=4000 State=UNKNOWN
+PartitionName=p Nodes=host1,host2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def start_slurm(hosts, work: Path) -> dict[str, str]:
+    """Start munge and Slurm inside the hosts; return the environment of its commands."""
+    state = work / "slurm_state"
+    shutil.rmtree(state, ignore_errors=True)
+    (state / "controller").mkdir(parents=True)
+    (state / "key").write_bytes(os.urandom(128))
+    (state / "key").chmod(0o400)
+    (state / "cgroup").mkdir()
+    socket = state / "munge.socket"  # one file system, but one socket per host: mounted over it
+    conf = SLURM_CONF.replace("{state}/munge-%h/socket", str(socket)).format(state=state)
+    (state / "slurm.conf").write_text(conf)
+    (state / "cgroup.conf").write_text(
+        f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={state}/cgroup\n")
+    environment = ENVIRONMENT | {"SLURM_CONF": str(state / "slurm.conf")}
+
+    def on(host: str, command: str) -> None:
+        done = subprocess.run(hosts.command(host, ["sh", "-c", command], ROOT), env=environment,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+
+    socket.touch()
+    for host in hosts.names:
+        own = state / f"munge-{host}"
+        own.mkdir()
+        on(host, f"munged --force --key-file={state}/key --socket={own}/socket "
+                 f"--pid-file={own}/pid --log-file={own}/log --seed-file={own}/seed")
+        on(host, f"mount --bind {own}/socket {socket}")
+    on("host1", f"slurmctld -f {state}/slurm.conf")
+    for host in hosts.names:
+        (state / f"spool-{host}").mkdir()
+        on(host, f"slurmd -N {host} -f {state}/slurm.conf")
+    return environment
