@@ -52,27 +52,37 @@ def machine() -> dict:
 
 
 def run(*command, mpi: int = 0) -> dict:
-    """Run one command; return wall and CPU seconds and the largest peak RSS of its processes."""
+    """Run one command; return wall and CPU seconds, the CPU seconds that other programs took from
+    the machine meanwhile, and the largest peak RSS of its processes.
+    """
     line = [sys.executable, *map(str, command)]
     if mpi:
         line = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(mpi), sys.executable,
                 "-m", "mpi4py.futures", *map(str, command)]
-    before, start = os.times(), time.perf_counter()
+    before, start, busy = os.times(), time.perf_counter(), _busy_seconds()
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     peaks: dict[int, int] = {}
     while process.poll() is None:
         for pid in _tree(process.pid):
             peaks[pid] = max(peaks.get(pid, 0), _peak_rss(pid))
         time.sleep(0.2)  # VmHWM is a maximum: only the last 0.2 s of a process can be missed
-    seconds, after = time.perf_counter() - start, os.times()
+    seconds, after, busy = time.perf_counter() - start, os.times(), _busy_seconds() - busy
     output, errors = process.communicate()
     if process.returncode:
         raise SystemExit(f"{' '.join(line)}\n{errors}")
-    cpu = after.children_user + after.children_system - before.children_user
-    figures = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu - before.children_system, 2),
+    own = sum(after[:4]) - sum(before[:4])
+    cpu = sum(after[2:4]) - sum(before[2:4])
+    figures = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2),
+               "cpu_seconds_of_others": round(max(0.0, busy - own), 2),
                "peak_mib": round(max(peaks.values()) / MIB)}
     print(Path(command[0]).name, figures, output.strip().splitlines()[-1], file=sys.stderr)
     return figures
+
+
+def _busy_seconds() -> float:
+    """Return the seconds that all cores together have been busy since boot."""
+    user, nice, system = map(int, open("/proc/stat").readline().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def _tree(pid: int) -> list[int]:
@@ -227,13 +237,13 @@ def measure_scaling(args) -> dict:
         "mpirun -n 2": lambda: run(*command(8, "--out", out), mpi=2),
         "two jobs": two_jobs,
     }
-    seconds: dict = {name: [] for name in kinds}
+    runs: dict = {name: [] for name in kinds}
     for _ in range(2):
         for name, work in kinds.items():
             shutil.rmtree(out, ignore_errors=True)
-            seconds[name].append(work()["seconds"])
-    best = {name: min(found) for name, found in seconds.items()}
-    return {"seconds": seconds, "over one worker": {
+            runs[name].append(work())
+    best = {name: min(found["seconds"] for found in runs[name]) for name in kinds}
+    return {"runs": runs, "over one worker": {
         name: round(best["1 worker"] / found, 2) for name, found in best.items()}}
 
 

@@ -22,7 +22,7 @@ _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
     "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
 )
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_OTHER_SPACES = [chr(code) for code in range(0x1F, 0x3001) if chr(code).isspace()]
 _PRINTABLE_ASCII = bytes(range(0x20, 0x7F))
 
 
@@ -38,18 +38,21 @@ def normalise(text: str) -> str:
 def normalise_and_count(text: str) -> tuple[str, int]:
     """Return (normalised text, number of characters that rule 1 removed)."""
     removed = 0
-    # Every line end of splitlines is white space. The rest are searches at memory speed; only a
-    # document with a character to remove, or other white space, is taken apart by words.
+    # Every line end of splitlines is white space. The rest are searches at memory speed; only in a
+    # document with a character to remove, or other white space, is each character looked at.
     text = " ".join(text.replace("\t", " ").splitlines())
     if text.isascii():
         plain = not text.encode().translate(None, _PRINTABLE_ASCII)
     else:  # other white space is not printable, nor is any character that is to be removed
         plain = text.isprintable()
     if not plain:
-        if _SURROGATE.search(text):
-            raise BadTextError("a lone surrogate (broken \\u escape)")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadTextError("a lone surrogate (broken \\u escape)") from error
         text, removed = _REMOVED.subn("", text)
-        text = " ".join(text.split())
+        for space in _OTHER_SPACES:
+            text = text.replace(space, " ")
     if "  " in text:  # after the split no part has more than one space at an end
         text = " ".join(filter(None, map(str.strip, text.split("  "))))
     text = text.strip(" ")
