@@ -12,6 +12,7 @@ from deberta_ds.data.prep.dedup import check_duplicates, duplicates_of, units_di
 from deberta_ds.data.prep.documents import Document, ReadOptions, Span
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
+    ENCODE_CHARACTERS,
     TEXT_RULES_VERSION,
     BadTextError,
     encodable_parts,
@@ -211,28 +212,36 @@ class _Rolling:
             self._writer.abandon()
 
     def write(self, text: str, label: str, counts: dict[str, int]) -> None:
-        ids: list[np.ndarray] = []
-        total = 0
-        for part, starts_document in encodable_parts(text):
-            if starts_document and ids:
-                self._append(ids)
-                counts["cut"] += 1
-                ids = []
-            ids.append(self._tokenizer.encode_array(part))
-            total += len(ids[-1])
-        self._append(ids)
+        if len(text) <= ENCODE_CHARACTERS:
+            total = self._append(self._tokenizer.encode_array(text))
+        else:
+            total = self._write_parts(text, counts)
         row = self.labels.setdefault(label, [0, 0, 0])
         row[0] += 1
         row[1] += len(text)
         row[2] += total
 
-    def _append(self, ids: list[np.ndarray]) -> None:
+    def _write_parts(self, text: str, counts: dict[str, int]) -> int:
+        """Write a document of any length; return its tokens."""
+        ids: list[np.ndarray] = []
+        total = 0
+        for part, starts_document in encodable_parts(text):
+            if starts_document and ids:
+                total += self._append(np.concatenate(ids))
+                counts["cut"] += 1
+                ids = []
+            ids.append(self._tokenizer.encode_array(part))
+        return total + self._append(np.concatenate(ids))
+
+    def _append(self, ids: np.ndarray) -> int:
+        """Add one document to the shard; return its tokens."""
         if self._writer is None:
             name = f"{self._number:05d}-{len(self._shards):03d}"
             self._writer = ShardWriter(self._target, name, self._dtype)
-        self._writer.append(np.concatenate(ids) if len(ids) > 1 else ids[0])
+        self._writer.append(ids)
         if self._writer.tokens >= SHARD_TOKENS:
             self.finish()
+        return len(ids)
 
     def finish(self) -> list[ShardInfo]:
         if self._writer is not None:
