@@ -1,7 +1,8 @@
 """Peak memory: attention forward + backward at long rows, and the masked LM head.
 
 On the CPU each case runs in a process of its own and the growth of its peak resident set is read;
-on a GPU the allocator's peak. Writes benchmarks/results/memory-<device>.json.
+on a GPU all run in one process and the allocator's peak is. Writes
+benchmarks/results/memory-<device>.json.
 
   python -m benchmarks.memory [--device cuda]
 """
@@ -62,7 +63,8 @@ def cases() -> list[list[str]]:
 def run_case(kind: str, name: str, length: int, device: str) -> int:
     """Return the bytes that the case adds to the peak."""
     if device == "cuda":
-        torch.zeros(1, device=device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
         torch.set_num_threads(1)
@@ -72,6 +74,24 @@ def run_case(kind: str, name: str, length: int, device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() - before
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def on_gpu(kind: str, name: str, length: str) -> dict:
+    """Return the case's peak, or why there is none."""
+    try:
+        return {"peak_bytes": run_case(kind, name, int(length), "cuda")}
+    except torch.OutOfMemoryError as reason:
+        return {"absent": str(reason).splitlines()[0][:160]}
+
+
+def in_own_process(case: list[str]) -> dict:
+    """Return the case's peak, or why there is none."""
+    command = [sys.executable, "-m", "benchmarks.memory", "--case", *case]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = next((x for x in process.stdout.splitlines() if x.startswith(LINE)), None)
+    if line is None:
+        return {"absent": process.stderr.strip().splitlines()[-1][:160]}
+    return {"peak_bytes": int(line.split()[1])}
 
 
 def main() -> None:
@@ -85,16 +105,8 @@ def main() -> None:
         return
     results = []
     for case in cases():
-        command = [sys.executable, "-m", "benchmarks.memory", "--device", options.device]
-        process = subprocess.run(
-            [*command, "--case", *case], capture_output=True, text=True, check=False
-        )
         row = dict(zip(("kind", "name", "length"), case, strict=True))
-        line = next((x for x in process.stdout.splitlines() if x.startswith(LINE)), None)
-        if line is None:
-            row["absent"] = process.stderr.strip().splitlines()[-1][:160]
-        else:
-            row["peak_bytes"] = int(line.split()[1])
+        row |= on_gpu(*case) if options.device == "cuda" else in_own_process(case)
         results.append(row)
         peak = f"{row['peak_bytes'] / 2**20:9.0f} MiB" if "peak_bytes" in row else row["absent"]
         print(f"{row['kind']:10} {row['name']:20} {row['length']:>6} {peak}", flush=True)

@@ -69,16 +69,22 @@ def make_problem(
     return Problem(*planes, *tables, grad, dropout)
 
 
-def ours(mode: str) -> Callable[[Problem], Callable[[], Tensor]]:
-    """Return the builder of one of our implementations."""
+def ours(mode: str, explicit_columns: bool = False) -> Callable[[Problem], Callable[[], Tensor]]:
+    """Return the builder of one of our implementations.
+
+    explicit_columns: name the queries' columns, though all are there; the fused kernels then gather
+    the position terms pair by pair, which is what the dense tiles have to beat.
+    """
 
     def build(problem: Problem) -> Callable[[], Tensor]:
         batch, _, length, _ = problem.q_BHLD.shape
         segments = torch.ones(batch, length, dtype=torch.int32, device=problem.device)
+        columns = torch.arange(length, device=problem.device).expand(batch, length)
         return lambda: attend(
             *problem.leaves,
             geometry=GEOMETRY,
             segments=segments,
+            query_positions_BQ=columns if explicit_columns else None,
             dropout=problem.dropout,
             seed=1,
             mode=mode,
@@ -181,7 +187,7 @@ def flashdeberta(problem: Problem) -> Callable[[], Tensor]:
 
 
 def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
-    """Return disentangled-flash's training kernel, tuned by its own autotuner."""
+    """Return disentangled-flash's training kernels, in the tiles its own H200 profile names."""
     _needs("disentangled_flash", problem)
     from disentangled_flash.position import SharedPositionPlanCache, pad_position_table
     from disentangled_flash.training._kernels import training_attention
@@ -193,6 +199,7 @@ def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
     )
     plan = plans.compact(length, problem.device)
     mask = torch.ones(q.shape[0], length, dtype=torch.bool, device=problem.device)
+    tiles = _profiled_tiles(problem)
 
     def run():
         tables = [
@@ -208,12 +215,48 @@ def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
             score_scale=1 / math.sqrt(3 * q.shape[-1]),
             has_padding=False,
             strict_fp32=True,
+            forward_config=tiles.get("training_forward"),
+            dq_config=tiles.get("backward_dq"),
+            dkv_config=tiles.get("backward_dkv"),
             dropout_p=problem.dropout,
             gradient_band=plan.gradient_band,
         )
-        return context.unflatten(-1, q.shape[1::2]) if context.dim() == 3 else context
+        return context.unflatten(-1, q.shape[1::2])
 
     return run
+
+
+def _profiled_tiles(problem: Problem) -> dict[str, object]:
+    """Return disentangled-flash's kernel configurations by phase; its autotuner does the rest.
+
+    Its automatic choice takes the profile only beside the very compiler it was made with, and
+    searching takes minutes; the tiles are the best that its author found on an H200.
+    """
+    from disentangled_flash.tuning import (
+        load_bundled_profiles,
+        tuning_batch_heads,
+        tuning_sequence_length,
+    )
+
+    batch, heads, length, size = problem.q_BHLD.shape
+    wanted = {
+        "length_regime": tuning_sequence_length(length),
+        "head_dim": size,
+        "occupancy_regime": tuning_batch_heads(batch * heads),
+        "dtype": "half" if problem.q_BHLD.dtype != torch.float32 else "float32",
+        "has_c2p": True,
+        "has_p2c": True,
+        "layout": "padded",
+        "uses_padding_mask": False,
+        "has_dropout": problem.dropout > 0,
+    }
+    tiles = {}
+    for profile in load_bundled_profiles():
+        for entry in profile.entries:
+            workload = entry.workload.to_dict()
+            if all(workload[name] == value for name, value in wanted.items()):
+                tiles[workload["phase"]] = entry.config
+    return tiles
 
 
 def _needs(package: str, problem: Problem) -> None:
@@ -238,5 +281,6 @@ BUILDERS: dict[str, Callable[[Problem], Callable[[], Tensor]]] = {
     "disentangled-flash 1.1.1": disentangled_flash,
     "ours, reference": ours("reference"),
     "ours, linear": ours("linear"),
+    "ours, fused, gathering": ours("fused", explicit_columns=True),
     "ours, fused": ours("fused"),
 }

@@ -20,6 +20,7 @@ from benchmarks.measure import interleaved_minimum, save
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.errors import exit_cleanly
+from deberta_ds.model.encoder import compile_layers
 from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
@@ -29,6 +30,8 @@ from deberta_ds.train import flops
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 H200_PEAK = 989e12  # dense bf16 FLOP/s
+COMPILED = "ours, compiled"
+PROFILED = 15  # kernels listed by --profile
 
 
 def make_batch(config: ModelConfig, rows: int, length: int) -> Batch:
@@ -152,10 +155,14 @@ def measure(options, rows: int, length: int) -> dict:
     arguments = (config, options.objective, generator_layers, batch)
     peers = ("Hugging Face", "Hugging Face + fused AdamW")
     names = ("ours",) if options.ours_only else (*peers, "ours")
+    if options.compile:
+        names += (COMPILED,)
     dtypes = (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,)
     for name in names:
         torch.manual_seed(0)
-        model, loss = (our_loss if name == "ours" else hugging_face_loss)(*arguments)
+        model, loss = (hugging_face_loss if name in peers else our_loss)(*arguments)
+        if name == COMPILED:
+            compile_layers(model)
         fused = {} if name == peers[0] else {"fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
         for dtype in dtypes:
@@ -168,9 +175,28 @@ def measure(options, rows: int, length: int) -> dict:
         forward = flops.masked_lm(generator, length, MASK_RATE) + flops.detector(config, length)
     result = {"model": options.model, "objective": options.objective, "rows": rows}
     result |= {"length": length, "flops_per_token": 3 * forward, "seconds": seconds}
-    if options.device == "cuda":
+    if options.device == "cuda" and options.ours_only:
         result["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if options.profile:
+        result["profile"] = profile(steps["ours, bf16"], options.device)
     return result
+
+
+def profile(step, device: str) -> list[dict]:
+    """Return the kernels (on the CPU: operators) that take the most time of one step."""
+    activity = torch.profiler.ProfilerActivity
+    chosen = activity.CUDA if device == "cuda" else activity.CPU
+    with torch.profiler.profile(activities=[chosen]) as profiler:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    which = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    times = {event.key: getattr(event, which) for event in profiler.key_averages()}
+    total = sum(times.values())
+    largest = sorted(times, key=times.get, reverse=True)[:PROFILED]
+    return [
+        {"name": name, "ms": times[name] / 1e3, "share": times[name] / total} for name in largest
+    ]
 
 
 def show(result: dict, device: str) -> None:
@@ -188,6 +214,8 @@ def show(result: dict, device: str) -> None:
         print(f"  {name:34}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7}")
     if "peak_bytes" in result:
         print(f"  peak memory of the process {result['peak_bytes'] / 2**30:.1f} GiB")
+    for row in result.get("profile", ()):
+        print(f"  {row['share']:6.1%}{row['ms']:9.2f} ms  {row['name'][:90]}")
 
 
 def main() -> None:
@@ -199,6 +227,8 @@ def main() -> None:
     parser.add_argument("--generator-layers", type=int, default=0, help="0: half the layers")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ours-only", action="store_true", help="without the peer")
+    parser.add_argument("--compile", action="store_true", help="beside it ours with train.compile")
+    parser.add_argument("--profile", action="store_true", help="list the slowest kernels of ours")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)

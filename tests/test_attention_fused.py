@@ -80,19 +80,3 @@ def test_choice_of_implementation(monkeypatch):
         dispatch._choose("fused", "cpu", half, 64)
     with pytest.raises(ValueError, match="head size 48"):
         dispatch._choose("fused", "cuda", half, 48)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_bf16_on_a_gpu():
-    from attention_cases import SMALL_BUCKETS, V1, Case, relative_errors, run
-
-    segments = torch.tensor([[1] * 300 + [2] * 130 + [0] * 82, [1] * 512])
-    for geometry in (SMALL_BUCKETS, V1):
-        for queries in (None, 40):
-            case = Case(geometry, segments, num_queries=queries, dropout=0.1, size=64)
-            truth = run(case, "reference", torch.float64)
-            result = run(case, "fused", torch.bfloat16, "cuda")
-            again = run(case, "fused", torch.bfloat16, "cuda")
-            assert max(relative_errors(result, truth)) < 1.5e-2
-            assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))

@@ -1,0 +1,263 @@
+"""Linear cross-entropy and its sample in Triton: no logits in memory, neither wide nor narrow.
+
+The same function as `linear_cross_entropy`, id for id the same draw from the same uniforms up to
+rounding. Forward keeps one logsumexp per row and vocabulary tile; a draw picks its tile by these
+masses and computes the logits of that tile once more. Backward computes logits again and writes
+their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
+No atomics: one writer per element and a fixed order of every sum.
+
+Not used by any model: it has not been timed yet. `benchmarks/cross_entropy.py` sets it beside the
+chunked function, on a GPU, and that decides.
+
+Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
+_GRADIENT_ELEMENTS = 1 << 27  # logit gradients held at once in backward: 256 MiB in bf16
+
+
+@triton.jit
+def _logits(
+    HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the logits [BT,BN] of rows t and ids n in fp32; -inf for ids out of range."""
+    acc = tl.zeros([BT, BN], tl.float32)
+    for c0 in range(0, C, BK):
+        c = c0 + tl.arange(0, BK)
+        hidden = tl.load(
+            HIDDEN + t[:, None].to(tl.int64) * C + c[None, :],
+            mask=in_rows[:, None] & (c < C)[None, :], other=0.0,
+        )
+        weight = tl.load(
+            WEIGHT + n[None, :].to(tl.int64) * C + c[:, None],
+            mask=in_ids[None, :] & (c < C)[:, None], other=0.0,
+        )
+        acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
+    bias = tl.load(BIAS + n, mask=in_ids, other=0.0).to(tl.float32)
+    return tl.where(in_ids[None, :], acc + bias[None, :], float("-inf"))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _forward_kernel(
+    HIDDEN, WEIGHT, BIAS, LABELS, MASS, DRAW_MASS, BEST, BEST_ID, LABEL_LOGIT,
+    T, VALID, inverse_temperature, SEPARATE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of logits: logsumexp and largest logit of every row, and the label's own logit.
+
+    MASS, DRAW_MASS (of logits / temperature, if SEPARATE), BEST and BEST_ID are [K,T].
+    """
+    tile = tl.program_id(1)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tile * BN + tl.arange(0, BN)
+    in_rows, in_ids = t < T, n < VALID
+    logits = _logits(
+        HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
+    )
+    out = tile.to(tl.int64) * T + t
+    best = tl.max(logits, 1)
+    total = tl.sum(tl.exp2((logits - best[:, None]) * _LOG2_E), 1)
+    tl.store(MASS + out, best + tl.log2(total) / _LOG2_E, mask=in_rows)
+    if SEPARATE:
+        scaled = (logits - best[:, None]) * (inverse_temperature * _LOG2_E)
+        total = tl.sum(tl.exp2(scaled), 1)
+        draw_mass = best * inverse_temperature + tl.log2(total) / _LOG2_E
+        tl.store(DRAW_MASS + out, draw_mass, mask=in_rows)
+    tl.store(BEST + out, best, mask=in_rows)
+    lowest = tl.min(tl.where(logits == best[:, None], n[None, :], VALID), 1)
+    tl.store(BEST_ID + out, lowest, mask=in_rows)
+    label = tl.load(LABELS + t, mask=in_rows, other=-1)
+    is_label = n[None, :] == label[:, None]
+    label_logit = tl.sum(tl.where(is_label, logits, 0.0), 1)
+    here = in_rows & (label >= tile * BN) & (label < tile * BN + BN)
+    tl.store(LABEL_LOGIT + t, label_logit, mask=here)
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _gradient_kernel(
+    HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID, first, count,
+    C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the logits of ids [first, first + count): D_LOGITS [T,count], and of the bias.
+
+    A program takes one block of ids and all rows, so that it alone sums their bias gradient.
+    """
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = first + column
+    in_ids = (column < count) & (n < VALID)
+    scale = tl.load(SCALE)
+    bias_sum = tl.zeros([BN], tl.float32)
+    for t0 in range(0, T, BT):
+        t = t0 + tl.arange(0, BT)
+        in_rows = t < T
+        logits = _logits(
+            HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
+        )
+        log_norm = tl.load(LOG_NORM + t, mask=in_rows, other=float("inf"))
+        label = tl.load(LABELS + t, mask=in_rows, other=-1)
+        probs = tl.exp2((logits - log_norm[:, None]) * _LOG2_E)
+        hit = (n[None, :] == label[:, None]) & in_ids[None, :]
+        gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale
+        bias_sum += tl.sum(gradient, 0)
+        tl.store(
+            D_LOGITS + t[:, None].to(tl.int64) * count + column[None, :],
+            gradient.to(D_LOGITS.dtype.element_ty),
+            mask=in_rows[:, None] & (column < count)[None, :],
+        )
+    tl.store(D_BIAS + n, bias_sum.to(D_BIAS.dtype.element_ty), mask=column < count)
+
+
+@triton.jit
+def _draw_kernel(
+    HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
+    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One row: the id of its tile where the cumulative probability first exceeds INSIDE."""
+    t = tl.program_id(0)
+    n = tl.load(TILE + t) * BN + tl.arange(0, BN)
+    in_ids = n < VALID
+    logits = tl.load(BIAS + n, mask=in_ids, other=0.0).to(tl.float32)
+    for c0 in range(0, C, BK):
+        c = c0 + tl.arange(0, BK)
+        hidden = tl.load(HIDDEN + t.to(tl.int64) * C + c, mask=c < C, other=0.0)
+        weight = tl.load(
+            WEIGHT + n[:, None].to(tl.int64) * C + c[None, :],
+            mask=in_ids[:, None] & (c < C)[None, :], other=0.0,
+        )
+        logits += tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
+    logits = tl.where(in_ids, logits * inverse_temperature, float("-inf"))
+    probs = tl.exp2((logits - tl.max(logits, 0)) * _LOG2_E)
+    cumulative = tl.cumsum(probs, 0)
+    passed = cumulative <= tl.load(INSIDE + t) * tl.sum(probs, 0)
+    last = tl.max(tl.where(in_ids, n, 0), 0)
+    first_id = tl.min(n, 0) + tl.sum(passed.to(tl.int32), 0)
+    tl.store(SAMPLED + t, tl.minimum(first_id, last).to(tl.int64))
+
+
+class _Forward(NamedTuple):
+    log_norm_T: Tensor
+    loss_sum: Tensor
+    correct: Tensor
+    draw_mass_TK: Tensor
+
+
+def fused_linear_cross_entropy(
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    bias_V: Tensor,
+    labels_T: Tensor,
+    uniforms_T: Tensor | None = None,
+    temperature: float = 1.0,
+    valid_vocab: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (loss_sum, correct_count, sampled_ids); see `linear_cross_entropy`.
+
+    hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
+    """
+    valid = weight_VC.shape[0] if valid_vocab is None else valid_vocab
+    device = hidden_TC.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_TC, weight_VC = hidden_TC.to(dtype), weight_VC.to(dtype)
+    return _FusedLinearCrossEntropy.apply(
+        hidden_TC.contiguous(), weight_VC.contiguous(), bias_V, labels_T, uniforms_T, temperature,
+        valid,
+    )  # fmt: skip
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, valid):
+        inputs = (hidden_TC, weight_VC, bias_V)
+        result = _forward(inputs, labels_T, temperature if uniforms_T is not None else 1.0, valid)
+        sampled_T = None
+        if uniforms_T is not None:
+            sampled_T = _draw(inputs, result.draw_mass_TK, uniforms_T, temperature, valid)
+            ctx.mark_non_differentiable(sampled_T)
+        ctx.save_for_backward(*inputs, labels_T, result.log_norm_T)
+        ctx.valid = valid
+        ctx.mark_non_differentiable(result.correct)
+        return result.loss_sum, result.correct, sampled_T
+
+    @staticmethod
+    def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
+        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T = ctx.saved_tensors
+        rows, vocab = hidden_TC.shape[0], weight_VC.shape[0]
+        grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=torch.float32)
+        grad_weight_VC, grad_bias_V = torch.zeros_like(weight_VC), torch.zeros_like(bias_V)
+        chunk = max(_IDS, _GRADIENT_ELEMENTS // max(1, rows) // _IDS * _IDS)
+        scale = grad_loss.float().reshape(1)
+        for start in range(0, ctx.valid if rows else 0, chunk):
+            count = min(chunk, vocab - start)
+            grad_TN = hidden_TC.new_empty(rows, count)
+            _gradient_kernel[(triton.cdiv(count, _IDS),)](
+                hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale, grad_TN, grad_bias_V,
+                rows, ctx.valid, start, count, **_constants(hidden_TC),
+            )  # fmt: skip
+            grad_hidden_TC += grad_TN @ weight_VC[start : start + count]
+            torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start : start + count])
+        return grad_hidden_TC.to(hidden_TC.dtype), grad_weight_VC, grad_bias_V, *[None] * 4
+
+
+def _forward(inputs, labels_T: Tensor, temperature: float, valid: int) -> _Forward:
+    """Run the tiles, and put the rows' sums together in a fixed order."""
+    hidden_TC = inputs[0]
+    rows, tiles = hidden_TC.shape[0], triton.cdiv(valid, _IDS)
+    mass_KT, best_KT = (labels_T.new_empty(tiles, rows, dtype=torch.float32) for _ in range(2))
+    separate = temperature != 1.0
+    draw_mass_KT = torch.empty_like(mass_KT) if separate else mass_KT
+    best_id_KT = torch.empty_like(best_KT, dtype=torch.int32)
+    label_logit_T = torch.zeros_like(labels_T, dtype=torch.float32)
+    if rows:
+        # Blocks of rows run first: the weights of an id tile are then read from memory once.
+        _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
+            *inputs, labels_T, mass_KT, draw_mass_KT, best_KT, best_id_KT, label_logit_T,
+            rows, valid, 1 / temperature, SEPARATE=separate, **_constants(hidden_TC),
+        )  # fmt: skip
+    log_norm_T = mass_KT.logsumexp(0)
+    tile_T = best_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins a tie
+    best_id_T = best_id_KT.gather(0, tile_T[None])[0]
+    loss_sum = (log_norm_T - label_logit_T).sum()
+    return _Forward(log_norm_T, loss_sum, (best_id_T == labels_T).sum(), draw_mass_KT.t())
+
+
+def _draw(inputs, mass_TK: Tensor, uniforms_T: Tensor, temperature: float, valid: int) -> Tensor:
+    """Return ids by inverse CDF: the tile from the masses, then the id inside it."""
+    hidden_TC = inputs[0]
+    cumulative_TK = mass_TK.double().softmax(-1).cumsum(-1)
+    uniforms_T1 = uniforms_T.double()[:, None]
+    tile_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True)
+    tile_T1.clamp_(max=cumulative_TK.shape[1] - 1)
+    edges_TK = torch.cat([torch.zeros_like(cumulative_TK[:, :1]), cumulative_TK], -1)
+    low_T1, high_T1 = edges_TK.gather(1, tile_T1), edges_TK.gather(1, tile_T1 + 1)
+    inside_T = ((uniforms_T1 - low_T1) / (high_T1 - low_T1))[:, 0].float()
+    sampled_T = torch.empty(len(hidden_TC), dtype=torch.int64, device=hidden_TC.device)
+    if len(hidden_TC):
+        _draw_kernel[(len(hidden_TC),)](
+            *inputs, tile_T1[:, 0].int(), inside_T, sampled_T, valid, 1 / temperature,
+            C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS,
+        )  # fmt: skip
+    return sampled_T
+
+
+def _constants(hidden_TC: Tensor) -> dict:
+    return {
+        "C": hidden_TC.shape[1],
+        "BK": _DEPTH,
+        "BT": _ROWS,
+        "BN": _IDS,
+        "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32",
+        "num_warps": 8,
+        "num_stages": 3,
+    }

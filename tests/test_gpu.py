@@ -1,0 +1,75 @@
+"""What only a GPU can show; skipped without one. benchmarks/gpu_all.sh runs it first."""
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.mark.parametrize(("size", "queries"), [(64, None), (64, 40), (32, None), (128, None)])
+def test_attention_in_bf16(size, queries):
+    from attention_cases import SMALL_BUCKETS, V1, Case, relative_errors, run
+
+    segments = torch.tensor([[1] * 300 + [2] * 130 + [0] * 82, [1] * 512])
+    for geometry in (SMALL_BUCKETS, V1):
+        case = Case(geometry, segments, num_queries=queries, dropout=0.1, size=size)
+        truth = run(case, "reference", torch.float64)
+        result = run(case, "fused", torch.bfloat16, "cuda")
+        again = run(case, "fused", torch.bfloat16, "cuda")
+        assert max(relative_errors(result, truth)) < 1.5e-2
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+
+
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_long_rows_in_bf16(length):
+    from attention_cases import V3, Case, relative_errors, run
+
+    case = Case(V3, torch.ones(1, length, dtype=torch.int32), dropout=0.1, heads=1, size=64)
+    truth = run(case, "reference", torch.float64, "cuda")
+    result = run(case, "fused", torch.bfloat16, "cuda")
+    assert max(relative_errors(result, [x.cpu() for x in truth])) < 1.5e-2
+
+
+def test_linear_cross_entropy_in_bf16():
+    from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
+    from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
+
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 768, generator=generator) for n in (500, 30_000))
+    labels = torch.randint(0, 30_000, (500,), generator=generator).cuda()
+    uniforms = torch.rand(500, generator=generator).cuda()
+    results = []
+    for function in (linear_cross_entropy, fused_linear_cross_entropy, fused_linear_cross_entropy):
+        leaves = [hidden, weight * 0.02, torch.zeros(30_000)]
+        leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in leaves]
+        loss, _, drawn = function(*leaves, labels, uniforms)
+        results.append([loss, *torch.autograd.grad(loss, leaves), drawn])
+    chunked, fused, again = results
+    for a, b in zip(fused[:4], chunked[:4], strict=True):
+        assert (a - b).norm() < 1e-2 * b.norm()
+    assert (fused[4] == chunked[4]).float().mean() > 0.99
+    assert all(torch.equal(a, b) for a, b in zip(fused, again, strict=True))
+
+
+def test_two_runs_give_the_same_bits():
+    """Replaced-token detection, five steps, dropout on: every parameter bit for bit."""
+    from benchmarks.train_step import make_batch, make_step, our_loss
+    from deberta_ds.config import ModelConfig
+    from deberta_ds.presets import MODELS
+
+    shape = MODELS["deberta-v3-xsmall"] | {"num_layers": 3, "attention": "fused"}
+    config = ModelConfig(**shape)
+    batch = make_batch(config, 4, 512).to("cuda")
+    ends = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model, loss = our_loss(config, "rtd", 2, batch)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        step = make_step(model, loss, optimizer, "cuda", torch.bfloat16)
+        losses = [step().item() for _ in range(5)]
+        ends.append((losses, [p.detach().cpu() for p in model.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))

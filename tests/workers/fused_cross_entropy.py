@@ -1,0 +1,62 @@
+"""Run the fused linear cross-entropy in Triton's interpreter beside the chunked one in float64.
+
+Prints one JSON line a case. A process of its own, because TRITON_INTERPRET must be set before
+Triton is first imported.
+"""
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
+from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
+
+# rows, hidden, vocabulary, valid, temperature, dtype
+CASES = (
+    (37, 24, 211, None, 1.0, torch.float32),
+    (130, 80, 300, 270, 0.7, torch.float32),
+    (20, 64, 128, 100, 1.0, torch.float16),
+    (0, 24, 211, None, 1.0, torch.float32),
+)
+
+
+def run(function, leaves, labels, uniforms, temperature, valid):
+    """Return loss, gradients, number correct and sampled ids."""
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    loss, correct, sampled = function(
+        *leaves, labels, uniforms, temperature=temperature, valid_vocab=valid
+    )
+    return [loss, *torch.autograd.grad(3 * loss, leaves)], correct.item(), sampled
+
+
+def main() -> None:
+    for rows, size, vocab, valid, temperature, dtype in CASES:
+        generator = torch.Generator().manual_seed(3)
+        hidden = torch.randn(rows, size, generator=generator)
+        weight = torch.randn(vocab, size, generator=generator) * 0.3
+        bias = torch.randn(vocab, generator=generator)
+        labels = torch.randint(0, valid or vocab, (rows,), generator=generator)
+        uniforms = torch.rand(rows, generator=generator)
+        uniforms[:1], uniforms[1:2] = 0.0, 1.0 - 2.0**-24
+        narrow = [x.to(dtype) for x in (hidden, weight, bias)]
+        case = (labels, uniforms, temperature, valid)
+        ours = run(fused_linear_cross_entropy, narrow, *case)
+        again = run(fused_linear_cross_entropy, narrow, *case)
+        right = run(linear_cross_entropy, [x.double() for x in narrow], *case)
+        errors = [
+            ((a.double() - b).norm() / (b.norm().item() or 1)).item()
+            for a, b in zip(ours[0], right[0], strict=True)
+        ]
+        line = {"rows": rows, "dtype": str(dtype)[6:], "errors": errors}
+        line["dtypes_kept"] = [x.dtype for x in ours[0][1:]] == [x.dtype for x in narrow]
+        line["same_correct"] = ours[1] == right[1]
+        line["same_draws"] = torch.equal(ours[2], right[2])
+        line["repeats"] = all(torch.equal(a, b) for a, b in zip(ours[0], again[0], strict=True))
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
