@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from scipy.stats import chisquare
 
+from deberta_ds.model import linear_cross_entropy as head
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 ROWS, HIDDEN, VOCAB = 37, 24, 211
@@ -28,6 +29,14 @@ def _oracle(leaves, labels, valid=VOCAB):
     return loss, torch.autograd.grad(loss, leaves), logits
 
 
+@pytest.fixture(params=["kept", "recomputed"])
+def products(request, monkeypatch):
+    """Both ways of backward: products kept from forward, and computed again."""
+    if request.param == "recomputed":
+        monkeypatch.setattr(head, "_KEPT_LOGITS", 0)
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("chunk", [None, 50, 64, 211])
 @pytest.mark.parametrize("valid", [None, 203])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-13)])
@@ -56,6 +65,7 @@ def test_bf16_is_as_good_as_plain_bf16():
         assert (ours.double() - right).norm() <= 1.2 * (theirs.double() - right).norm()
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("chunk", [None, 50])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("valid", [None, 203])
@@ -95,6 +105,7 @@ def test_no_rows_give_zero_gradients(chunk):
     assert all(leaf.grad.abs().sum() == 0 for leaf in leaves)
 
 
+@pytest.mark.usefixtures("products")
 def test_autocast_and_repeatability():
     leaves, labels, uniforms = _inputs()
     results = []
@@ -102,5 +113,18 @@ def test_autocast_and_repeatability():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss, _, ids = linear_cross_entropy(*leaves, labels, uniforms, chunk=50)
         results.append((loss, ids, *torch.autograd.grad(loss, leaves)))
-    assert results[0][2].dtype == torch.float32
+    assert results[0][2].dtype == torch.float32 and results[0][3].dtype == torch.float32
     assert all(torch.equal(first, again) for first, again in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("products")
+def test_autocast_equals_a_head_of_half_precision():
+    """The table is cast chunk by chunk; the result is that of a table cast at once."""
+    leaves, labels, _ = _inputs()
+    narrow = [x.detach().bfloat16().requires_grad_() for x in leaves[:2]] + [leaves[2]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(*leaves, labels, chunk=50)[0]
+    whole = linear_cross_entropy(*narrow, labels, chunk=50)[0]
+    assert loss == whole
+    pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(whole, narrow), strict=True)
+    assert all(torch.equal(ours, theirs.float()) for ours, theirs in pairs)

@@ -1,19 +1,26 @@
 """Cross-entropy of a linear layer over a large vocabulary, without the logits.
 
-Works through vocabulary chunks with a running logsumexp, and recomputes each chunk in backward, so
-memory is tokens x chunk instead of tokens x vocabulary. When one chunk holds the whole vocabulary
-its softmax is kept and nothing is recomputed. It can also draw one exact sample a row from the
-softmax (the generator of replaced token detection) by inverting the cumulative distribution.
+Works through vocabulary chunks with a running logsumexp, in buffers kept from chunk to chunk. The
+products of few rows are kept for backward; those of many are computed again there, so memory is
+tokens x chunk instead of tokens x vocabulary. Under autocast a chunk of the table is cast when it
+is used: no half-precision copy of the whole table, nor of its gradient, is ever made. It can also
+draw one exact sample a row from the softmax (the generator of replaced token detection) by
+inverting the cumulative distribution.
 
 Shape legend: T target rows, C hidden size, V vocabulary, N ids of one chunk, K number of chunks.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-_CHUNK_LOGITS = 1 << 24  # fp32 logits held at once when the caller names no chunk: 64 MiB
+# fp32 logits held at once when the caller names no chunk: on the CPU 2 MiB, which stay in cache.
+_CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
+_KEPT_LOGITS = 1 << 24  # up to this many products are kept for backward
 
 
 @dataclass(frozen=True)
@@ -29,15 +36,15 @@ class _Vocabulary:
 
 
 def linear_cross_entropy(
-    hidden_TC: torch.Tensor,
-    weight_VC: torch.Tensor,
-    bias_V: torch.Tensor,
-    labels_T: torch.Tensor,
-    uniforms_T: torch.Tensor | None = None,
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    bias_V: Tensor,
+    labels_T: Tensor,
+    uniforms_T: Tensor | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
     valid_vocab: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids).
 
     loss_sum: fp32 (fp64 for fp64 input) scalar, sum over rows of -log softmax(hidden W^T + b) at
@@ -45,7 +52,7 @@ def linear_cross_entropy(
     correct_count: int64 scalar, rows whose largest logit is at the label (lowest id wins a tie).
     sampled_ids: int64 [T], or None without `uniforms_T`. Row t gets the id where the cumulative
       softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact draw.
-    chunk: vocabulary ids handled at once; None picks a size that holds 64 MiB of logits.
+    chunk: vocabulary ids handled at once; None picks a size that suits the device.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
     """
     size = weight_VC.shape[0] if valid_vocab is None else valid_vocab
@@ -55,9 +62,9 @@ def linear_cross_entropy(
         raise ValueError(f"temperature must be positive, not {temperature}")
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden_TC, weight_VC = hidden_TC.to(dtype), weight_VC.to(dtype)
-    chunk = chunk or max(1024, _CHUNK_LOGITS // max(1, hidden_TC.shape[0]))
+        hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
+    held = _CPU_CHUNK_LOGITS if device == "cpu" else _CHUNK_LOGITS
+    chunk = chunk or max(1024, held // max(1, hidden_TC.shape[0]))
     return _LinearCrossEntropy.apply(
         hidden_TC,
         weight_VC,
@@ -72,21 +79,54 @@ def linear_cross_entropy(
 class _Draw:
     """What a draw of one id a row needs: uniforms in [0, 1) and the softmax temperature."""
 
-    uniforms_T: torch.Tensor
+    uniforms_T: Tensor
     temperature: float
+
+
+class _Logits:
+    """The logits of one chunk at a time, in buffers kept from chunk to chunk."""
+
+    def __init__(self, hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, chunk: int):
+        self.hidden_TC, self._weight_VC, self._bias_V = hidden_TC, weight_VC, bias_V
+        rows, size = hidden_TC.shape
+        self.dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
+        self._buffer = hidden_TC.new_empty(rows * chunk, dtype=self.dtype)
+        self.same_dtype = hidden_TC.dtype == weight_VC.dtype
+        self.cast_NC = None if self.same_dtype else hidden_TC.new_empty(chunk, size)
+
+    def weight(self, start: int, end: int) -> Tensor:
+        """Return the table's rows [N,C] in the dtype of `hidden`, valid until the next call."""
+        part_NC = self._weight_VC[start:end]
+        return part_NC if self.same_dtype else self.cast_NC[: end - start].copy_(part_NC)
+
+    def products(self, weight_NC: Tensor) -> Tensor:
+        """Return new [T,N]; the CPU has no half-precision product with an fp32 result."""
+        if self.hidden_TC.is_cuda and self.hidden_TC.dtype != self.dtype:
+            return torch.mm(self.hidden_TC, weight_NC.t(), out_dtype=self.dtype)
+        return self.hidden_TC @ weight_NC.t()
+
+    def of(self, products_TN: Tensor, start: int, end: int) -> Tensor:
+        """Return the logits [T,N] in the wide dtype, to be worked on in place."""
+        rows = self.hidden_TC.shape[0]
+        logits_TN = self._buffer[: rows * (end - start)].view(rows, end - start)
+        return logits_TN.copy_(products_TN).add_(self._bias_V[start:end].to(self.dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary):
+        logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
         rows = hidden_TC.shape[0]
-        compute = torch.promote_types(hidden_TC.dtype, torch.float32)
-        best_T = torch.full((rows,), -math.inf, dtype=compute, device=hidden_TC.device)
+        best_T = torch.full((rows,), -math.inf, dtype=logits.dtype, device=hidden_TC.device)
         best_id_T = torch.zeros_like(labels_T)
         label_logit_T = torch.zeros_like(best_T)
-        masses, draw_masses = [], []
+        keep = rows * vocabulary.size <= _KEPT_LOGITS
+        masses, draw_masses, kept = [], [], []
         for start, end in vocabulary.spans():
-            logits_TN = _chunk_logits(hidden_TC, weight_VC, bias_V, start, end, compute)
+            products_TN = logits.products(logits.weight(start, end))
+            if keep:
+                kept.append(products_TN)
+            logits_TN = logits.of(products_TN, start, end)
             top_T, top_id_T = logits_TN.max(-1)
             better_T = top_T > best_T
             best_T = torch.where(better_T, top_T, best_T)
@@ -95,75 +135,70 @@ class _LinearCrossEntropy(torch.autograd.Function):
             label_logit_T += logits_TN.gather(1, column_T[:, None])[:, 0] * here_T
             if draw is not None and draw.temperature != 1.0:
                 draw_masses.append((logits_TN / draw.temperature).logsumexp(-1))
-            masses.append(logits_TN.logsumexp(-1))
+            masses.append(logits_TN.sub_(top_T[:, None]).exp_().sum(-1).log_().add_(top_T))
         log_norm_T = torch.stack(masses, -1).logsumexp(-1)
         loss_sum = (log_norm_T - label_logit_T).sum()
         correct = (best_id_T == labels_T).sum()
-        whole = len(masses) == 1
 
-        def logits_of(chosen, start, end):
-            if whole:
-                return logits_TN[chosen]
-            return _chunk_logits(hidden_TC[chosen], weight_VC, bias_V, start, end, compute)
+        def logits_of(number, chosen):
+            start, end = vocabulary.spans()[number]
+            few = _Logits(hidden_TC[chosen], weight_VC, bias_V, vocabulary.chunk)
+            products = kept[number][chosen] if keep else few.products(few.weight(start, end))
+            return few.of(products, start, end)
 
         sampled_T = None
         if draw is not None:
             masses_TK = torch.stack(draw_masses or masses, -1)
             sampled_T = _sample(draw, masses_TK, vocabulary, logits_of)
             ctx.mark_non_differentiable(sampled_T)
-        probs_TN = None
-        if whole:
-            probs_TN = logits_TN.sub_(log_norm_T[:, None]).exp_().to(hidden_TC.dtype)
-        ctx.save_for_backward(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, probs_TN)
+        ctx.save_for_backward(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *kept)
         ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(correct)
         return loss_sum, correct, sampled_T
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
-        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, probs_TN = ctx.saved_tensors
-        compute = log_norm_T.dtype
-        grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=compute)
-        grad_weight_VC = torch.zeros_like(weight_VC)
-        grad_bias_V = torch.zeros_like(bias_V)
-        scale = grad_loss.to(compute)
-        for start, end in ctx.vocabulary.spans():
-            if probs_TN is None:
-                logits_TN = _chunk_logits(hidden_TC, weight_VC, bias_V, start, end, compute)
-                grad_TN = logits_TN.sub_(log_norm_T[:, None]).exp_()
-            else:
-                grad_TN = probs_TN.clone()
+        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *kept = ctx.saved_tensors
+        vocabulary = ctx.vocabulary
+        logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
+        grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=logits.dtype)
+        # Zeros would touch every page of the largest tensor of a step once more.
+        grad_weight_VC, grad_bias_V = torch.empty_like(weight_VC), torch.empty_like(bias_V)
+        grad_weight_VC[vocabulary.size :] = 0
+        grad_bias_V[vocabulary.size :] = 0
+        scale = grad_loss.to(logits.dtype)
+        for number, (start, end) in enumerate(vocabulary.spans()):
+            weight_NC = logits.weight(start, end)
+            products_TN = kept[number] if kept else logits.products(weight_NC)
+            grad_TN = logits.of(products_TN, start, end).sub_(log_norm_T[:, None]).exp_()
             here_T, column_T = _labels_in(labels_T, start, end)
             grad_TN.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TN.dtype))
-            grad_TN = grad_TN.mul_(scale)
-            grad_bias_V[start:end] = grad_TN.sum(0, dtype=compute)
+            grad_TN.mul_(scale)
+            grad_bias_V[start:end] = grad_TN.sum(0)
             grad_TN = grad_TN.to(hidden_TC.dtype)
-            grad_hidden_TC += grad_TN @ weight_VC[start:end]
-            torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start:end])
+            grad_hidden_TC += grad_TN @ weight_NC
+            if logits.same_dtype:
+                torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start:end])
+            else:  # the cast rows have served: their buffer takes the product
+                product_NC = torch.mm(grad_TN.t(), hidden_TC, out=logits.cast_NC[: end - start])
+                grad_weight_VC[start:end] = product_NC
         return grad_hidden_TC.to(hidden_TC.dtype), grad_weight_VC, grad_bias_V, None, None, None
 
 
-def _chunk_logits(hidden_TC, weight_VC, bias_V, start, end, compute) -> torch.Tensor:
-    """Return the logits [T,N] of ids [start, end) in the compute dtype."""
-    weight_CN = weight_VC[start:end].t()
-    if hidden_TC.is_cuda and hidden_TC.dtype != compute:
-        logits_TN = torch.mm(hidden_TC, weight_CN, out_dtype=compute)
-    else:  # the CPU has no half-precision product with an fp32 result
-        logits_TN = (hidden_TC @ weight_CN).to(compute)
-    return logits_TN.add_(bias_V[start:end].to(compute))
-
-
-def _labels_in(labels_T, start, end) -> tuple[torch.Tensor, torch.Tensor]:
+def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:
     """Return (is the label in this chunk, its column there or 0)."""
     here_T = (labels_T >= start) & (labels_T < end)
     return here_T, (labels_T - start).clamp(0, end - start - 1)
 
 
-def _sample(draw, masses_TK, vocabulary, logits_of) -> torch.Tensor:
+def _sample(
+    draw: _Draw, masses_TK: Tensor, vocabulary: _Vocabulary, logits_of: Callable
+) -> Tensor:
     """Return ids by inverse CDF: the chunk from the chunk masses, then the id inside it.
 
-    logits_of(rows, start, end): logits of the chosen rows. float64 throughout: an fp32 cumulative
-    sum over 128,000 ids would bias rare ids.
+    logits_of(number, rows): logits of the chosen rows in one chunk. float64 throughout: an fp32
+    cumulative sum over 128,000 ids would bias rare ids.
     """
     cumulative_TK = masses_TK.double().softmax(-1).cumsum(-1)
     last = cumulative_TK.shape[1] - 1
@@ -177,11 +212,11 @@ def _sample(draw, masses_TK, vocabulary, logits_of) -> torch.Tensor:
     order_T = chunk_T.argsort(stable=True)
     counts = torch.bincount(chunk_T, minlength=last + 1).tolist()  # the only device sync
     first = 0
-    for (start, end), count in zip(vocabulary.spans(), counts, strict=True):
+    for number, ((start, end), count) in enumerate(zip(vocabulary.spans(), counts, strict=True)):
         rows = order_T[first : first + count]
         first += count
         if count:
-            probs = (logits_of(rows, start, end).double() / draw.temperature).softmax(-1)
+            probs = (logits_of(number, rows).double() / draw.temperature).softmax(-1)
             column = torch.searchsorted(probs.cumsum(-1), inside_T1[rows], right=True)[:, 0]
             sampled_T[rows] = column.clamp_(max=end - start - 1) + start
     return sampled_T
