@@ -196,6 +196,7 @@ class TrainConfig:
     seed: int = 0
     checkpoint_layers: int = 0  # recompute every n-th layer in backward; 0: none, 1: all
     recompute: Literal["all", "cheap"] = "all"  # cheap: such layers keep their linear outputs
+    compile: bool = False  # torch.compile of what follows attention in a layer; not with ZeRO-3
     log_every: int = 10
     eval_every: int = 1000
     eval_rows: int = 256

@@ -12,6 +12,8 @@ Legend: B batch, L length, H heads, D head size, C hidden, M masked slots, S rel
 Q queries (L, or M in the decoder).
 """
 
+import os
+import shutil
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from deberta_ds.config import ModelConfig
+from deberta_ds.errors import UserError
 from deberta_ds.model.attention import Geometry, attend
 from deberta_ds.model.embeddings import InputBlock
 
@@ -127,8 +130,12 @@ class Layer(nn.Module):
 
     def _block(self, queries_BQC: Tensor, memory: tuple, segments_BL: Tensor,
                columns_BQ: Tensor | None) -> Tensor:
-        context = self.attention(queries_BQC, memory, segments_BL, columns_BQ)
-        hidden_BQC = self.attention_norm(self.dropout(context) + queries_BQC)
+        attended_BQC = self.attention(queries_BQC, memory, segments_BL, columns_BQ)
+        return self.feed_forward(attended_BQC, queries_BQC)
+
+    def feed_forward(self, attended_BQC: Tensor, queries_BQC: Tensor) -> Tensor:
+        """Return the block's output from that of its attention: the region that may be compiled."""
+        hidden_BQC = self.attention_norm(self.dropout(attended_BQC) + queries_BQC)
         expanded = F.gelu(self.ffn_in(hidden_BQC))
         return self.ffn_norm(self.dropout(self.ffn_out(expanded)) + hidden_BQC)
 
@@ -167,6 +174,21 @@ class Convolution(nn.Module):
         padded = F.pad(hidden_BLC, (0, 0, before, after))[:, after:after + length]
         neighbor = F.pad(segments_BL, (before, after))[:, after:after + length]
         return padded * (neighbor == segments_BL).unsqueeze(-1)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Let torch.compile fuse what follows attention in every layer; one graph serves all layers.
+
+    Attention itself is custom autograd over buffers and is left alone. Raises UserError where there
+    is no C++ compiler, without which nothing can be compiled.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(f"train.compile = true: torch.compile needs a C++ compiler and {compiler} "
+                        "is not there; install it, name another in CXX, or leave train.compile out")
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.feed_forward = torch.compile(module.feed_forward)
 
 
 _LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
