@@ -11,7 +11,7 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.attention.fused.bands import band_edges, key_tile, plane_shape, query_tile
+from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bias, plane_shape
 from deberta_ds.model.attention.fused.forward import LOG2_E, VARIES
 from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges, piece_range
 
@@ -96,14 +96,11 @@ def query_kernel(
     for j0 in range(near_begin, near_end, BN):
         j0 = tl.multiple_of(j0, BN)
         j = j0 + tl.arange(0, BN)
-        bias = lse
-        if HAS_QUERY_TERM:
-            base_j, end_j = band_edges(j0, SPAN, NK)
-            tile = query_tile(QUERY_PLANE, j, position_i, base_j, end_j, width, PICKED)
-            bias = tl.trans(tile).to(tl.float32)
-        if HAS_KEY_TERM:
-            tile = key_tile(KEY_PLANE, i, j, base, end, width, PICKED).to(tl.float32)
-            bias = tile + bias if HAS_QUERY_TERM else tile
+        base_j, end_j = band_edges(j0, SPAN, NK)
+        bias = near_bias(
+            KEY_PLANE, QUERY_PLANE, i, position_i, base, end, j, base_j, end_j, width,
+            HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, False,
+        )  # fmt: skip
         acc, d_scores = _query_step(
             q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i,
             bias, scale, keep_scale, threshold, acc,
@@ -121,23 +118,16 @@ def query_kernel(
                 high += tl.sum(tl.where(after, d_scores, 0.0), 1)
             else:
                 tl.store(D_KEY_PLANE + (i[:, None] * width + (j[None, :] - base)), gradient)
-    heads = tl.num_programs(1).to(tl.int64)
+    planes = tl.num_programs(1).to(tl.int64)
     if FAR and not PICKED:
-        KEY_ENDS += wide * NQ
-        QUERY_ENDS += wide * NK
-        if HAS_KEY_TERM:
-            low_end = tl.load(KEY_ENDS + i, mask=in_rows, other=0.0)
-            high_end = tl.load(KEY_ENDS + heads * NQ + i, mask=in_rows, other=0.0)
         for number in range(low_blocks + high_blocks):
             is_low = number < low_blocks
             j0 = tl.where(is_low, begin, high_begin - low_blocks * BN) + number * BN
             j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
-            bias = tl.zeros([BM, BN], tl.float32)
-            if HAS_KEY_TERM:
-                bias += tl.where(is_low, low_end, high_end)[:, None]
-            if HAS_QUERY_TERM:
-                ends = QUERY_ENDS + tl.where(is_low, heads, 0) * NK
-                bias += tl.load(ends + j, mask=j < NK, other=0.0)[None, :]
+            bias = far_bias(
+                KEY_ENDS + wide * NQ, QUERY_ENDS + wide * NK, is_low, i, NQ, j, NK, planes,
+                HAS_KEY_TERM, HAS_QUERY_TERM,
+            )  # fmt: skip
             acc, d_scores = _query_step(
                 q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i,
                 words_i, bias, scale, keep_scale, threshold, acc, True, DROPOUT, D, PRECISION,
@@ -148,7 +138,7 @@ def query_kernel(
     tl.store(DQ + own_rows, acc.to(DQ.dtype.element_ty), mask=in_rows[:, None])
     if HAS_KEY_TERM and FAR:
         tl.store(D_KEY_ENDS + wide * NQ + i, low, mask=in_rows)
-        tl.store(D_KEY_ENDS + (heads + wide) * NQ + i, high, mask=in_rows)
+        tl.store(D_KEY_ENDS + (planes + wide) * NQ + i, high, mask=in_rows)
 
 
 @triton.jit
@@ -245,13 +235,10 @@ def key_kernel(
         if PICKED:
             position_i = tl.load(Q_POSITION + b * NQ + i, mask=i < NQ, other=0)
             base_i, end_i = band_edges(position_i, SPAN, NK)
-        bias = segment_j
-        if HAS_KEY_TERM:
-            tile = key_tile(KEY_PLANE, i, j, base_i, end_i, width, PICKED)
-            bias = tl.trans(tile).to(tl.float32)
-        if HAS_QUERY_TERM:
-            tile = query_tile(QUERY_PLANE, j, position_i, base, end, width, PICKED)
-            bias = tile.to(tl.float32) + bias if HAS_KEY_TERM else tile.to(tl.float32)
+        bias = near_bias(
+            KEY_PLANE, QUERY_PLANE, i, position_i, base_i, end_i, j, base, end, width,
+            HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, True,
+        )  # fmt: skip
         acc_k, acc_v, d_scores = _key_step(
             k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, H * D, i, NQ, segment_j, words_j,
             bias, scale, keep_scale, threshold, acc_k, acc_v,
@@ -268,23 +255,16 @@ def key_kernel(
                 high += tl.sum(tl.where((position_i >= end)[None, :], d_scores, 0.0), 1)
             else:
                 tl.store(D_QUERY_PLANE + (j[:, None] * width + (i[None, :] - base)), gradient)
-    heads = tl.num_programs(1).to(tl.int64)
+    planes = tl.num_programs(1).to(tl.int64)
     if FAR and not PICKED:
-        KEY_ENDS += wide * NQ
-        QUERY_ENDS += wide * NK
-        if HAS_QUERY_TERM:
-            low_end = tl.load(QUERY_ENDS + j, mask=in_keys, other=0.0)
-            high_end = tl.load(QUERY_ENDS + heads * NK + j, mask=in_keys, other=0.0)
         for number in range(low_blocks + high_blocks):
             is_low = number < low_blocks
             i0 = tl.where(is_low, begin, high_begin - low_blocks * BM) + number * BM
             i = tl.multiple_of(i0, BM) + tl.arange(0, BM)
-            bias = tl.zeros([BN, BM], tl.float32)
-            if HAS_QUERY_TERM:
-                bias += tl.where(is_low, low_end, high_end)[:, None]
-            if HAS_KEY_TERM:
-                ends = KEY_ENDS + tl.where(is_low, heads, 0) * NQ
-                bias += tl.load(ends + i, mask=i < NQ, other=0.0)[None, :]
+            bias = far_bias(
+                QUERY_ENDS + wide * NK, KEY_ENDS + wide * NQ, is_low, j, NK, i, NQ, planes,
+                HAS_QUERY_TERM, HAS_KEY_TERM,
+            )  # fmt: skip
             acc_k, acc_v, d_scores = _key_step(
                 k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, H * D, i, NQ, segment_j,
                 words_j, bias, scale, keep_scale, threshold, acc_k, acc_v, True, DROPOUT, D,
@@ -298,4 +278,4 @@ def key_kernel(
     tl.store(DV + own_keys, acc_v.to(DV.dtype.element_ty), mask=in_keys[:, None])
     if HAS_QUERY_TERM and FAR:
         tl.store(D_QUERY_ENDS + wide * NK + j, low, mask=in_keys)
-        tl.store(D_QUERY_ENDS + (heads + wide) * NK + j, high, mask=in_keys)
+        tl.store(D_QUERY_ENDS + (planes + wide) * NK + j, high, mask=in_keys)

@@ -65,7 +65,7 @@ def table_radius(SPAN, NK):
 
 
 @triton.jit
-def key_tile(PLANE, i, j, base, end, width, PICKED: tl.constexpr):
+def _key_tile(PLANE, i, j, base, end, width, PICKED: tl.constexpr):
     """Return the content-to-position terms of queries i and keys j, [i, j]."""
     column = j[None, :]
     if PICKED:  # every query has a band of its own; beyond it the term is that of its edge
@@ -75,9 +75,52 @@ def key_tile(PLANE, i, j, base, end, width, PICKED: tl.constexpr):
 
 
 @triton.jit
-def query_tile(PLANE, j, position, base, end, width, PICKED: tl.constexpr):
+def _query_tile(PLANE, j, position, base, end, width, PICKED: tl.constexpr):
     """Return the position-to-content terms of keys j and queries at `position`, [j, i]."""
     column = position[None, :]
     if PICKED:
         column = tl.minimum(tl.maximum(column, base), end - 1)
     return tl.load(PLANE + (j[:, None] * width + (column - base)))
+
+
+@triton.jit
+def near_bias(
+    KEY_PLANE, QUERY_PLANE, i, position_i, base_i, end_i, j, base_j, end_j, width,
+    HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, PICKED: tl.constexpr,
+    ROWS_ARE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored."""
+    if HAS_KEY_TERM:
+        key_term = _key_tile(KEY_PLANE, i, j, base_i, end_i, width, PICKED)
+        if ROWS_ARE_KEYS:
+            key_term = tl.trans(key_term)
+        bias = key_term.to(tl.float32)
+    if HAS_QUERY_TERM:
+        query_term = _query_tile(QUERY_PLANE, j, position_i, base_j, end_j, width, PICKED)
+        if not ROWS_ARE_KEYS:
+            query_term = tl.trans(query_term)
+        query_term = query_term.to(tl.float32)
+        bias = bias + query_term if HAS_KEY_TERM else query_term
+    if not (HAS_KEY_TERM or HAS_QUERY_TERM):
+        bias = 0.0
+    return bias
+
+
+@triton.jit
+def far_bias(
+    OWN_ENDS, OTHER_ENDS, is_low, own, own_count, other, other_count, planes,
+    HAS_OWN: tl.constexpr, HAS_OTHER: tl.constexpr,
+):  # fmt: skip
+    """Return the bias [own, other] of a block of columns before (is_low) or behind the band.
+
+    ENDS: terms with the table's first row, then `planes` x count further those with its last row.
+    The rows lie behind a block that lies before them, hence the other end of the columns' terms.
+    """
+    bias = tl.zeros([own.shape[0], other.shape[0]], tl.float32)
+    if HAS_OWN:
+        ends = OWN_ENDS + tl.where(is_low, 0, planes) * own_count
+        bias += tl.load(ends + own, mask=own < own_count, other=0.0)[:, None]
+    if HAS_OTHER:
+        ends = OTHER_ENDS + tl.where(is_low, planes, 0) * other_count
+        bias += tl.load(ends + other, mask=other < other_count, other=0.0)[None, :]
+    return bias

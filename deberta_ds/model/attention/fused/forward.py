@@ -11,7 +11,7 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.attention.fused.bands import band_edges, key_tile, plane_shape, query_tile
+from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bias, plane_shape
 from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges, piece_range
 
 VARIES = ["NQ", "NK", "SPAN", "threshold"]
@@ -96,35 +96,25 @@ def forward_kernel(
     for j0 in range(near_begin, near_end, BN):
         j0 = tl.multiple_of(j0, BN)
         j = j0 + tl.arange(0, BN)
-        bias = peak
-        if HAS_QUERY_TERM:
-            base_j, end_j = band_edges(j0, SPAN, NK)
-            tile = query_tile(QUERY_PLANE, j, position_i, base_j, end_j, width, PICKED)
-            bias = tl.trans(tile).to(tl.float32)
-        if HAS_KEY_TERM:
-            tile = key_tile(KEY_PLANE, i, j, base, end, width, PICKED).to(tl.float32)
-            bias = tile + bias if HAS_QUERY_TERM else tile
+        base_j, end_j = band_edges(j0, SPAN, NK)
+        bias = near_bias(
+            KEY_PLANE, QUERY_PLANE, i, position_i, base, end, j, base_j, end_j, width,
+            HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, False,
+        )  # fmt: skip
         peak, total, acc = _step(
             q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale,
             threshold, peak, total, acc, HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
         )  # fmt: skip
     if FAR and not PICKED:
-        KEY_ENDS += wide * NQ
-        QUERY_ENDS += wide * NK
-        heads = tl.num_programs(1).to(tl.int64)
-        if HAS_KEY_TERM:
-            low_end = tl.load(KEY_ENDS + i, mask=in_rows, other=0.0)
-            high_end = tl.load(KEY_ENDS + heads * NQ + i, mask=in_rows, other=0.0)
+        planes = tl.num_programs(1).to(tl.int64)
         for number in range(low_blocks + high_blocks):
             is_low = number < low_blocks
             j0 = tl.where(is_low, begin, high_begin - low_blocks * BN) + number * BN
             j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
-            bias = tl.zeros([BM, BN], tl.float32)
-            if HAS_KEY_TERM:
-                bias += tl.where(is_low, low_end, high_end)[:, None]
-            if HAS_QUERY_TERM:
-                ends = QUERY_ENDS + tl.where(is_low, heads, 0) * NK
-                bias += tl.load(ends + j, mask=j < NK, other=0.0)[None, :]
+            bias = far_bias(
+                KEY_ENDS + wide * NQ, QUERY_ENDS + wide * NK, is_low, i, NQ, j, NK, planes,
+                HAS_KEY_TERM, HAS_QUERY_TERM,
+            )  # fmt: skip
             peak, total, acc = _step(
                 q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale,
                 threshold, peak, total, acc, True, DROPOUT, D, PRECISION,
