@@ -8,13 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_helpers import SENTENCES, random_documents, tiny_tokenizer, tokenizer_path
+from tqdm import tqdm
 
 from deberta_ds.data import shards
 from deberta_ds.data.corpus import Corpus, map_array
@@ -26,7 +30,7 @@ from deberta_ds.data.prep.stats import corpus_stats, stats_text
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.prep.train_spm import train_tokenizer
-from deberta_ds.data.prep.units import no_space_as_user_error
+from deberta_ds.data.prep.units import _drive, no_space_as_user_error
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.errors import UserError
 
@@ -179,6 +183,22 @@ def test_mpi_gives_the_same_bytes_and_one_error(text_file, tmp_path):
                             capture_output=True, text=True)
     assert failed.returncode != 0 and failed.stderr.count("error: ") == 1
     assert "Traceback" not in failed.stderr and not (tmp_path / "bad" / "manifest.json").exists()
+
+
+def test_rank_0_works_too_and_takes_waiting_units_back(tmp_path):
+    done = []
+
+    def note(number):
+        time.sleep(0.01)
+        done.append((number, threading.get_ident()))
+        return {}
+
+    missing = deque((tmp_path, str(number), note, (number,)) for number in range(24))
+    with ThreadPoolExecutor(1) as pool, tqdm(disable=True) as bar:
+        _drive(pool, missing, 12, bar, work_here=True)
+    assert sorted(number for number, _ in done) == list(range(24))
+    here = sum(thread == threading.get_ident() for _, thread in done)
+    assert here >= 8  # about 12; without taking back the pool alone does the last 12, here 6
 
 
 def test_duplicates_are_the_ones_a_set_finds(tmp_path):
