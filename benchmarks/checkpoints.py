@@ -1,17 +1,20 @@
 """Seconds and bytes of saving, verifying and loading a checkpoint, against model size.
 
-    python benchmarks/checkpoints.py --out benchmarks/results/checkpoints.json
+    python benchmarks/checkpoints.py --sizes 70M --out benchmarks/results/checkpoints.json
 
-One rank, ZeRO-1, bf16 weights with fp32 masters (14 bytes a parameter). Saving stops training: it
-is DeepSpeed's writing, then fsync and checksums, shown apart. With N ranks each writes and reads
-1/N of the masters and moments, so on local disks the times fall accordingly.
+One rank, ZeRO-1, bf16 weights with fp32 masters (14 bytes a parameter). Training stands still for
+`save`: DeepSpeed's writing, then fsync and checksums. `plain_write` is as many bytes written to one
+file and flushed to the disk, at the same moment. With N ranks each writes and reads 1/N of the
+masters and moments, so on local disks the times fall accordingly.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -26,7 +29,7 @@ from deberta_ds.train.setup import prepare  # noqa: E402
 from deberta_ds.train.step import train_step  # noqa: E402
 
 SIZES = {
-    "12M": {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "intermediate_size": 1024,
+    "22M": {"hidden_size": 384, "num_layers": 8, "num_heads": 6, "intermediate_size": 1536,
             "vocab_size": 16_000},
     "70M": {"hidden_size": 384, "num_layers": 12, "num_heads": 6, "intermediate_size": 1536,
             "vocab_size": 128_100},
@@ -49,43 +52,78 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
     rows = []
     for number in range(rounds):
         path = checkpoint.path_of(work / "out", number + 1)
-        started = time.perf_counter()
-        path.mkdir(parents=True)
-        checkpoint._write_shards(model_engine, path)
-        written = time.perf_counter()
-        shutil.rmtree(path)
-        again = time.perf_counter()
-        checkpoint.save(model_engine, work / "out", number + 1, record, keep=1)
-        saved = time.perf_counter()
+        with timed(checkpoint, "_write_shards") as writing:
+            started = time.perf_counter()
+            checkpoint.save(model_engine, work / "out", number + 1, record, keep=1)
+            saved = time.perf_counter()
         assert not checkpoint.problems_of(path)
         verified = time.perf_counter()
         checkpoint.load(model_engine, path)
         loaded = time.perf_counter()
-        rows.append({"deepspeed_write": written - started, "save": saved - again,
-                     "verify": verified - saved, "load": loaded - verified})
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        rows.append({"save": saved - started, "of_it_deepspeeds_writing": writing[0],
+                     "verify": verified - saved, "load": loaded - verified,
+                     "plain_write": plain_write(work / "plain", size_of(path))})
+    size = size_of(path)
     best = {key: round(min(row[key] for row in rows), 3) for key in rows[0]}
     return {"parameters": parameters, "bytes": size, "bytes_per_parameter": size / parameters,
             "seconds": best}
+
+
+@contextmanager
+def timed(module, name: str):
+    """Yield a list that gets the seconds of each call of a function inside the block."""
+    function, seconds = getattr(module, name), []
+
+    def call(*arguments):
+        started = time.perf_counter()
+        result = function(*arguments)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    setattr(module, name, call)
+    try:
+        yield seconds
+    finally:
+        setattr(module, name, function)
+
+
+def size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+def plain_write(path: Path, size: int) -> float:
+    """Return the seconds to write `size` bytes to a file and flush them to the disk."""
+    block = os.urandom(1 << 24)
+    started = time.perf_counter()
+    with open(path, "wb") as file:
+        for start in range(0, size, len(block)):
+            file.write(block[:size - start])
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - started
+    path.unlink()
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("runs/checkpoints"))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON file to write, or to add to")
     options = parser.parse_args()
-    results = []
     for name in options.sizes:
         work = options.work.resolve() / name
         shutil.rmtree(work, ignore_errors=True)
-        results.append(measure(work, SIZES[name], options.rounds))
-        print(json.dumps(results[-1]), flush=True)
+        result = {"size": name} | measure(work, SIZES[name], options.rounds)
+        print(json.dumps(result), flush=True)
         shutil.rmtree(work)
-    if options.out:
-        write_atomic(options.out, json.dumps(results, indent=1) + "\n")
+        if options.out:
+            others = json.loads(options.out.read_text()) if options.out.exists() else []
+            results = [*(r for r in others if r["size"] != name), result]
+            results.sort(key=lambda r: r["parameters"])
+            write_atomic(options.out, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
