@@ -21,6 +21,7 @@ from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
+_GRADIENT_IDS = 64  # tile of backward; 128 would spill registers on sm_90
 _GRADIENT_ELEMENTS = 1 << 27  # logit gradients held at once in backward: 256 MiB in bf16
 
 
@@ -34,11 +35,11 @@ def _logits(
     for c0 in range(0, C, BK):
         c = c0 + tl.arange(0, BK)
         hidden = tl.load(
-            HIDDEN + t[:, None].to(tl.int64) * C + c[None, :],
+            HIDDEN + t[:, None] * C + c[None, :],
             mask=in_rows[:, None] & (c < C)[None, :], other=0.0,
         )
         weight = tl.load(
-            WEIGHT + n[None, :].to(tl.int64) * C + c[:, None],
+            WEIGHT + n[None, :] * C + c[:, None],
             mask=in_ids[None, :] & (c < C)[:, None], other=0.0,
         )
         acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
@@ -111,7 +112,7 @@ def _gradient_kernel(
         gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale
         bias_sum += tl.sum(gradient, 0)
         tl.store(
-            D_LOGITS + t[:, None].to(tl.int64) * count + column[None, :],
+            D_LOGITS + t[:, None] * count + column[None, :],
             gradient.to(D_LOGITS.dtype.element_ty),
             mask=in_rows[:, None] & (column < count)[None, :],
         )
@@ -130,9 +131,9 @@ def _draw_kernel(
     logits = tl.load(BIAS + n, mask=in_ids, other=0.0).to(tl.float32)
     for c0 in range(0, C, BK):
         c = c0 + tl.arange(0, BK)
-        hidden = tl.load(HIDDEN + t.to(tl.int64) * C + c, mask=c < C, other=0.0)
+        hidden = tl.load(HIDDEN + t * C + c, mask=c < C, other=0.0)
         weight = tl.load(
-            WEIGHT + n[:, None].to(tl.int64) * C + c[None, :],
+            WEIGHT + n[:, None] * C + c[None, :],
             mask=in_ids[:, None] & (c < C)[None, :], other=0.0,
         )
         logits += tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
@@ -166,6 +167,8 @@ def fused_linear_cross_entropy(
     hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
     """
     valid = weight_VC.shape[0] if valid_vocab is None else valid_vocab
+    if max(hidden_TC.numel(), weight_VC.numel()) >= 1 << 31:
+        raise ValueError("the kernels count elements in 32 bits: too many rows or ids")
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -201,9 +204,9 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         for start in range(0, ctx.valid if rows else 0, chunk):
             count = min(chunk, vocab - start)
             grad_TN = hidden_TC.new_empty(rows, count)
-            _gradient_kernel[(triton.cdiv(count, _IDS),)](
+            _gradient_kernel[(triton.cdiv(count, _GRADIENT_IDS),)](
                 hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale, grad_TN, grad_bias_V,
-                rows, ctx.valid, start, count, **_constants(hidden_TC),
+                rows, ctx.valid, start, count, **_constants(hidden_TC, _GRADIENT_IDS),
             )  # fmt: skip
             grad_hidden_TC += grad_TN @ weight_VC[start : start + count]
             torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start : start + count])
@@ -223,7 +226,7 @@ def _forward(inputs, labels_T: Tensor, temperature: float, valid: int) -> _Forwa
         # Blocks of rows run first: the weights of an id tile are then read from memory once.
         _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
             *inputs, labels_T, mass_KT, draw_mass_KT, best_KT, best_id_KT, label_logit_T,
-            rows, valid, 1 / temperature, SEPARATE=separate, **_constants(hidden_TC),
+            rows, valid, 1 / temperature, SEPARATE=separate, **_constants(hidden_TC, _IDS),
         )  # fmt: skip
     log_norm_T = mass_KT.logsumexp(0)
     tile_T = best_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins a tie
@@ -251,12 +254,12 @@ def _draw(inputs, mass_TK: Tensor, uniforms_T: Tensor, temperature: float, valid
     return sampled_T
 
 
-def _constants(hidden_TC: Tensor) -> dict:
+def _constants(hidden_TC: Tensor, ids: int) -> dict:
     return {
         "C": hidden_TC.shape[1],
         "BK": _DEPTH,
         "BT": _ROWS,
-        "BN": _IDS,
+        "BN": ids,
         "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32",
         "num_warps": 8,
         "num_stages": 3,
