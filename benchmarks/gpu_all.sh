@@ -5,9 +5,12 @@
 #   benchmarks/gpu_all.sh                 # in an environment that has deberta_ds's packages
 #   benchmarks/gpu_all.sh WHEELS          # offline: installs the wheels of that folder for this run
 #
-# A machine with torch, triton, transformers, scipy and pytest alone also needs pydantic,
-# pydantic-core, annotated-types, typing-inspection and zstandard, and for the peers
-# flashdeberta==0.0.8 and disentangled-flash==1.1.1 (both optional: they are then listed as absent).
+# A machine with torch, triton, transformers, scipy and pytest alone needs these beside (8 MB; the
+# last two are the peers, listed as absent without them):
+#
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
+#     -d WHEELS pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 \
+#     typing-inspection==0.4.5 zstandard==0.25.0 flashdeberta==0.0.8 disentangled-flash==1.1.1
 #
 # Results go to benchmarks/results/*-cuda.json, and to $OUT when it is set; a part that fails is
 # named at the end and does not keep the others from running.
