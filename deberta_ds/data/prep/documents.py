@@ -12,6 +12,7 @@ import glob
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import fsspec
 
@@ -44,8 +45,7 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):  # made in a third of a dataclass's time, once a document
     """One raw document. `where`: its byte offset or row. `problem`: why it cannot be read."""
 
     text: str

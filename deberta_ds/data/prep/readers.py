@@ -1,10 +1,12 @@
 """One work unit -> its documents, in order and in bounded memory; bad ones carry their problem."""
 
 import gzip
+import io
 import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 
 import zstandard
@@ -12,6 +14,9 @@ import zstandard
 from deberta_ds.data.prep.documents import Document, ReadOptions, Span
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
 from deberta_ds.errors import UserError
+
+_BLOCK_BYTES = 1 << 18
+_decode_json = json.JSONDecoder().decode  # json.loads without the look at its options
 
 
 def read_unit(unit: list[Span], options: ReadOptions) -> Iterator[Document]:
@@ -45,8 +50,19 @@ def _read_lines(span: Span, options: ReadOptions) -> Iterator[Document]:
 def _lines(
     file, start: int, end: int | None, options: ReadOptions
 ) -> Iterator[tuple[int, bytes, str]]:
-    """Yield (offset, line, problem) of each line that starts in [start, end); a line over the size
-    limit is passed over in pieces and reported.
+    """Yield (offset, line, problem) of each line that starts in [start, end)."""
+    for where, lines, problem in _line_blocks(file, start, end, options):
+        for line in lines:
+            yield where, line, problem
+            where += len(line)
+
+
+def _line_blocks(
+    file, start: int, end: int | None, options: ReadOptions
+) -> Iterator[tuple[int, list[bytes], str]]:
+    """Yield (offset, lines, problem): the lines that start in [start, end), many at a time.
+
+    A line over the size limit is passed over in pieces; it comes alone, as b"" with a problem.
     """
     limit = options.max_document_bytes
     position = start
@@ -54,15 +70,23 @@ def _lines(
         file.seek(start - 1)
         position += _pass_line(file, limit) - 1
     while end is None or position < end:
-        line = file.readline(limit)
-        if not line:
+        size = min(_BLOCK_BYTES, limit)
+        data = file.read(size if end is None else min(size, end - position))
+        if not data:
             return
-        where, problem = position, ""
-        position += len(line)
-        if len(line) == limit and not line.endswith(b"\n"):
+        if not data.endswith(b"\n"):
+            data += file.readline(limit)
+        lines, where = io.BytesIO(data).readlines(), position
+        position += len(data)
+        last = lines[-1]
+        if len(last) <= limit - (not last.endswith(b"\n")):
+            yield where, lines, ""
+            continue
+        yield where, lines[:-1], ""
+        where = position - len(last)
+        if not last.endswith(b"\n"):
             position += _pass_line(file, limit)
-            line, problem = b"", f"longer than {limit} bytes; raise --max_document_bytes"
-        yield where, line, problem
+        yield where, [b""], f"longer than {limit} bytes; raise --max_document_bytes"
 
 
 def _pass_line(file, limit: int) -> int:
@@ -79,32 +103,36 @@ def _broken_text(
 ) -> Iterator[Document]:
     """Documents that start at a break line inside the span (or at the start of the file)."""
     is_break = _break_rule(options.documents)
-    keep_empty, limit = options.documents == "line", options.max_document_bytes
-    parts: list[bytes] | None = [] if span.start == 0 else None
+    parts: list[bytes] | None = [] if span.start == 0 else None  # None: no document is open
     where = position = 0
-    line = b""
-    for position, line, problem in _lines(file, span.start, None, options):
-        if problem or is_break(line):
-            if parts is not None and position:
-                document = _text_document(
-                    span.path, where, parts, position - where, label, options
-                )
-                if keep_empty or document.problem or document.text.strip():
-                    yield document
+
+    def finished() -> Iterator[Document]:
+        if parts is None or position == 0:
+            return
+        document = _text_document(span.path, where, parts, position - where, label, options)
+        if options.documents == "line" or document.problem or document.text.strip():
+            yield document
+
+    for position, lines, problem in _line_blocks(file, span.start, None, options):
+        begin = 0
+        for index in compress(range(len(lines)), map(is_break, lines)) if not problem else (0,):
+            position += _add(parts, lines[begin:index], position - where, options)
+            yield from finished()
             if end is not None and position >= end:
                 return
-            parts, where = [], position
+            parts, where, begin = [], position, index
             if problem:
                 yield Document("", span.path, position, span.kind, label, problem)
                 parts = None
-                continue
-        if parts is not None and position - where < limit:
-            parts.append(line)
-    if parts:
-        size = position + len(line) - where
-        document = _text_document(span.path, where, parts, size, label, options)
-        if keep_empty or document.problem or document.text.strip():
-            yield document
+        position += _add(parts, lines[begin:], position - where, options)
+    yield from finished()
+
+
+def _add(parts: list[bytes] | None, lines: list[bytes], size: int, options: ReadOptions) -> int:
+    """Add lines to a document of `size` bytes, if one is open and not too large; return theirs."""
+    if parts is not None and size < options.max_document_bytes:
+        parts += lines
+    return sum(map(len, lines))
 
 
 def _break_rule(documents: str):
@@ -144,7 +172,7 @@ def _json_document(
     text = ""
     if not problem:
         try:
-            record = json.loads(line.decode("utf-8")) if line.strip() else {options.text_key: ""}
+            record = _decode_json(line.decode("utf-8")) if line.strip() else {options.text_key: ""}
             text, problem, label = _fields(record, label, options)
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"

@@ -22,7 +22,7 @@ _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
     "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
 )
-_OTHER_SPACES = [chr(code) for code in range(0x1F, 0x3001) if chr(code).isspace()]
+_OTHER_SPACES = [chr(code) for code in range(0x0A, 0x3001) if chr(code).isspace()]
 _PRINTABLE_ASCII = bytes(range(0x20, 0x7F))
 
 
@@ -38,9 +38,10 @@ def normalise(text: str) -> str:
 def normalise_and_count(text: str) -> tuple[str, int]:
     """Return (normalised text, number of characters that rule 1 removed)."""
     removed = 0
-    # Every line end of splitlines is white space. The rest are searches at memory speed; only in a
-    # document with a character to remove, or other white space, is each character looked at.
-    text = " ".join(text.replace("\t", " ").splitlines())
+    # Searches and replacements of single characters run at memory speed. "\r\n" as two spaces would
+    # cost more than splitlines, whose every line end is white space; other white space comes below.
+    text = text.replace("\t", " ")
+    text = " ".join(text.splitlines()) if "\r" in text else text.replace("\n", " ")
     if text.isascii():
         plain = not text.encode().translate(None, _PRINTABLE_ASCII)
     else:  # other white space is not printable, nor is any character that is to be removed
@@ -53,8 +54,9 @@ def normalise_and_count(text: str) -> tuple[str, int]:
         text, removed = _REMOVED.subn("", text)
         for space in _OTHER_SPACES:
             text = text.replace(space, " ")
-    if "  " in text:  # after the split no part has more than one space at an end
-        text = " ".join(filter(None, map(str.strip, text.split("  "))))
+    parts = text.split("  ")
+    if len(parts) > 1:  # none has more than one space at an end
+        text = " ".join(filter(None, map(str.strip, parts)))
     text = text.strip(" ")
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.replace(SPACE_MARK, "_"))
