@@ -95,10 +95,11 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
     part = -(-parameters // ranks)
     bucket = width * int(zero.get("reduce_bucket_size", _BUCKET))
     away = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    # From the second micro-batch on, stages 0 and 1 hold whole gradients and stage 2 its part.
     if stage == 0:
         flat = 4 * min(parameters, _BUCKET) if ranks > 1 else 0
-        return Memory(width * parameters, 8 * parameters, 0, activations.peak(1.0),
-                      width * parameters + flat, 0)
+        work = activations.peak(0.0) + width * parameters if accumulates else activations.peak(1.0)
+        return Memory(width * parameters, 8 * parameters, 0, work, width * parameters + flat, 0)
     optimizer, update = 12 * part, (2 * width + 4) * part
     if stage == 3:
         live = width * min(parameters, int(zero.get("stage3_max_live_parameters", _LIVE)))
@@ -106,7 +107,6 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
         memory = Memory(width * part, optimizer, width * part + bucket,
                         activations.peak(0.0) + live, 4 * group, 0)
     else:
-        # From the second micro-batch on, stage 1 holds whole gradients and stage 2 its part.
         share = 1.0 if stage == 1 else 1.0 / ranks
         work = activations.peak(0.0) + round(share * width * parameters) if accumulates \
             else activations.peak(1.0 / ranks)
