@@ -46,7 +46,7 @@ def _query_step(
 @triton.jit(do_not_specialize=VARIES)
 def query_kernel(
     Q, K, V, KEY_PLANE, QUERY_PLANE, KEY_ENDS, QUERY_ENDS, GRAD, LSE, DELTA,
-    DQ, D_KEY_PLANE, D_KEY_ENDS,
+    OUT, DQ, D_KEY_PLANE, D_KEY_ENDS,
     Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_WORDS, K_WORDS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     NQ, NK, H, SPAN, scale, keep_scale, threshold,
@@ -54,7 +54,10 @@ def query_kernel(
     FAR: tl.constexpr, PICKED: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries: content part of DQ [B,NQ,H,D], D_KEY_PLANE, D_KEY_ENDS [2,B,H,NQ]."""
+    """One block of queries: content part of DQ [B,NQ,H,D], D_KEY_PLANE, D_KEY_ENDS [2,B,H,NQ].
+
+    Also DELTA [B,H,NQ], the product of a query's context and its gradient, for the key kernel.
+    """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
     i0 = tl.program_id(0) * BM
@@ -76,7 +79,9 @@ def query_kernel(
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
-    delta = tl.load(DELTA + wide * NQ + i, mask=in_rows, other=0.0)
+    out = tl.load(OUT + own_rows, mask=in_rows[:, None], other=0.0)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(DELTA + wide * NQ + i, delta, mask=in_rows)
     segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=0)
     position_i = i
     base, end = band_edges(i0, SPAN, NK)

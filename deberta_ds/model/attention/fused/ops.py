@@ -88,7 +88,7 @@ def fused_attention_backward(
     grad = grad.contiguous()
     batch, heads, queries, _ = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
-    delta = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+    delta = torch.empty_like(lse)
     dq, dk, dv = (torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
                   for x in (q, k, v))  # fmt: skip
     terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked)
@@ -98,9 +98,9 @@ def fused_attention_backward(
         written = q.new_empty(batch, heads, keys, queries)
     shared = (q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), grad, lse, delta)
     facts = (key_facts[0], query_words, key_words, *_numbers(q, k, v, band, scale, dropout))
-    tile = _tile(q, k, "query")
+    tile = _tile(q, k, "query")  # first: it also fills delta
     backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-        *shared, dq, d_key.plane, d_key.ends, *query_facts, *facts,
+        *shared, out, dq, d_key.plane, d_key.ends, *query_facts, *facts,
         **_constants(q, key_table, query_table, dropout, band, picked, tile),
     )  # fmt: skip
     tile = _tile(q, k, "key")
