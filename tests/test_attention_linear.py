@@ -26,6 +26,7 @@ CASES = [
     Case(SMALL_BUCKETS, PACKED, dropout=0.1),
     Case(V1, PACKED),
     Case(V1, HOLES, dropout=0.1),
+    Case(V3, PACKED[:, 72:], dropout=0.1),  # short rows: all at once, under a mask
     Case(V3, ones(2, 200), num_queries=30),
     Case(SMALL_BUCKETS, PACKED, num_queries=30, dropout=0.1),
     Case(V1, HOLES, num_queries=30),
@@ -61,6 +62,16 @@ def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
     monkeypatch.setitem(linear.groups.__globals__["_TILE_SCORES"], "cpu", 300 * 70)
     parts = run(case, "linear", torch.float64)
     assert max(relative_errors(parts, whole)) < 1e-14
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("planes", [1, 2, 7])
+def test_rows_together_in_tiles_of_any_size(monkeypatch, planes, packed):
+    segments = PACKED[[0, 1, 2, 0, 1], 100:190] if packed else ones(5, 90)
+    case = Case(SMALL_BUCKETS, segments, dropout=0.1)
+    whole = run(case, "linear", torch.float64)
+    monkeypatch.setitem(linear.groups.__globals__["_TILE_SCORES"], "cpu", 90 * 90 * planes)
+    assert max(relative_errors(run(case, "linear", torch.float64), whole)) < 1e-14
 
 
 def test_a_mask_without_reading_segments_is_the_same(monkeypatch):

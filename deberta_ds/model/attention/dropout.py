@@ -34,23 +34,47 @@ def dropout_words(
 
 
 def keep_pairs(
+    row_words: torch.Tensor, column_words: torch.Tensor, threshold: int
+) -> torch.Tensor:
+    """Return the bool mask [..., Q, L] of kept pairs for words [..., Q] and [..., L]."""
+    return _mixed(row_words, column_words, None, None) >= threshold
+
+
+def mark_dropped(
+    probs: torch.Tensor,
     row_words: torch.Tensor,
     column_words: torch.Tensor,
     threshold: int,
-    buffers: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Return the bool mask [..., Q, L] of kept pairs for words [..., Q] and [..., L].
+    buffers: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Give the dropped pairs of `probs` [..., Q, L], none below 0, a minus sign.
 
-    buffers: two int32 tensors of the mask's shape to work in, else they are allocated.
+    buffers: two int32 tensors of that shape to work in. Integer arithmetic throughout: on the CPU
+    an operation on bools costs ten times as much.
     """
+    integers, top_bit = _INTEGERS[probs.dtype.itemsize]
+    dropped = _mixed(row_words, column_words, *buffers).lt_(threshold)
+    probs.view(integers).bitwise_or_(dropped.to(integers).bitwise_left_shift_(top_bit))
+
+
+def clear_dropped(tensor: torch.Tensor, probs: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Set `tensor` to 0 at the pairs that `mark_dropped` marked in `probs`; `buffer` is alike."""
+    integers, top_bit = _INTEGERS[probs.dtype.itemsize]
+    kept = torch.bitwise_right_shift(probs.view(integers), top_bit, out=buffer.view(integers))
+    tensor.view(integers).bitwise_and_(kept.bitwise_not_())
+
+
+_INTEGERS = {2: (torch.int16, 15), 4: (torch.int32, 31), 8: (torch.int64, 63)}
+
+
+def _mixed(row_words, column_words, mixed, shifted) -> torch.Tensor:
+    """Return the mixed word [..., Q, L] of every pair, worked out in the two buffers if given."""
     # The shifts are arithmetic on purpose: int32 has no other in torch, and Triton agrees.
-    mixed, shifted = buffers or (None, None)
     mixed = torch.add(row_words[..., :, None], column_words[..., None, :], out=mixed)
     shifted = torch.bitwise_right_shift(mixed, 15, out=shifted)
     mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_1)
     torch.bitwise_right_shift(mixed, 13, out=shifted)
-    mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_2)
-    return mixed >= threshold
+    return mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_2)
 
 
 def _words(seed: int, counters: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.attention.skew import Side, expansion, make_side
+from deberta_ds.model.attention.skew import Side, expansion, make_side, scratch_of
 from deberta_ds.model.attention.spans import Span, cut_into_spans
 from deberta_ds.model.attention.tile import (
     Gradients,
@@ -71,7 +71,9 @@ class _Plan:
 
     def all_keys(self, tensor_BHLD: Tensor) -> bool:
         """Return whether the spans hold every key."""
-        held = sum(span.stop - span.start for span in self.spans)
+        held = sum(
+            (span.stop - span.start) * (span.rows.stop - span.rows.start) for span in self.spans
+        )
         return held == tensor_BHLD.shape[0] * tensor_BHLD.shape[2]
 
     def all_queries(self, tensor_BHQD: Tensor) -> bool:
@@ -89,7 +91,7 @@ class _LinearAttention(torch.autograd.Function):
         context_BHQD = _like_flat(q_BHQD, plan.all_queries(q_BHQD))
         kept = []
         training = any(ctx.needs_input_grad)
-        for group in groups(plan.spans, q_BHQD.shape[1], q_BHQD.device):
+        for group in groups(plan.spans, q_BHQD):
             for tile in group.tiles():
                 probs = probabilities(inputs, tile)
                 tile.store_queries(context_BHQD, context(inputs, tile, probs))
@@ -111,10 +113,10 @@ class _LinearAttention(torch.autograd.Function):
         q_grad = _like_flat(q_BHQD, plan.all_queries(q_BHQD))
         k_grad, v_grad = (_like_flat(x, plan.all_keys(x)) for x in (k_BHLD, v_BHLD))
         key_table, query_table = _table_sums(inputs.key_side), _table_sums(inputs.query_side)
-        for group in groups(plan.spans, q_BHQD.shape[1], q_BHQD.device):
+        for group in groups(plan.spans, q_BHQD):
             total = Gradients(
-                torch.zeros_like(group.keys_of(k_BHLD), memory_format=torch.contiguous_format),
-                torch.zeros_like(group.keys_of(v_BHLD), memory_format=torch.contiguous_format),
+                group.new_keys(k_BHLD),
+                group.new_keys(v_BHLD),
                 None if key_table is None else key_table[group.heads],
                 None if query_table is None else query_table[group.heads],
             )
@@ -122,8 +124,8 @@ class _LinearAttention(torch.autograd.Function):
                 probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
                 part = add_gradients(inputs, tile, probs, tile.queries_of(grad_BHQD), total)
                 tile.store_queries(q_grad, part)
-            group.keys_of(k_grad).copy_(total.k_GYD)
-            group.keys_of(v_grad).copy_(total.v_GYD)
+            group.store_keys(k_grad, total.k_GYD)
+            group.store_keys(v_grad, total.v_GYD)
         key_grad = query_grad = None
         if key_table is not None:
             key_grad = inputs.key_side.expansion.collapse(key_table, pos_key_HSD.shape[1])
@@ -142,19 +144,20 @@ def _is_kept(span: Span) -> bool:
 def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan) -> Inputs:
     """Expand the position tables and draw the dropout words."""
     batch, heads, queries, size = q_BHQD.shape
-    keys, device = k_BHLD.shape[2], q_BHQD.device
+    keys = k_BHLD.shape[2]
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
     longest = max((span.stop - span.start for span in plan.spans), default=1)
     key_side = query_side = words = None
     if pos_key_HSD is not None:
-        expanded = expansion(plan.geometry, longest, True, plan.clip, device)
+        expanded = expansion(plan.geometry, longest, True, plan.clip, q_BHQD)
         key_side = make_side(expanded, pos_key_HSD)
     if pos_query_HSD is not None:
-        expanded = expansion(plan.geometry, longest, False, plan.clip, device)
+        expanded = expansion(plan.geometry, longest, False, plan.clip, q_BHQD)
         query_side = make_side(expanded, pos_query_HSD, scale)
     if plan.dropout > 0:
-        words = dropout_words(plan.seed, batch, heads, queries, keys, device)
-    return Inputs(q_BHQD, k_BHLD, v_BHLD, key_side, query_side, scale, plan.dropout, words)
+        words = dropout_words(plan.seed, batch, heads, queries, keys, q_BHQD.device)
+    scratch = scratch_of(q_BHQD.device)
+    return Inputs(q_BHQD, k_BHLD, v_BHLD, key_side, query_side, scale, plan.dropout, words, scratch)
 
 
 def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:

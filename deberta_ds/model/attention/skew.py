@@ -9,10 +9,12 @@ zero buffer ("un-skew") and multiplies. Nothing is indexed, one writer per eleme
 Beyond `reach` a side of the table is constant, so far columns cost one product per row, not per
 pair. Rows are queries for the content-to-position term; keys for position-to-content.
 
-Shape legend: G heads of a tile, X rows, Y columns, C rows of the expanded table, D head size, H
-heads, S slots.
+Shape legend: G planes of a tile (of its heads, and within a head of its rows), X rows, Y columns,
+C rows of the expanded table, D head size, H heads, S slots.
 """
 
+import math
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,18 @@ from torch import Tensor
 
 from deberta_ds.model.attention.geometry import Geometry
 
-BLOCK_ROWS = 64
+_ALIGNED = 16  # products are this many columns or a multiple: odd widths cost a third of the speed
+
+
+def block_rows(dtype: torch.dtype, rows: int) -> int:
+    """Return how many of `rows` rows are multiplied at once.
+
+    A block of n rows against w columns takes w + n - 1 columns of products, so that short rows want
+    small blocks; but half-precision products are only fast when they are large.
+    """
+    if dtype.itemsize == 2:
+        return 128 if rows > 256 else 64
+    return 64 if rows > 128 else 32
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,7 @@ class Expansion:
     """How one relative table is expanded: T[c] serves the pair with y - x = c - radius."""
 
     reach: int  # columns at least this far away share the end rows of the table
+    block: int  # rows multiplied at once
     radius: int
     slots_C: Tensor  # int64 row of the relative table for each c
 
@@ -46,18 +60,20 @@ class Expansion:
 
 
 def expansion(
-    geometry: Geometry, longest: int, rows_are_queries: bool, clip: bool, device: torch.device
+    geometry: Geometry, longest: int, rows_are_queries: bool, clip: bool, like: Tensor
 ) -> Expansion:
-    """Return the expansion for spans of up to `longest` columns.
+    """Return the expansion for spans of up to `longest` columns, for products with `like`.
 
     clip: treat columns beyond the table's reach as saturated.
     """
     reach = min(geometry.reach, longest) if clip else longest
-    radius = reach + BLOCK_ROWS - 1
-    distances_C = torch.arange(-radius, radius + 1, device=device)
+    block = block_rows(like.dtype, longest)
+    radius = reach + block - 1
+    # Further rows at the end, so that a product of aligned width finds as many.
+    distances_C = torch.arange(-radius, radius + _ALIGNED, device=like.device)
     if rows_are_queries:  # y - x is then key minus query
         distances_C = -distances_C
-    return Expansion(reach, radius, geometry.slots(distances_C))
+    return Expansion(reach, block, radius, geometry.slots(distances_C))
 
 
 @dataclass(frozen=True)
@@ -70,19 +86,20 @@ class Frame:
 
 def _bands(expanded: Expansion, frame: Frame, rows: int, columns: int):
     """Yield (start, stop, near start, near stop, first table row, last + 1) per block of rows."""
-    for start in range(0, rows, BLOCK_ROWS):
-        stop = min(start + BLOCK_ROWS, rows)
+    for start in range(0, rows, expanded.block):
+        stop = min(start + expanded.block, rows)
         shift = frame.first_row + start - frame.first_column
         near = min(max(shift - expanded.reach, 0), columns)
         far = max(min(shift + stop - start + expanded.reach, columns), near)
         table_start = near - shift - (stop - start - 1) + expanded.radius
-        yield start, stop, near, far, table_start, table_start + far - near + stop - start - 1
+        width = far - near + stop - start - 1
+        yield start, stop, near, far, table_start, table_start - (-width // _ALIGNED) * _ALIGNED
 
 
-def _skewed(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the view [G,X,Y] of a contiguous buffer [G,X,Y+X-1]: (x, y) lies at y - x + X - 1."""
-    width = columns + rows - 1
-    shape, strides = (buffer.shape[0], rows, columns), (rows * width, width - 1, 1)
+def _skewed(buffer: Tensor, columns: int) -> Tensor:
+    """Return the view [G,X,Y] of a contiguous buffer of products: (x, y) lies at y - x + X - 1."""
+    groups, rows, width = buffer.shape
+    shape, strides = (groups, rows, columns), (rows * width, width - 1, 1)
     return buffer.as_strided(shape, strides, rows - 1)
 
 
@@ -101,27 +118,69 @@ class Side:
 def make_side(expanded: Expansion, table_HSD: Tensor, scale: float = 1.0) -> Side:
     """Expand a relative table, scaled."""
     table_HCD = expanded.expand(table_HSD).mul_(scale)
-    return Side(expanded, table_HCD, table_HCD.transpose(1, 2).contiguous())
+    table_HDC = table_HCD.transpose(1, 2)
+    if table_HCD.dtype.itemsize == 2:  # only half-precision products are slower on the view
+        table_HDC = table_HDC.contiguous()
+    return Side(expanded, table_HCD, table_HDC)
 
 
 class Scratch:
     """Buffers kept from tile to tile: a fresh page costs more than the arithmetic on it."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple, Tensor] = {}
+        self._flat: dict[tuple, Tensor] = {}
+        self._written: dict[tuple, tuple] = {}
 
-    def take(self, use: str, shape: tuple[int, ...], like: Tensor, new=torch.empty) -> Tensor:
-        """Return the buffer of this use and shape, with what it last held."""
-        key = (use, *shape)
-        if key not in self._buffers:
-            self._buffers[key] = new(shape, dtype=like.dtype, device=like.device)
-        return self._buffers[key]
+    def take(self, use: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the buffer of this use in this shape, with what it happens to hold."""
+        key, size = (use, like.dtype), math.prod(shape)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < size:
+            with torch.inference_mode(False):  # it may outlive the caller's mode
+                flat = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._flat[key] = flat
+            self._written.pop(key, None)
+        return flat[:size].view(shape)
+
+    def take_skewed(self, shape: tuple[int, ...], columns: int, like: Tensor) -> Tensor:
+        """Return a buffer that is 0 wherever `_skewed(buffer, columns)` does not reach."""
+        buffer = self.take("skewed", shape, like)
+        key = ("skewed", like.dtype)
+        if self._written.get(key) != (shape, columns):
+            buffer.zero_()
+            self._written[key] = (shape, columns)
+        return buffer
+
+
+_LOCAL = threading.local()
+
+
+def scratch_of(device: torch.device) -> Scratch:
+    """Return this thread's scratch for the CPU, some tiles large; on a GPU a new one."""
+    if device.type != "cpu":
+        return Scratch()
+    if not hasattr(_LOCAL, "scratch"):
+        _LOCAL.scratch = Scratch()
+    return _LOCAL.scratch
+
+
+def apart(scratch: Scratch, use: str, tensor_GXY: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if its rows lie a multiple of 1 KiB apart.
+
+    Such rows fall on few sets of the cache: reading along columns costs three times as much.
+    """
+    groups, rows, columns = tensor_GXY.shape
+    if columns * tensor_GXY.dtype.itemsize % 1024:
+        return tensor_GXY
+    buffer = scratch.take(use, (groups, rows, columns + _ALIGNED), tensor_GXY)
+    return buffer[:, :, :columns].copy_(tensor_GXY)
 
 
 def add_term(
     scores: Tensor, x_GXD: Tensor, side: Side, frame: Frame, transposed: bool, scratch: Scratch
 ) -> None:
     """Add x . T[y - x + radius] to `scores` [G,X,Y], or to [G,Y,X] when `transposed`."""
+    heads, size = len(side.table_HCD), x_GXD.shape[2]
     columns = scores.shape[1 if transposed else 2]
     bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
     for start, stop, near, far, table_start, table_stop in bands:
@@ -130,8 +189,9 @@ def add_term(
         if far > near:
             shape = (x.shape[0], stop - start, table_stop - table_start)
             product = scratch.take("product", shape, x)
-            torch.bmm(x, side.table_HDC[:, :, table_start:table_stop], out=product)
-            term = _skewed(product, stop - start, far - near)
+            table = side.table_HDC[:, :, table_start:table_stop]
+            torch.bmm(x.reshape(heads, -1, size), table, out=product.view(heads, -1, shape[2]))
+            term = _skewed(product, far - near)
             if transposed:  # a transposing copy, then an add: 4 x faster than a transposed add
                 turned = scratch.take("turned", (x.shape[0], far - near, stop - start), x)
                 target[:, near:far].add_(turned.copy_(term.transpose(1, 2)))
@@ -139,7 +199,8 @@ def add_term(
                 target[:, :, near:far].add_(term)
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
             if hi > lo:
-                constant = x @ side.table_HCD[:, end, :, None]
+                constant = x.reshape(heads, -1, size) @ side.table_HCD[:, end, :, None]
+                constant = constant.view(*x.shape[:2], 1)
                 if transposed:
                     target[:, lo:hi].add_(constant.transpose(1, 2))
                 else:
@@ -153,30 +214,35 @@ def collect_term(
     frame: Frame,
     transposed: bool,
     grad_x_GXD: Tensor,
-    grad_table_GCD: Tensor,
+    grad_table_HCD: Tensor,
     scratch: Scratch,
 ) -> None:
     """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
+    heads, size = len(side.table_HCD), x_GXD.shape[2]
     columns = grad.shape[1 if transposed else 2]
     bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
     for start, stop, near, far, table_start, table_stop in bands:
-        x, grad_x = x_GXD[:, start:stop], grad_x_GXD[:, start:stop]
+        grad_x = grad_x_GXD[:, start:stop]
+        x = x_GXD[:, start:stop].reshape(heads, -1, size)  # one table serves all rows of a head
         source = grad[:, :, start:stop] if transposed else grad[:, start:stop]
         if far > near:
             shape = (grad.shape[0], stop - start, table_stop - table_start)
-            # Only the skewed view is ever written: the corners stay zero.
-            buffer = scratch.take("skewed", shape, grad, torch.zeros)
+            buffer = scratch.take_skewed(shape, far - near, grad)
             if transposed:
                 part = scratch.take("turned back", (*shape[:2], far - near), grad)
                 part.copy_(source[:, near:far].transpose(1, 2))
             else:
                 part = source[:, :, near:far]
-            _skewed(buffer, stop - start, far - near).copy_(part)
-            grad_x.add_(torch.bmm(buffer, side.table_HCD[:, table_start:table_stop]))
+            _skewed(buffer, far - near).copy_(part)
+            buffer = buffer.view(heads, -1, shape[2])
+            table = side.table_HCD[:, table_start:table_stop]
+            grad_x.add_(torch.bmm(buffer, table).view_as(grad_x))
             part = torch.bmm(buffer.transpose(1, 2), x)
-            grad_table_GCD[:, table_start:table_stop].add_(part)
+            grad_table_HCD[:, table_start:table_stop].add_(part)
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
             if hi > lo:
                 part = source[:, lo:hi].sum(1) if transposed else source[:, :, lo:hi].sum(2)
-                grad_x.add_(part[:, :, None] * side.table_HCD[:, end, None])
-                grad_table_GCD[:, end, None].add_(torch.bmm(part[:, None], x))
+                part = part.view(heads, 1, -1)
+                outer = part.transpose(1, 2) * side.table_HCD[:, end, None]
+                grad_x.add_(outer.view_as(grad_x))
+                grad_table_HCD[:, end, None].add_(torch.bmm(part, x))

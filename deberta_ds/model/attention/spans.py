@@ -1,13 +1,15 @@
 """Cut a batch of packed rows into spans that attend on their own.
 
 On the CPU a span is one piece of a row (several, when they are short), so pairs of different pieces
-and padding are never computed. On a GPU reading the segments would stall the stream, so a span is
-a whole row and a mask separates the pieces.
+and padding are never computed. Short rows are one span all together: masking costs less than many
+small products. On a GPU reading the segments would stall the stream, so a span is a whole row and a
+mask separates the pieces.
 
-Shape legend: B batch, L length, Q queries of the batch, X queries and Y keys of a span.
+Shape legend: B batch, L length, Q queries of the batch; R rows (or 1), X queries and Y keys of a
+span.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,24 +17,28 @@ from torch import Tensor
 from deberta_ds.model.attention.reference import allowed_pairs
 
 _SHORT = 96  # pieces are joined while the span stays this short: fewer, larger products
+_SHORT_ROWS = 128  # rows up to this long are taken whole
 
 
 @dataclass(frozen=True)
 class Span:
-    """Keys [start, stop) of batch row `row`, and the queries that look at them."""
+    """Keys [start, stop) of some batch rows, and the queries that look at them."""
 
-    row: int
+    rows: slice  # one row, or several alike, of which all columns are queries
     start: int
     stop: int
     queries_X: Tensor | None  # which query rows; None: exactly the columns [start, stop)
     positions_X: Tensor | None  # their columns relative to `start`; None with `queries_X`
-    allowed_XY: Tensor | None  # bool; None: every pair is allowed
+    allowed_RXY: Tensor | None  # bool; None: every pair is allowed
+    lonely: bool  # there may be queries that see no key
 
 
 def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> list[Span]:
     """Return the spans of a batch; queries of no span see no key."""
     if segments_BL.is_cuda:
         return [_whole_row(segments_BL, query_positions_BQ, b) for b in range(len(segments_BL))]
+    if query_positions_BQ is None and segments_BL.shape[1] <= _SHORT_ROWS:
+        return [_all_rows(segments_BL)]
     spans = []
     for row, segments_L in enumerate(segments_BL):
         values, counts = torch.unique_consecutive(segments_L, return_counts=True)
@@ -45,7 +51,24 @@ def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> li
             span = _span(segments_BL, query_positions_BQ, row, start, stop, single)
             if span.queries_X is None or len(span.queries_X):
                 spans.append(span)
-    return spans
+    return _merged(spans)
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Join alike spans of neighboring rows: fewer, larger products."""
+    merged: list[Span] = []
+    for span in spans:
+        last = merged[-1] if merged else None
+        if last and last.rows.stop == span.rows.start and _alike(last, span):
+            merged[-1] = replace(last, rows=slice(last.rows.start, span.rows.stop))
+        else:
+            merged.append(span)
+    return merged
+
+
+def _alike(one: Span, other: Span) -> bool:
+    plain = all(span.queries_X is None and span.allowed_RXY is None for span in (one, other))
+    return plain and (one.start, one.stop) == (other.start, other.stop)
 
 
 def _joined(values: list[int], counts: list[int]) -> list[tuple[int, int, bool]]:
@@ -73,8 +96,17 @@ def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> Span:
     if not single:
         piece = segments_BL[row : row + 1, start:stop]
         where = torch.arange(stop - start) if positions is None else positions
-        allowed = allowed_pairs(piece, where[None])[0]
-    return Span(row, start, stop, queries, positions, allowed)
+        allowed = allowed_pairs(piece, where[None])
+    return Span(slice(row, row + 1), start, stop, queries, positions, allowed, lonely=False)
+
+
+def _all_rows(segments_BL) -> Span:
+    batch, length = segments_BL.shape
+    allowed = None
+    if not bool(((segments_BL == segments_BL[:, :1]) & (segments_BL != 0)).all()):
+        allowed = allowed_pairs(segments_BL, torch.arange(length).expand(batch, length))
+    lonely = not bool(segments_BL.all())
+    return Span(slice(0, batch), 0, length, None, None, allowed, lonely)
 
 
 def _whole_row(segments_BL, query_positions_BQ, row) -> Span:
@@ -85,5 +117,5 @@ def _whole_row(segments_BL, query_positions_BQ, row) -> Span:
     if query_positions_BQ is not None:
         columns = positions = query_positions_BQ[row]
         queries = torch.arange(len(positions), device=device)
-    allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])[0]
-    return Span(row, 0, length, queries, positions, allowed)
+    allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])
+    return Span(slice(row, row + 1), 0, length, queries, positions, allowed, lonely=True)

@@ -1,26 +1,27 @@
 """One tile of gather-free attention: its probabilities, and its share of the gradients.
 
-A tile is some heads and some queries of one span against all keys of the span.
+A tile is some rows and heads and some queries of one span against all keys of the span.
 
-Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots; within a tile G heads,
-X queries, Y keys; C rows of an expanded table.
+Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots; within a tile G planes (of
+its heads, and within a head of its rows), X queries, Y keys; C rows of an expanded table.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deberta_ds.model.attention import picked
-from deberta_ds.model.attention.dropout import drop_threshold, keep_pairs
+from deberta_ds.model.attention.dropout import clear_dropped, drop_threshold, mark_dropped
 from deberta_ds.model.attention.skew import (
-    BLOCK_ROWS,
     Frame,
     Scratch,
     Side,
     add_term,
+    apart,
+    block_rows,
     collect_term,
 )
 from deberta_ds.model.attention.spans import Span
@@ -40,20 +41,40 @@ class Inputs:
     scale: float
     dropout: float
     words: tuple[Tensor, Tensor] | None  # dropout words of queries [B,H,Q] and keys [B,H,L]
-    scratch: Scratch = field(default_factory=Scratch)
+    scratch: Scratch
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some heads of a span, and the query blocks that its tiles cover."""
+    """Some rows and heads of a span, and the query blocks that its tiles cover."""
 
     span: Span
+    rows: slice
     heads: slice
     blocks: list[tuple[int, int]]
 
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the rows and heads of a tensor [B,H,...] as a view, heads first."""
+        return tensor[self.rows, self.heads].transpose(0, 1)
+
     def keys_of(self, tensor: Tensor) -> Tensor:
-        """Return this group's part of a tensor [B,H,L,...], a view."""
-        return tensor[self.span.row, self.heads, self.span.start : self.span.stop]
+        """Return this group's part [G,Y,...] of a tensor [B,H,L,...]; a view of a single row."""
+        return self.part(tensor)[:, :, self.span.start : self.span.stop].flatten(0, 1)
+
+    def new_keys(self, tensor: Tensor) -> Tensor:
+        """Return zeros in the shape of `keys_of`."""
+        part = self.part(tensor)
+        keys = self.span.stop - self.span.start
+        return tensor.new_zeros(part.shape[0] * part.shape[1], keys, *part.shape[3:])
+
+    def store_keys(self, tensor: Tensor, value: Tensor) -> None:
+        """Write this group's part of a tensor [B,H,L,...]."""
+        part = self.part(tensor)[:, :, self.span.start : self.span.stop]
+        part.copy_(value.view_as(part))
 
     def tiles(self) -> list["Tile"]:
         return [Tile(self, first, last) for first, last in self.blocks]
@@ -68,21 +89,21 @@ class Tile:
     last: int
 
     def queries_of(self, tensor: Tensor) -> Tensor:
-        """Return this tile's part of a tensor [B,H,Q,...]."""
-        span = self.group.span
-        row = tensor[span.row, self.group.heads]
+        """Return this tile's part [G,X,...] of a tensor [B,H,Q,...]."""
+        part, span = self.group.part(tensor), self.group.span
         if span.queries_X is None:
-            return row[:, span.start + self.first : span.start + self.last]
-        return row.index_select(1, span.queries_X[self.first : self.last])
+            part = part[:, :, span.start + self.first : span.start + self.last]
+            return part.flatten(0, 1)
+        return part.flatten(0, 1).index_select(1, span.queries_X[self.first : self.last])
 
     def store_queries(self, tensor: Tensor, value: Tensor) -> None:
         """Write this tile's part of a tensor [B,H,Q,...]."""
-        span = self.group.span
-        row = tensor[span.row, self.group.heads]
+        part, span = self.group.part(tensor), self.group.span
         if span.queries_X is None:
-            row[:, span.start + self.first : span.start + self.last] = value
+            part = part[:, :, span.start + self.first : span.start + self.last]
+            part.copy_(value.view_as(part))
         else:
-            row.index_copy_(1, span.queries_X[self.first : self.last], value)
+            part[:, 0].index_copy_(1, span.queries_X[self.first : self.last], value)
 
     @property
     def positions(self) -> Tensor | None:
@@ -92,63 +113,75 @@ class Tile:
 
     @property
     def forbidden(self) -> Tensor | None:
-        """Bool [X,Y], or None where every pair is allowed."""
-        allowed_XY = self.group.span.allowed_XY
-        return None if allowed_XY is None else ~allowed_XY[self.first : self.last]
+        """Bool [R,X,Y] for the group's rows, or for all of them; None: every pair is allowed."""
+        rows, span = self.group.rows, self.group.span
+        if span.allowed_RXY is None:
+            return None
+        allowed_RXY = span.allowed_RXY
+        if len(allowed_RXY) > 1:
+            allowed_RXY = allowed_RXY[rows.start - span.rows.start : rows.stop - span.rows.start]
+        return ~allowed_RXY[:, self.first : self.last]
 
 
-def groups(spans: list[Span], heads: int, device: torch.device) -> Iterator[Group]:
+def groups(spans: list[Span], q_BHQD: Tensor) -> Iterator[Group]:
     """Yield the groups of all spans, in the fixed order that forward and backward share."""
-    budget = _TILE_SCORES[device.type]
-    if device.type == "cpu":
+    heads, device = q_BHQD.shape[1], q_BHQD.device.type
+    budget = _TILE_SCORES[device]
+    if device == "cpu":
         budget *= torch.get_num_threads()
     for span in spans:
         keys = span.stop - span.start
         queries = keys if span.queries_X is None else len(span.queries_X)
-        size = min(heads, max(1, budget // (queries * keys)))
-        block = max(BLOCK_ROWS, budget // keys // BLOCK_ROWS * BLOCK_ROWS)
+        at_once = max(1, budget // (queries * keys))  # planes of one row and head
+        rows = min(span.rows.stop - span.rows.start, at_once)
+        parts = -(-heads // (at_once // rows))
+        size = -(-heads // parts)  # all parts alike
+        unit = block_rows(q_BHQD.dtype, keys)
+        block = max(unit, budget // keys // unit * unit)
         blocks = [(first, min(first + block, queries)) for first in range(0, queries, block)]
-        for head in range(0, heads, size):
-            yield Group(span, slice(head, min(head + size, heads)), blocks)
+        for row in range(span.rows.start, span.rows.stop, rows):
+            for head in range(0, heads, size):
+                few = slice(row, min(row + rows, span.rows.stop))
+                yield Group(span, few, slice(head, min(head + size, heads)), blocks)
 
 
-def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scaled queries [G,X,D], and keys and values [G,Y,D] of a tile."""
+def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Return scaled queries [G,X,D] and keys [G,Y,D] of a tile."""
     q = tile.queries_of(inputs.q_BHQD) * inputs.scale
-    k, v = tile.group.keys_of(inputs.k_BHLD), tile.group.keys_of(inputs.v_BHLD)
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        # oneDNN reorders strided operands at every product; fp32 products take them as they are.
-        return q.contiguous(), k.contiguous(), v.contiguous()
-    return q, k, v
+    return _dense(q), _dense(tile.group.keys_of(inputs.k_BHLD))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return an operand as products want it: oneDNN's reorder strided ones every time."""
+    return tensor.contiguous() if tensor.dtype == torch.bfloat16 and tensor.is_cpu else tensor
 
 
 def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
     """Return the softmax [G,X,Y] of a tile; dropped pairs carry a minus sign."""
-    q, k, _ = operands(inputs, tile)
+    q, k = operands(inputs, tile)
     scores = torch.bmm(q, k.transpose(1, 2))  # fresh: backward may keep it
     if inputs.key_side:
         _add(inputs, inputs.key_side, scores, q, tile, transposed=False)
     if inputs.query_side:
         _add(inputs, inputs.query_side, scores, k, tile, transposed=True)
-    forbidden_XY = tile.forbidden
-    if forbidden_XY is not None:
-        scores.masked_fill_(forbidden_XY, -math.inf)
+    forbidden_RXY = tile.forbidden
+    by_rows = scores.unflatten(0, (-1, tile.group.num_rows))
+    if forbidden_RXY is not None:  # shared by all heads: a sum is ten times as fast as a fill
+        by_rows.add_(scores.new_zeros(forbidden_RXY.shape).masked_fill_(forbidden_RXY, -math.inf))
     probs = torch.softmax(scores, -1, out=scores)
-    if forbidden_XY is not None:  # a query without keys is NaN here, and the rule is 0
-        probs.masked_fill_(forbidden_XY, 0.0)
+    if tile.group.span.lonely:  # a query without keys is NaN here, and the rule is 0
+        by_rows.masked_fill_(forbidden_RXY, 0.0)
     if inputs.words is not None:
         rows, columns = tile.queries_of(inputs.words[0]), tile.group.keys_of(inputs.words[1])
         take = inputs.scratch.take
         buffers = take("mixed", probs.shape, rows), take("shifted", probs.shape, rows)
-        keep = keep_pairs(rows, columns, drop_threshold(inputs.dropout), buffers)
-        negative = torch.neg(probs, out=take("negative", probs.shape, probs))
-        torch.where(keep, probs, negative, out=probs)
+        mark_dropped(probs, rows, columns, drop_threshold(inputs.dropout), buffers)
     return probs
 
 
 def context(inputs: Inputs, tile: Tile, probs: Tensor) -> Tensor:
     """Return the tile's context [G,X,D]."""
-    v = tile.group.keys_of(inputs.v_BHLD)
+    v = _dense(tile.group.keys_of(inputs.v_BHLD))
     if inputs.words is None:
         return torch.bmm(probs, v)
     kept = torch.clamp(probs, min=0, out=inputs.scratch.take("kept", probs.shape, probs))
@@ -172,20 +205,23 @@ def add_gradients(
 
     probs: as `probabilities` returned them; out_grad [G,X,D]: the gradient of the context.
     """
-    q, k, v = operands(inputs, tile)
-    grad = inputs.scratch.take("grad", probs.shape, probs)
-    kept = probs
+    q, k = operands(inputs, tile)
+    v = _dense(tile.group.keys_of(inputs.v_BHLD))
+    take = inputs.scratch.take
+    kept, grad = probs, take("grad", probs.shape, probs)
     if inputs.words is not None:
-        kept = torch.clamp(probs, min=0, out=inputs.scratch.take("kept", probs.shape, probs))
+        kept = torch.clamp(probs, min=0, out=take("kept", probs.shape, probs))
         out_grad = out_grad * (1 / (1 - inputs.dropout))
-    total.v_GYD.add_(torch.bmm(kept.transpose(1, 2), out_grad))
+    across = apart(inputs.scratch, "apart", kept).transpose(1, 2)
+    total.v_GYD.baddbmm_(across, out_grad)
     torch.bmm(out_grad, v.transpose(1, 2), out=grad)
     if inputs.words is not None:
-        grad.masked_fill_(probs.signbit(), 0)
+        clear_dropped(grad, probs, kept)
         probs = torch.abs(probs, out=kept)
     torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
+    grad = apart(inputs.scratch, "apart", grad)
     q_grad = torch.bmm(grad, k)
-    total.k_GYD.add_(torch.bmm(grad.transpose(1, 2), q))
+    total.k_GYD.baddbmm_(grad.transpose(1, 2), q)
     if inputs.key_side:
         _collect(inputs, inputs.key_side, grad, q, tile, False, q_grad, total.key_table_GCD)
     if inputs.query_side:
