@@ -8,6 +8,8 @@ Shape legend: B batch, H heads, L length, D head size, S slots of the relative t
 
 import importlib.util
 import math
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +26,14 @@ GEOMETRY = Geometry(512, 256)
 
 class UnavailableError(RuntimeError):
     """Why a peer cannot run here."""
+
+
+class NoBackwardError(UnavailableError):
+    """Why a peer cannot train here; `forward` is what it can do, without a graph."""
+
+    def __init__(self, reason: str, forward: Callable[[], Tensor]):
+        super().__init__(reason)
+        self.forward = forward
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,8 @@ def ours(mode: str, explicit_columns: bool = False) -> Callable[[Problem], Calla
     """
 
     def build(problem: Problem) -> Callable[[], Tensor]:
+        if mode == "fused":
+            _needs("triton", problem)
         batch, _, length, _ = problem.q_BHLD.shape
         segments = torch.ones(batch, length, dtype=torch.int32, device=problem.device)
         columns = torch.arange(length, device=problem.device).expand(batch, length)
@@ -150,9 +162,9 @@ def flex_attention(problem: Problem) -> Callable[[], Tensor]:
 
     if problem.dropout:
         raise UnavailableError("has no dropout")
-    q, k, v, pos_key, pos_query = problem.leaves
-    if problem.device.type == "cpu" and torch.is_grad_enabled():
-        raise UnavailableError("has no backward on the CPU")
+    on_cpu = problem.device.type == "cpu"
+    leaves = [x.detach() for x in problem.leaves] if on_cpu else problem.leaves
+    q, k, v, pos_key, pos_query = leaves
     scale = 1 / math.sqrt(3 * q.shape[-1])
     length = q.shape[2]
     distances = torch.arange(-(length - 1), length, device=problem.device)
@@ -169,6 +181,10 @@ def flex_attention(problem: Problem) -> Callable[[], Tensor]:
 
         return compiled(q, k, v, score_mod=score, scale=scale).transpose(1, 2)
 
+    if on_cpu:
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            raise UnavailableError("needs a C++ compiler, and has no backward on the CPU")
+        raise NoBackwardError("has no backward on the CPU", run)
     return run
 
 

@@ -28,7 +28,7 @@ def bars(path: Path, title: str, panels: list[tuple[str, dict[str, float]]], uni
         labels = list(values)[::-1]
         colors = [OURS if label.startswith("ours") else PEER for label in labels]
         drawn = axis.barh(labels, [values[label] for label in labels], color=colors)
-        axis.bar_label(drawn, fmt="%.3g", padding=3, fontsize=8)
+        axis.bar_label(drawn, fmt=_number, padding=3, fontsize=8)
         axis.set_title(name, fontsize=9)
         axis.set_xlabel(unit, fontsize=8)
         axis.tick_params(labelsize=8)
@@ -40,6 +40,10 @@ def bars(path: Path, title: str, panels: list[tuple[str, dict[str, float]]], uni
     figure.savefig(path, dpi=130)
     plt.close(figure)
     print(f"wrote {path}")
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def attention_panels(results: list[dict]) -> list[tuple[str, dict[str, float]]]:
@@ -68,7 +72,8 @@ def memory_panels(results: list[dict]) -> list[tuple[str, dict[str, float]]]:
     for row in results:
         name = f"attention, {row['length']} tokens" if row["kind"] == "attention" else "LM head"
         if "peak_bytes" in row:
-            panels.setdefault(name, {})[row["name"]] = row["peak_bytes"] / 2**20
+            label = "ours, chunked" if row["name"] == "chunked" else row["name"]
+            panels.setdefault(name, {})[label] = row["peak_bytes"] / 2**20
     return list(panels.items())
 
 
