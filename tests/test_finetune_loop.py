@@ -146,6 +146,13 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
         sweep.run_all(plan(tmp_path, given=("learning_rate=1e-5",)))
 
 
+def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, tmp_path):
+    given = (*QUICK, "WSC.max_length=8")
+    with pytest.raises(UserError, match="WSC .* raise max_length"):
+        sweep.run_all(plan(tmp_path, ("CB", "WSC"), given=given))
+    assert not (tmp_path / "CB").exists()
+
+
 def test_the_result_is_the_score_of_the_kept_weights(process_group, tmp_path):
     (result, _) = sweep.run_all(plan(tmp_path))
     best = max(result["history"], key=lambda entry: entry["macro_f1"] + entry["accuracy"])

@@ -68,20 +68,27 @@ def finished(job: Job) -> dict | None:
     return result
 
 
+def check_splits(job: Job) -> None:
+    """Say how many examples of each split are cut or read in windows.
+
+    Raises UserError if one cannot be encoded: before hours of training, not after them.
+    """
+    for split in (job.train, job.val, *job.tests.values()):
+        features = encode_split(job, split)
+        cut = sum(feature.cut_tokens > 0 for feature in features)
+        windowed = sum(len(f.sequences) > len(e.sequences)
+                       for f, e in zip(features, split.examples, strict=True))  # fmt: skip
+        if cut or windowed:
+            job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
+                    f"{job.settings.max_length} tokens, {windowed} read in windows")  # fmt: skip
+
+
 def encode_split(job: Job, split: Split) -> list[Feature]:
-    """Return the features of `split`, and say how many examples were cut or read in windows."""
     settings = job.settings
-    features = encode(
+    return encode(
         split.task, split.examples, job.start.tokenizer,
         max_length=settings.max_length, window_overlap=settings.window_overlap,
     )  # fmt: skip
-    cut = sum(feature.cut_tokens > 0 for feature in features)
-    windowed = sum(len(f.sequences) > len(e.sequences)
-                   for f, e in zip(features, split.examples, strict=True))  # fmt: skip
-    if cut or windowed:
-        job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
-                f"{settings.max_length} tokens, {windowed} read in windows")  # fmt: skip
-    return features
 
 
 def _predict(job: Job, val_features: Sequence[Feature]) -> dict:

@@ -18,7 +18,7 @@ from deberta_ds.finetune.loop import DivergedError, Job
 from deberta_ds.finetune.metrics import leaderboard_mean
 from deberta_ds.finetune.models import Start, find_finetuned
 from deberta_ds.finetune.readers import Split, carve, has_split, read_split
-from deberta_ds.finetune.run import RESULT, run
+from deberta_ds.finetune.run import RESULT, check_splits, finished, run
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import MAIN_TASKS, Task, diagnostics_of
 
@@ -51,22 +51,28 @@ def run_all(sweep: Sweep) -> list[dict]:
     """Return the results of every (task, seed), reading finished ones from disk."""
     splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
     settings = {task.name: resolve(task, sweep.preset, sweep.given) for task in sweep.tasks}
-    results = []
+    jobs = []
     for task in sweep.tasks:
         train, val, tests = splits[task.name]
         init_from = (sweep.init_from or {}).get(task.name, "")
-        for seed in range(1, sweep.num_seeds + 1):
-            job = Job(
+        jobs += [
+            Job(
                 task=task, seed=seed, settings=settings[task.name], start=sweep.start,
                 train=train, val=val, tests=tests, out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
                 init_from=str(find_finetuned(init_from)) if init_from else "",
                 keep_model=sweep.keep_models, say=sweep.say,
-            )  # fmt: skip
-            try:
-                results.append(run(job))
-            except DivergedError as error:
-                results.append(_diverged(job, error))
+            )
+            for seed in range(1, sweep.num_seeds + 1)
+        ]  # fmt: skip
+    for job in {job.task.name: job for job in jobs if finished(job) is None}.values():
+        check_splits(job)
+    results = []
+    for job in jobs:
+        try:
+            results.append(run(job))
+        except DivergedError as error:
+            results.append(_diverged(job, error))
     return results
 
 

@@ -1,0 +1,101 @@
+"""Can every SuperGLUE task learn 32 official rows by heart, alike on one process and on two ranks?
+
+    python benchmarks/superglue_overfit.py --fewglue DIR --superglue DIR [--tasks MultiRC ...]
+
+A model of random values (preset tiny, 3,000 pieces trained on the rows' own text) is fine-tuned on
+32 FewGLUE rows a task and scored on the same rows: a score below 95 % says that features or heads
+lose the label. WSC takes official train rows, because all of its FewGLUE rows are True; MultiRC
+takes the shortest passages that have 32 answers together.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.files import write_atomic
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "WSC")
+ROWS = 32
+SETTINGS = ("epochs=100", "batch_rows=8", "learning_rate=5e-4", "weight_decay=0.0", "dropout=0.0",
+            "head_dropout=0.0", "patience=30", "max_length=320")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fewglue", type=Path, required=True)
+    parser.add_argument("--superglue", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--out", default="benchmarks/results/superglue_overfit.json")
+    options = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        for task in TASKS:
+            write_rows(task, options, scratch / "data" / task)
+        texts = [text for path in (scratch / "data").glob("*/train.jsonl")
+                 for line in path.open(encoding="utf-8") for text in strings(json.loads(line))]
+        write_atomic(scratch / "text.txt", "\n".join(texts) + "\n")
+        run("data_prep/train_tokenizer.py", str(scratch / "text.txt"), "--out",
+            str(scratch / "spm.model"), "--pieces", "3000")
+        for task in options.tasks:
+            found[task] = measure(task, scratch)
+            print(json.dumps({task: found[task]}), flush=True)
+    write_atomic(options.out, json.dumps({"settings": SETTINGS, "tasks": found}, indent=1) + "\n")
+
+
+def write_rows(task: str, options: argparse.Namespace, directory: Path) -> None:
+    """Write the chosen rows as train and as validation split."""
+    source = options.superglue if task == "WSC" else options.fewglue
+    lines = (source / task / "train.jsonl").read_text("utf-8").splitlines()
+    if task == "MultiRC":
+        lines = sorted(lines, key=len)
+        answers = [sum(len(question["answers"]) for question in
+                       json.loads(line)["passage"]["questions"]) for line in lines]
+        lines = [line for number, line in enumerate(lines) if sum(answers[:number]) < ROWS]
+    directory.mkdir(parents=True)
+    for split in ("train", "val"):
+        (directory / f"{split}.jsonl").write_text("\n".join(lines[:ROWS]) + "\n", "utf-8")
+
+
+def strings(value) -> list[str]:
+    """Return all strings inside a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for part in inner for text in strings(part)]
+
+
+def measure(task: str, scratch: Path) -> dict:
+    """Return the train score of one process and how many predictions of two ranks are the same."""
+    predictions = {}
+    for ranks in (1, 2):
+        out = scratch / f"out{ranks}"
+        launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--nproc_per_node=2",
+                                          f"--master_port={29600 + TASKS.index(task)}"]
+        run(*launcher, "launch/finetune.py", "--task", task, "--model", "random:tiny",
+            "--tokenizer", str(scratch / "spm.model"), "--data", str(scratch / "data"),
+            "--out", str(out), "--any-size", "--skip-test", "--no-save-model", "--set", *SETTINGS)
+        directory = out / task / "seed-1"
+        predictions[ranks] = [json.loads(line)["prediction"] for line in
+                              (directory / "val_predictions.jsonl").read_text().splitlines()]
+    result = json.loads((scratch / "out1" / task / "seed-1/result.json").read_text())
+    same = sum(a == b for a, b in zip(predictions[1], predictions[2], strict=True))
+    return {"predictions": len(predictions[1]), "same_on_two_ranks": same,
+            "train_score": result["score"], "metrics": result["metrics"],
+            "majority": result["baseline"], "best_step": result["best_step"]}
+
+
+def run(*command: str) -> None:
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True,
+                   stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
