@@ -10,8 +10,8 @@ from options import parser_for
 
 from deberta_ds.data.mixture import SLOTS, build_mixture, temperature_weights
 from deberta_ds.data.rows import Source
-from deberta_ds.data.stages import WHOLE, next_source, read_stage
 from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.train.stages import WHOLE, next_source, read_stage
 
 
 def main() -> None:

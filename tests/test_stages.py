@@ -14,8 +14,8 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenize
 from deberta_ds import config
 from deberta_ds.config import DataConfig, SourceConfig
 from deberta_ds.data.rows import RowDataset, Source
-from deberta_ds.data.stages import next_source, read_stage
 from deberta_ds.errors import UserError
+from deberta_ds.train.stages import next_source, read_stage
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, ROWS_SEEN = 64, 70

@@ -6,10 +6,11 @@
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from deberta_ds.config import DataConfig
 from deberta_ds.data.batch import Row
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
@@ -24,7 +25,7 @@ _PERMUTATIONS_KEPT = 64
 class Source:
     """One corpus of a mixture.
 
-    A later stage of a run goes on where an earlier one stopped (`stages.next_source`): it starts at
+    A later stage of a run goes on where an earlier one stopped (train/stages.py): it starts at
     `first_row`, the rows that the earlier one has used, in the same `order`, which is (seed,
     position in the list) of the stage that used the corpus first; None: this dataset's own. A
     stage of another length takes another `part` (from, to) of the shards.
@@ -35,6 +36,11 @@ class Source:
     first_row: int = 0
     order: tuple[int, int] | None = None
     part: tuple[float, float] = (0.0, 1.0)
+
+
+def sources_of(data: DataConfig) -> list[Source]:
+    """Return the sources that a run file names."""
+    return [Source(**asdict(source)) for source in data.sources]
 
 
 class RowDataset:

@@ -84,6 +84,7 @@ def check_splits(job: Job) -> None:
 
 
 def encode_split(job: Job, split: Split) -> list[Feature]:
+    """Return the features of `split`; UserError names an example that cannot be made to fit."""
     settings = job.settings
     return encode(
         split.task, split.examples, job.start.tokenizer,

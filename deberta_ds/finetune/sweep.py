@@ -55,13 +55,13 @@ def run_all(sweep: Sweep) -> list[dict]:
     for task in sweep.tasks:
         train, val, tests = splits[task.name]
         init_from = (sweep.init_from or {}).get(task.name, "")
+        init_from = str(find_finetuned(init_from)) if init_from else ""
         jobs += [
             Job(
                 task=task, seed=seed, settings=settings[task.name], start=sweep.start,
                 train=train, val=val, tests=tests, out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
-                init_from=str(find_finetuned(init_from)) if init_from else "",
-                keep_model=sweep.keep_models, say=sweep.say,
+                init_from=init_from, keep_model=sweep.keep_models, say=sweep.say,
             )
             for seed in range(1, sweep.num_seeds + 1)
         ]  # fmt: skip

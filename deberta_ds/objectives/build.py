@@ -3,7 +3,7 @@
 from torch import nn
 
 from deberta_ds.config import RunConfig
-from deberta_ds.model.encoder import Encoder, compile_layers
+from deberta_ds.model.encoder import Encoder
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 
@@ -23,6 +23,4 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Encoder):
             module.recompute = run.train.recompute
-    if run.train.compile:
-        compile_layers(model)
     return model

@@ -53,6 +53,11 @@ def list_steps(out_dir: str | Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
+def list_finished(out_dir: str | Path) -> list[Path]:
+    """Return those of `list_steps` whose save ended; their files may have been damaged since."""
+    return [path for path in list_steps(out_dir) if (path / MANIFEST).exists()]
+
+
 def read_run_file(path: str | Path) -> dict:
     """Return run.json of a checkpoint directory."""
     file = Path(path) / RUN_FILE
@@ -342,8 +347,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
     and only what this system wrote is read.
     """
     path = Path(path)
-    finished = [step for step in list_steps(path) if (step / MANIFEST).exists()]
-    if finished:  # a run directory: its newest checkpoint
+    if finished := list_finished(path):  # a run directory: its newest checkpoint
         path = finished[-1]
     problems = _problems_in_share(path, rank=0, world_size=1)
     if problems:

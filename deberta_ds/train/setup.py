@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deberta_ds import __version__, config, deepspeed_config, dist
 from deberta_ds.config import RunConfig
-from deberta_ds.data.rows import Row, RowDataset, Source, eval_rows
+from deberta_ds.data.rows import Row, RowDataset, eval_rows, sources_of
 from deberta_ds.files import write_atomic
 from deberta_ds.log import format_count
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -52,8 +52,7 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, list[Row]]:
     data, mask = run.data, run.objective.mask
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(
-        [Source(source.path, source.weight, source.first_row, source.order, source.part)
-         for source in data.sources], tokenizer,
+        sources_of(data), tokenizer,
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size())
     held_out = []

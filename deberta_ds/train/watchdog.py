@@ -62,7 +62,7 @@ class Watchdog:
         self._slowest = 0.0
         self._factor = _PATIENCE  # the first step compiles, connects and warms up
         self._ended = threading.Event()
-        self._door = Door()
+        self._door = Door() if seconds else None  # no watch, no open port
 
     @contextmanager
     def watch(self) -> Iterator[None]:

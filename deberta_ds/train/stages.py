@@ -4,7 +4,6 @@ Rows of one length are continued: same shards, same shuffle, from the first row 
 of another length hold the same tokens differently cut, so they must come from other shards.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 from deberta_ds.config import from_dict
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.mixture import build_mixture
-from deberta_ds.data.rows import Source
+from deberta_ds.data.rows import Source, sources_of
 from deberta_ds.errors import UserError
+from deberta_ds.train.checkpoint import RUN_FILE, list_finished, read_run_file
 
 WHOLE = (0.0, 1.0)
 
@@ -33,26 +33,24 @@ class Stage:
 
 
 def read_stage(directory: str | Path) -> Stage:
-    """Return the stage of a checkpoint, or of the newest whole one of a run's out_dir.
+    """Return the stage of a checkpoint, or of the newest finished one of a run's out_dir.
 
     UserError if there is none, or if it cannot be read.
     """
     directory = Path(directory)
-    if not (directory / "run.json").exists():
-        whole = sorted(path.parent for path in directory.glob("checkpoints/step-*/manifest.json"))
-        if not whole:
+    if not (directory / RUN_FILE).exists():
+        finished = list_finished(directory)
+        if not finished:
             raise UserError(f"{directory}: no checkpoint; give the out_dir of a run, or one of its "
                             "checkpoints/step-NNNNNNNN")
-        directory = max(whole, key=lambda path: int(path.name.removeprefix("step-")))
-    place = directory / "run.json"
+        directory = finished[-1]
+    place, record = directory / RUN_FILE, read_run_file(directory)
     try:
-        record = json.loads(place.read_bytes())
         data = from_dict(record["config"], str(place)).data
         rows_seen, fingerprints = record["rows_seen"], record["fingerprints"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{place}: cannot be read ({error}); give another checkpoint") from error
-    sources = tuple(Source(source.path, source.weight, source.first_row, source.order, source.part)
-                    for source in data.sources)
+    except KeyError as error:
+        raise UserError(f"{place}: {error} is missing; give another checkpoint") from error
+    sources = tuple(sources_of(data))
     given = build_mixture([source.weight for source in sources]).consumed(rows_seen)
     return Stage(
         str(directory), data.seq_len, sources,
