@@ -27,6 +27,7 @@ setup(
         "tensorboard",
         "matplotlib",
         "xxhash",
+        "orjson",
         "zstandard",
         "tqdm",
         "fsspec",

@@ -242,7 +242,7 @@ def test_near_duplicates_are_found_behind_a_stranger_in_their_band():
 
 def test_bad_documents_stop_or_are_counted(tmp_path):
     path = tmp_path / "text.jsonl"
-    path.write_text('{"text": "good one"}\n{"text": "\\ud800"}\n{"text": ""}\n'
+    path.write_text('{"text": "good one", "score": NaN}\n{"text": "\\ud800"}\n{"text": ""}\n'
                     '{"text": "a\\u0000"}\n{"text": "12345678"}\nnot json\n')
     with pytest.raises(UserError, match=r"text.jsonl:2: a lone surrogate.*--max_bad allows 0"):
         tokenize(path, tmp_path / "out")

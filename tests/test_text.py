@@ -47,6 +47,15 @@ def test_idempotent_and_round_trip(raw):
     assert tokenizer.decode(tokenizer.encode(clean)) == clean
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text("a \n\r\t\x00\u00e4\u0301\u3000\u4e00", max_size=60))
+def test_long_texts_follow_the_same_rules(raw):
+    expected = normalise_and_count(raw)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "_LONG", 0)
+        assert normalise_and_count(raw) == expected
+
+
 def test_removed_characters_are_counted():
     assert normalise_and_count("a\x00b\u200b\x07 \u00e4\ufeff\r\n") == ("ab \u00e4", 4)
     assert normalise_and_count("nothing\tto remove") == ("nothing to remove", 0)

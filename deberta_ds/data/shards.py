@@ -26,6 +26,7 @@ from deberta_ds.files import atomic_path, write_atomic, xxh3
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 HEADER_BYTES = 128
+_WRITE_TOKENS = 1 << 14  # a write for each short document would take longer than its tokens
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,11 @@ class ShardWriter:
         self._path = Path(corpus) / "tokens" / f"{name}.npy"
         self._ends_path = Path(corpus) / "ends" / f"{name}.npy"
         self._ends: list[int] = []
+        self._pending: list[np.ndarray] = []
+        self._pending_tokens = 0
         self._context = atomic_path(self._path)
         self._temporary = self._context.__enter__()
-        self._file = open(self._temporary, "wb", buffering=1 << 20)
+        self._file = open(self._temporary, "wb")
         self._file.write(npy_header(self._dtype, 0))
 
     @property
@@ -180,12 +183,21 @@ class ShardWriter:
     def append(self, ids: np.ndarray) -> None:
         """Add one document; an empty one is an error of the caller."""
         assert len(ids), "an empty document has no place in a shard"
-        self._file.write(np.ascontiguousarray(ids, dtype=self._dtype))
+        self._pending.append(ids)
+        self._pending_tokens += len(ids)
         self.tokens += len(ids)
         self._ends.append(self.tokens)
+        if self._pending_tokens >= _WRITE_TOKENS:
+            self._write()
+
+    def _write(self) -> None:
+        if self._pending:
+            self._file.write(np.concatenate(self._pending, dtype=self._dtype, casting="unsafe"))
+        self._pending, self._pending_tokens = [], 0
 
     def finish(self) -> ShardInfo:
         """Complete both files and return their sizes and checksums."""
+        self._write()
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, self.tokens))
         self._file.close()

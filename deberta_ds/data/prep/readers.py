@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
 
+import orjson
 import zstandard
 
 from deberta_ds.data.prep.documents import Document, ReadOptions, Span
@@ -16,7 +17,6 @@ from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_st
 from deberta_ds.errors import UserError
 
 _BLOCK_BYTES = 1 << 18
-_decode_json = json.JSONDecoder().decode  # json.loads without the look at its options
 
 
 def read_unit(unit: list[Span], options: ReadOptions) -> Iterator[Document]:
@@ -172,13 +172,20 @@ def _json_document(
     text = ""
     if not problem:
         try:
-            record = _decode_json(line.decode("utf-8")) if line.strip() else {options.text_key: ""}
+            record = _parse(line.decode("utf-8")) if line.strip() else {options.text_key: ""}
             text, problem, label = _fields(record, label, options)
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
         except (ValueError, RecursionError) as error:
             problem = f"not JSON ({error})"
     return Document(text, path, where, "json", label, problem)
+
+
+def _parse(line: str):
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line)  # knows NaN, which Python programs write, and names the fault
 
 
 def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str]:

@@ -13,10 +13,13 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
+import numpy as np
+
 from deberta_ds.tokenizer import SPACE_MARK
 
 TEXT_RULES_VERSION = 1
 ENCODE_CHARACTERS = 1 << 18
+_LONG = 1 << 13  # characters
 
 _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
@@ -38,10 +41,8 @@ def normalise(text: str) -> str:
 def normalise_and_count(text: str) -> tuple[str, int]:
     """Return (normalised text, number of characters that rule 1 removed)."""
     removed = 0
-    # Searches and replacements of single characters run at memory speed. "\r\n" as two spaces would
-    # cost more than splitlines, whose every line end is white space; other white space comes below.
-    text = text.replace("\t", " ")
-    text = " ".join(text.splitlines()) if "\r" in text else text.replace("\n", " ")
+    # Replacements of single characters run at memory speed; other white space comes below.
+    text = text.replace("\t", " ").replace("\r", " ").replace("\n", " ")
     if text.isascii():
         plain = not text.encode().translate(None, _PRINTABLE_ASCII)
     else:  # other white space is not printable, nor is any character that is to be removed
@@ -54,13 +55,21 @@ def normalise_and_count(text: str) -> tuple[str, int]:
         text, removed = _REMOVED.subn("", text)
         for space in _OTHER_SPACES:
             text = text.replace(space, " ")
-    parts = text.split("  ")
-    if len(parts) > 1:  # none has more than one space at an end
-        text = " ".join(filter(None, map(str.strip, parts)))
-    text = text.strip(" ")
+    text = _collapse_spaces(text).strip(" ")
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.replace(SPACE_MARK, "_"))
     return text, removed
+
+
+def _collapse_spaces(text: str) -> str:
+    """Return `text` with one space for each run of spaces."""
+    if len(text) < _LONG:  # here the calls of NumPy would cost more than the work
+        return " ".join(filter(None, map(str.strip, text.split("  "))))
+    data = np.frombuffer(text.encode(), np.uint8)
+    space = data == ord(" ")
+    kept = np.ones(len(data), bool)
+    np.logical_not(space[1:] & space[:-1], out=kept[1:])
+    return data[kept].tobytes().decode()
 
 
 def encodable_parts(text: str) -> Iterator[tuple[str, bool]]:
