@@ -59,7 +59,7 @@ def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
     case = Case(SMALL_BUCKETS, ones(1, 300), dropout=0.1)
     whole = run(case, "linear", torch.float64)
     monkeypatch.setattr(linear, "KEEP_LENGTH", 64)
-    monkeypatch.setitem(linear.groups.__globals__["_TILE_SCORES"], "cpu", 300 * 70)
+    monkeypatch.setitem(linear.groups.__globals__["_TILE_BYTES"], "cpu", 300 * 70 * 8)
     parts = run(case, "linear", torch.float64)
     assert max(relative_errors(parts, whole)) < 1e-14
 
@@ -70,7 +70,7 @@ def test_rows_together_in_tiles_of_any_size(monkeypatch, planes, packed):
     segments = PACKED[[0, 1, 2, 0, 1], 100:190] if packed else ones(5, 90)
     case = Case(SMALL_BUCKETS, segments, dropout=0.1)
     whole = run(case, "linear", torch.float64)
-    monkeypatch.setitem(linear.groups.__globals__["_TILE_SCORES"], "cpu", 90 * 90 * planes)
+    monkeypatch.setitem(linear.groups.__globals__["_TILE_BYTES"], "cpu", 90 * 90 * planes * 8)
     assert max(relative_errors(run(case, "linear", torch.float64), whole)) < 1e-14
 
 

@@ -126,14 +126,8 @@ class _LinearAttention(torch.autograd.Function):
                 tile.store_queries(q_grad, part)
             group.store_keys(k_grad, total.k_GYD)
             group.store_keys(v_grad, total.v_GYD)
-        key_grad = query_grad = None
-        if key_table is not None:
-            key_grad = inputs.key_side.expansion.collapse(key_table, pos_key_HSD.shape[1])
-            key_grad = key_grad.to(pos_key_HSD.dtype)
-        if query_table is not None:
-            query_table.mul_(inputs.scale)
-            query_grad = inputs.query_side.expansion.collapse(query_table, pos_query_HSD.shape[1])
-            query_grad = query_grad.to(pos_query_HSD.dtype)
+        key_grad = _table_gradient(inputs.key_side, key_table, inputs.scale, pos_key_HSD)
+        query_grad = _table_gradient(inputs.query_side, query_table, inputs.scale, pos_query_HSD)
         return q_grad, k_grad, v_grad, key_grad, query_grad, None
 
 
@@ -150,7 +144,7 @@ def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan) -> Inputs
     key_side = query_side = words = None
     if pos_key_HSD is not None:
         expanded = expansion(plan.geometry, longest, True, plan.clip, q_BHQD)
-        key_side = make_side(expanded, pos_key_HSD)
+        key_side = make_side(expanded, pos_key_HSD, scale)
     if pos_query_HSD is not None:
         expanded = expansion(plan.geometry, longest, False, plan.clip, q_BHQD)
         query_side = make_side(expanded, pos_query_HSD, scale)
@@ -174,3 +168,11 @@ def _table_sums(side: Side | None) -> Tensor | None:
         return None
     dtype = torch.promote_types(side.table_HCD.dtype, torch.float32)
     return torch.zeros_like(side.table_HCD, dtype=dtype)
+
+
+def _table_gradient(side: Side | None, sum_HCD, scale: float, table_HSD) -> Tensor | None:
+    """Return the gradient of a relative table from that of its scaled expansion."""
+    if side is None:
+        return None
+    grad_HSD = side.expansion.collapse(sum_HCD.mul_(scale), table_HSD.shape[1])
+    return grad_HSD.to(table_HSD.dtype)

@@ -33,7 +33,7 @@ def block_rows(dtype: torch.dtype, rows: int) -> int:
     """
     if dtype.itemsize == 2:
         return 128 if rows > 256 else 64
-    return 64 if rows > 128 else 32
+    return 64 if rows > 128 else 16
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Side:
         return Side(self.expansion, self.table_HCD[heads], self.table_HDC[heads])
 
 
-def make_side(expanded: Expansion, table_HSD: Tensor, scale: float = 1.0) -> Side:
+def make_side(expanded: Expansion, table_HSD: Tensor, scale: float) -> Side:
     """Expand a relative table, scaled."""
     table_HCD = expanded.expand(table_HSD).mul_(scale)
     table_HDC = table_HCD.transpose(1, 2)

@@ -26,17 +26,17 @@ from deberta_ds.model.attention.skew import (
 )
 from deberta_ds.model.attention.spans import Span
 
-_TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # on the CPU per thread: 4 MiB of fp32
+_TILE_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}  # of scores; on the CPU per thread
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every tile reads. The position-query table carries the score scale."""
+    """What every tile reads. The position tables carry the score scale."""
 
     q_BHQD: Tensor
     k_BHLD: Tensor
     v_BHLD: Tensor
-    key_side: Side | None  # content to position: rows are queries
+    key_side: Side | None  # content to position: rows are queries; scaled
     query_side: Side | None  # position to content: rows are keys; scaled
     scale: float
     dropout: float
@@ -126,7 +126,7 @@ class Tile:
 def groups(spans: list[Span], q_BHQD: Tensor) -> Iterator[Group]:
     """Yield the groups of all spans, in the fixed order that forward and backward share."""
     heads, device = q_BHQD.shape[1], q_BHQD.device.type
-    budget = _TILE_SCORES[device]
+    budget = _TILE_BYTES[device] // q_BHQD.dtype.itemsize
     if device == "cpu":
         budget *= torch.get_num_threads()
     for span in spans:
@@ -146,9 +146,8 @@ def groups(spans: list[Span], q_BHQD: Tensor) -> Iterator[Group]:
 
 
 def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Return scaled queries [G,X,D] and keys [G,Y,D] of a tile."""
-    q = tile.queries_of(inputs.q_BHQD) * inputs.scale
-    return _dense(q), _dense(tile.group.keys_of(inputs.k_BHLD))
+    """Return queries [G,X,D] and keys [G,Y,D] of a tile."""
+    return _dense(tile.queries_of(inputs.q_BHQD)), _dense(tile.group.keys_of(inputs.k_BHLD))
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -156,10 +155,15 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.dtype == torch.bfloat16 and tensor.is_cpu else tensor
 
 
+def _scaled_product(a_GXD: Tensor, b_GDY: Tensor, scale: float) -> Tensor:
+    out_GXY = a_GXD.new_empty(*a_GXD.shape[:2], b_GDY.shape[2])
+    return torch.baddbmm(out_GXY, a_GXD, b_GDY, beta=0, alpha=scale, out=out_GXY)
+
+
 def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
     """Return the softmax [G,X,Y] of a tile; dropped pairs carry a minus sign."""
     q, k = operands(inputs, tile)
-    scores = torch.bmm(q, k.transpose(1, 2))  # fresh: backward may keep it
+    scores = _scaled_product(q, k.transpose(1, 2), inputs.scale)  # fresh: backward may keep it
     if inputs.key_side:
         _add(inputs, inputs.key_side, scores, q, tile, transposed=False)
     if inputs.query_side:
@@ -194,8 +198,8 @@ class Gradients:
 
     k_GYD: Tensor
     v_GYD: Tensor
-    key_table_GCD: Tensor | None
-    query_table_GCD: Tensor | None  # of the scaled table
+    key_table_GCD: Tensor | None  # of the scaled tables
+    query_table_GCD: Tensor | None
 
 
 def add_gradients(
@@ -220,13 +224,13 @@ def add_gradients(
         probs = torch.abs(probs, out=kept)
     torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
     grad = apart(inputs.scratch, "apart", grad)
-    q_grad = torch.bmm(grad, k)
-    total.k_GYD.baddbmm_(grad.transpose(1, 2), q)
+    q_grad = _scaled_product(grad, k, inputs.scale)
+    total.k_GYD.baddbmm_(grad.transpose(1, 2), q, alpha=inputs.scale)
     if inputs.key_side:
         _collect(inputs, inputs.key_side, grad, q, tile, False, q_grad, total.key_table_GCD)
     if inputs.query_side:
         _collect(inputs, inputs.query_side, grad, k, tile, True, total.k_GYD, total.query_table_GCD)
-    return q_grad.mul_(inputs.scale)
+    return q_grad
 
 
 def _add(inputs, side: Side, scores: Tensor, x: Tensor, tile: Tile, transposed: bool) -> None:
