@@ -16,7 +16,13 @@ from torch.autograd.function import once_differentiable
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.attention.skew import Side, expansion, make_side, scratch_of
+from deberta_ds.model.attention.skew import (
+    Scratch,
+    Side,
+    expansion,
+    make_side,
+    scratch_of,
+)
 from deberta_ds.model.attention.spans import Span, cut_into_spans
 from deberta_ds.model.attention.tile import (
     Gradients,
@@ -112,7 +118,8 @@ class _LinearAttention(torch.autograd.Function):
         inputs = _prepare(*leaves, plan)
         q_grad = _like_flat(q_BHQD, plan.all_queries(q_BHQD))
         k_grad, v_grad = (_like_flat(x, plan.all_keys(x)) for x in (k_BHLD, v_BHLD))
-        key_table, query_table = _table_sums(inputs.key_side), _table_sums(inputs.query_side)
+        key_table = _table_sums(inputs.key_side, "key table", inputs.scratch)
+        query_table = _table_sums(inputs.query_side, "query table", inputs.scratch)
         for group in groups(plan.spans, q_BHQD):
             total = Gradients(
                 group.new_keys(k_BHLD),
@@ -162,12 +169,13 @@ def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:
     return new(batch, rows, heads, size, **like).transpose(1, 2)
 
 
-def _table_sums(side: Side | None) -> Tensor | None:
+def _table_sums(side: Side | None, use: str, scratch: Scratch) -> Tensor | None:
     """Return zeros [H,C,D] to sum a table's gradient in, fp32 or wider."""
     if side is None:
         return None
     dtype = torch.promote_types(side.table_HCD.dtype, torch.float32)
-    return torch.zeros_like(side.table_HCD, dtype=dtype)
+    like = side.table_HCD.new_empty(0, dtype=dtype)
+    return scratch.take(use, side.table_HCD.shape, like).zero_()
 
 
 def _table_gradient(side: Side | None, sum_HCD, scale: float, table_HSD) -> Tensor | None:
