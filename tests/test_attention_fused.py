@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,18 @@ def test_compiles_for_a_gpu(architecture, kernels):
     assert [line["faults"] for line in lines] == [[]] * len(lines), lines
 
 
+def test_picked_queries_compile_for_a_gpu():
+    arguments = ["90", "--sizes", "64", "--lengths", "512", "--kernels", "forward", "--picked"]
+    [line] = run_worker("fused_compile.py", *arguments, timeout=60)
+    assert line["picked"] and line["faults"] == []
+
+
 def test_every_tile_is_in_the_table():
     for capability in ((8, 0), (9, 0), (10, 0)):
         for size in dispatch.FUSED_SIZES:
             for length in (512, 8192):
-                for direction in ("forward", "query", "key"):
-                    tile = tiles.choose(capability, size, length, direction)
+                for direction, picked in product(("forward", "query", "key"), (False, True)):
+                    tile = tiles.choose(capability, size, length, direction, picked)
                     assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
 
 

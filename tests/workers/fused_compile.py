@@ -46,7 +46,7 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, picked:
     """Return (tile, compiled kernel) for bf16, both terms, dropout on."""
     capability = (architecture // 10, architecture % 10)
     if name in FLASH:
-        tile = tiles.choose(capability, size, length, name)
+        tile = tiles.choose(capability, size, length, name, picked)
     else:
         tile = tiles.choose_product(capability, size, name)
     constants = dict(HAS_KEY_TERM=True, HAS_QUERY_TERM=True, DROPOUT=True, PRECISION="tf32")

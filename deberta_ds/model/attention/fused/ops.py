@@ -48,7 +48,7 @@ def fused_attention(
     out = torch.empty(batch, queries, heads, size, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked)
-    tile = _tile(q, k, "forward")
+    tile = _tile(q, k, "forward", picked)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), out, lse,
         *query_facts, key_facts[0], query_words, key_words,
@@ -98,12 +98,12 @@ def fused_attention_backward(
         written = q.new_empty(batch, heads, keys, queries)
     shared = (q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), grad, lse, delta)
     facts = (key_facts[0], query_words, key_words, *_numbers(q, k, v, band, scale, dropout))
-    tile = _tile(q, k, "query")  # first: it also fills delta
+    tile = _tile(q, k, "query", picked)  # first: it also fills delta
     backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         *shared, out, dq, d_key.plane, d_key.ends, *query_facts, *facts,
         **_constants(q, key_table, query_table, dropout, band, picked, tile),
     )  # fmt: skip
-    tile = _tile(q, k, "key")
+    tile = _tile(q, k, "key", picked)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
         *shared, dk, dv, written, d_query.ends, *query_facts[:2], *key_facts[1:], *facts,
         **_constants(q, key_table, query_table, dropout, band, picked, tile),
@@ -214,8 +214,9 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _tile(q: Tensor, k: Tensor, direction: str) -> tiles.Tile:
-    return tiles.choose(_capability(q), q.shape[-1], max(q.shape[2], k.shape[2]), direction)
+def _tile(q: Tensor, k: Tensor, direction: str, picked: bool) -> tiles.Tile:
+    longest = max(q.shape[2], k.shape[2])
+    return tiles.choose(_capability(q), q.shape[-1], longest, direction, picked)
 
 
 def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:

@@ -25,13 +25,16 @@ def table() -> dict:
 
 
 @lru_cache
-def choose(capability: tuple[int, int], size: int, length: int, direction: str) -> Tile:
+def choose(
+    capability: tuple[int, int], size: int, length: int, direction: str, picked: bool = False
+) -> Tile:
     """Return the tile for a device capability, head size, row length and direction.
 
     direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
+    picked: queries at explicit columns, which read the position terms pair by pair.
     """
     architecture = _architecture(capability)
-    length_class = "long" if length > LONG_ROW else "short"
+    length_class = "picked" if picked else "long" if length > LONG_ROW else "short"
     return Tile(*table()[architecture][str(max(size, 32))][length_class][direction])
 
 
