@@ -65,7 +65,7 @@ def run(*command, mpi: int = 0) -> dict:
     while process.poll() is None:
         for pid in _tree(process.pid):
             peaks[pid] = max(peaks.get(pid, 0), _peak_rss(pid))
-        time.sleep(0.2)  # VmHWM is a maximum: only the last 0.2 s of a process can be missed
+        time.sleep(0.05)  # VmHWM is a maximum: only the last 0.05 s of a process can be missed
     seconds, after, busy = time.perf_counter() - start, os.times(), _busy_seconds() - busy
     output, errors = process.communicate()
     if process.returncode:

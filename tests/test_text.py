@@ -52,7 +52,7 @@ def test_idempotent_and_round_trip(raw):
 def test_long_texts_follow_the_same_rules(raw):
     expected = normalise_and_count(raw)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "_LONG", 0)
+        patch.setattr(rules, "_LONG", 1)
         assert normalise_and_count(raw) == expected
 
 
