@@ -16,13 +16,7 @@ from torch.autograd.function import once_differentiable
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.attention.skew import (
-    Scratch,
-    Side,
-    expansion,
-    make_side,
-    scratch_of,
-)
+from deberta_ds.model.attention.skew import Scratch, Side, expansion, make_side, scratch_of
 from deberta_ds.model.attention.spans import Span, cut_into_spans
 from deberta_ds.model.attention.tile import (
     Gradients,

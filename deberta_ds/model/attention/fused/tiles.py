@@ -20,15 +20,18 @@ class Tile(NamedTuple):
 
 @lru_cache
 def table() -> dict:
-    """Return {architecture: {head size: {length class: {direction: [m, n, warps, stages]}}}}."""
+    """Return {architecture: {head size: {class: {direction: [m, n, warps, stages]}}}}.
+
+    class: "short" or "long" rows, or "picked" queries; products with planes stand beside them.
+    """
     return json.loads(TABLE.read_text())
 
 
 @lru_cache
 def choose(
-    capability: tuple[int, int], size: int, length: int, direction: str, picked: bool = False
+    capability: tuple[int, int], size: int, length: int, direction: str, picked: bool
 ) -> Tile:
-    """Return the tile for a device capability, head size, row length and direction.
+    """Return the tile of a flash kernel for a device capability, head size and row length.
 
     direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
     picked: queries at explicit columns, which read the position terms pair by pair.
