@@ -224,7 +224,7 @@ def _prune(out_dir: str | Path, keep: int) -> None:
     The remains of killed saves that are older than the newest whole one go too.
     """
     steps = list_steps(out_dir)
-    whole = [path for path in steps if (path / MANIFEST).exists()]
+    whole = list_finished(out_dir)
     for path in steps[:steps.index(whole[-1])]:
         if path not in whole[-keep:]:
             (path / MANIFEST).unlink(missing_ok=True)
@@ -255,8 +255,7 @@ def find(out_dir: str | Path, resume: str) -> Found:
         if not problems:
             return Found(path, tuple(passed_over))
         passed_over.append(f"{path}: {'; '.join(problems)}")
-    finished = dist.broadcast_object([path for path in candidates if (path / MANIFEST).exists()])
-    if finished:
+    if dist.broadcast_object(list_finished(out_dir)):
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(passed_over)
                               + "\n  delete them to start from step 0")
     return Found(None, tuple(passed_over))

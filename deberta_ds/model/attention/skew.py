@@ -191,8 +191,8 @@ def add_term(
             wanted = (stop - start, table_stop - table_start, far - near)
             if wanted != shape:  # the views serve all blocks of one shape
                 shape = wanted
-                product = scratch.take("product", (x.shape[0], *shape[:2]), x)
-                product, term = product.view(heads, -1, shape[1]), _skewed(product, shape[2])
+                buffer = scratch.take("product", (x.shape[0], *shape[:2]), x)
+                product, term = buffer.view(heads, -1, shape[1]), _skewed(buffer, shape[2])
             table = side.table_HDC[:, :, table_start:table_stop]
             torch.bmm(x.reshape(heads, -1, size), table, out=product)
             if transposed:  # a transposing copy, then an add: 4 x faster than a transposed add
@@ -235,8 +235,8 @@ def collect_term(
                 shape = wanted
                 buffer = scratch.take_skewed((grad.shape[0], *shape[:2]), shape[2], grad)
                 skewed, rows = _skewed(buffer, shape[2]), buffer.view(heads, -1, shape[1])
-                turned = scratch.take("turned back", skewed.shape, grad)
             if transposed:
+                turned = scratch.take("turned back", skewed.shape, grad)
                 skewed.copy_(turned.copy_(source[:, near:far].transpose(1, 2)))
             else:
                 skewed.copy_(source[:, :, near:far])
