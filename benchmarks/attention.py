@@ -3,18 +3,22 @@
 Prints milliseconds, the ratio to Hugging Face eager and the largest relative error of the context
 and all gradients against float64, the forward alone, and the useful TF/s: products of queries and
 keys, of probabilities and values, and of rows and min(length, 512) table slots; forward + backward
-counts 3.5 x forward, as disentangled-flash does. Writes benchmarks/results/attention-<device>.json.
+counts 3.5 x forward, as disentangled-flash does. On a CPU where our runs let oneDNN compute fp32
+products (`deberta_ds.cpu`), all are timed both ways: ratios are to Hugging Face as it comes, and
+"x equal" to Hugging Face with the same products. Writes benchmarks/results/attention-<device>.json.
 
   python -m benchmarks.attention                     # CPU: one thread, process time
   python -m benchmarks.attention --device cuda       # GPU: 16k tokens, bf16, dropout 0.1
 """
 
 import argparse
+import itertools
 
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import interleaved_minimum, save
+from benchmarks.measure import interleaved_minimum, save, with_products
+from deberta_ds import cpu
 from deberta_ds.errors import exit_cleanly
 
 # (batch, length) at 12 heads of 64
@@ -23,37 +27,48 @@ GPU_SHAPES = ((32, 512), (8, 2048), (2, 8192))
 HEADS, SIZE = 12, 64
 # The float64 oracle is a reference run: only as many scores as this.
 _ERROR_SCORES = {"cpu": 1 << 25, "cuda": 1 << 28}
+_BASE, ONEDNN = "Hugging Face eager", ", oneDNN"
 _ORACLE = "ours, reference"  # not timed on a GPU: it needs tens of GiB there
 # One compiles anew for half a minute a shape, the other loops over rows in Python.
 _ONLY_SHORT_ON_GPU = ("FlexAttention", "ours, linear")
 
 
-def measure(shape, dtype: torch.dtype, device: str, dropout: float, rounds: int) -> dict:
-    """Return seconds, error and reason of absence of each implementation."""
+def measure(
+    shape, dtype: torch.dtype, device: str, dropout: float, rounds: int, ways: dict[str, str]
+) -> dict:
+    """Return seconds, error and reason of absence of each implementation.
+
+    ways: what to add to an implementation's name, and the precision of `with_products` for it.
+    """
     batch, length = shape
     problem = peers.make_problem(batch, length, HEADS, SIZE, dtype, device, dropout)
-    calls, forwards, results = {}, {}, None
+    calls, forwards, results, rows = {}, {}, None, {}
     truth = _truth(problem) if dropout == 0 else None
-    rows = {name: {} for name in peers.BUILDERS if device == "cpu" or name != _ORACLE}
-    for name in rows:
-        if device == "cuda" and length > 512 and name in _ONLY_SHORT_ON_GPU:
-            rows[name]["absent"] = "timed at 512 tokens only"
+    for peer, suffix in itertools.product(peers.BUILDERS, ways):
+        if device == "cuda" and peer == _ORACLE or "absent" in rows.get(peer, ()):
+            continue
+        name = peer + suffix
+        row = rows[name] = {}
+        if device == "cuda" and length > 512 and peer in _ONLY_SHORT_ON_GPU:
+            row["absent"] = "timed at 512 tokens only"
             continue
         try:
-            forward = peers.BUILDERS[name](problem)
-            results = _with_backward(forward, problem)()
+            forward = with_products(ways[suffix], peers.BUILDERS[peer](problem))
+            call = with_products(ways[suffix], _with_backward(forward, problem))
+            results = call()
         except peers.NoBackwardError as reason:
-            rows[name]["absent"], forwards[name] = str(reason), _without_graph(reason.forward)
+            row["absent"] = str(reason)
+            forwards[name] = with_products(ways[suffix], _without_graph(reason.forward))
             continue
         except peers.UnavailableError as reason:
-            rows[name]["absent"] = str(reason)
+            row["absent"] = str(reason)
             continue
         except Exception as reason:  # a peer that fails must not end the comparison
-            rows[name]["absent"] = f"failed: {type(reason).__name__}: {str(reason)[:120]}"
+            row["absent"] = f"failed: {type(reason).__name__}: {str(reason)[:120]}"
             continue
-        calls[name], forwards[name] = _with_backward(forward, problem), _without_graph(forward)
+        calls[name], forwards[name] = call, _without_graph(forward)
         if truth is not None:
-            rows[name]["error"] = _error(results, truth)
+            row["error"] = _error(results, truth)
     del results, truth
     for name, seconds in interleaved_minimum(calls, rounds, device).items():
         rows[name]["seconds"] = seconds
@@ -120,26 +135,28 @@ def _peak_bytes(call) -> int:
 def show(result: dict) -> None:
     """Print one table."""
     rows, flops = result["rows"], result["forward_flops"]
-    base = rows["Hugging Face eager"].get("seconds")
+    base = rows[_BASE].get("seconds")
     print(
         f"\n{result['batch']} x {result['length']} tokens, {HEADS} heads x {SIZE}, "
         f"{result['dtype']}, dropout {result['dropout']}: forward + backward"
     )
-    titles = ("ms", "x HF", "error", "peak MB", "fwd ms", "fwd TF/s", "TF/s")
-    print(f"  {'':26}" + "".join(f"{title:>9}" for title in titles))
+    titles = ("ms", "x HF", "x equal", "error", "peak MB", "fwd ms", "fwd TF/s", "TF/s")
+    print(f"  {'':32}" + "".join(f"{title:>9}" for title in titles))
     for name, row in rows.items():
         if "absent" in row:
             forward = row.get("forward_seconds")
             note = f"; forward alone {forward * 1e3:.2f} ms" if forward else ""
-            print(f"  {name:26}{row['absent']}{note}")
+            print(f"  {name:32}{row['absent']}{note}")
             continue
         cells = [f"{row['seconds'] * 1e3:.2f}", f"{base / row['seconds']:.2f}" if base else "-"]
+        equal = rows[_BASE + ONEDNN if name.endswith(ONEDNN) else _BASE].get("seconds")
+        cells.append(f"{equal / row['seconds']:.2f}" if equal else "-")
         cells.append(f"{row['error']:.0e}" if "error" in row else "-")
         cells.append(f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else "-")
         cells.append(f"{row['forward_seconds'] * 1e3:.2f}")
         cells.append(f"{flops / row['forward_seconds'] / 1e12:.3g}")
         cells.append(f"{3.5 * flops / row['seconds'] / 1e12:.3g}")
-        print(f"  {name:26}" + "".join(f"{cell:>9}" for cell in cells))
+        print(f"  {name:32}" + "".join(f"{cell:>9}" for cell in cells))
 
 
 def main() -> None:
@@ -148,8 +165,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
     options = parser.parse_args()
+    ways = {"": "highest"}
     if options.device == "cpu":
         torch.set_num_threads(1)
+        if cpu.use_onednn():
+            ways[ONEDNN] = "medium"
         shapes, dtypes = CPU_SHAPES, (torch.float32, torch.bfloat16)
     else:
         shapes, dtypes = GPU_SHAPES, (torch.bfloat16,)
@@ -157,7 +177,10 @@ def main() -> None:
     for shape in shapes:
         for dtype in dtypes:
             for dropout in options.dropout:
-                results.append(measure(shape, dtype, options.device, dropout, options.rounds))
+                chosen = ways if dtype == torch.float32 else {"": "highest"}  # bf16 is oneDNN's
+                results.append(
+                    measure(shape, dtype, options.device, dropout, options.rounds, chosen)
+                )
                 show(results[-1])
     print(f"\nwrote {save('attention', options.device, results)}")
 

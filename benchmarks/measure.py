@@ -46,6 +46,20 @@ def _cuda_seconds(call: Callable[[], object]) -> float:
     return start.elapsed_time(stop) / 1000
 
 
+def with_products(precision: str, call: Callable[[], object]) -> Callable[[], object]:
+    """Return `call` under a precision of `torch.set_float32_matmul_precision`.
+
+    On a CPU "highest" means products by MKL, and "medium", where `deberta_ds.cpu.use_onednn` says
+    that it is as exact, by oneDNN.
+    """
+
+    def run():
+        torch.set_float32_matmul_precision(precision)
+        return call()
+
+    return run
+
+
 def environment(device: str = "cpu") -> dict[str, object]:
     """Return what a reader needs to place a number: processor, threads, versions."""
     versions = {}

@@ -3,6 +3,8 @@
 Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ours runs the enhanced
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
 and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
+On a CPU where our runs let oneDNN compute fp32 products (`deberta_ds.cpu`), fp32 is timed both
+ways.
 Writes benchmarks/results/train_step-<device>.json.
 
   python -m benchmarks.train_step                                   # CPU, xsmall, one thread
@@ -16,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
-from benchmarks.measure import interleaved_minimum, save
+from benchmarks.measure import interleaved_minimum, save, with_products
+from deberta_ds import cpu
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.errors import exit_cleanly
@@ -30,7 +33,7 @@ from deberta_ds.train import flops
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 H200_PEAK = 989e12  # dense bf16 FLOP/s
-COMPILED = "ours, compiled"
+COMPILED, ONEDNN = "ours, compiled", "fp32 by oneDNN"
 PROFILED = 15  # kernels listed by --profile
 
 
@@ -133,11 +136,21 @@ def hugging_face_loss(config: ModelConfig, objective: str, generator_layers: int
     return model, loss
 
 
-def make_step(model, loss, optimizer, device: str, dtype: torch.dtype):
-    """Return a function that runs one training step."""
+def kinds_of(device: str) -> dict[str, str]:
+    """Return the kinds of steps to time, and the precision of `with_products` for each."""
+    if device == "cuda":
+        return {"bf16": "highest"}
+    kinds = {"fp32": "highest", ONEDNN: "medium", "bf16": "highest"}
+    if not cpu.use_onednn():
+        del kinds[ONEDNN]
+    return kinds
+
+
+def make_step(model, loss, optimizer, device: str, half: bool):
+    """Return a function that runs one training step, under bf16 autocast if `half`."""
 
     def step():
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=half):
             value = loss()
         value.backward()
         optimizer.step()
@@ -158,7 +171,7 @@ def measure(options, rows: int, length: int) -> dict:
     names = ("ours",) if options.ours_only else (*peers, "ours")
     if options.compile:
         names += (COMPILED,)
-    dtypes = (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,)
+    kinds = kinds_of(options.device)
     for name in names:
         torch.manual_seed(0)
         model, loss = (hugging_face_loss if name in peers else our_loss)(*arguments)
@@ -166,9 +179,9 @@ def measure(options, rows: int, length: int) -> dict:
             compile_layers(model)
         fused = {} if name == peers[0] else {"fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
-        for dtype in dtypes:
-            step = make_step(model, loss, optimizer, options.device, dtype)
-            steps[f"{name}, {'fp32' if dtype == torch.float32 else 'bf16'}"] = step
+        for kind, precision in kinds.items():
+            step = make_step(model, loss, optimizer, options.device, kind == "bf16")
+            steps[f"{name}, {kind}"] = with_products(precision, step)
     seconds = interleaved_minimum(steps, options.rounds, options.device)
     forward = flops.masked_lm(config, length, MASK_RATE)
     if options.objective == "rtd":
@@ -206,14 +219,14 @@ def show(result: dict, device: str) -> None:
     seconds, tokens = result["seconds"], result["rows"] * result["length"]
     shape = f"{result['rows']} x {result['length']} tokens"
     print(f"\n{result['model']} {result['objective']}, {shape}")
-    print(f"  {'':34}{'ms':>9}{'tokens/s':>11}{'x HF':>7}{'x HF fp32':>11}{'MFU':>7}")
+    print(f"  {'':44}{'ms':>9}{'tokens/s':>11}{'x HF':>7}{'x HF fp32':>11}{'MFU':>7}")
     for name, value in seconds.items():
         kind = name.rpartition(", ")[2]
         equal, single = (seconds.get(f"Hugging Face, {x}") for x in (kind, "fp32"))
         ratios = [f"{x / value:.2f}" if x else "-" for x in (equal, single)]
         rate = tokens / value
         mfu = f"{rate * result['flops_per_token'] / H200_PEAK:.1%}" if device == "cuda" else "-"
-        print(f"  {name:34}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7}")
+        print(f"  {name:44}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7}")
     if "peak_bytes" in result:
         print(f"  peak memory of the process {result['peak_bytes'] / 2**30:.1f} GiB")
     for row in result.get("profile", ()):

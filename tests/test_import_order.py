@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
     {"errors", "files", "validation", "config", "presets", "deepspeed_config"},
-    {"dist", "log", "tokenizer"},
+    {"cpu", "dist", "log", "tokenizer"},
     {"data", "model"},
     {"objectives"},
     {"train"},

@@ -29,11 +29,11 @@ def block_rows(dtype: torch.dtype, rows: int) -> int:
     """Return how many of `rows` rows are multiplied at once.
 
     A block of n rows against w columns takes w + n - 1 columns of products, so that short rows want
-    small blocks; but half-precision products are only fast when they are large.
+    small blocks; but products are only fast when they are large, most so in half precision.
     """
-    if dtype.itemsize == 2:
-        return 128 if rows > 256 else 64
-    return 64 if rows > 128 else 16
+    if rows > 256:
+        return 128
+    return 64 if rows > 128 or dtype.itemsize == 2 else 32
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,7 @@ class Side:
 def make_side(expanded: Expansion, table_HSD: Tensor, scale: float) -> Side:
     """Expand a relative table, scaled."""
     table_HCD = expanded.expand(table_HSD).mul_(scale)
-    table_HDC = table_HCD.transpose(1, 2)
-    if table_HCD.dtype.itemsize == 2:  # only half-precision products are slower on the view
-        table_HDC = table_HDC.contiguous()
-    return Side(expanded, table_HCD, table_HDC)
+    return Side(expanded, table_HCD, table_HCD.transpose(1, 2).contiguous())
 
 
 class Scratch:
@@ -164,7 +161,7 @@ def scratch_of(device: torch.device) -> Scratch:
     return _LOCAL.scratch
 
 
-def apart(scratch: Scratch, use: str, tensor_GXY: Tensor) -> Tensor:
+def _apart(tensor_GXY: Tensor, scratch: Scratch) -> Tensor:
     """Return the tensor, or a copy of it if its rows lie a multiple of 1 KiB apart.
 
     Such rows fall on few sets of the cache: reading along columns costs three times as much.
@@ -172,7 +169,7 @@ def apart(scratch: Scratch, use: str, tensor_GXY: Tensor) -> Tensor:
     groups, rows, columns = tensor_GXY.shape
     if columns * tensor_GXY.dtype.itemsize % 1024:
         return tensor_GXY
-    buffer = scratch.take(use, (groups, rows, columns + _ALIGNED), tensor_GXY)
+    buffer = scratch.take("apart", (groups, rows, columns + _ALIGNED), tensor_GXY)
     return buffer[:, :, :columns].copy_(tensor_GXY)
 
 
@@ -223,6 +220,8 @@ def collect_term(
     """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
     heads, size = len(side.table_HCD), x_GXD.shape[2]
     columns = grad.shape[1 if transposed else 2]
+    if transposed:
+        grad = _apart(grad, scratch)
     bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
     shape = None
     for start, stop, near, far, table_start, table_stop in bands:

@@ -20,7 +20,6 @@ from deberta_ds.model.attention.skew import (
     Scratch,
     Side,
     add_term,
-    apart,
     block_rows,
     collect_term,
 )
@@ -152,7 +151,7 @@ def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
 
 def _dense(tensor: Tensor) -> Tensor:
     """Return an operand as products want it: oneDNN's reorder strided ones every time."""
-    return tensor.contiguous() if tensor.dtype == torch.bfloat16 and tensor.is_cpu else tensor
+    return tensor.contiguous() if tensor.is_cpu else tensor
 
 
 def _scaled_product(a_GXD: Tensor, b_GDY: Tensor, scale: float) -> Tensor:
@@ -216,14 +215,12 @@ def add_gradients(
     if inputs.words is not None:
         kept = torch.clamp(probs, min=0, out=take("kept", probs.shape, probs))
         out_grad = out_grad * (1 / (1 - inputs.dropout))
-    across = apart(inputs.scratch, "apart", kept).transpose(1, 2)
-    total.v_GYD.baddbmm_(across, out_grad)
+    total.v_GYD.baddbmm_(kept.transpose(1, 2), out_grad)
     torch.bmm(out_grad, v.transpose(1, 2), out=grad)
     if inputs.words is not None:
         clear_dropped(grad, probs, kept)
         probs = torch.abs(probs, out=kept)
     torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
-    grad = apart(inputs.scratch, "apart", grad)
     q_grad = _scaled_product(grad, k, inputs.scale)
     total.k_GYD.baddbmm_(grad.transpose(1, 2), q, alpha=inputs.scale)
     if inputs.key_side:

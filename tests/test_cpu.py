@@ -1,0 +1,65 @@
+"""oneDNN for fp32 products on the CPU: only where it is as exact."""
+
+import pytest
+import torch
+
+from deberta_ds import cpu
+
+ZEN5 = {"cpu_name": "AMD EPYC", "avx512_bw": True, "avx512_dq": True, "avx512_vl": True,
+        "amx_tile": False}
+
+
+@pytest.fixture(autouse=True)
+def _precision_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def pretend(monkeypatch, **features):
+    """Make this processor look like a Zen 5 with `features` changed."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ZEN5 | features, raising=False)
+
+
+@pytest.mark.parametrize("features", [{"cpu_name": "Intel Xeon"}, {"amx_tile": True},
+                                      {"avx512_vl": False}])
+def test_other_processors_keep_mkl(monkeypatch, features):
+    pretend(monkeypatch, **features)
+    assert not cpu.use_onednn()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_precision_chosen_before_is_left_alone(monkeypatch):
+    pretend(monkeypatch)
+    torch.set_float32_matmul_precision("high")
+    assert not cpu.use_onednn()
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_less_exact_products_are_refused(monkeypatch):
+    """A processor that looks right but multiplies in bf16 keeps MKL."""
+    exact = torch.bmm
+
+    def rounded(left, right):
+        if left.dtype != torch.float32:
+            return exact(left, right)
+        return exact(left.bfloat16().float(), right.bfloat16().float())
+
+    pretend(monkeypatch)
+    monkeypatch.setattr(torch, "bmm", rounded)
+    assert not cpu.use_onednn()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_products_here_keep_24_bits():
+    """Whatever is chosen on this machine: 1 + 2^-23 survives a product by 1."""
+    chosen = cpu.use_onednn()
+    assert torch.get_float32_matmul_precision() == ("medium" if chosen else "highest")
+    number = 1 + 2.0**-23
+    for rows, columns in ((32, 144), (256, 1536), (512, 64)):
+        identity = torch.eye(rows)
+        assert (torch.full((rows, rows), number) * identity @ identity).diagonal().eq(number).all()
+        wide = torch.full((4, rows, columns), number)
+        assert torch.bmm(identity.expand(4, -1, -1).contiguous(), wide).eq(number).all()
+
