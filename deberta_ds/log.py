@@ -7,6 +7,7 @@ torch is imported only when the first TensorBoard value is written.
 """
 
 import json
+import logging
 import math
 import os
 import sys
@@ -26,6 +27,16 @@ HEADER_EVERY_LINES = 20
 
 _DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
 _RESET = "\033[0m"
+
+
+def show_choices() -> None:
+    """Print what the library chose for this machine (logger "deberta_ds") as it is chosen."""
+    logger = logging.getLogger("deberta_ds")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def format_count(value: float) -> str:

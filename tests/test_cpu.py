@@ -10,8 +10,9 @@ ZEN5 = {"cpu_name": "AMD EPYC", "avx512_bw": True, "avx512_dq": True, "avx512_vl
 
 
 @pytest.fixture(autouse=True)
-def _precision_as_it_was():
+def _as_torch_comes(monkeypatch):
     before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(cpu, "_chosen", False)
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
@@ -35,6 +36,26 @@ def test_a_precision_chosen_before_is_left_alone(monkeypatch):
     torch.set_float32_matmul_precision("high")
     assert not cpu.use_onednn()
     assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_a_choice_by_the_newer_names_is_left_alone(monkeypatch):
+    pretend(monkeypatch)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        assert not cpu.use_onednn()
+        with cpu.mkl_products():
+            assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def test_mkl_products_ends_where_it_began(monkeypatch):
+    monkeypatch.setattr(cpu, "_chosen", True)
+    torch.set_float32_matmul_precision("medium")
+    with pytest.raises(KeyError), cpu.mkl_products():
+        assert torch.get_float32_matmul_precision() == "highest"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == "medium"
 
 
 def test_less_exact_products_are_refused(monkeypatch):

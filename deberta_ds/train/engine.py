@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from deberta_ds import cpu, deepspeed_config, dist
+from deberta_ds import cpu, deepspeed_config, dist, log
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.model.encoder import compile_layers
 from deberta_ds.model.init import init_parameters
@@ -33,11 +33,14 @@ def init_distributed() -> torch.device:
     if deepspeed.get_accelerator().device_name() == "cpu":
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        cpu.use_onednn()
     device = _device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     deepspeed.init_distributed(verbose=False)
+    if dist.is_main():
+        log.show_choices()
+    if device.type == "cpu":
+        cpu.use_onednn()
     return device
 
 

@@ -7,12 +7,14 @@ grow with length x length x heads x layers.
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.cpu import mkl_products
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
@@ -92,11 +94,12 @@ class _LinearAttention(torch.autograd.Function):
         kept = []
         training = any(ctx.needs_input_grad)
         for group in groups(plan.spans, q_BHQD):
-            for tile in group.tiles():
-                probs = probabilities(inputs, tile)
-                tile.store_queries(context_BHQD, context(inputs, tile, probs))
-                if training and _is_kept(group.span):
-                    kept.append(probs)
+            with _products_of(group.span, k_BHLD):
+                for tile in group.tiles():
+                    probs = probabilities(inputs, tile)
+                    tile.store_queries(context_BHQD, context(inputs, tile, probs))
+                    if training and _is_kept(group.span):
+                        kept.append(probs)
         leaves = (q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)
         ctx.save_for_backward(*leaves, *kept)
         ctx.plan = plan
@@ -121,10 +124,11 @@ class _LinearAttention(torch.autograd.Function):
                 None if key_table is None else key_table[group.heads],
                 None if query_table is None else query_table[group.heads],
             )
-            for tile in group.tiles():
-                probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
-                part = add_gradients(inputs, tile, probs, tile.queries_of(grad_BHQD), total)
-                tile.store_queries(q_grad, part)
+            with _products_of(group.span, k_BHLD):
+                for tile in group.tiles():
+                    probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
+                    part = add_gradients(inputs, tile, probs, tile.queries_of(grad_BHQD), total)
+                    tile.store_queries(q_grad, part)
             group.store_keys(k_grad, total.k_GYD)
             group.store_keys(v_grad, total.v_GYD)
         key_grad = _table_gradient(inputs.key_side, key_table, inputs.scale, pos_key_HSD)
@@ -134,6 +138,12 @@ class _LinearAttention(torch.autograd.Function):
 
 def _is_kept(span: Span) -> bool:
     return span.stop - span.start <= KEEP_LENGTH
+
+
+def _products_of(span: Span, k_BHLD: Tensor) -> AbstractContextManager:
+    """Return the context for the products of a span: whole rows are alike in every step."""
+    whole = span.queries_X is None and span.stop - span.start == k_BHLD.shape[2]
+    return nullcontext() if whole or not k_BHLD.is_cpu else mkl_products()
 
 
 def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan) -> Inputs:
