@@ -1,10 +1,11 @@
 """The demo's training steps the plain way and ours: seconds a step, and the losses of both.
 
-The plain way takes the reference attention and whole logits of the masked rows with their float64
-softmax for the draw; model, rows and optimizer are the same, one step of each in turn. A draw close
-to the edge between two words may fall on either side, after which two runs differ in their inputs:
-so ours gets the draws of the plain way, and those that it would have made otherwise are counted.
-The losses must agree: it fails if they do not. Writes benchmarks/results/demo_step-cpu.json.
+The plain way takes the reference attention, whole logits of the masked rows with their float64
+softmax for the draw, and products as torch comes; model, rows and optimizer are the same, one step
+of each in turn. A draw close to the edge between two words may fall on either side, after which two
+runs differ in their inputs: so ours gets the draws of the plain way, and those that it would have
+made otherwise are counted. The losses must agree: it fails if they do not. Writes
+benchmarks/results/demo_step-cpu.json.
 
   make demo                              # leaves runs/demo/corpus
   python -m benchmarks.demo_step
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import save
-from deberta_ds import config
+from deberta_ds import config, cpu
 from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset, sources_of
 from deberta_ds.errors import UserError, exit_cleanly
@@ -122,6 +123,7 @@ def main() -> None:
         PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),
         OURS: Trainer(run, "linear", draws.our_head, tokenizer.size),
     }
+    precisions = {PLAIN: "highest", OURS: "medium" if cpu.use_onednn() else "highest"}
     rows, micro = run.train.global_batch_rows, run.train.micro_batch_rows
     for step in range(options.steps):
         first = step * rows
@@ -129,7 +131,8 @@ def main() -> None:
             collate([dataset[number] for number in range(start, start + micro)])
             for start in range(first, first + rows, micro)
         ]
-        for way in ways.values():
+        for name, way in ways.items():
+            torch.set_float32_matmul_precision(precisions[name])
             way.step(batches)
     plain, ours = ways[PLAIN], ways[OURS]
     pairs = zip(plain.losses, ours.losses, strict=True)

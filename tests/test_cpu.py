@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deberta_ds import cpu
+from deberta_ds.model.attention import Geometry, attend
 
 ZEN5 = {"cpu_name": "AMD EPYC", "avx512_bw": True, "avx512_dq": True, "avx512_vl": True,
         "amx_tile": False}
@@ -84,3 +85,24 @@ def test_products_here_keep_24_bits():
         wide = torch.full((4, rows, columns), number)
         assert torch.bmm(identity.expand(4, -1, -1).contiguous(), wide).eq(number).all()
 
+
+
+@pytest.mark.parametrize(("pieces", "precision"), [([160], "medium"), ([100, 60], "highest")])
+def test_ragged_pieces_are_left_to_mkl(monkeypatch, pieces, precision):
+    """In attention's forward and backward: a piece's length may never come again."""
+    monkeypatch.setattr(cpu, "_chosen", True)
+    torch.set_float32_matmul_precision("medium")
+    seen, product = set(), torch.baddbmm
+
+    def recorded(*arguments, **options):
+        seen.add(torch.get_float32_matmul_precision())
+        return product(*arguments, **options)
+
+    monkeypatch.setattr(torch, "baddbmm", recorded)
+    q, k, v = (torch.randn(1, 2, 160, 16, requires_grad=True) for _ in range(3))
+    segments = torch.repeat_interleave(torch.arange(1, len(pieces) + 1), torch.tensor(pieces))
+    context = attend(q, k, v, None, None, geometry=Geometry(512, 256), segments=segments[None],
+                     mode="linear")
+    context.sum().backward()
+    assert seen == {precision}
+    assert torch.get_float32_matmul_precision() == "medium"
