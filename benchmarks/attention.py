@@ -53,7 +53,7 @@ def measure(
             row["absent"] = "timed at 512 tokens only"
             continue
         try:
-            forward = with_products(ways[suffix], peers.BUILDERS[peer](problem))
+            forward = peers.BUILDERS[peer](problem)
             call = with_products(ways[suffix], _with_backward(forward, problem))
             results = call()
         except peers.NoBackwardError as reason:
@@ -66,7 +66,8 @@ def measure(
         except Exception as reason:  # a peer that fails must not end the comparison
             row["absent"] = f"failed: {type(reason).__name__}: {str(reason)[:120]}"
             continue
-        calls[name], forwards[name] = call, _without_graph(forward)
+        calls[name] = call
+        forwards[name] = with_products(ways[suffix], _without_graph(forward))
         if truth is not None:
             row["error"] = _error(results, truth)
     del results, truth

@@ -4,8 +4,7 @@ Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ou
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
 and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
 On a CPU where our runs let oneDNN compute fp32 products (`deberta_ds.cpu`), fp32 is timed both
-ways.
-Writes benchmarks/results/train_step-<device>.json.
+ways. Writes benchmarks/results/train_step-<device>.json.
 
   python -m benchmarks.train_step                                   # CPU, xsmall, one thread
   python -m benchmarks.train_step --device cuda --model deberta-v3-base --shapes 64x512 16x2048

@@ -6,7 +6,8 @@ AVX-512 on all of them: 2.2 x as fast on Zen 5. torch asks it only when products
 here, not assumed.
 
 oneDNN compiles code for every new shape, 0.3 ms and half a MiB that stays: good for the shapes of
-every step, bad for those of ragged pieces, which therefore go back to MKL (`mkl_products`).
+every step of pretraining, bad for ragged pieces, which go back to MKL (`mkl_products`), and for
+batches of fine-tuning, which are as wide as their longest row.
 """
 
 import logging
@@ -26,9 +27,9 @@ _chosen = False  # whether this process's precision is our choice
 def use_onednn() -> bool:
     """Let oneDNN compute fp32 products where MKL is slow; return whether it does from now on.
 
-    A setting of the whole process, so it belongs to a run's start. A precision that the caller
-    chose is left alone. The answer depends on processor and torch alone, so a resumed run computes
-    the same bits.
+    A setting of the whole process, so it belongs to the start of a pretraining run. A precision
+    that the caller chose is left alone. The answer depends on processor and torch alone, so a
+    resumed run computes the same bits.
     """
     global _chosen
     if not _chosen and _is_default() and _mkl_is_slow():

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from deberta_ds import cpu, deepspeed_config, dist, log
+from deberta_ds import deepspeed_config, dist, log
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.model.encoder import compile_layers
 from deberta_ds.model.init import init_parameters
@@ -39,8 +39,6 @@ def init_distributed() -> torch.device:
     deepspeed.init_distributed(verbose=False)
     if dist.is_main():
         log.show_choices()
-    if device.type == "cpu":
-        cpu.use_onednn()
     return device
 
 

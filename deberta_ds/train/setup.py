@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from deberta_ds import __version__, config, deepspeed_config, dist
+from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.config import RunConfig
 from deberta_ds.data.rows import Row, RowDataset, eval_rows, sources_of
 from deberta_ds.files import write_atomic
@@ -38,8 +38,10 @@ def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     `ds_values` is a checked DeepSpeed JSON, `place` names the run file in errors. Raises UserError,
     on every rank.
     """
-    engine.init_distributed()
+    device = engine.init_distributed()
     check_run(run, ds_values, dist.world_size(), None, place)
+    if device.type == "cpu":
+        cpu.use_onednn()
     tokenizer, dataset, held_out = dist.together(lambda: _open(run))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
