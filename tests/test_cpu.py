@@ -106,3 +106,23 @@ def test_ragged_pieces_are_left_to_mkl(monkeypatch, pieces, precision):
     context.sum().backward()
     assert seen == {precision}
     assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize("length", [128, 300, 512])
+def test_attention_on_whole_rows_is_exact_with_the_choice_made_here(length):
+    """Context and all gradients against float64 of the reference: 2e-6 relative."""
+    cpu.use_onednn()
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(2, 2, length, 32)] * 3 + [(2, 512, 32)] * 2
+    leaves = [torch.randn(shape, generator=generator) for shape in shapes]
+    grad = torch.randn(2, length, 2, 32, generator=generator)
+    segments = torch.ones(2, length, dtype=torch.int32)
+
+    def results(mode, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in leaves]
+        context = attend(*inputs, geometry=Geometry(512, 256), segments=segments, mode=mode)
+        return [context, *torch.autograd.grad(context, inputs, grad.to(dtype))]
+
+    exact = results("reference", torch.float64)
+    for found, right in zip(results("linear", torch.float32), exact, strict=True):
+        assert (found - right).norm() <= 2e-6 * right.norm()
