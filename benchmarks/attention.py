@@ -13,11 +13,12 @@ products (`deberta_ds.cpu`), all are timed both ways: ratios are to Hugging Face
 
 import argparse
 import itertools
+from collections.abc import Callable
 
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import interleaved_minimum, save, with_products
+from benchmarks.measure import as_it_is, as_torch_comes, interleaved_minimum, save
 from deberta_ds import cpu
 from deberta_ds.errors import exit_cleanly
 
@@ -34,17 +35,17 @@ _ONLY_SHORT_ON_GPU = ("FlexAttention", "ours, linear")
 
 
 def measure(
-    shape, dtype: torch.dtype, device: str, dropout: float, rounds: int, ways: dict[str, str]
+    shape, dtype: torch.dtype, device: str, dropout: float, rounds: int, ways: dict[str, Callable]
 ) -> dict:
     """Return seconds, error and reason of absence of each implementation.
 
-    ways: what to add to an implementation's name, and the precision of `with_products` for it.
+    ways: what to add to an implementation's name, and what decides who computes its products.
     """
     batch, length = shape
     problem = peers.make_problem(batch, length, HEADS, SIZE, dtype, device, dropout)
     calls, forwards, results, rows = {}, {}, None, {}
     truth = _truth(problem) if dropout == 0 else None
-    for peer, suffix in itertools.product(peers.BUILDERS, ways):
+    for peer, (suffix, way) in itertools.product(peers.BUILDERS, ways.items()):
         if device == "cuda" and peer == _ORACLE or "absent" in rows.get(peer, ()):
             continue
         name = peer + suffix
@@ -54,11 +55,11 @@ def measure(
             continue
         try:
             forward = peers.BUILDERS[peer](problem)
-            call = with_products(ways[suffix], _with_backward(forward, problem))
+            call = way(_with_backward(forward, problem))
             results = call()
         except peers.NoBackwardError as reason:
             row["absent"] = str(reason)
-            forwards[name] = with_products(ways[suffix], _without_graph(reason.forward))
+            forwards[name] = way(_without_graph(reason.forward))
             continue
         except peers.UnavailableError as reason:
             row["absent"] = str(reason)
@@ -67,7 +68,7 @@ def measure(
             row["absent"] = f"failed: {type(reason).__name__}: {str(reason)[:120]}"
             continue
         calls[name] = call
-        forwards[name] = with_products(ways[suffix], _without_graph(forward))
+        forwards[name] = way(_without_graph(forward))
         if truth is not None:
             row["error"] = _error(results, truth)
     del results, truth
@@ -166,11 +167,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
     options = parser.parse_args()
-    ways = {"": "highest"}
+    ways = plain = {"": as_torch_comes}
     if options.device == "cpu":
         torch.set_num_threads(1)
         if cpu.use_onednn():
-            ways[ONEDNN] = "medium"
+            ways = plain | {ONEDNN: as_it_is}
         shapes, dtypes = CPU_SHAPES, (torch.float32, torch.bfloat16)
     else:
         shapes, dtypes = GPU_SHAPES, (torch.bfloat16,)
@@ -178,7 +179,7 @@ def main() -> None:
     for shape in shapes:
         for dtype in dtypes:
             for dropout in options.dropout:
-                chosen = ways if dtype == torch.float32 else {"": "highest"}  # bf16 is oneDNN's
+                chosen = ways if dtype == torch.float32 else plain  # bf16 is oneDNN's anyway
                 results.append(
                     measure(shape, dtype, options.device, dropout, options.rounds, chosen)
                 )

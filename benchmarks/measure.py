@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from deberta_ds import cpu
 from deberta_ds.files import write_atomic
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,18 +47,19 @@ def _cuda_seconds(call: Callable[[], object]) -> float:
     return start.elapsed_time(stop) / 1000
 
 
-def with_products(precision: str, call: Callable[[], object]) -> Callable[[], object]:
-    """Return `call` under a precision of `torch.set_float32_matmul_precision`.
-
-    On a CPU "highest" means products by MKL, and "medium", where `deberta_ds.cpu.use_onednn` says
-    that it is as exact, by oneDNN.
-    """
+def as_torch_comes(call: Callable[[], object]) -> Callable[[], object]:
+    """Return `call` with fp32 products by MKL, also after `deberta_ds.cpu.use_onednn`."""
 
     def run():
-        torch.set_float32_matmul_precision(precision)
-        return call()
+        with cpu.mkl_products():
+            return call()
 
     return run
+
+
+def as_it_is(call: Callable[[], object]) -> Callable[[], object]:
+    """Return `call`: fp32 products by whom the process has chosen."""
+    return call
 
 
 def environment(device: str = "cpu") -> dict[str, object]:

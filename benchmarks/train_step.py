@@ -11,13 +11,14 @@ ways. Writes benchmarks/results/train_step-<device>.json.
 """
 
 import argparse
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
-from benchmarks.measure import interleaved_minimum, save, with_products
+from benchmarks.measure import as_it_is, as_torch_comes, interleaved_minimum, save
 from deberta_ds import cpu
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
@@ -135,11 +136,11 @@ def hugging_face_loss(config: ModelConfig, objective: str, generator_layers: int
     return model, loss
 
 
-def kinds_of(device: str) -> dict[str, str]:
-    """Return the kinds of steps to time, and the precision of `with_products` for each."""
+def kinds_of(device: str) -> dict[str, Callable]:
+    """Return the kinds of steps to time, and what decides who computes the products of each."""
     if device == "cuda":
-        return {"bf16": "highest"}
-    kinds = {"fp32": "highest", ONEDNN: "medium", "bf16": "highest"}
+        return {"bf16": as_torch_comes}
+    kinds = {"fp32": as_torch_comes, ONEDNN: as_it_is, "bf16": as_torch_comes}
     if not cpu.use_onednn():
         del kinds[ONEDNN]
     return kinds
@@ -178,9 +179,9 @@ def measure(options, rows: int, length: int) -> dict:
             compile_layers(model)
         fused = {} if name == peers[0] else {"fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
-        for kind, precision in kinds.items():
+        for kind, way in kinds.items():
             step = make_step(model, loss, optimizer, options.device, kind == "bf16")
-            steps[f"{name}, {kind}"] = with_products(precision, step)
+            steps[f"{name}, {kind}"] = way(step)
     seconds = interleaved_minimum(steps, options.rounds, options.device)
     forward = flops.masked_lm(config, length, MASK_RATE)
     if options.objective == "rtd":

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from attention_cases import V3, Case, relative_errors, run
 
 from deberta_ds import cpu
-from deberta_ds.model.attention import Geometry, attend
+from deberta_ds.model.attention import attend
 
 ZEN5 = {"cpu_name": "AMD EPYC", "avx512_bw": True, "avx512_dq": True, "avx512_vl": True,
         "amx_tile": False}
@@ -101,7 +102,7 @@ def test_ragged_pieces_are_left_to_mkl(monkeypatch, pieces, precision):
     monkeypatch.setattr(torch, "baddbmm", recorded)
     q, k, v = (torch.randn(1, 2, 160, 16, requires_grad=True) for _ in range(3))
     segments = torch.repeat_interleave(torch.arange(1, len(pieces) + 1), torch.tensor(pieces))
-    context = attend(q, k, v, None, None, geometry=Geometry(512, 256), segments=segments[None],
+    context = attend(q, k, v, None, None, geometry=V3, segments=segments[None],
                      mode="linear")
     context.sum().backward()
     assert seen == {precision}
@@ -112,17 +113,6 @@ def test_ragged_pieces_are_left_to_mkl(monkeypatch, pieces, precision):
 def test_attention_on_whole_rows_is_exact_with_the_choice_made_here(length):
     """Context and all gradients against float64 of the reference: 2e-6 relative."""
     cpu.use_onednn()
-    generator = torch.Generator().manual_seed(length)
-    shapes = [(2, 2, length, 32)] * 3 + [(2, 512, 32)] * 2
-    leaves = [torch.randn(shape, generator=generator) for shape in shapes]
-    grad = torch.randn(2, length, 2, 32, generator=generator)
-    segments = torch.ones(2, length, dtype=torch.int32)
-
-    def results(mode, dtype):
-        inputs = [x.to(dtype).requires_grad_() for x in leaves]
-        context = attend(*inputs, geometry=Geometry(512, 256), segments=segments, mode=mode)
-        return [context, *torch.autograd.grad(context, inputs, grad.to(dtype))]
-
-    exact = results("reference", torch.float64)
-    for found, right in zip(results("linear", torch.float32), exact, strict=True):
-        assert (found - right).norm() <= 2e-6 * right.norm()
+    case = Case(V3, torch.ones(2, length, dtype=torch.int32), heads=2, size=32)
+    truth = run(case, "reference", torch.float64)
+    assert max(relative_errors(run(case, "linear", torch.float32), truth)) <= 2e-6

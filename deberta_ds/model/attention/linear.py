@@ -94,7 +94,7 @@ class _LinearAttention(torch.autograd.Function):
         kept = []
         training = any(ctx.needs_input_grad)
         for group in groups(plan.spans, q_BHQD):
-            with _products_of(group.span, k_BHLD):
+            with _products_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = probabilities(inputs, tile)
                     tile.store_queries(context_BHQD, context(inputs, tile, probs))
@@ -124,7 +124,7 @@ class _LinearAttention(torch.autograd.Function):
                 None if key_table is None else key_table[group.heads],
                 None if query_table is None else query_table[group.heads],
             )
-            with _products_of(group.span, k_BHLD):
+            with _products_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
                     part = add_gradients(inputs, tile, probs, tile.queries_of(grad_BHQD), total)
@@ -140,10 +140,10 @@ def _is_kept(span: Span) -> bool:
     return span.stop - span.start <= KEEP_LENGTH
 
 
-def _products_of(span: Span, k_BHLD: Tensor) -> AbstractContextManager:
-    """Return the context for the products of a span: whole rows are alike in every step."""
-    whole = span.queries_X is None and span.stop - span.start == k_BHLD.shape[2]
-    return nullcontext() if whole or not k_BHLD.is_cpu else mkl_products()
+def _products_of(span: Span, keys: int) -> AbstractContextManager:
+    """Return the context for the products of a span of rows of `keys`: whole rows are all alike."""
+    whole = span.queries_X is None and span.stop - span.start == keys
+    return nullcontext() if whole else mkl_products()
 
 
 def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan) -> Inputs:
