@@ -29,8 +29,8 @@ from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train.activations import trace
-from deberta_ds.train.plan import memory_of
+from deberta_ds.planner.activations import trace
+from deberta_ds.planner.plan import memory_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED_MEMORY_GIB, NEEDED_DISK_GIB = 19, 50

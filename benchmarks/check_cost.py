@@ -25,13 +25,13 @@ from launching import make_run  # noqa: E402
 from measure import environment  # noqa: E402
 
 from deberta_ds import config, dist  # noqa: E402
+from deberta_ds.cluster.watchdog import _TICKS, Watchdog  # noqa: E402
 from deberta_ds.files import write_atomic  # noqa: E402
 from deberta_ds.train import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
 from deberta_ds.train.setup import prepare  # noqa: E402
 from deberta_ds.train.spikes import WINDOW, SpikeRule  # noqa: E402
 from deberta_ds.train.step import count_over_ranks, seed_step, train_step  # noqa: E402
-from deberta_ds.train.watchdog import _TICKS, Watchdog  # noqa: E402
 
 MODEL = {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "intermediate_size": 1024}
 ROWS = 4  # of a rank, and 64 tokens a row

@@ -23,7 +23,8 @@ from launching import make_run  # noqa: E402
 
 from deberta_ds import config  # noqa: E402
 from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.train import checkpoint, engine  # noqa: E402
+from deberta_ds.formats import checkpoint
+from deberta_ds.train import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
 from deberta_ds.train.setup import prepare  # noqa: E402
 from deberta_ds.train.step import train_step  # noqa: E402

@@ -28,8 +28,8 @@ from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
+from deberta_ds.planner import flops
 from deberta_ds.presets import MODELS
-from deberta_ds.train import flops
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 H200_PEAK = 989e12  # dense bf16 FLOP/s

@@ -10,8 +10,8 @@ from options import parser_for
 
 from deberta_ds.data.mixture import SLOTS, build_mixture, temperature_weights
 from deberta_ds.data.rows import Source
+from deberta_ds.data.stages import WHOLE, Stage, next_source, stage_of
 from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.train.stages import WHOLE, next_source, read_stage
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--part", type=float, nargs=2, metavar=("FROM", "TO"),
                         help="stretch of the shards, such as 0.9 1; default: all, or as before")
     args = parser.parse_args()
-    stages = [read_stage(path) for path in args.after]
+    stages = [_read_stage(path) for path in args.after]
     part = tuple(args.part) if args.part else None
     sources, corpora = zip(*[
         next_source(path, stages, seq_len=args.seq_len, part=part) for path in args.corpus
@@ -45,6 +45,13 @@ def main() -> None:
         print(f"[[data.sources]]  # {size:,} rows, {count / SLOTS:.2%} of the run, "
               f"epochs {first:.2f} to {last:.2f} in {rows:,} rows")
         print("\n".join(source_lines(source, weight)) + "\n")
+
+
+def _read_stage(directory: str) -> Stage:
+    from deberta_ds.formats import checkpoint  # imports torch, which a mixture alone does not need
+
+    path = checkpoint.newest(directory)
+    return stage_of(checkpoint.read_run_file(path), path)
 
 
 def source_lines(source: Source, weight: float) -> list[str]:

@@ -10,7 +10,7 @@ DST: a new directory. Nothing is dropped without a line that says so.
 import argparse
 
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.export.convert import convert
+from deberta_ds.formats.convert import convert
 
 
 def main() -> None:

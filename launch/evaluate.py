@@ -13,9 +13,9 @@ import torch
 
 from deberta_ds.data.rows import eval_rows
 from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.formats.checkpoint import load_whole_state
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train.checkpoint import load_whole_state
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.setup import EVAL_SEED
 

@@ -10,7 +10,7 @@ table in a side file. The directory appears only if AutoModel loads it with the 
 import argparse
 
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.export.convert import convert
+from deberta_ds.formats.convert import convert
 
 
 def main() -> None:

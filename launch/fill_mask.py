@@ -7,8 +7,8 @@ MODEL: a run, a checkpoint, an exported directory (its generator is used), or a 
 
 import argparse
 
+from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.export.fill_mask import fill_mask, load_masked_lm
 
 
 def main() -> None:

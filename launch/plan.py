@@ -35,9 +35,9 @@ def main() -> None:
     from deberta_ds.log import format_count
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.objectives.build import build_model
+    from deberta_ds.planner import flops
+    from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page
-    from deberta_ds.train import flops
-    from deberta_ds.train.plan import make_plan, recommended
 
     choices = make_plan(run, ds, gpu=options.gpu, gpus=options.gpus, nodes=options.nodes,
                         mfu=options.mfu)

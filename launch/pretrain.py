@@ -30,7 +30,7 @@ def main() -> int:
     ds_values = deepspeed_config.load(options.deepspeed_config)
 
     from deberta_ds import dist  # heavy imports only after the configs are known to be good
-    from deberta_ds.export.start import initial_tensors
+    from deberta_ds.formats.start import initial_tensors
     from deberta_ds.train import loop
 
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"

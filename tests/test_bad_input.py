@@ -5,7 +5,7 @@ import shutil
 import pytest
 from launching import ROOT, deepspeed_json, make_run, python
 
-from deberta_ds.train.checkpoint import list_steps
+from deberta_ds.formats.checkpoint import list_steps
 
 PRETRAIN = ROOT / "launch/pretrain.py"
 

@@ -14,9 +14,9 @@ import rank_helpers
 import torch
 from launching import ENVIRONMENT, NVME_REASON, make_run
 
-from deberta_ds.train import checkpoint, restore
-from deberta_ds.train.checkpoint import CheckpointError, path_of
-from deberta_ds.train.shards import MASTER, ShardedState
+from deberta_ds.formats import checkpoint, restore
+from deberta_ds.formats.checkpoint import CheckpointError, path_of
+from deberta_ds.formats.shards import MASTER, ShardedState
 
 pytestmark = pytest.mark.multi
 WORKER = Path(__file__).parent / "workers/restore.py"

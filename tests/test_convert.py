@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
-from deberta_ds.export import configs
-from deberta_ds.export.convert import convert
-from deberta_ds.export.network import build_backbone
-from deberta_ds.export.read import SIDE_FILE, read_release
+from deberta_ds.formats import configs
+from deberta_ds.formats.convert import convert
+from deberta_ds.formats.network import build_backbone
+from deberta_ds.formats.read import SIDE_FILE, read_release
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parent.parent
@@ -137,7 +137,7 @@ def test_v1_with_key_bias_becomes_debertav2_with_the_same_logits(tmp_path):
 def rtd_directory(path, drop):
     """Write a microsoft directory of an RTD model without the names in `drop`."""
     release = make_release("v3")
-    from deberta_ds.export.microsoft import write_microsoft
+    from deberta_ds.formats.microsoft import write_microsoft
     write_microsoft(release, path)
     state = torch.load(path / MS_FILES[0], weights_only=True)
     torch.save({name: tensor for name, tensor in state.items() if not name.endswith(drop)},
@@ -197,7 +197,7 @@ def test_old_prefix_config_entry_and_buffer(tmp_path):
 
 def test_official_training_output_takes_the_newest_common_step(tmp_path):
     release = make_release("v3")
-    from deberta_ds.export.microsoft import microsoft_tensors
+    from deberta_ds.formats.microsoft import microsoft_tensors
     for folder, network in (("discriminator", release.main), ("generator", release.generator)):
         (tmp_path / folder).mkdir()
         values = configs.to_microsoft(network.config, {})

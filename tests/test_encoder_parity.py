@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.data.batch import Batch
-from deberta_ds.export import configs, names
+from deberta_ds.formats import configs, names
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead

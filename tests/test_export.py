@@ -16,17 +16,17 @@ from export_cases import (
     with_classifier,
 )
 
+from deberta_ds.analysis.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.config import InitConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import Row
 from deberta_ds.errors import UserError
-from deberta_ds.export import check, convert, names
-from deberta_ds.export.fill_mask import encode_with_masks, fill_mask, load_masked_lm
-from deberta_ds.export.hf import write_hugging_face
-from deberta_ds.export.load import load_backbone
-from deberta_ds.export.ours import release_of_state, write_ours
-from deberta_ds.export.start import initial_tensors
-from deberta_ds.export.tokenizer_files import build_tokenizer_json
+from deberta_ds.formats import check, convert, names
+from deberta_ds.formats.hf import write_hugging_face
+from deberta_ds.formats.load import load_backbone
+from deberta_ds.formats.ours import release_of_state, write_ours
+from deberta_ds.formats.start import initial_tensors
+from deberta_ds.formats.tokenizer_files import build_tokenizer_json
 from deberta_ds.objectives.build import build_model
 
 transformers = pytest.importorskip("transformers")
@@ -305,7 +305,7 @@ def test_source_of_another_shape_is_refused(tmp_path):
 def test_training_output_and_export_are_the_same_release(tmp_path):
     release = make_release("mdeberta")
     write_hugging_face(release, tmp_path)
-    from deberta_ds.export.read import read_release
+    from deberta_ds.formats.read import read_release
     same_networks(release, read_release(tmp_path))
     assert (tmp_path / "generator" / "spm.model").read_bytes() == Path(
         tokenizer_path()).read_bytes()

@@ -9,11 +9,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
     {"errors", "files", "validation", "config", "presets", "deepspeed_config"},
-    {"cpu", "dist", "log", "tokenizer"},
+    {"cpu", "dist", "log", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},
+    {"formats", "planner"},
     {"train"},
-    {"export", "finetune", "report"},
+    {"analysis", "finetune", "report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = LAYERS[0] | {"log"}

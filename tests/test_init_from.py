@@ -4,8 +4,8 @@ import pytest
 import torch
 from launching import ROOT, deepspeed_json, make_run, python, torchrun
 
-from deberta_ds.export.convert import convert
-from deberta_ds.train.checkpoint import load_whole_state
+from deberta_ds.formats.checkpoint import load_whole_state
+from deberta_ds.formats.convert import convert
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 TINY_STEP = 1e-9  # learning rate of the one step that makes a checkpoint of the first weights

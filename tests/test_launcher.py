@@ -2,9 +2,9 @@
 
 import pytest
 
+from deberta_ds.cluster import launcher
+from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.errors import UserError
-from deberta_ds.train import launcher
-from deberta_ds.train.launcher import rank_variables
 
 
 def test_torchrun_and_deepspeed_are_left_alone():

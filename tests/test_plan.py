@@ -11,9 +11,9 @@ from deberta_ds import config, deepspeed_config
 from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train import flops
-from deberta_ds.train.activations import Activations, trace
-from deberta_ds.train.plan import make_plan, memory_of, recommended
+from deberta_ds.planner import flops
+from deberta_ds.planner.activations import Activations, trace
+from deberta_ds.planner.plan import make_plan, memory_of, recommended
 
 MODELS = {
     "deep": ["--model.hidden_size=128", "--model.intermediate_size=512", "--model.num_layers=6",

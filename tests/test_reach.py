@@ -3,7 +3,7 @@
 import socket
 import time
 
-from deberta_ds.train.reach import Door, Knock
+from deberta_ds.cluster.reach import Door, Knock
 
 
 def test_who_answers():

@@ -14,8 +14,9 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenize
 from deberta_ds import config
 from deberta_ds.config import DataConfig, SourceConfig
 from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.errors import UserError
-from deberta_ds.train.stages import next_source, read_stage
+from deberta_ds.formats import checkpoint
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, ROWS_SEEN = 64, 70
@@ -31,6 +32,11 @@ def corpora(tmp_path_factory):
         paths.append(str(make_corpus(directory / name, documents, tiny_tokenizer(),
                                      (SEQ_LEN, 128), shards=10)))
     return paths
+
+
+def read_stage(directory):
+    path = checkpoint.newest(directory)
+    return stage_of(checkpoint.read_run_file(path), path)
 
 
 def run_of(sources, seed=7, seq_len=SEQ_LEN):

@@ -10,11 +10,12 @@ import pytest
 import rank_helpers
 from launching import ROOT, deepspeed_json, make_run
 
+from deberta_ds.cluster import watchdog
+from deberta_ds.cluster.signals import EXIT_REQUEUE
+from deberta_ds.cluster.watchdog import EXIT_STUCK, Watchdog
 from deberta_ds.log import read_metrics
-from deberta_ds.train import spikes, watchdog
-from deberta_ds.train.signals import EXIT_REQUEUE
+from deberta_ds.train import spikes
 from deberta_ds.train.spikes import SpikeRule
-from deberta_ds.train.watchdog import EXIT_STUCK, Watchdog
 
 
 @pytest.fixture

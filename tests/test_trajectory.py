@@ -7,10 +7,10 @@ from launching import ROOT, make_run, torchrun
 from deberta_ds import config
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.model.decay import decay_groups
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train.optim import decay_groups
 from deberta_ds.train.schedule import learning_rate
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]

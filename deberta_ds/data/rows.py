@@ -25,7 +25,7 @@ _PERMUTATIONS_KEPT = 64
 class Source:
     """One corpus of a mixture.
 
-    A later stage of a run goes on where an earlier one stopped (train/stages.py): it starts at
+    A later stage of a run goes on where an earlier one stopped (data/stages.py): it starts at
     `first_row`, the rows that the earlier one has used, in the same `order`, which is (seed,
     position in the list) of the stage that used the corpus first; None: this dataset's own. A
     stage of another length takes another `part` (from, to) of the shards.

@@ -64,7 +64,7 @@ def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
 
 
 def _open_directory(name: str, path: str) -> Start:
-    from deberta_ds.export.load import load_backbone
+    from deberta_ds.formats.load import load_backbone
 
     if (Path(path) / _FACTS).is_file():
         saved = load_finetuned(path)

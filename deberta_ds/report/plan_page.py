@@ -2,8 +2,8 @@
 
 from html import escape
 
+from deberta_ds.planner.plan import GPUS, RESERVED_BYTES, Choice, recommended
 from deberta_ds.report.style import CSS
-from deberta_ds.train.plan import GPUS, RESERVED_BYTES, Choice, recommended
 
 _PARTS = (("weights", "var(--disc)"), ("optimizer", "var(--disc-soft)"),
           ("forward, backward and update", "var(--gen-soft)"), ("reserve", "var(--base)"))

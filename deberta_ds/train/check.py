@@ -4,7 +4,7 @@ import json
 
 from deberta_ds import config, deepspeed_config
 from deberta_ds.config import IDENTITY_FIELDS, RunConfig
-from deberta_ds.train.checkpoint import CheckpointError
+from deberta_ds.formats.checkpoint import CheckpointError
 from deberta_ds.validation import ConfigError, raise_problems
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from deberta_ds import deepspeed_config, dist, log
+from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.model.encoder import compile_layers
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train.launcher import rank_variables
 from deberta_ds.train.optim import build_optimizer
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.

@@ -11,18 +11,22 @@ from collections.abc import Callable
 import torch
 
 from deberta_ds import config, deepspeed_config, dist
+from deberta_ds.cluster import signals
+from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
+from deberta_ds.formats import checkpoint
 from deberta_ds.log import RunLog
-from deberta_ds.train import checkpoint, engine, flops, signals
+from deberta_ds.planner import flops
+from deberta_ds.planner.gpus import peak_flops
+from deberta_ds.train import engine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import binary_entropy, evaluate
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import Inputs, describe, prepare, versions, write_config
 from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
-from deberta_ds.train.throughput import SpeedMeter, peak_flops
-from deberta_ds.train.watchdog import Watchdog
+from deberta_ds.train.throughput import SpeedMeter
 
 # Reads `[init] from`: {parameter: value} and lines for the log (export.start, a layer above).
 InitialTensors = Callable[[RunConfig], tuple[dict[str, torch.Tensor], list[str]]]

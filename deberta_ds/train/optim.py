@@ -1,35 +1,15 @@
-"""Optimizers and their parameter groups.
+"""The optimizers.
 
 AdamW is PyTorch's. `AdamUncorrected` is the official XAdam: Adam without bias correction, decoupled
 weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py; numerics 7.1), which
-AdamW cannot express. Biases and norms are not decayed; tables and GDES deltas are.
+AdamW cannot express.
 """
 
 import torch
 from torch import nn
 
 from deberta_ds.config import OptimConfig
-
-
-def decay_groups(model: nn.Module, weight_decay: float, fixed: set[str] = frozenset()
-                 ) -> list[dict]:
-    """Return the parameter groups: decayed weights, biases with LayerNorm weights, fixed ones.
-
-    The parameters named by `fixed` stay in the optimizer, at a learning rate of 0: a parameter
-    without gradient is a special case in every ZeRO stage and checkpoint.
-    """
-    still = [p for name, p in model.named_parameters() if name in fixed]
-    plain, seen = [], {id(p) for p in still}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, nn.LayerNorm) or name == "bias":
-                plain.append(parameter)
-                seen.add(id(parameter))
-    decayed = [p for p in model.parameters() if id(p) not in seen]
-    groups = [{"params": decayed, "weight_decay": weight_decay},
-              {"params": plain, "weight_decay": 0.0},
-              {"params": still, "weight_decay": 0.0, "fixed": True}]
-    return [group for group in groups if group["params"]]
+from deberta_ds.model.decay import decay_groups
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset()

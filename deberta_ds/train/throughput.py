@@ -1,35 +1,10 @@
 """Speed of a run: tokens/s, FLOP/s, MFU and time to go.
 
-MFU is model FLOPs (`train.flops`: forward + backward, no recomputation) over the dense peak of the
-device for the precision in use; a device that is not listed has no MFU, only FLOP/s.
+MFU is model FLOPs (`planner.flops`: forward + backward, no recomputation) over the dense peak of
+the device for the precision in use; a device that is not listed has no MFU, only FLOP/s.
 """
 
 import time
-
-import torch
-
-# Dense peak FLOP/s of one device by the vendors' data sheets (no sparsity), bf16/fp16 and TF32.
-PEAK_FLOPS = {
-    "H200": {"bf16": 989e12, "fp32": 494e12},
-    "H100": {"bf16": 989e12, "fp32": 494e12},
-    "H800": {"bf16": 989e12, "fp32": 494e12},
-    "B200": {"bf16": 2250e12, "fp32": 1125e12},
-    "A100": {"bf16": 312e12, "fp32": 156e12},
-    "A800": {"bf16": 312e12, "fp32": 156e12},
-    "L40S": {"bf16": 362e12, "fp32": 183e12},
-    "V100": {"fp16": 125e12, "fp32": 15.7e12},
-}
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak FLOP/s of `device` for "bf16", "fp16" or "fp32"; None if not listed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for known, peaks in PEAK_FLOPS.items():
-        if known in name:
-            return peaks.get(precision, peaks.get("bf16") if precision == "fp16" else None)
-    return None
 
 
 class SpeedMeter:

@@ -11,7 +11,7 @@ import rank_helpers
 from cluster_jobs import ENVIRONMENT, arguments, needs, run, wait_for
 from launching import ROOT, losses
 
-from deberta_ds.train.watchdog import EXIT_STUCK
+from deberta_ds.cluster.watchdog import EXIT_STUCK
 
 
 @needs("pdsh", "pdsh")

@@ -25,7 +25,7 @@ import rank_helpers  # noqa: E402
 from data_helpers import Tokenizer, make_corpus, random_documents, tokenizer_path  # noqa: E402
 
 from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.train.checkpoint import MANIFEST, list_steps  # noqa: E402
+from deberta_ds.formats.checkpoint import MANIFEST, list_steps  # noqa: E402
 
 SAVE_EVERY = 2
 RUN_FILE = """name = "sweep"

@@ -16,7 +16,8 @@ from deepspeed.accelerator import get_accelerator
 
 from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.files import write_atomic, xxh3
-from deberta_ds.train import checkpoint, engine, loop
+from deberta_ds.formats import checkpoint
+from deberta_ds.train import engine, loop
 
 real_step = loop.train_step
 

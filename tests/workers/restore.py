@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from deberta_ds import config, dist
-from deberta_ds.train import checkpoint, engine
+from deberta_ds.formats import checkpoint
+from deberta_ds.formats.shards import MASTER, ShardedState
+from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import prepare
-from deberta_ds.train.shards import MASTER, ShardedState
 from deberta_ds.train.step import train_step
 
 KINDS = ("zero0_fp32", "zero1_fp32", "zero2_fp32", "zero3_fp32", "zero1_bf16", "zero3_bf16")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
-from deberta_ds.export.names import OTHER_HEADS
+from deberta_ds.formats.names import OTHER_HEADS
 from deberta_ds.model.backbone import Backbone, on_meta
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead

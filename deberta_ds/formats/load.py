@@ -5,9 +5,9 @@ from pathlib import Path
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
-from deberta_ds.export.network import Network, build_backbone, build_masked_lm
-from deberta_ds.export.read import read_release
-from deberta_ds.export.tokenizer_files import SPM
+from deberta_ds.formats.network import Network, build_backbone, build_masked_lm
+from deberta_ds.formats.read import read_release
+from deberta_ds.formats.tokenizer_files import SPM
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm

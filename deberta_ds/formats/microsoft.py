@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deberta_ds.export import configs, names
-from deberta_ds.export.network import Network, Release, with_zero_key_biases
-from deberta_ds.export.tensors import PICKLE, write_bin
-from deberta_ds.export.tokenizer_files import copy_tokenizer_files
 from deberta_ds.files import write_atomic
+from deberta_ds.formats import configs, names
+from deberta_ds.formats.network import Network, Release, with_zero_key_biases
+from deberta_ds.formats.tensors import PICKLE, write_bin
+from deberta_ds.formats.tokenizer_files import copy_tokenizer_files
 
 FILES = {"main": (PICKLE, "model_config.json"),
          "generator": ("pytorch_model.generator.bin", "generator_config.json")}

@@ -13,7 +13,6 @@ from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.mixture import build_mixture
 from deberta_ds.data.rows import Source, sources_of
 from deberta_ds.errors import UserError
-from deberta_ds.train.checkpoint import RUN_FILE, list_finished, read_run_file
 
 WHOLE = (0.0, 1.0)
 
@@ -32,19 +31,8 @@ class Stage:
     fingerprints: dict[str, str]
 
 
-def read_stage(directory: str | Path) -> Stage:
-    """Return the stage of a checkpoint, or of the newest finished one of a run's out_dir.
-
-    UserError if there is none, or if it cannot be read.
-    """
-    directory = Path(directory)
-    if not (directory / RUN_FILE).exists():
-        finished = list_finished(directory)
-        if not finished:
-            raise UserError(f"{directory}: no checkpoint; give the out_dir of a run, or one of its "
-                            "checkpoints/step-NNNNNNNN")
-        directory = finished[-1]
-    place, record = directory / RUN_FILE, read_run_file(directory)
+def stage_of(record: dict, place: str | Path) -> Stage:
+    """Return the stage of a checkpoint's run.json, `record`; UserError names `place`."""
     try:
         data = from_dict(record["config"], str(place)).data
         rows_seen, fingerprints = record["rows_seen"], record["fingerprints"]
@@ -53,7 +41,7 @@ def read_stage(directory: str | Path) -> Stage:
     sources = tuple(sources_of(data))
     given = build_mixture([source.weight for source in sources]).consumed(rows_seen)
     return Stage(
-        str(directory), data.seq_len, sources,
+        str(place), data.seq_len, sources,
         tuple(source.first_row + count for source, count in zip(sources, given, strict=True)),
         tuple(source.order or (data.seed, number) for number, source in enumerate(sources)),
         fingerprints,

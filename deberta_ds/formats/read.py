@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from deberta_ds.errors import UserError
-from deberta_ds.export import configs, names
-from deberta_ds.export.network import Network, Release, check_network, derive_words
-from deberta_ds.export.ours import is_ours, read_checkpoint, read_ours
-from deberta_ds.export.tensors import read_json, read_tensors, weight_file
-from deberta_ds.export.tokenizer_files import find_tokenizer_files
+from deberta_ds.formats import configs, names
+from deberta_ds.formats.network import Network, Release, check_network, derive_words
+from deberta_ds.formats.ours import is_ours, read_checkpoint, read_ours
+from deberta_ds.formats.tensors import read_json, read_tensors, weight_file
+from deberta_ds.formats.tokenizer_files import find_tokenizer_files
 
 SIDE_FILE = "pretraining_heads.safetensors"
 _CONFIG_NAMES = ("config.json", "model_config.json")

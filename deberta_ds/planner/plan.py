@@ -21,35 +21,14 @@ from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train import flops
-from deberta_ds.train.activations import Activations, trace
-from deberta_ds.train.throughput import PEAK_FLOPS
+from deberta_ds.planner import flops
+from deberta_ds.planner.activations import Activations, trace
+from deberta_ds.planner.gpus import GPUS
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
 _LIVE = 1_000_000_000  # stage3_max_live_parameters
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU in its usual 8-GPU node, by the vendors' data sheets."""
-
-    memory: float  # bytes
-    link: float  # bytes/s per GPU and direction inside a node
-    network: float  # bytes/s per GPU and direction between nodes
-
-
-GPUS = {
-    "h200": Gpu(141e9, 450e9, 50e9),
-    "h100": Gpu(80e9, 450e9, 50e9),
-    "h800": Gpu(80e9, 200e9, 50e9),
-    "b200": Gpu(180e9, 900e9, 50e9),
-    "a100": Gpu(80e9, 300e9, 25e9),
-    "a800": Gpu(80e9, 200e9, 25e9),
-    "l40s": Gpu(48e9, 32e9, 12.5e9),
-    "v100": Gpu(32e9, 150e9, 12.5e9),
-}
 
 
 @dataclass(frozen=True)
@@ -147,8 +126,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu:
     ranks, kind = gpus * nodes, GPUS[gpu]
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
     precision = deepspeed_config.precision(ds)
-    peaks = PEAK_FLOPS[gpu.upper()]
-    peak_flops = peaks.get(precision) or peaks["fp16"]
+    peak_flops = GPUS[gpu].peak(precision)
     parameters = count_parameters(on_meta(build_model, run))
     tokens = run.train.global_batch_rows * run.data.seq_len
     compute = tokens * flops.per_token(run) / (ranks * peak_flops * mfu)

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from deberta_ds.cluster.reach import Door, Knock
 from deberta_ds.errors import UserError
-from deberta_ds.train.reach import Door, Knock
 
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h: restart from the last checkpoint
 DIRECTORY = "heartbeats"

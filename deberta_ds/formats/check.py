@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from deberta_ds.errors import UserError
-from deberta_ds.export.network import Network, Release, build_backbone
-from deberta_ds.export.read import read_release
-from deberta_ds.export.tensors import read_json
-from deberta_ds.export.tokenizer_files import SPM
+from deberta_ds.formats.network import Network, Release, build_backbone
+from deberta_ds.formats.read import read_release
+from deberta_ds.formats.tensors import read_json
+from deberta_ds.formats.tokenizer_files import SPM
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@
     DIR/generator/                         the same for the generator, as DebertaV2ForMaskedLM
 
 transformers has no enhanced mask decoder: its masked-LM class gives other logits than the model was
-trained with (numerics 10.2). `deberta_ds.export.fill_mask` reads the side file and runs it.
+trained with (numerics 10.2). `deberta_ds.analysis.fill_mask` reads the side file and runs it.
 """
 
 import json
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deberta_ds.export import configs, names
-from deberta_ds.export.network import Network, Release, with_zero_key_biases
-from deberta_ds.export.read import SIDE_FILE
-from deberta_ds.export.tensors import SAFETENSORS, write_safetensors
-from deberta_ds.export.tokenizer_files import write_tokenizer_files
 from deberta_ds.files import write_atomic
+from deberta_ds.formats import configs, names
+from deberta_ds.formats.network import Network, Release, with_zero_key_biases
+from deberta_ds.formats.read import SIDE_FILE
+from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
+from deberta_ds.formats.tokenizer_files import write_tokenizer_files
 
 GENERATOR_DIRECTORY = "generator"
 _CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from deberta_ds.config import RunConfig, to_dict
 from deberta_ds.errors import UserError
-from deberta_ds.export import configs
-from deberta_ds.export.network import Network, Release
-from deberta_ds.export.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
-from deberta_ds.export.tokenizer_files import SPM, copy_tokenizer_files, find_tokenizer_files
 from deberta_ds.files import write_atomic
+from deberta_ds.formats import configs
+from deberta_ds.formats.network import Network, Release
+from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
+from deberta_ds.formats.tokenizer_files import SPM, copy_tokenizer_files, find_tokenizer_files
 
 MODEL_FILE, FORMAT = "model.json", "deberta_ds-1"
 
@@ -65,7 +65,7 @@ def write_ours(release: Release, out: Path) -> list[str]:
 
 def read_checkpoint(path: Path) -> Release:
     """Return the release of a training checkpoint, or of a run directory's newest one."""
-    from deberta_ds.train.checkpoint import load_whole_state  # imports deepspeed
+    from deberta_ds.formats.checkpoint import load_whole_state  # imports deepspeed
 
     state, run = load_whole_state(path)
     release = release_of_state(state, run)

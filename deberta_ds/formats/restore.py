@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deberta_ds.train.shards import MASTER, CheckpointError, ShardedState
+from deberta_ds.formats.shards import MASTER, CheckpointError, ShardedState
 
 
 @dataclass(frozen=True)

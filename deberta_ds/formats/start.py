@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deberta_ds.config import ModelConfig, RunConfig
 from deberta_ds.errors import UserError
-from deberta_ds.export.network import Network, Release
-from deberta_ds.export.read import read_release
+from deberta_ds.formats.network import Network, Release
+from deberta_ds.formats.read import read_release
 
 # May differ from the source's: regularization, initial values, and how attention is computed.
 _FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "conv_activation")

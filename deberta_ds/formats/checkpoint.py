@@ -23,11 +23,11 @@ from deberta_ds import dist
 from deberta_ds.config import RunConfig, from_dict
 from deberta_ds.deepspeed_config import precision, zero_stage
 from deberta_ds.files import sync_directory, write_atomic, xxh3
+from deberta_ds.formats.restore import restore
+from deberta_ds.formats.shards import SWAP_FILE, CheckpointError, ShardedState
 from deberta_ds.model.backbone import on_meta
+from deberta_ds.model.decay import decay_groups
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train.optim import decay_groups
-from deberta_ds.train.restore import restore
-from deberta_ds.train.shards import SWAP_FILE, CheckpointError, ShardedState
 
 DIRECTORY = "checkpoints"
 MANIFEST, RUN_FILE, TAG = "manifest.json", "run.json", "zero"
@@ -68,6 +68,18 @@ def read_run_file(path: str | Path) -> dict:
                               f"(those are named OUT/{DIRECTORY}/step-NNNNNNNN)") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: damaged: {error}; use an older checkpoint") from None
+
+
+def newest(directory: str | Path) -> Path:
+    """Return a checkpoint directory itself, or the newest finished one of a run's out_dir."""
+    directory = Path(directory)
+    if (directory / RUN_FILE).exists():
+        return directory
+    finished = list_finished(directory)
+    if not finished:
+        raise CheckpointError(f"{directory}: no checkpoint; give the out_dir of a run, or one of "
+                              f"its {DIRECTORY}/step-NNNNNNNN")
+    return finished[-1]
 
 
 def save(engine, out_dir: str | Path, step: int, record: dict, keep: int) -> Path:
