@@ -1,0 +1,79 @@
+"""What version 0.1.0 wrote stays usable: its checkpoint resumes and exports with the same numbers.
+
+The fixture was made by the old code (its README says how); nothing in it is ever made anew.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT, torchrun
+from safetensors.torch import load_file
+
+from deberta_ds.formats.convert import convert
+from deberta_ds.formats.read import read_release
+from deberta_ds.log import read_metrics
+
+OLD = ROOT / "tests/fixtures/version_0_1_0"
+STEP = "step-00000004"
+ENGINES = {"rtd": "ZeRO-1", "mlm": "ZeRO-3"}
+
+
+def numbers(metrics: Path, after_step: int) -> list[dict]:
+    """Return the losses and scores that a run logged after a step, without what time decides."""
+    timed = ("seconds", "tokens_per_second", "flops_per_second", "mfu", "eta_seconds")
+    return [{key: value for key, value in record.items() if key not in timed}
+            for record in read_metrics(metrics)
+            if record.pop("kind") in ("train", "eval") and record["step"] > after_step]
+
+
+def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
+    """1e-5 relative: another processor's matrix products round otherwise; on one they are equal."""
+    assert len(found) == len(expected) > 0
+    for ours, old in zip(found, expected, strict=True):
+        lost = {key: value for key, value in old.items() if key not in ours}
+        assert not lost, f"no longer logged: {lost}"
+        assert {key: ours[key] for key in old} == pytest.approx(old, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", ENGINES)
+def test_old_checkpoint_resumes_with_the_losses_of_the_old_code(tmp_path, kind):
+    checkpoints = tmp_path / "out/checkpoints"
+    shutil.copytree(OLD / kind / STEP, checkpoints / STEP)
+    done = torchrun(2, ROOT / "launch/pretrain.py", "--config", OLD / kind / "run.toml",
+                    "--deepspeed_config", OLD / kind / "deepspeed.json",
+                    f"--out_dir={tmp_path / 'out'}", "--data.verify=full")
+    assert f"resume at step 4 (from {checkpoints / STEP})" in done.stdout
+    assert "passed over" not in done.stdout and "another layout" not in done.stdout
+    assert_same_numbers(numbers(tmp_path / "out/metrics.jsonl", 0),
+                        numbers(OLD / kind / "metrics.jsonl", 4))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_old_checkpoint_exports_the_tensors_of_the_old_code(tmp_path, kind, monkeypatch):
+    monkeypatch.chdir(ROOT)  # the run names its tokenizer relative to the repository
+    convert(OLD / kind / STEP, tmp_path / "export", "hf")
+    old_files = sorted((OLD / kind / "export").rglob("*.safetensors"))
+    assert len(old_files) == (4 if kind == "rtd" else 2)
+    for old_file in old_files:
+        old = load_file(old_file)
+        new = load_file(tmp_path / "export" / old_file.relative_to(OLD / kind / "export"))
+        assert new.keys() == old.keys()
+        assert all(torch.equal(new[name], old[name]) for name in old)
+    for old_file in sorted((OLD / kind / "export").rglob("*.json")):
+        new_file = tmp_path / "export" / old_file.relative_to(OLD / kind / "export")
+        assert json.loads(new_file.read_text()) == json.loads(old_file.read_text()), old_file
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_old_export_reads_as_the_checkpoint_it_was_made_of(kind, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    exported, saved = read_release(OLD / kind / "export"), read_release(OLD / kind / STEP)
+    for name, network in saved.networks().items():
+        found = exported.networks()[name]
+        assert found.config == network.config
+        assert found.tensors.keys() == network.tensors.keys()
+        assert all(torch.equal(found.tensors[key], network.tensors[key]) for key in found.tensors)
