@@ -30,16 +30,14 @@ def main() -> int:
     ds_values = deepspeed_config.load(options.deepspeed_config)
 
     from deberta_ds import dist  # heavy imports only after the configs are known to be good
-    from deberta_ds.formats.start import initial_tensors
     from deberta_ds.train import loop
 
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"
     code = 0
     if options.check:
-        loop.rehearse(run, ds_values, place=place, origins=origins, initial=initial_tensors)
+        loop.rehearse(run, ds_values, place=place, origins=origins)
     else:
-        code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins,
-                             initial=initial_tensors)
+        code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
     dist.destroy()
     return code
 

@@ -6,7 +6,6 @@ and the dropout are functions of it, so a checkpoint holds no generator state an
 
 import math
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -16,6 +15,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
+from deberta_ds.formats.start import initial_tensors
 from deberta_ds.log import RunLog
 from deberta_ds.planner import flops
 from deberta_ds.planner.gpus import peak_flops
@@ -28,15 +28,11 @@ from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
 from deberta_ds.train.throughput import SpeedMeter
 
-# Reads `[init] from`: {parameter: value} and lines for the log (export.start, a layer above).
-InitialTensors = Callable[[RunConfig], tuple[dict[str, torch.Tensor], list[str]]]
-
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
-             origins: dict[str, str], initial: InitialTensors | None = None) -> int:
+             origins: dict[str, str]) -> int:
     """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank.
 
-    `initial` gives the first weights of a run with `[init] from`; a resumed run has no use for it.
     Returns the exit code: 0, or signals.EXIT_REQUEUE if a signal asked to stop.
     """
     stop_request = signals.listen()
@@ -53,7 +49,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         log.info(f"WARNING: checkpoint passed over: {line}")
     if dist.is_main():
         write_config(run, inputs, origins)
-    tensors, notes = ({}, []) if record else _first_weights(run, initial)
+    tensors, notes = ({}, []) if record else _first_weights(run)
     for line in notes:
         log.info(line)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
@@ -76,22 +72,22 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     return signals.EXIT_REQUEUE if stopped else 0
 
 
-def _first_weights(run: RunConfig, initial: InitialTensors | None
-                   ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return what `initial` reads, on rank 0; DeepSpeed hands rank 0's weights to the others."""
+def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
+
+    A resumed run has no use for it.
+    """
     if not run.init.source:
         return {}, []
-    assert initial is not None
-    return dist.together(lambda: initial(run) if dist.is_main() else ({}, []))
+    return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))
 
 
-def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str],
-             initial: InitialTensors | None = None) -> None:
+def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str]) -> None:
     """Check a run and take its first micro-batch forward and backward; nothing is written."""
     inputs = prepare(run, ds_values, place)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
-    tensors, notes = _first_weights(run, initial)
+    tensors, notes = _first_weights(run)
     if notes:
         print("\n".join(notes))
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
