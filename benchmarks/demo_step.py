@@ -121,7 +121,7 @@ def main() -> None:
     draws = Draws()
     ways = {
         PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),
-        OURS: Trainer(run, "linear", draws.our_head, tokenizer.size),
+        OURS: Trainer(run, "tiled", draws.our_head, tokenizer.size),
     }
     cpu.use_onednn()  # as the demo does
     rows, micro = run.train.global_batch_rows, run.train.micro_batch_rows

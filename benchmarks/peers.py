@@ -296,7 +296,7 @@ BUILDERS: dict[str, Callable[[Problem], Callable[[], Tensor]]] = {
     "flashdeberta 0.0.8": flashdeberta,
     "disentangled-flash 1.1.1": disentangled_flash,
     "ours, reference": ours("reference"),
-    "ours, linear": ours("linear"),
+    "ours, tiled": ours("tiled"),
     "ours, fused, gathering": ours("fused", explicit_columns=True),
     "ours, fused": ours("fused"),
 }

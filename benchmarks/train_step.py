@@ -23,7 +23,6 @@ from deberta_ds import cpu
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.model.encoder import compile_layers
 from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
@@ -33,7 +32,7 @@ from deberta_ds.presets import MODELS
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 H200_PEAK = 989e12  # dense bf16 FLOP/s
-COMPILED, ONEDNN = "ours, compiled", "fp32 by oneDNN"
+ONEDNN = "fp32 by oneDNN"
 PROFILED = 15  # kernels listed by --profile
 
 
@@ -169,14 +168,10 @@ def measure(options, rows: int, length: int) -> dict:
     arguments = (config, options.objective, generator_layers, batch)
     peers = ("Hugging Face", "Hugging Face + fused AdamW")
     names = ("ours",) if options.ours_only else (*peers, "ours")
-    if options.compile:
-        names += (COMPILED,)
     kinds = kinds_of(options.device)
     for name in names:
         torch.manual_seed(0)
         model, loss = (hugging_face_loss if name in peers else our_loss)(*arguments)
-        if name == COMPILED:
-            compile_layers(model)
         fused = {} if name == peers[0] else {"fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
         for kind, way in kinds.items():
@@ -242,7 +237,6 @@ def main() -> None:
     parser.add_argument("--generator-layers", type=int, default=0, help="0: half the layers")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ours-only", action="store_true", help="without the peer")
-    parser.add_argument("--compile", action="store_true", help="beside it ours with train.compile")
     parser.add_argument("--profile", action="store_true", help="list the slowest kernels of ours")
     options = parser.parse_args()
     if options.device == "cpu":

@@ -10,14 +10,17 @@ import dataclasses
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.validation import ConfigError, nearest, validate
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
+# Version 0.1.0 called the tiled path "linear"; its runs resume and mean the same.
+_AttentionPath = Annotated[Literal["auto", "reference", "tiled", "fused"],
+                           BeforeValidator(lambda name: "tiled" if name == "linear" else name)]
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class ModelConfig:
     attention_dropout: float = 0.1
     norm_eps: float = 1e-7
     init_std: float = 0.02
-    attention: Literal["auto", "reference", "linear", "fused"] = "auto"
+    attention: _AttentionPath = "auto"
 
     def __post_init__(self):
         problems = []
@@ -196,7 +199,6 @@ class TrainConfig:
     seed: int = 0
     checkpoint_layers: int = 0  # recompute every n-th layer in backward; 0: none, 1: all
     recompute: Literal["all", "cheap"] = "all"  # cheap: such layers keep their linear outputs
-    compile: bool = False  # torch.compile of what follows attention in a layer; not with ZeRO-3
     log_every: int = 10
     eval_every: int = 1000
     eval_rows: int = 256
@@ -270,7 +272,10 @@ def to_dict(config: Any) -> dict:
 
 
 def from_dict(values: dict, place: str = "config") -> RunConfig:
-    """Return the RunConfig of plain values (as written by `to_dict`)."""
+    """Return the RunConfig of plain values (as written by `to_dict`, also by version 0.1.0)."""
+    train = values.get("train")
+    if isinstance(train, dict) and "compile" in train:  # changed how a step ran, not its meaning
+        values = values | {"train": {key: train[key] for key in train if key != "compile"}}
     return validate(RunConfig, values, place)
 
 
@@ -302,6 +307,7 @@ def load(path: str | Path, overrides: list[str] = (), models: dict[str, dict] | 
         _set(values, key, value)
         origins[key] = "command line"
     _apply_defaults(values, origins, models)
+    _refuse_compile(values, origins, path)
     config = validate(RunConfig, values, str(path))
     for key in flatten(to_dict(config)):
         origins.setdefault(key, "default")
@@ -326,6 +332,16 @@ def _apply_defaults(values: dict, origins: dict, models: dict[str, dict]) -> Non
         kind = objective["kind"]
         objective.setdefault("mask", {})
         _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
+
+
+def _refuse_compile(values: dict, origins: dict, path: str | Path) -> None:
+    """Take train.compile = false of a run file for version 0.1.0 as what it is, nothing."""
+    train = values.get("train")
+    if isinstance(train, dict) and "compile" in train:
+        if train.pop("compile") is not False:
+            raise ConfigError(f"{path}: train.compile is gone: torch.compile made steps slower; "
+                              "leave it out")
+        del origins["train.compile"]
 
 
 def _merge_under(values: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:

@@ -5,7 +5,6 @@ Everything also works in a single process that never initialized a process group
 
 import os
 
-import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
@@ -44,14 +43,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if is_distributed():
         torch_dist.all_reduce(values)
     return values
-
-
-def all_true(flag: Tensor) -> bool:
-    """Return whether the 0-d bool tensor `flag` is true on every rank (one host sync)."""
-    value = flag.to(torch.int32)
-    if is_distributed():
-        torch_dist.all_reduce(value, op=torch_dist.ReduceOp.MIN)
-    return bool(value.item())
 
 
 def gather_objects(value) -> list:

@@ -79,10 +79,10 @@ def test_choice_of_implementation(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch._choose.cache_clear()
     half, single = torch.bfloat16, torch.float32
-    assert dispatch._choose("auto", "cpu", half, 64) == "linear"
+    assert dispatch._choose("auto", "cpu", half, 64) == "tiled"
     assert dispatch._choose("auto", "cuda", half, 64) == "fused"
-    assert dispatch._choose("auto", "cuda", half, 48) == "linear"
-    assert dispatch._choose("auto", "cuda", single, 64) == "linear"
+    assert dispatch._choose("auto", "cuda", half, 48) == "tiled"
+    assert dispatch._choose("auto", "cuda", single, 64) == "tiled"
     with pytest.raises(ValueError, match="no GPU"):
         dispatch._choose("fused", "cpu", half, 64)
     with pytest.raises(ValueError, match="head size 48"):

@@ -113,3 +113,16 @@ def test_every_field_of_a_config_has_a_reader():
         for field in dataclasses.fields(getattr(config, name)):
             read = f".{field.name}" in sources or own.count(f"self.{field.name}") > 0
             assert read, f"{name}.{field.name} has no reader"
+
+
+def test_values_of_version_0_1_0_are_understood(run_file):
+    """A resumed run, a fine-tuned model and a run file may still say what has another name now."""
+    run, _ = config.load(run_file, ['--model.attention="linear"', "--train.compile=false"])
+    assert run.model.attention == "tiled"
+    stored = config.to_dict(run)
+    stored["model"]["attention"] = "linear"
+    for value in (False, True):
+        stored["train"]["compile"] = value
+        assert config.from_dict(stored) == run
+    with pytest.raises(ConfigError, match="train.compile is gone"):
+        config.load(run_file, ["--train.compile=true"])

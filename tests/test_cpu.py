@@ -103,7 +103,7 @@ def test_ragged_pieces_are_left_to_mkl(monkeypatch, pieces, precision):
     q, k, v = (torch.randn(1, 2, 160, 16, requires_grad=True) for _ in range(3))
     segments = torch.repeat_interleave(torch.arange(1, len(pieces) + 1), torch.tensor(pieces))
     context = attend(q, k, v, None, None, geometry=V3, segments=segments[None],
-                     mode="linear")
+                     mode="tiled")
     context.sum().backward()
     assert seen == {precision}
     assert torch.get_float32_matmul_precision() == "medium"
@@ -115,4 +115,4 @@ def test_attention_on_whole_rows_is_exact_with_the_choice_made_here(length):
     cpu.use_onednn()
     case = Case(V3, torch.ones(2, length, dtype=torch.int32), heads=2, size=32)
     truth = run(case, "reference", torch.float64)
-    assert max(relative_errors(run(case, "linear", torch.float32), truth)) <= 2e-6
+    assert max(relative_errors(run(case, "tiled", torch.float32), truth)) <= 2e-6

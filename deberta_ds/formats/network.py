@@ -18,8 +18,6 @@ from deberta_ds.model.backbone import Backbone, on_meta
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 
-DELTAS = ("words.delta", "positions.delta")  # what GDES added to the generator's tables
-
 
 @dataclass
 class Network:

@@ -12,8 +12,6 @@ Legend: B batch, L length, H heads, D head size, C hidden, M masked slots, S rel
 Q queries (L, or M in the decoder).
 """
 
-import os
-import shutil
 from typing import NamedTuple
 
 import torch
@@ -27,7 +25,6 @@ from torch.utils.checkpoint import (
 )
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError
 from deberta_ds.model.attention import Geometry, attend
 from deberta_ds.model.embeddings import InputBlock
 
@@ -117,7 +114,8 @@ class Layer(nn.Module):
         """Return the block's output [B, L, C]; with `decoder`, the decoded states [B, M, C].
 
         The decoder applies this very block twice with the queries z + h, then its own output,
-        while keys and values stay those of `hidden_BLC` (numerics 4.1), so they are computed once.
+        while keys and values stay those of `hidden_BLC` (`emd_context_layer` of the official
+        masked_language_model.py), so they are computed once.
         """
         memory = self.attention.project_memory(hidden_BLC, relative_SC)
         if decoder is None:
@@ -131,17 +129,13 @@ class Layer(nn.Module):
     def _block(self, queries_BQC: Tensor, memory: tuple, segments_BL: Tensor,
                columns_BQ: Tensor | None) -> Tensor:
         attended_BQC = self.attention(queries_BQC, memory, segments_BL, columns_BQ)
-        return self.feed_forward(attended_BQC, queries_BQC)
-
-    def feed_forward(self, attended_BQC: Tensor, queries_BQC: Tensor) -> Tensor:
-        """Return the block's output from that of its attention: the region that may be compiled."""
         hidden_BQC = self.attention_norm(self.dropout(attended_BQC) + queries_BQC)
         expanded = F.gelu(self.ffn_in(hidden_BQC))
         return self.ffn_norm(self.dropout(self.ffn_out(expanded)) + hidden_BQC)
 
 
 class Convolution(nn.Module):
-    """The v2 convolution beside the first layer (numerics 2.4), confined to each packed piece.
+    """The v2 convolution beside the first layer (`ConvLayer`), confined to each packed piece.
 
     Equal to Conv1d over a row of one piece; a tap that would cross into another piece reads zero.
     """
@@ -174,21 +168,6 @@ class Convolution(nn.Module):
         padded = F.pad(hidden_BLC, (0, 0, before, after))[:, after:after + length]
         neighbor = F.pad(segments_BL, (before, after))[:, after:after + length]
         return padded * (neighbor == segments_BL).unsqueeze(-1)
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Let torch.compile fuse what follows attention in every layer; one graph serves all layers.
-
-    Attention itself is custom autograd over buffers and is left alone. Raises UserError where there
-    is no C++ compiler, without which nothing can be compiled.
-    """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise UserError(f"train.compile = true: torch.compile needs a C++ compiler and {compiler} "
-                        "is not there; install it, name another in CXX, or leave train.compile out")
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.feed_forward = torch.compile(module.feed_forward)
 
 
 _LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)

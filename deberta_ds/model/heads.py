@@ -1,7 +1,7 @@
 """The two pretraining heads: masked LM behind the enhanced mask decoder; replaced-token detection.
 
-Sources: microsoft/DeBERTa masked_language_model.py and replaced_token_detection_model.py
-(numerics 4.1, 4.2).
+Sources: microsoft/DeBERTa, DeBERTa/apps/models/masked_language_model.py and
+replaced_token_detection_model.py there.
 
 Legend: B batch, L length, C hidden, M masked slots, T targets, V vocabulary.
 """

@@ -5,8 +5,8 @@ What the method needs, not what an implementation happens to do: a multiply-add 
 different pieces of a packed row count as computed, padding too: per-token figures are for full
 rows. tests/test_flops.py compares every part with torch.utils.flop_counter.
 
-Projections of the relative table are per step, not per token (`relative_projections`); beside a
-batch of thousands of tokens they vanish, and they are left out of `per_token`.
+Projections of the relative table are per step, not per token: beside a batch of thousands of tokens
+they vanish, and they are left out.
 """
 
 from deberta_ds.config import ModelConfig, RunConfig
@@ -42,14 +42,6 @@ def detector(model: ModelConfig, length: int) -> float:
 def encoder(model: ModelConfig, length: int) -> float:
     """Return forward FLOPs per token of all layers."""
     return model.num_layers * _layer(model, length) + _convolution(model)
-
-
-def relative_projections(model: ModelConfig) -> float:
-    """Return forward FLOPs per step (not per token) of projecting the relative table."""
-    if not model.relative_attention:
-        return 0.0
-    terms = len(model.position_terms)
-    return model.num_layers * terms * 2 * 2 * model.relative_span * model.hidden_size**2
 
 
 def _layer(model: ModelConfig, length: int) -> float:

@@ -32,9 +32,6 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
                         f"{train.steps}")
-    if train.compile and deepspeed_config.zero_stage(ds) == 3:
-        problems.append("train.compile = true: not with ZeRO-3, which gathers a layer's parameters "
-                        "as it is called; choose stage 0, 1 or 2, or leave train.compile out")
     if optim.name != "adamw" and "offload_optimizer" in ds.get("zero_optimization", {}):
         if ds.get("zero_force_ds_cpu_optimizer"):
             problems.append(f"optim.name = {optim.name!r}: zero_force_ds_cpu_optimizer would "

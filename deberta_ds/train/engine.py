@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from deberta_ds import deepspeed_config, dist, log
 from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
-from deberta_ds.model.encoder import compile_layers
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.optim import build_optimizer
@@ -57,8 +56,6 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     stage3 = deepspeed_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
         model = build_model(run, valid_vocab)
-    if run.train.compile:
-        compile_layers(model)
     gather = _gather_for_writing if stage3 else nullcontext
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)

@@ -12,10 +12,10 @@ import torch
 
 from deberta_ds.errors import UserError
 from deberta_ds.model.attention.geometry import Geometry
-from deberta_ds.model.attention.linear import linear_attention
 from deberta_ds.model.attention.reference import reference_attention
+from deberta_ds.model.attention.tiled import tiled_attention
 
-MODES = ("auto", "reference", "linear", "fused")
+MODES = ("auto", "reference", "tiled", "fused")
 FUSED_SIZES = (16, 32, 64, 128)  # head sizes; tl.dot needs 16
 _LOG = logging.getLogger("deberta_ds")
 
@@ -72,7 +72,7 @@ def _implementation(name: str):
         from deberta_ds.model.attention.fused import fused_path
 
         return fused_path
-    return {"reference": reference_attention, "linear": linear_attention}[name]
+    return {"reference": reference_attention, "tiled": tiled_attention}[name]
 
 
 @lru_cache
@@ -82,11 +82,11 @@ def _choose(mode: str, device: str, dtype: torch.dtype, size: int) -> str:
         raise UserError(f"attention = {mode!r}: choose one of {', '.join(MODES)}")
     obstacle = _why_not_fused(device, dtype, size)
     if mode == "fused" and obstacle:
-        raise UserError(f"attention = 'fused' cannot run here: {obstacle}; use 'auto' or 'linear'")
+        raise UserError(f"attention = 'fused' cannot run here: {obstacle}; use 'auto' or 'tiled'")
     chosen = mode
     if mode == "auto":
         half = device == "cuda" and dtype != torch.float32
-        chosen = "fused" if half and not obstacle else "linear"
+        chosen = "fused" if half and not obstacle else "tiled"
     reason = f" (not fused: {obstacle})" if mode == "auto" and obstacle else ""
     _LOG.info("attention: %s on %s, asked for: %s%s", chosen, device, mode, reason)
     return chosen

@@ -1,6 +1,6 @@
 """Attention dropout as a pure function of (seed, plane, query, key).
 
-Every path (reference, linear, fused) and every recomputation under activation checkpointing must
+Every path (reference, tiled, fused) and every recomputation under activation checkpointing must
 drop the same pairs, whatever order or tile size it works in. So the mask is counter based: each
 query row and each key column of a plane (one head of one batch row) owns a random 32-bit word, and
 a pair is kept when the mixed sum of its two words is above a threshold. No generator, no state.

@@ -21,7 +21,7 @@ _SHORT_ROWS = 128  # rows up to this long are taken whole
 
 
 @dataclass(frozen=True)
-class Span:
+class KeySpan:
     """Keys [start, stop) of some batch rows, and the queries that look at them."""
 
     rows: slice  # one row, or several alike, of which all columns are queries
@@ -33,7 +33,7 @@ class Span:
     lonely: bool  # there may be queries that see no key
 
 
-def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> list[Span]:
+def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> list[KeySpan]:
     """Return the spans of a batch; queries of no span see no key."""
     if segments_BL.is_cuda:
         return [_whole_row(segments_BL, query_positions_BQ, b) for b in range(len(segments_BL))]
@@ -54,9 +54,9 @@ def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> li
     return _merged(spans)
 
 
-def _merged(spans: list[Span]) -> list[Span]:
+def _merged(spans: list[KeySpan]) -> list[KeySpan]:
     """Join alike spans of neighboring rows: fewer, larger products."""
-    merged: list[Span] = []
+    merged: list[KeySpan] = []
     for span in spans:
         last = merged[-1] if merged else None
         if last and last.rows.stop == span.rows.start and _alike(last, span):
@@ -66,7 +66,7 @@ def _merged(spans: list[Span]) -> list[Span]:
     return merged
 
 
-def _alike(one: Span, other: Span) -> bool:
+def _alike(one: KeySpan, other: KeySpan) -> bool:
     plain = all(span.queries_X is None and span.allowed_RXY is None for span in (one, other))
     return plain and (one.start, one.stop) == (other.start, other.stop)
 
@@ -87,7 +87,7 @@ def _joined(values: list[int], counts: list[int]) -> list[tuple[int, int, bool]]
     return joined
 
 
-def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> Span:
+def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> KeySpan:
     queries = positions = allowed = None
     if query_positions_BQ is not None:
         columns = query_positions_BQ[row]
@@ -97,19 +97,19 @@ def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> Span:
         piece = segments_BL[row : row + 1, start:stop]
         where = torch.arange(stop - start) if positions is None else positions
         allowed = allowed_pairs(piece, where[None])
-    return Span(slice(row, row + 1), start, stop, queries, positions, allowed, lonely=False)
+    return KeySpan(slice(row, row + 1), start, stop, queries, positions, allowed, lonely=False)
 
 
-def _all_rows(segments_BL) -> Span:
+def _all_rows(segments_BL) -> KeySpan:
     batch, length = segments_BL.shape
     allowed = None
     if not bool(((segments_BL == segments_BL[:, :1]) & (segments_BL != 0)).all()):
         allowed = allowed_pairs(segments_BL, torch.arange(length).expand(batch, length))
     lonely = not bool(segments_BL.all())
-    return Span(slice(0, batch), 0, length, None, None, allowed, lonely)
+    return KeySpan(slice(0, batch), 0, length, None, None, allowed, lonely)
 
 
-def _whole_row(segments_BL, query_positions_BQ, row) -> Span:
+def _whole_row(segments_BL, query_positions_BQ, row) -> KeySpan:
     length = segments_BL.shape[1]
     device = segments_BL.device
     queries = positions = None
@@ -118,4 +118,4 @@ def _whole_row(segments_BL, query_positions_BQ, row) -> Span:
         columns = positions = query_positions_BQ[row]
         queries = torch.arange(len(positions), device=device)
     allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])
-    return Span(slice(row, row + 1), 0, length, queries, positions, allowed, lonely=True)
+    return KeySpan(slice(row, row + 1), 0, length, queries, positions, allowed, lonely=True)

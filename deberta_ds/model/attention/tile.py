@@ -23,7 +23,7 @@ from deberta_ds.model.attention.skew import (
     block_rows,
     collect_term,
 )
-from deberta_ds.model.attention.spans import Span
+from deberta_ds.model.attention.spans import KeySpan
 
 _TILE_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}  # of scores; on the CPU per thread
 
@@ -47,7 +47,7 @@ class Inputs:
 class Group:
     """Some rows and heads of a span, and the query blocks that its tiles cover."""
 
-    span: Span
+    span: KeySpan
     rows: slice
     heads: slice
     blocks: list[tuple[int, int]]
@@ -122,7 +122,7 @@ class Tile:
         return ~allowed_RXY[:, self.first : self.last]
 
 
-def groups(spans: list[Span], q_BHQD: Tensor) -> Iterator[Group]:
+def groups(spans: list[KeySpan], q_BHQD: Tensor) -> Iterator[Group]:
     """Yield the groups of all spans, in the fixed order that forward and backward share."""
     heads, device = q_BHQD.shape[1], q_BHQD.device.type
     budget = _TILE_BYTES[device] // q_BHQD.dtype.itemsize

@@ -11,7 +11,8 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bias, plane_shape
+from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bias
+from deberta_ds.model.attention.fused.blocks import head_of, planes_of, query_block
 from deberta_ds.model.attention.fused.forward import LOG2_E, VARIES
 from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges, piece_range
 
@@ -60,38 +61,23 @@ def query_kernel(
     """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
-    i0 = tl.program_id(0) * BM
-    i = i0 + tl.arange(0, BM)
-    d = tl.arange(0, D)
-    in_rows = i < NQ
     wide = bh.to(tl.int64)
-    width, elements = plane_shape(NQ, SPAN, NK)
-    KEY_PLANE += bh * elements
-    D_KEY_PLANE += bh * elements
-    width, elements = plane_shape(NK, SPAN, NK)
-    QUERY_PLANE += bh * elements
-    Q += b.to(tl.int64) * q_b + h * q_h
-    K += b.to(tl.int64) * k_b + h * k_h
-    V += b.to(tl.int64) * v_b + h * v_h
+    d = tl.arange(0, D)
+    KEY_PLANE, QUERY_PLANE, width = planes_of(KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN)
+    D_KEY_PLANE, _, width = planes_of(D_KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN)
+    K, V = head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
     K_SEGMENT += b * NK
     K_WORDS += wide * NK
-    q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
+    i, in_rows, q, segment_i, position_i, words_i, base, end, first, last = query_block(
+        head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_WORDS, b, bh, q_n,
+        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, PICKED, BM, D,
+    )  # fmt: skip
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
     out = tl.load(OUT + own_rows, mask=in_rows[:, None], other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(DELTA + wide * NQ + i, delta, mask=in_rows)
-    segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=0)
-    position_i = i
-    base, end = band_edges(i0, SPAN, NK)
-    if PICKED:
-        position_i = tl.load(Q_POSITION + b * NQ + i, mask=in_rows, other=0)
-        base, end = band_edges(position_i, SPAN, NK)
-    words_i = segment_i
-    if DROPOUT:
-        words_i = tl.load(Q_WORDS + wide * NQ + i, mask=in_rows, other=0)
-    first, last = piece_range(Q_START, Q_STOP, b * NQ, i, NQ, NK)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
         first, last, base, end, BN, FAR and not PICKED
     )
@@ -202,14 +188,12 @@ def key_kernel(
     d = tl.arange(0, D)
     in_keys = j < NK
     wide = bh.to(tl.int64)
-    width, elements = plane_shape(NQ, SPAN, NK)
-    KEY_PLANE += bh * elements
-    width, elements = plane_shape(NK, SPAN, NK)
-    QUERY_PLANE += bh * elements
-    D_QUERY_PLANE += wide * NK * NQ if PICKED else bh * elements
-    K += b.to(tl.int64) * k_b + h * k_h
-    V += b.to(tl.int64) * v_b + h * v_h
-    Q += b.to(tl.int64) * q_b + h * q_h
+    KEY_PLANE, QUERY_PLANE, width = planes_of(KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN)
+    if PICKED:
+        D_QUERY_PLANE += wide * NK * NQ
+    else:
+        _, D_QUERY_PLANE, width = planes_of(KEY_PLANE, D_QUERY_PLANE, bh, NQ, NK, SPAN)
+    Q, K, V = head_of(Q, b, h, q_b, q_h), head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
     GRAD += (b.to(tl.int64) * NQ * H + h) * D
     LSE += wide * NQ
     DELTA += wide * NQ

@@ -11,8 +11,9 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bias, plane_shape
-from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges, piece_range
+from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bias
+from deberta_ds.model.attention.fused.blocks import head_of, planes_of, query_block
+from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges
 
 VARIES = ["NQ", "NK", "SPAN", "threshold"]
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -61,32 +62,16 @@ def forward_kernel(
     """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ]."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
-    i0 = tl.program_id(0) * BM
-    i = i0 + tl.arange(0, BM)
-    d = tl.arange(0, D)
-    in_rows = i < NQ
     wide = bh.to(tl.int64)
-    # Scalar bases and 32-bit offsets: tiles of 64-bit addresses would fill the registers.
-    width, elements = plane_shape(NQ, SPAN, NK)
-    KEY_PLANE += bh * elements
-    width, elements = plane_shape(NK, SPAN, NK)
-    QUERY_PLANE += bh * elements
-    Q += b.to(tl.int64) * q_b + h * q_h
-    K += b.to(tl.int64) * k_b + h * k_h
-    V += b.to(tl.int64) * v_b + h * v_h
+    d = tl.arange(0, D)
+    KEY_PLANE, QUERY_PLANE, width = planes_of(KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN)
+    K, V = head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
     K_SEGMENT += b * NK
     K_WORDS += wide * NK
-    q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
-    segment_i = tl.load(Q_SEGMENT + b * NQ + i, mask=in_rows, other=0)
-    position_i = i
-    base, end = band_edges(i0, SPAN, NK)
-    if PICKED:
-        position_i = tl.load(Q_POSITION + b * NQ + i, mask=in_rows, other=0)
-        base, end = band_edges(position_i, SPAN, NK)
-    words_i = segment_i
-    if DROPOUT:
-        words_i = tl.load(Q_WORDS + wide * NQ + i, mask=in_rows, other=0)
-    first, last = piece_range(Q_START, Q_STOP, b * NQ, i, NQ, NK)
+    i, in_rows, q, segment_i, position_i, words_i, base, end, first, last = query_block(
+        head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_WORDS, b, bh, q_n,
+        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, PICKED, BM, D,
+    )  # fmt: skip
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
         first, last, base, end, BN, FAR and not PICKED
     )

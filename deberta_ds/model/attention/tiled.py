@@ -19,7 +19,7 @@ from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.skew import Scratch, Side, expansion, make_side, scratch_of
-from deberta_ds.model.attention.spans import Span, cut_into_spans
+from deberta_ds.model.attention.spans import KeySpan, cut_into_spans
 from deberta_ds.model.attention.tile import (
     Gradients,
     Inputs,
@@ -32,7 +32,7 @@ from deberta_ds.model.attention.tile import (
 KEEP_LENGTH = 512  # spans up to this long keep their probabilities for backward
 
 
-def linear_attention(
+def tiled_attention(
     q_BHQD: Tensor,
     k_BHLD: Tensor,
     v_BHLD: Tensor,
@@ -50,23 +50,23 @@ def linear_attention(
     spans = cut_into_spans(segments_BL, query_positions_BQ)
     clip = query_positions_BQ is None
     with torch.autocast(q_BHQD.device.type, enabled=False):
-        context_BHQD = _LinearAttention.apply(
+        context_BHQD = _TiledAttention.apply(
             q_BHQD,
             k_BHLD.to(dtype),
             v_BHLD.to(dtype),
             None if pos_key_HSD is None else pos_key_HSD.to(dtype),
             None if pos_query_HSD is None else pos_query_HSD.to(dtype),
-            _Plan(geometry, spans, clip, dropout, seed),
+            _Setting(geometry, spans, clip, dropout, seed),
         )
     return context_BHQD.transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Setting:
     """What forward and backward share beside tensors."""
 
     geometry: Geometry
-    spans: list[Span]
+    spans: list[KeySpan]
     clip: bool  # treat columns beyond the table's reach as one
     dropout: float
     seed: int | None
@@ -86,14 +86,14 @@ class _Plan:
         return held == tensor_BHQD.shape[0] * tensor_BHQD.shape[2]
 
 
-class _LinearAttention(torch.autograd.Function):
+class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan):
-        inputs = _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan)
-        context_BHQD = _like_flat(q_BHQD, plan.all_queries(q_BHQD))
+    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting):
+        inputs = _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting)
+        context_BHQD = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
         kept = []
         training = any(ctx.needs_input_grad)
-        for group in groups(plan.spans, q_BHQD):
+        for group in groups(setting.spans, q_BHQD):
             with _products_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = probabilities(inputs, tile)
@@ -102,7 +102,7 @@ class _LinearAttention(torch.autograd.Function):
                         kept.append(probs)
         leaves = (q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)
         ctx.save_for_backward(*leaves, *kept)
-        ctx.plan = plan
+        ctx.setting = setting
         return context_BHQD
 
     @staticmethod
@@ -111,13 +111,13 @@ class _LinearAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: checkpointing recomputes at each read
         leaves, kept = saved[:5], iter(saved[5:])
         q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD = leaves
-        plan = ctx.plan
-        inputs = _prepare(*leaves, plan)
-        q_grad = _like_flat(q_BHQD, plan.all_queries(q_BHQD))
-        k_grad, v_grad = (_like_flat(x, plan.all_keys(x)) for x in (k_BHLD, v_BHLD))
+        setting = ctx.setting
+        inputs = _prepare(*leaves, setting)
+        q_grad = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
+        k_grad, v_grad = (_like_flat(x, setting.all_keys(x)) for x in (k_BHLD, v_BHLD))
         key_table = _table_sums(inputs.key_side, "key table", inputs.scratch)
         query_table = _table_sums(inputs.query_side, "query table", inputs.scratch)
-        for group in groups(plan.spans, q_BHQD):
+        for group in groups(setting.spans, q_BHQD):
             total = Gradients(
                 group.new_keys(k_BHLD),
                 group.new_keys(v_BHLD),
@@ -136,33 +136,33 @@ class _LinearAttention(torch.autograd.Function):
         return q_grad, k_grad, v_grad, key_grad, query_grad, None
 
 
-def _is_kept(span: Span) -> bool:
+def _is_kept(span: KeySpan) -> bool:
     return span.stop - span.start <= KEEP_LENGTH
 
 
-def _products_of(span: Span, keys: int) -> AbstractContextManager:
+def _products_of(span: KeySpan, keys: int) -> AbstractContextManager:
     """Return the context for the products of a span of rows of `keys`: whole rows are all alike."""
     whole = span.queries_X is None and span.stop - span.start == keys
     return nullcontext() if whole else mkl_products()
 
 
-def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plan) -> Inputs:
+def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting) -> Inputs:
     """Expand the position tables and draw the dropout words."""
     batch, heads, queries, size = q_BHQD.shape
     keys = k_BHLD.shape[2]
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
-    longest = max((span.stop - span.start for span in plan.spans), default=1)
+    longest = max((span.stop - span.start for span in setting.spans), default=1)
     key_side = query_side = words = None
     if pos_key_HSD is not None:
-        expanded = expansion(plan.geometry, longest, True, plan.clip, q_BHQD)
+        expanded = expansion(setting.geometry, longest, True, setting.clip, q_BHQD)
         key_side = make_side(expanded, pos_key_HSD, scale)
     if pos_query_HSD is not None:
-        expanded = expansion(plan.geometry, longest, False, plan.clip, q_BHQD)
+        expanded = expansion(setting.geometry, longest, False, setting.clip, q_BHQD)
         query_side = make_side(expanded, pos_query_HSD, scale)
-    if plan.dropout > 0:
-        words = dropout_words(plan.seed, batch, heads, queries, keys, q_BHQD.device)
-    scratch = scratch_of(q_BHQD.device)
-    return Inputs(q_BHQD, k_BHLD, v_BHLD, key_side, query_side, scale, plan.dropout, words, scratch)
+    if setting.dropout > 0:
+        words = dropout_words(setting.seed, batch, heads, queries, keys, q_BHQD.device)
+    sides, scratch = (key_side, query_side), scratch_of(q_BHQD.device)
+    return Inputs(q_BHQD, k_BHLD, v_BHLD, *sides, scale, setting.dropout, words, scratch)
 
 
 def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:

@@ -6,7 +6,7 @@ from attention_cases import HOLES, PACKED, SMALL_BUCKETS, V1, V3, Case, relative
 from transformers import DebertaV2Config
 from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 
-from deberta_ds.model.attention import Geometry, attend, linear
+from deberta_ds.model.attention import Geometry, attend, tiled
 
 
 def ones(batch, length):
@@ -36,10 +36,10 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_reference(case):
     truth = run(case, "reference", torch.float64)
-    assert max(relative_errors(run(case, "linear", torch.float64), truth)) < 1e-14
-    single = run(case, "linear", torch.float32)
+    assert max(relative_errors(run(case, "tiled", torch.float64), truth)) < 1e-14
+    single = run(case, "tiled", torch.float32)
     assert max(relative_errors(single, truth)) < 2e-6
-    again = run(case, "linear", torch.float32)
+    again = run(case, "tiled", torch.float32)
     assert all(torch.equal(first, second) for first, second in zip(single, again, strict=True))
 
 
@@ -52,15 +52,15 @@ def test_random_packings(seed):
     segments[1, length - int(torch.randint(0, length, (), generator=generator)) :] = 0
     case = Case(V3 if seed % 2 else V1, segments, dropout=0.1 * (seed % 3), heads=2)
     truth = run(case, "reference", torch.float64)
-    assert max(relative_errors(run(case, "linear", torch.float32), truth)) < 2e-6
+    assert max(relative_errors(run(case, "tiled", torch.float32), truth)) < 2e-6
 
 
 def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
     case = Case(SMALL_BUCKETS, ones(1, 300), dropout=0.1)
-    whole = run(case, "linear", torch.float64)
-    monkeypatch.setattr(linear, "KEEP_LENGTH", 64)
-    monkeypatch.setitem(linear.groups.__globals__["_TILE_BYTES"], "cpu", 300 * 70 * 8)
-    parts = run(case, "linear", torch.float64)
+    whole = run(case, "tiled", torch.float64)
+    monkeypatch.setattr(tiled, "KEEP_LENGTH", 64)
+    monkeypatch.setitem(tiled.groups.__globals__["_TILE_BYTES"], "cpu", 300 * 70 * 8)
+    parts = run(case, "tiled", torch.float64)
     assert max(relative_errors(parts, whole)) < 1e-14
 
 
@@ -69,22 +69,22 @@ def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
 def test_rows_together_in_tiles_of_any_size(monkeypatch, planes, packed):
     segments = PACKED[[0, 1, 2, 0, 1], 100:190] if packed else ones(5, 90)
     case = Case(SMALL_BUCKETS, segments, dropout=0.1)
-    whole = run(case, "linear", torch.float64)
-    monkeypatch.setitem(linear.groups.__globals__["_TILE_BYTES"], "cpu", 90 * 90 * planes * 8)
-    assert max(relative_errors(run(case, "linear", torch.float64), whole)) < 1e-14
+    whole = run(case, "tiled", torch.float64)
+    monkeypatch.setitem(tiled.groups.__globals__["_TILE_BYTES"], "cpu", 90 * 90 * planes * 8)
+    assert max(relative_errors(run(case, "tiled", torch.float64), whole)) < 1e-14
 
 
 def test_a_mask_without_reading_segments_is_the_same(monkeypatch):
     """The way of the GPU: whole rows under a mask."""
     case = Case(SMALL_BUCKETS, PACKED, dropout=0.1)
-    cut = run(case, "linear", torch.float64)
-    spans = linear.cut_into_spans.__globals__
+    cut = run(case, "tiled", torch.float64)
+    spans = tiled.cut_into_spans.__globals__
 
     def whole_rows(segments, columns):
         return [spans["_whole_row"](segments, columns, row) for row in range(len(segments))]
 
-    monkeypatch.setattr(linear, "cut_into_spans", whole_rows)
-    assert max(relative_errors(run(case, "linear", torch.float64), cut)) < 1e-14
+    monkeypatch.setattr(tiled, "cut_into_spans", whole_rows)
+    assert max(relative_errors(run(case, "tiled", torch.float64), cut)) < 1e-14
 
 
 def test_autocast_and_checkpointing():
@@ -96,7 +96,7 @@ def test_autocast_and_checkpointing():
     def layer(*tensors):
         tensors = [x @ projection for x in tensors]
         return attend(
-            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="linear"
+            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="tiled"
         )
 
     results = []
@@ -146,7 +146,7 @@ def test_bf16_error_is_not_above_that_of_hugging_face():
                 heads_of(query(inputs[1])),
                 geometry=Geometry(512, 256),
                 segments=ones(2, length),
-                mode="linear",
+                mode="tiled",
             ).flatten(2)
         else:
             context = layer(inputs[0], mask, rel_embeddings=inputs[1])[0]
