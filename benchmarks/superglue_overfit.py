@@ -19,7 +19,8 @@ from pathlib import Path
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import exit_cleanly
 from deberta_ds.files import write_atomic
-from deberta_ds.finetune.models import Start, build_model, save_finetuned
+from deberta_ds.finetune.directory import save_finetuned
+from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
 from deberta_ds.tokenizer import Tokenizer
@@ -87,7 +88,7 @@ def write_shape(scratch: Path) -> None:
                         intermediate_size=256, position_buckets=32, max_position=128, init_std=0.05)
     task = task_named("RTE")
     model = build_model(task, Start("", shape, tokenizer, None), Settings(), 1)
-    save_finetuned(scratch / "shape", task, shape, dict(model.state_dict()), tokenizer)
+    save_finetuned(scratch / "shape", task, Settings(), shape, dict(model.state_dict()), tokenizer)
 
 
 def measure(task: str, scratch: Path) -> dict:
@@ -99,7 +100,7 @@ def measure(task: str, scratch: Path) -> dict:
                                           f"--master_port={29600 + TASKS.index(task)}"]
         run(*launcher, "launch/finetune.py", "--task", task, "--out", str(out),
             "--model", f"random:{scratch / 'shape'}", "--data", str(scratch / "data"),
-            "--any-size", "--skip-test", "--no-save-model", "--set", *SETTINGS)
+            "--any_size", "--skip_test", "--no_save_model", *(f"--all.{text}" for text in SETTINGS))
         directory = out / task / "seed-1"
         predictions[ranks] = [json.loads(line)["prediction"] for line in
                               (directory / "val_predictions.jsonl").read_text().splitlines()]

@@ -300,11 +300,11 @@ def load(path: str | Path, overrides: list[str] = (), models: dict[str, dict] | 
     from deberta_ds import presets  # presets build on this module
 
     models = presets.MODELS if models is None else models
-    values = _read_toml(path)
+    values = read_toml(path, "run config", "launch/runs/demo.toml")
     origins = {key: str(path) for key in flatten(values)}
     for override in overrides:
-        key, value = _parse_override(override)
-        _set(values, key, value)
+        key, value = parse_override(override)
+        set_value(values, key, value)
         origins[key] = "command line"
     _apply_defaults(values, origins, models)
     _refuse_compile(values, origins, path)
@@ -354,18 +354,22 @@ def _merge_under(values: dict, origins: dict, section: str, defaults: dict, orig
             origins[f"{section}.{key}"] = origin
 
 
-def _read_toml(path: str | Path) -> dict:
+def read_toml(path: str | Path, what: str, example: str) -> dict:
+    """Return the tables of a TOML file; `what` and `example` help a user who named no such file."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run config; name a TOML file, such as "
-                          "launch/runs/demo.toml") from None
+        raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a {what} is a TOML file, "
+                          f"such as {example}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
+    """Return (dotted key, TOML value) of "--section.key=value"; what is no TOML is a string."""
     key, separator, value = text.removeprefix("--").partition("=")
     if not text.startswith("--") or not separator or not key:
         raise ConfigError(f"{text!r}: not an option; overrides are written --section.key=value")
@@ -375,7 +379,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, value  # a bare string
 
 
-def _set(values: dict, key: str, value: Any) -> None:
+def set_value(values: dict, key: str, value: Any) -> None:
+    """Set the value at a dotted key in nested tables, making those that are missing."""
     *sections, last = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})

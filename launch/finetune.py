@@ -1,7 +1,8 @@
 """Fine-tune one SuperGLUE task: alone, or on several ranks under deepspeed or torchrun.
 
     python launch/finetune.py --task RTE --model runs/base/hf --data superglue --out runs/sg
-    deepspeed launch/finetune.py --task CB --init-from runs/sg/RTE/seed-1 ... --seeds 5
+    deepspeed launch/finetune.py --task CB --init_from runs/sg/RTE/seed-1 ... --seeds 5 \\
+        --all.epochs=20
 
 Writes OUT/TASK/seed-N/: result.json, model/, val_predictions.jsonl, submission/TASK.jsonl. A
 finished (task, seed) is not run again.
@@ -23,14 +24,14 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--task", required=True,
                         help="BoolQ, CB, COPA, MultiRC, ReCoRD, RTE, WiC, WSC or MNLI")
-    parser.add_argument("--init-from", default="",
+    parser.add_argument("--init_from", default="",
                         help="output of another task, whose head is kept where labels match")
-    parser.add_argument("--no-save-model", action="store_true", help="keep only the predictions")
+    parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)
-    given = parser.parse_args()
+    given, overrides = options.parse(parser)
     task = task_named(given.task)
     init_from = {task.name: given.init_from} if given.init_from else {}
-    plan = options.build_sweep(given, (task,), init_from, not given.no_save_model)
+    plan = options.build_sweep(given, overrides, (task,), init_from, not given.no_save_model)
     results = sweep.run_all(plan)
     options.say("\n" + sweep.table(sweep.summarize(plan.tasks, results)))
     dist.destroy()

@@ -1,40 +1,44 @@
 """Make or check the SuperGLUE leaderboard zip.
 
-    python launch/submit.py --predictions runs/superglue --data superglue --zip superglue.zip
+    python launch/submit.py --run runs/superglue --data superglue --zip superglue.zip
     python launch/submit.py --check superglue.zip --data superglue
 
-`--predictions` is the output of launch/superglue.py (the run with the median validation score of
+`--run` is the output of launch/superglue.py (the run with the median validation score of
 each task is taken) or a directory of ten TASK.jsonl files.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.settings import underscored
 from deberta_ds.finetune.submission import check_zip, refuse_partial, write_zip
 from deberta_ds.finetune.tasks import TASKS, Task
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--data", required=True, help="SuperGLUE data: directory, zip or hub")
-    parser.add_argument("--predictions", help="output of launch/superglue.py, or TASK.jsonl files")
+    parser.add_argument("--run", help="output of launch/superglue.py, or TASK.jsonl files")
+    parser.add_argument("--predictions", dest="run", help=argparse.SUPPRESS)  # as in 0.1.0
     parser.add_argument("--zip", help="zip file to write")
     parser.add_argument("--check", help="only check this zip file")
-    parser.add_argument("--leave-out", nargs="+", default=[], metavar="TASK",
+    parser.add_argument("--leave_out", nargs="+", default=[], metavar="TASK",
                         help="tasks that may be missing (the leaderboard takes no partial zip)")
-    parser.add_argument("--any-size", action="store_true",
+    parser.add_argument("--any_size", action="store_true",
                         help="the test files are samples, not the official ones")
-    args = parser.parse_args()
-    if bool(args.check) == bool(args.zip and args.predictions):
-        raise UserError("pass either --check ZIP, or --predictions DIR and --zip ZIP")
+    args = parser.parse_args([underscored(text) for text in sys.argv[1:]])
+    if bool(args.check) == bool(args.zip and args.run):
+        raise UserError("pass either --check ZIP, or --run DIR and --zip ZIP")
     unknown = set(args.leave_out) - {task.name for task in TASKS}
     if unknown:
-        raise UserError(f"--leave-out: no task is called {', '.join(sorted(unknown))}")
+        raise UserError(f"--leave_out: no task is called {', '.join(sorted(unknown))}")
     tests = {
         task.name: read_split(task, args.data, "test", any_size=args.any_size).examples
         for task in TASKS
@@ -44,10 +48,10 @@ def main() -> None:
         check_zip(args.check, tests, args.leave_out)
         print(f"{args.check}: {len(tests)} files, all as the leaderboard wants them")
         return
-    files = {task.name: prediction_file(Path(args.predictions), task) for task in TASKS}
+    files = {task.name: prediction_file(Path(args.run), task) for task in TASKS}
     found = {name: file for name, file in files.items() if file and name not in args.leave_out}
     missing = [name for name, file in files.items() if file is None or name in args.leave_out]
-    refuse_partial(missing, args.leave_out, args.predictions)
+    refuse_partial(missing, args.leave_out, args.run)
     write_zip(args.zip, {name: file.read_text("utf-8") for name, file in found.items()}, tests,
               args.leave_out)
     check_zip(args.zip, tests, args.leave_out)

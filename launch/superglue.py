@@ -4,7 +4,7 @@
         --config launch/runs/superglue/base.toml
 
 Prints a table; writes OUT/results.json and OUT/index.html beside the runs. Then, for the
-leaderboard: python launch/submit.py --predictions OUT --data superglue --zip superglue.zip
+leaderboard: python launch/submit.py --run OUT --data superglue --zip superglue.zip
 """
 
 import argparse
@@ -25,17 +25,17 @@ def main() -> None:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", default=list(MAIN_TASKS), metavar="TASK")
-    parser.add_argument("--init-from", nargs="+", default=[], metavar="TASK=DIR",
+    parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",
                         help="start a task from the output of another, such as CB=runs/MNLI/seed-1")
-    parser.add_argument("--save-models", action="store_true", help="keep every run's weights")
+    parser.add_argument("--save_models", action="store_true", help="keep every run's weights")
     parser.add_argument("--compare", type=Path, metavar="OUT",
                         help="another sweep to show beside, such as one without pretraining")
     options.add_options(parser)
-    given = parser.parse_args()
+    given, overrides = options.parse(parser)
     compare = read_results(given.compare) if given.compare else None
     plan = options.build_sweep(
-        given, tuple(task_named(name) for name in given.tasks), pairs(given.init_from),
-        given.save_models,
+        given, overrides, tuple(task_named(name) for name in given.tasks),
+        pairs(given.init_from), given.save_models,
     )  # fmt: skip
     results = sweep.run_all(plan)
     summary = sweep.summarize(plan.tasks, results)
@@ -56,7 +56,7 @@ def pairs(texts: list[str]) -> dict[str, str]:
     for text in texts:
         name, separator, directory = text.partition("=")
         if not separator:
-            raise UserError(f"--init-from {text}: write TASK=DIR")
+            raise UserError(f"--init_from {text}: write TASK=DIR")
         found[task_named(name).name] = directory
     return found
 

@@ -238,7 +238,7 @@ def test_carving_boolq_shares_no_passage_and_loses_no_row():
 @needs_real
 def test_fewglue_samples_are_read_only_when_allowed():
     assert len(read_split(task_named("ReCoRD"), FEW, "train", any_size=True).examples) == 32
-    with pytest.raises(UserError, match="--any-size"):
+    with pytest.raises(UserError, match="--any_size"):
         read_split(task_named("ReCoRD"), FEW, "train")
 
 

@@ -12,23 +12,14 @@ from deberta_ds.errors import UserError
 from deberta_ds.finetune.tasks import Task
 
 HUB = "hub"
-_REPOSITORY = "aps/super_glue"
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
-# Class numbers of the Hub, which differ from every other code base for the NLI tasks.
-_LABELS = {
-    "CB": ("entailment", "contradiction", "neutral"),
-    "RTE": ("entailment", "not_entailment"),
-    "AX-b": ("entailment", "not_entailment"),
-    "AX-g": ("entailment", "not_entailment"),
-    "MNLI": ("entailment", "neutral", "contradiction"),
-}
 
 
 def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
     """Return (place, row) of a split downloaded from the Hub; needs network once."""
     from datasets import load_dataset
 
-    repository = "nyu-mll/glue" if task.name == "MNLI" else _REPOSITORY
+    repository = task.hub_repository
     name = "validation_matched" if task.name == "MNLI" and split == "val" else _SPLITS[split]
     try:
         table = load_dataset(repository, task.hub, split=name)
@@ -82,7 +73,7 @@ def _flat(task: Task, row: dict) -> dict:
         names = ("span1_index", "span1_text", "span2_index", "span2_text")
         line["target"] = {name: line.pop(name) for name in names}
     if row["label"] != -1:
-        line["label"] = _LABELS[task.name][row["label"]] if task.name in _LABELS else (
+        line["label"] = task.hub_labels[row["label"]] if task.hub_labels else (
             bool(row["label"]) if type(task.values[0]) is bool else row["label"]
         )  # fmt: skip
     return line

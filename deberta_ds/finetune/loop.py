@@ -19,15 +19,9 @@ from deberta_ds.config import to_dict
 from deberta_ds.deepspeed_config import precision
 from deberta_ds.errors import UserError
 from deberta_ds.finetune import metrics
+from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.features import Feature, collate
-from deberta_ds.finetune.models import (
-    Start,
-    build_model,
-    keep_head,
-    load_finetuned,
-    save_finetuned,
-    start_from,
-)
+from deberta_ds.finetune.models import Start, build_model, keep_head, start_from
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.settings import Settings
@@ -213,7 +207,8 @@ def _keep(job: Job, engine) -> None:
             if dist.is_main():
                 weights[name] = parameter.detach().to("cpu", torch.float32).clone()
     if dist.is_main():
-        save_finetuned(job.out / "model", job.task, job.start.config, weights, job.start.tokenizer)
+        save_finetuned(job.out / "model", job.task, job.settings, job.start.config, weights,
+                       job.start.tokenizer)  # fmt: skip
     dist.barrier()
 
 

@@ -7,22 +7,19 @@ match, and what was kept and what is fresh is said.
 """
 
 import dataclasses
-import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
-from deberta_ds.files import atomic_path, write_atomic
+from deberta_ds.finetune.directory import Finetuned, is_finetuned, load_finetuned
 from deberta_ds.finetune.heads import TaskModel
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.sift import Sift
-from deberta_ds.finetune.tasks import Task, task_named
+from deberta_ds.finetune.tasks import Task
+from deberta_ds.formats.load import load_backbone
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.presets import MODELS
@@ -30,7 +27,6 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.validation import nearest
 
 RANDOM = "random:"
-_WEIGHTS, _FACTS, _TOKENIZER = "model.safetensors", "finetuned.json", "spm.model"
 
 
 @dataclass(frozen=True)
@@ -64,17 +60,9 @@ def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
 
 
 def _open_directory(name: str, path: str) -> Start:
-    from deberta_ds.formats.load import load_backbone
-
-    if (Path(path) / _FACTS).is_file():
+    if is_finetuned(path):
         saved = load_finetuned(path)
-        prefix = "backbone."
-        weights = {
-            key.removeprefix(prefix): value
-            for key, value in saved.weights.items()
-            if key.startswith(prefix)
-        }
-        return Start(name, saved.config, Tokenizer(Path(path) / _TOKENIZER), weights)
+        return Start(name, saved.config, saved.tokenizer, saved.backbone())
     loaded = load_backbone(path)
     if loaded.tokenizer is None:
         raise UserError(f"{path}: no spm.model beside the weights, and fine-tuning reads text with "
@@ -102,52 +90,6 @@ def build_model(task: Task, start: Start, settings: Settings, seed: int) -> Task
     return model
 
 
-@dataclass(frozen=True)
-class Finetuned:
-    """A fine-tuned directory: which task and labels it was trained on, and all its weights."""
-
-    task: Task
-    labels: tuple[str, ...]
-    config: ModelConfig
-    weights: dict[str, Tensor]
-
-
-def save_finetuned(
-    directory: Path, task: Task, config: ModelConfig, weights: dict[str, Tensor],
-    tokenizer: Tokenizer,
-) -> None:  # fmt: skip
-    """Write a fine-tuned model; the facts file, written last, marks it as whole."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / _FACTS).unlink(missing_ok=True)
-    with atomic_path(directory / _WEIGHTS) as temporary:
-        save_file({name: value.contiguous() for name, value in weights.items()}, temporary)
-    with atomic_path(directory / _TOKENIZER) as temporary:
-        shutil.copyfile(tokenizer.path, temporary)
-    facts = {"task": task.name, "labels": task.labels, "model": dataclasses.asdict(config)}
-    write_atomic(directory / _FACTS, json.dumps(facts, indent=2) + "\n")
-
-
-def load_finetuned(path: str | Path) -> Finetuned:
-    """Return what `save_finetuned` wrote at `path`; UserError if it is not one or is damaged."""
-    path = Path(path)
-    if not (path / _FACTS).is_file():
-        raise UserError(f"{path}: no {_FACTS} there; name the model/ directory of a fine-tuned run")
-    try:
-        facts = json.loads((path / _FACTS).read_text("utf-8"))
-        facts["model"]["position_terms"] = tuple(facts["model"]["position_terms"])
-        config = ModelConfig(**facts["model"])
-        weights = load_file(path / _WEIGHTS)
-        return Finetuned(task_named(facts["task"]), tuple(facts["labels"]), config, weights)
-    except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path}: damaged or not ours ({error}); fine-tune it again") from error
-
-
-def find_finetuned(path: str | Path) -> Path:
-    """Return the model directory at `path`: itself, or the model/ inside a run's directory."""
-    path = Path(path)
-    return path if (path / _FACTS).is_file() else path / "model"
-
-
 def start_from(start: Start, saved: Finetuned, place: str) -> Start:
     """Return `start` with the encoder weights of `saved`, which must have the same shape."""
     shape = dataclasses.replace(
@@ -157,13 +99,7 @@ def start_from(start: Start, saved: Finetuned, place: str) -> Start:
     if shape != start.config:
         raise UserError(f"{place}: it was fine-tuned from a model of another shape than "
                         f"{start.name}; pass --model {place} to start from it")  # fmt: skip
-    prefix = "backbone."
-    weights = {
-        key.removeprefix(prefix): value
-        for key, value in saved.weights.items()
-        if key.startswith(prefix)
-    }
-    return dataclasses.replace(start, weights=weights)
+    return dataclasses.replace(start, weights=saved.backbone())
 
 
 def keep_head(model: TaskModel, task: Task, saved: Finetuned) -> str:
@@ -172,11 +108,7 @@ def keep_head(model: TaskModel, task: Task, saved: Finetuned) -> str:
     The layers before the classifier are kept where both heads have them in the same shape; of the
     classifier, the rows whose label names match.
     """
-    head = {
-        key.removeprefix("head."): value
-        for key, value in saved.weights.items()
-        if key.startswith("head.")
-    }
+    head = saved.head()
     own = model.head.state_dict()
     if set(own) != set(head):
         return f"the head of {saved.task.name} is of another kind: all of the head is fresh"
@@ -184,12 +116,12 @@ def keep_head(model: TaskModel, task: Task, saved: Finetuned) -> str:
     kept = [key for key in layers if own[key].shape == head[key].shape]
     for key in kept:
         own[key].copy_(head[key])
-    shared = [label for label in task.labels if label in saved.labels]
+    shared = [label for label in task.labels if label in saved.task.labels]
     if task.head != saved.task.head or own["classifier.weight"].size(0) != len(task.labels):
         shared = []
     for label in shared:
         for key in ("classifier.weight", "classifier.bias"):
-            own[key][task.labels.index(label)] = head[key][saved.labels.index(label)]
+            own[key][task.labels.index(label)] = head[key][saved.task.labels.index(label)]
     fresh = [label for label in task.labels if label not in shared]
     return (f"head of {saved.task.name}: kept {', '.join(kept) or 'no layer'}; labels kept: "
             f"{', '.join(shared) or 'none'}; fresh: {', '.join(fresh) or 'none'}")  # fmt: skip

@@ -1,13 +1,15 @@
 """Command-line options that launch/finetune.py and launch/superglue.py share."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from deberta_ds import deepspeed_config, dist
 from deberta_ds.errors import UserError
+from deberta_ds.finetune import settings
 from deberta_ds.finetune.models import open_start
 from deberta_ds.finetune.sweep import Sweep
-from deberta_ds.finetune.tasks import Task, task_named
+from deberta_ds.finetune.tasks import TASK_NAMES, Task, task_named
 from deberta_ds.train.engine import init_distributed
 
 SIFT_WEIGHT = 5.0  # lambda of the published DeBERTaV3 small and base recipes
@@ -17,29 +19,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what every fine-tuning command takes."""
     add = parser.add_argument
     add("--model", required=True,
-        help="checkpoint of ours, Hugging Face directory, random:PRESET or random:DIRECTORY")
+        help="run or checkpoint of ours, Hugging Face directory, random:PRESET or random:DIRECTORY")
     add("--data", required=True, help="SuperGLUE data: directory, zip, or hub")
     add("--out", required=True, type=Path, help="results go to OUT/TASK/seed-N/")
     add("--seeds", type=int, default=1, help="how many seeds: 1 .. SEEDS")
-    add("--config", help="settings file, such as launch/runs/superglue/small.toml")
-    add("--set", nargs="+", action="extend", default=[], metavar="[TASK.]KEY=VALUE",
-        help="settings that override the file")
-    add("--deepspeed_config", help="DeepSpeed JSON (default: fp32 without ZeRO)")
+    add("--config", metavar="TOML",
+        help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "
+        "--all.epochs=3, --RTE.epochs=4 for one task")
+    add("--set", nargs="+", action="extend", default=[], help=argparse.SUPPRESS)  # as in 0.1.0
+    add("--deepspeed_config", metavar="JSON", help="how it is run (default: fp32 without ZeRO)")
     add("--tokenizer", help="SentencePiece file; only for random:PRESET")
     add("--sift", action="store_true",
         help=f"adversarial fine-tuning (SiFT), sift_weight = {SIFT_WEIGHT} unless it is set")
-    add("--carve-train", nargs="+", default=[], metavar="TASK",
+    add("--carve_train", nargs="+", default=[], metavar="TASK",
         help="cut the train split of these tasks out of val, by passage")
-    add("--any-size", action="store_true", help="accept files that are not of the official size")
-    add("--skip-test", action="store_true", help="make no test predictions")
+    add("--any_size", action="store_true", help="accept files that are not of the official size")
+    add("--skip_test", action="store_true", help="make no test predictions")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
 
 
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """Return (options, settings as --table.key=value); 0.1.0's --init-from is --init_from."""
+    words = [settings.underscored(text) for text in sys.argv[1:]]
+    options, overrides = parser.parse_known_args(words)
+    for text in getattr(options, "set", ()):
+        key = text.partition("=")[0]
+        overrides.append(f"--{text}" if "." in key else f"--{settings.ALL}.{text}")
+    return options, overrides
+
+
 def build_sweep(
-    options: argparse.Namespace, tasks: tuple[Task, ...], init_from: dict[str, str],
-    keep_models: bool,
+    options: argparse.Namespace, overrides: list[str], tasks: tuple[Task, ...],
+    init_from: dict[str, str], keep_models: bool,
 ) -> Sweep:  # fmt: skip
-    """Join the process group and return the sweep that `options` ask for."""
+    """Join the process group and return the sweep that the command line asks for."""
     if options.seeds < 1:
         raise UserError(f"--seeds {options.seeds}: must be at least 1")
     for task in tasks:
@@ -49,9 +62,11 @@ def build_sweep(
                 f"run --task {task.predicted_by}"
             )
     values = deepspeed_config.load(options.deepspeed_config) if options.deepspeed_config else {}
-    given = tuple(options.set)
     if options.sift:
-        given = (f"sift_weight={SIFT_WEIGHT}", *given)
+        overrides = [f"--{settings.ALL}.sift_weight={SIFT_WEIGHT}", *overrides]
+    tables = settings.load(options.config, overrides, TASK_NAMES)
+    for task in tasks:
+        settings.resolve(task, tables)
     device = init_distributed()
     return Sweep(
         tasks=tasks,
@@ -61,8 +76,7 @@ def build_sweep(
         out=options.out,
         deepspeed=values,
         device=device,
-        preset=options.config,
-        given=given,
+        settings=tables,
         init_from=init_from,
         carved=tuple(task_named(name).name for name in options.carve_train),
         any_size=options.any_size,

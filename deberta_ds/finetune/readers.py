@@ -57,7 +57,7 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
         raise UserError(
             f"{source}: {len(examples)} predictions, but the official {task.name} {split} has "
             f"{official}: the file is truncated or of another release. Fetch it again, or pass "
-            "--any-size if this is a sample on purpose"
+            "--any_size if this is a sample on purpose"
         )
     return Split(task, split, source, tuple(examples))
 

@@ -20,13 +20,13 @@ from deberta_ds.deepspeed_config import precision
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune import metrics
+from deberta_ds.finetune.directory import Finetuned, load_finetuned
 from deberta_ds.finetune.features import Feature, encode
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.loop import Job, train
-from deberta_ds.finetune.models import Finetuned, Start, build_model, load_finetuned
+from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
-from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.submission import render
 
 RESULT = "result.json"
@@ -95,13 +95,14 @@ def encode_split(job: Job, split: Split) -> list[Feature]:
 def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
     """Return metrics of the kept model; write predictions and submission files."""
     saved = load_finetuned(job.out / "model")
-    model = finetuned_model(saved, job.settings, job.device, precision(job.deepspeed))
+    model = finetuned_model(saved, job.device, precision(job.deepspeed))
     examples = job.val.examples
     scores = _scores(job, model, job.val, val_features)
     guesses = predictions_of(job.task, examples, scores)
     values = metrics.score(job.task, examples, guesses)
     constant = metrics.score(job.task, examples, metrics.baseline(job.task, examples))
     result = {
+        "labels": list(job.task.labels),
         "metrics": values,
         "score": metrics.task_score(job.task, values),
         "baseline": metrics.task_score(job.task, constant),
@@ -131,11 +132,11 @@ def _scores(job: Job, model, split: Split, features: Sequence[Feature]) -> list[
 
 
 def finetuned_model(
-    saved: Finetuned, settings: Settings, device: torch.device, precision_name: str = "fp32"
+    saved: Finetuned, device: torch.device, precision_name: str = "fp32"
 ) -> torch.nn.Module:
     """Return the plain model of a fine-tuned directory in evaluation mode."""
-    shape = Start("", saved.config, None, None)
-    plain = dataclasses.replace(settings, dropout=-1.0)
+    shape = Start("", saved.config, saved.tokenizer, None)
+    plain = dataclasses.replace(saved.settings, dropout=-1.0)
     model = build_model(saved.task, shape, plain, 0)
     model.load_state_dict(saved.weights)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision_name]

@@ -84,11 +84,11 @@ def refuse_partial(missing: Sequence[str], left_out: Sequence[str], place: str) 
     if unnamed:
         raise UserError(
             f"{place}: no predictions for {', '.join(unnamed)}; the leaderboard takes all ten "
-            f"files or none. For a partial zip, name them: --leave-out {' '.join(unnamed)}"
+            f"files or none. For a partial zip, name them: --leave_out {' '.join(unnamed)}"
         )
     present = [name for name in left_out if name not in missing]
     if present:
-        raise UserError(f"{place}: --leave-out names {', '.join(present)}, which is there")
+        raise UserError(f"{place}: --leave_out names {', '.join(present)}, which is there")
 
 
 def check_zip(

@@ -7,16 +7,17 @@ better than the majority, or diverged). Never the best seed alone.
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from deberta_ds import dist
 from deberta_ds.files import write_atomic
+from deberta_ds.finetune.directory import find_finetuned
 from deberta_ds.finetune.loop import DivergedError, Job
 from deberta_ds.finetune.metrics import leaderboard_mean
-from deberta_ds.finetune.models import Start, find_finetuned
+from deberta_ds.finetune.models import Start
 from deberta_ds.finetune.readers import Split, carve, has_split, read_split
 from deberta_ds.finetune.run import RESULT, check_splits, finished, run
 from deberta_ds.finetune.settings import resolve
@@ -37,8 +38,8 @@ class Sweep:
     out: Path
     deepspeed: Mapping
     device: torch.device
-    preset: str | None = None
-    given: tuple[str, ...] = ()  # "key=value" settings
+    # "all" or a task's name -> the settings that were given
+    settings: Mapping[str, Mapping] = field(default_factory=dict)
     init_from: Mapping[str, str] | None = None  # task name -> fine-tuned directory
     carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
     any_size: bool = False
@@ -50,7 +51,7 @@ class Sweep:
 def run_all(sweep: Sweep) -> list[dict]:
     """Return the results of every (task, seed), reading finished ones from disk."""
     splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
-    settings = {task.name: resolve(task, sweep.preset, sweep.given) for task in sweep.tasks}
+    settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
     jobs = []
     for task in sweep.tasks:
         train, val, tests = splits[task.name]

@@ -6,16 +6,21 @@ official files; the label order of the NLI tasks is the one of microsoft/DeBERTa
 (apps/tasks/superglue_tasks.py, glue_tasks.py), so an MNLI head fits CB row by row.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from deberta_ds.errors import UserError
+from deberta_ds.validation import nearest
 
 Layout = Literal["pair", "copa", "multirc", "record", "wic", "wsc"]
 HeadKind = Literal["classify", "choice", "words", "spans", "mentions"]
 
 
-@dataclass(frozen=True)
+@dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)
 class Task:
     """What is particular to one task; everything else is shared code."""
 
@@ -29,8 +34,11 @@ class Task:
     metrics: tuple[str, ...]  # the task score is their mean
     counts: tuple[tuple[str, int], ...]  # split -> predictions to make, in the official files
     line: str  # one line in the expected format, for error messages
-    hub: str  # name of the configuration on the Hugging Face Hub
+    hub: str  # name of the configuration in the Hub's repository
+    hub_repository: str = "aps/super_glue"
+    hub_labels: tuple[str, ...] = ()  # names by the Hub's class numbers, where they differ
     predicted_by: str | None = None  # a diagnostic set: the task whose model predicts it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # where Settings' defaults do not fit
 
     def count(self, split: str) -> int | None:
         """Return how many predictions the official `split` asks for, None if there is none."""
@@ -51,6 +59,7 @@ TASKS: tuple[Task, ...] = (
         labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
         texts=("passage", "question"), metrics=("accuracy",), counts=_splits(9427, 3270, 3245),
         line='{"question": "...", "passage": "...", "idx": 0, "label": true}', hub="boolq",
+        settings={"epochs": 10, "batch_rows": 32, "max_length": 320},
     ),
     Task(
         name="CB", layout="pair", head="classify",
@@ -58,6 +67,8 @@ TASKS: tuple[Task, ...] = (
         texts=("premise", "hypothesis"), metrics=("macro_f1", "accuracy"),
         counts=_splits(250, 56, 250),
         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="cb",
+        hub_labels=("entailment", "contradiction", "neutral"),
+        settings={"epochs": 40, "max_length": 320},
     ),
     Task(
         name="COPA", layout="copa", head="choice",
@@ -67,6 +78,7 @@ TASKS: tuple[Task, ...] = (
         line='{"premise": "...", "choice1": "...", "choice2": "...", "question": "cause", '
         '"label": 0, "idx": 0}',
         hub="copa",
+        settings={"epochs": 40, "max_length": 128, "learning_rate": 1e-5},
     ),
     Task(
         name="MultiRC", layout="multirc", head="classify",
@@ -75,6 +87,7 @@ TASKS: tuple[Task, ...] = (
         line='{"idx": 0, "version": 1.1, "passage": {"text": "...", "questions": [{"question": '
         '"...", "idx": 0, "answers": [{"text": "...", "idx": 0, "label": 1}]}]}}',
         hub="multirc",
+        settings={"epochs": 6, "batch_rows": 32, "max_length": 512},
     ),
     Task(
         name="ReCoRD", layout="record", head="mentions",
@@ -84,12 +97,15 @@ TASKS: tuple[Task, ...] = (
         '"qas": [{"query": "... @placeholder ...", "idx": 0, "answers": [{"start": 0, "end": 4, '
         '"text": "..."}]}], "idx": 0}',
         hub="record",
+        settings={"epochs": 3, "batch_rows": 64, "max_length": 512, "window_overlap": 256},
     ),
     Task(
         name="RTE", layout="pair", head="classify",
         labels=_RTE, values=_RTE, submitted=_RTE,
         texts=("premise", "hypothesis"), metrics=("accuracy",), counts=_splits(2490, 277, 3000),
         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="rte",
+        hub_labels=("entailment", "not_entailment"),
+        settings={"epochs": 10, "batch_rows": 32, "max_length": 320},
     ),
     Task(
         name="WiC", layout="wic", head="words",
@@ -99,6 +115,7 @@ TASKS: tuple[Task, ...] = (
         line='{"word": "...", "sentence1": "...", "sentence2": "...", "idx": 0, "label": false, '
         '"start1": 0, "end1": 5, "start2": 0, "end2": 5, "version": 1.1}',
         hub="wic",
+        settings={"epochs": 12, "batch_rows": 32, "max_length": 128},
     ),
     Task(
         name="WSC", layout="wsc", head="spans",
@@ -107,13 +124,15 @@ TASKS: tuple[Task, ...] = (
         line='{"text": "...", "target": {"span1_index": 0, "span1_text": "Mark", "span2_index": 13,'
         ' "span2_text": "He"}, "idx": 0, "label": false}',
         hub="wsc",
+        settings={"epochs": 50, "max_length": 256, "learning_rate": 1e-5},
     ),
     Task(
         name="AX-b", layout="pair", head="classify",
         labels=_RTE, values=_RTE, submitted=_RTE,
         texts=("sentence1", "sentence2"), metrics=("matthews",), counts=(("test", 1104),),
         line='{"idx": "0", "label": "entailment", "sentence1": "...", "sentence2": "..."}',
-        hub="axb", predicted_by="RTE",
+        hub="axb",
+        hub_labels=("entailment", "not_entailment"), predicted_by="RTE",
     ),
     Task(
         name="AX-g", layout="pair", head="classify",
@@ -122,18 +141,22 @@ TASKS: tuple[Task, ...] = (
         counts=(("test", 356),),
         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0, '
         '"pair_id": 551646}',
-        hub="axg", predicted_by="RTE",
+        hub="axg",
+        hub_labels=("entailment", "not_entailment"), predicted_by="RTE",
     ),
 )  # fmt: skip
 
-# Not a SuperGLUE task: its output is what `--init-from` of CB, RTE and COPA usually starts from.
+# Not a SuperGLUE task: its output is what `--init_from` of CB, RTE and COPA usually starts from.
 MNLI = Task(
     name="MNLI", layout="pair", head="classify",
     labels=_NLI, values=_NLI, submitted=_NLI,
     texts=("premise", "hypothesis"), metrics=("accuracy",), counts=(("train", 392702),),
     line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="mnli",
+    hub_repository="nyu-mll/glue", hub_labels=("entailment", "neutral", "contradiction"),
+    settings={"epochs": 3, "batch_rows": 64, "max_length": 256},
 )  # fmt: skip
 
+TASK_NAMES = tuple(task.name for task in (*TASKS, MNLI))
 MAIN_TASKS = tuple(task.name for task in TASKS if task.predicted_by is None)
 SUBMITTED_FILES = tuple(f"{task.name}.jsonl" for task in TASKS)
 
@@ -143,8 +166,8 @@ def task_named(name: str) -> Task:
     for task in (*TASKS, MNLI):
         if task.name.lower() == name.lower():
             return task
-    known = ", ".join(task.name for task in (*TASKS, MNLI))
-    raise UserError(f"unknown task {name!r}; the tasks are {known}")
+    raise UserError(f"unknown task {name!r}{nearest(name, TASK_NAMES)}; "
+                    f"the tasks are {', '.join(TASK_NAMES)}")  # fmt: skip
 
 
 def diagnostics_of(name: str) -> tuple[Task, ...]:

@@ -55,7 +55,8 @@ LEGACY_COPIES = {  # tied duplicates that old transformers wrote beside the orig
     "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-OTHER_HEADS = ("pooler.", "classifier.", "proj.", "qa_outputs.")  # same name in every format
+# Same name in every format; "head." are those of ours that transformers has no class for.
+OTHER_HEADS = ("pooler.", "classifier.", "proj.", "qa_outputs.", "head.")
 
 
 def name_table(num_layers: int, absolute_input: bool) -> dict[str, str]:

@@ -1,0 +1,169 @@
+"""A fine-tuned model on disk: a Hugging Face directory, and the facts that only this project reads.
+
+    DIR/config.json, model.safetensors   the tensors of the transformers class named below
+    DIR/spm.model, tokenizer.json ...    tokenizer
+    DIR/finetuned.json                   the task and its settings; written last, so it marks the
+                                         directory as whole
+
+    head        transformers class (v2, v3; Deberta... for v1)    tensors beside the encoder's
+    classify    DebertaV2ForSequenceClassification                 pooler.dense.*, classifier.*
+    choice      DebertaV2ForMultipleChoice; v1 has none: one label pooler.dense.*, classifier.*
+                of DebertaForSequenceClassification
+    words       none (AutoModel loads the encoder):                head.attention.*,
+    spans       deberta_ds.finetune.heads.SpanPairHead               head.classifier.*
+    mentions    none: deberta_ds.finetune.heads.MentionHead        head.dense.*, head.classifier.*
+
+Directories of version 0.1.0 (finetuned.json with the model's shape, our tensor names) are read too.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+from safetensors.torch import load_file
+from torch import Tensor
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.errors import UserError
+from deberta_ds.files import write_atomic
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetune.tasks import Task, task_named
+from deberta_ds.formats import configs, hf
+from deberta_ds.formats.network import Network
+from deberta_ds.formats.read import read_release
+from deberta_ds.formats.tensors import SAFETENSORS, read_json, write_safetensors
+from deberta_ds.formats.tokenizer_files import SPM, find_tokenizer_files, write_tokenizer_files
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.validation import validate
+
+FACTS = "finetuned.json"
+_FORMAT = 2  # 0.1.0 wrote no number
+BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
+_HUGGING_FACE_CLASSES = {"classify": "ForSequenceClassification", "choice": "ForMultipleChoice"}
+_CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """A fine-tuned directory: its task, its settings, and all its weights under our names."""
+
+    task: Task
+    settings: Settings
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer
+
+    def backbone(self) -> dict[str, Tensor]:
+        """Return the encoder's weights."""
+        return _inside(self.weights, BACKBONE)
+
+    def head(self) -> dict[str, Tensor]:
+        """Return the head's weights."""
+        return _inside(self.weights, HEAD)
+
+
+def _inside(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key[len(prefix) :]: value for key, value in weights.items() if key.startswith(prefix)}
+
+
+def save_finetuned(
+    directory: Path, task: Task, settings: Settings, config: ModelConfig,
+    weights: Mapping[str, Tensor], tokenizer: Tokenizer,
+) -> None:  # fmt: skip
+    """Write the TaskModel weights of a fine-tuned model; a reader never sees a half-new one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / FACTS).unlink(missing_ok=True)
+    network = Network(config, _inside(weights, BACKBONE))
+    kind = hf.model_type(network)
+    name = class_name(task, kind)
+    tensors, aside, _ = hf.split_tensors(network, kind, "ForSequenceClassification")
+    assert not aside, f"a fine-tuned encoder has no {sorted(aside)}"
+    prefix = HEAD if name is None else ""
+    tensors |= {prefix + key: value for key, value in _inside(weights, HEAD).items()}
+    write_safetensors(directory / SAFETENSORS, tensors, {"format": "pt"})
+    values = configs.to_hugging_face(config, kind=kind, rest=_head_values(task, settings, name))
+    values |= {"architectures": [name or _CLASS_PREFIX[kind] + "Model"], "dtype": "float32"}
+    write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+    if not (directory / SPM).is_file():
+        write_tokenizer_files({SPM: tokenizer.path}, directory, settings.max_length)
+    facts = {"format": _FORMAT, "task": dataclasses.asdict(task),
+             "settings": dataclasses.asdict(settings)}  # fmt: skip
+    write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+
+
+def class_name(task: Task, kind: str) -> str | None:
+    """Return the transformers class that computes the task's scores, None if there is none."""
+    if task.head == "choice" and kind == configs.V1:
+        return "DebertaForSequenceClassification"
+    end = _HUGGING_FACE_CLASSES.get(task.head)
+    return _CLASS_PREFIX[kind] + end if end else None
+
+
+def _head_values(task: Task, settings: Settings, name: str | None) -> dict:
+    """Return what config.json says of the head."""
+    labels = task.labels
+    if task.head == "choice" and not str(name).endswith("ForMultipleChoice"):
+        labels = ("score",)  # one number for each choice; the larger one wins
+    values = {
+        "id2label": {str(number): label for number, label in enumerate(labels)},
+        "label2id": {label: number for number, label in enumerate(labels)},
+        "pooler_dropout": 0.0,
+        "cls_dropout": settings.head_dropout,
+    }
+    if task.head == "classify":
+        values["problem_type"] = "single_label_classification"
+    return values
+
+
+def load_finetuned(path: str | Path) -> Finetuned:
+    """Return what `save_finetuned` wrote at `path`; UserError if it is not one or is damaged."""
+    path = Path(path)
+    if not (path / FACTS).is_file():
+        raise UserError(f"{path}: no {FACTS} there; name the model/ directory of a fine-tuned run")
+    facts = read_json(path / FACTS)
+    if "format" not in facts:
+        return _load_first_version(path, facts)
+    if facts["format"] != _FORMAT or not {"task", "settings"} <= facts.keys():
+        raise UserError(f"{path / FACTS}: format {facts['format']!r} without a task, or from a "
+                        f"newer version; this version reads {_FORMAT}")  # fmt: skip
+    task = validate(Task, facts["task"], f"{path / FACTS}, task")
+    settings = validate(Settings, facts["settings"], f"{path / FACTS}, settings")
+    release = read_release(path)
+    network = release.main
+    weights = {}
+    for key, value in network.tensors.items():
+        own = key.startswith(("words.", "trunk."))
+        weights[(BACKBONE if own else HEAD) + key.removeprefix(HEAD)] = value
+    if SPM not in release.tokenizer_files:
+        raise UserError(f"{path}: no {SPM} beside the weights; fine-tune it again")
+    tokenizer = Tokenizer(release.tokenizer_files[SPM])
+    return Finetuned(task, settings, network.config, weights, tokenizer)
+
+
+def _load_first_version(path: Path, facts: dict) -> Finetuned:
+    try:
+        facts["model"]["position_terms"] = tuple(facts["model"]["position_terms"])
+        config = ModelConfig(**facts["model"])
+        weights = load_file(path / SAFETENSORS)
+        task = dataclasses.replace(task_named(facts["task"]), labels=tuple(facts["labels"]))
+    except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path}: damaged or not ours ({error}); fine-tune it again") from error
+    settings = validate(Settings, dict(task.settings), f"settings of {task.name}")
+    files = find_tokenizer_files(path)
+    if SPM not in files:
+        raise UserError(f"{path}: no {SPM} beside the weights; fine-tune it again")
+    return Finetuned(task, settings, config, weights, Tokenizer(files[SPM]))
+
+
+def find_finetuned(path: str | Path) -> Path:
+    """Return the model directory at `path`: itself, or the model/ inside a run's directory."""
+    path = Path(path)
+    return path if (path / FACTS).is_file() else path / "model"
+
+
+def is_finetuned(path: str | Path) -> bool:
+    """Return whether there is a fine-tuned model at `path` itself."""
+    return (Path(path) / FACTS).is_file()

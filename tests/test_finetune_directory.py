@@ -1,0 +1,163 @@
+"""A fine-tuned directory is one of Hugging Face's, with our predictions; 0.1.0's stay readable."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from superglue_helpers import sample, tiny_start
+
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.directory import load_finetuned, save_finetuned
+from deberta_ds.finetune.features import collate, encode
+from deberta_ds.finetune.models import build_model, open_start
+from deberta_ds.finetune.run import finetuned_model
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetune.tasks import task_named
+from deberta_ds.formats.load import load_backbone
+from deberta_ds.model.init import init_parameters
+
+FIRST_VERSION = Path(__file__).parent / "fixtures" / "finetuned_0_1_0"
+V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False,
+      "key_bias": False}  # fmt: skip
+SHAPES = {"v3": {}, "v2 convolution": {"conv_kernel": 3}, "v1": V1,
+          "absolute": {"relative_attention": False, "position_terms": (), "absolute_input": True,
+                       "relative_norm": False, "share_position_projections": False,
+                       "position_buckets": 0}}  # fmt: skip
+
+
+def saved_model(directory, name, shape="v3"):
+    """Return (examples, features, scores) of a random model that was saved in `directory`."""
+    start = tiny_start()
+    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
+    task = task_named(name)
+    model = build_model(task, start, Settings(), 1).eval()
+    init_parameters(model, 0.2, 3)
+    save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)  # fmt: skip
+    examples = sample(name).examples[:6]
+    # No row beyond the 64 distances of the table, where transformers reads another row than we do.
+    features = encode(task, examples, start.tokenizer, max_length=64, window_overlap=16)
+    with torch.no_grad():
+        return examples, features, model(collate(features)).scores
+
+
+def encoded_by_transformers(directory, pairs):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    first, second = zip(*pairs, strict=True)
+    return tokenizer(list(first), list(second), padding=True, return_tensors="pt")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_classifies_as_we_do_from_the_texts_alone(tmp_path, shape):
+    from transformers import AutoModelForSequenceClassification
+
+    examples, _, scores = saved_model(tmp_path, "CB", shape)
+    theirs, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True)  # fmt: skip
+    assert not any(report.values()), report
+    inputs = encoded_by_transformers(tmp_path, [example.sequences[0] for example in examples])
+    with torch.no_grad():
+        found = theirs.eval()(**inputs).logits
+    torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5)
+    assert theirs.config.id2label == {0: "contradiction", 1: "neutral", 2: "entailment"}
+    assert theirs.config.problem_type == "single_label_classification"
+
+
+def test_a_pipeline_names_our_labels(tmp_path):
+    from transformers import pipeline
+
+    examples, _, scores = saved_model(tmp_path, "CB")
+    classify = pipeline("text-classification", str(tmp_path))
+    for example, row in zip(examples, scores, strict=True):
+        first, second = example.sequences[0]
+        answer = classify({"text": first, "text_pair": second})
+        answer = answer[0] if isinstance(answer, list) else answer
+        assert answer["label"] == task_named("CB").labels[int(row.argmax())]
+        assert answer["score"] == pytest.approx(float(row.softmax(-1).max()), abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["v3", "v1"])
+def test_transformers_scores_choices_as_we_do(tmp_path, shape):
+    from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
+
+    examples, _, scores = saved_model(tmp_path, "COPA", shape)
+    pairs = [texts for example in examples for texts in example.sequences]
+    inputs = encoded_by_transformers(tmp_path, pairs)
+    if shape == "v1":  # transformers has no multiple choice of v1; the numbers are the same
+        theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    else:
+        theirs = AutoModelForMultipleChoice.from_pretrained(tmp_path).eval()
+        inputs = {key: value.view(len(examples), 2, -1) for key, value in inputs.items()}
+    with torch.no_grad():
+        found = theirs(**inputs).logits.view(len(examples), 2)
+    torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["WiC", "WSC", "ReCoRD"])
+def test_heads_without_a_class_leave_an_encoder_for_automodel(tmp_path, name):
+    from transformers import AutoModel
+
+    _, features, scores = saved_model(tmp_path, name)
+    theirs, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert all(key.startswith("head.") for key in report["unexpected_keys"])
+    saved = load_finetuned(tmp_path)
+    batch = collate(features)
+    with torch.no_grad():
+        model = finetuned_model(saved, torch.device("cpu"))
+        torch.testing.assert_close(model(batch).scores, scores, rtol=0, atol=0)
+        hidden = theirs.eval()(batch.input_ids_RL, batch.segments_RL).last_hidden_state
+        torch.testing.assert_close(model.head(hidden, batch), scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["CB", "COPA", "WSC", "ReCoRD"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_directory_read_back_gives_the_same_scores(tmp_path, name, shape):
+    _, features, scores = saved_model(tmp_path, name, shape)
+    saved = load_finetuned(tmp_path)
+    assert saved.task == task_named(name) and saved.settings == Settings()
+    with torch.no_grad():
+        found = finetuned_model(saved, torch.device("cpu"))(collate(features)).scores
+    torch.testing.assert_close(found, scores, rtol=0, atol=0)
+    words = open_start(str(tmp_path)).weights["words.weight"]
+    assert torch.equal(words, load_backbone(tmp_path).backbone.words.weight)
+
+
+@pytest.mark.parametrize("name", ["CB", "WSC"])
+def test_directories_of_version_0_1_0_are_read(tmp_path, name):
+    directory = shutil.copytree(FIRST_VERSION / name, tmp_path / name)
+    shutil.copy(FIRST_VERSION / "CB" / "spm.model", directory)
+    saved = load_finetuned(directory)
+    assert saved.task.labels == task_named(name).labels
+    features = encode(saved.task, sample(name, "val").examples[:3], saved.tokenizer,
+                      max_length=128, window_overlap=16)  # fmt: skip
+    with torch.no_grad():
+        found = finetuned_model(saved, torch.device("cpu"))(collate(features)).scores
+    wanted = torch.tensor(json.loads((directory / "scores.json").read_text()))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_damage_is_named(tmp_path):
+    saved_model(tmp_path, "CB")
+    facts = json.loads((tmp_path / "finetuned.json").read_text())
+
+    def refused(message, **changes):
+        (tmp_path / "finetuned.json").write_text(json.dumps(facts | changes))
+        with pytest.raises(UserError, match=message) as caught:
+            load_finetuned(tmp_path)
+        assert str(tmp_path) in str(caught.value)
+
+    refused("format 3", format=3)
+    refused("head = 'x'", task=facts["task"] | {"head": "x"})
+    refused("epochs = 0", settings=facts["settings"] | {"epochs": 0})
+    refused("unknown key", settings=facts["settings"] | {"epoch": 1})
+    (tmp_path / "spm.model").unlink()
+    refused("no spm.model")
+    (tmp_path / "finetuned.json").write_text("[1]")
+    with pytest.raises(UserError, match="not a JSON object"):
+        load_finetuned(tmp_path)
