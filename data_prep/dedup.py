@@ -3,8 +3,6 @@
 
 from options import add_input_options, add_workers, parser_for, read_options
 
-from deberta_ds.data.prep.dedup import find_duplicates
-from deberta_ds.data.prep.documents import plan_units
 from deberta_ds.errors import exit_cleanly
 
 
@@ -16,6 +14,10 @@ def main() -> None:
                         help="also near duplicates of at least this similarity (needs datasketch)")
     add_workers(parser)
     args = parser.parse_args()
+
+    from deberta_ds.data.prep.dedup import find_duplicates
+    from deberta_ds.data.prep.documents import plan_units
+
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)
     counts = find_duplicates(units, args.out, read=read, near_threshold=args.near,

@@ -3,7 +3,6 @@
 
 from options import add_workers, parser_for
 
-from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
 from deberta_ds.errors import exit_cleanly
 
 
@@ -14,6 +13,9 @@ def main() -> None:
     parser.add_argument("--heldout_share", type=float, default=0.02, help="share of documents")
     add_workers(parser)
     args = parser.parse_args()
+
+    from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
+
     counts = write_docstrings(
         installed_python_files(), args.out, max_bytes=args.max_bytes,
         heldout_share=args.heldout_share, workers=args.workers,

@@ -6,12 +6,15 @@ the languages of a multilingual model (XLM-R and mT5 use about 3.3). With --afte
 those of a second stage that goes on where a run stopped: no row repeats.
 """
 
+from typing import TYPE_CHECKING
+
 from options import parser_for
 
-from deberta_ds.data.mixture import SLOTS, build_mixture, temperature_weights
-from deberta_ds.data.rows import Source
-from deberta_ds.data.stages import WHOLE, Stage, next_source, stage_of
 from deberta_ds.errors import UserError, exit_cleanly
+
+if TYPE_CHECKING:
+    from deberta_ds.data.rows import Source
+    from deberta_ds.data.stages import Stage
 
 
 def main() -> None:
@@ -26,6 +29,10 @@ def main() -> None:
     parser.add_argument("--part", type=float, nargs=2, metavar=("FROM", "TO"),
                         help="stretch of the shards, such as 0.9 1; default: all, or as before")
     args = parser.parse_args()
+
+    from deberta_ds.data.mixture import SLOTS, build_mixture, temperature_weights
+    from deberta_ds.data.stages import next_source
+
     stages = [_read_stage(path) for path in args.after]
     part = tuple(args.part) if args.part else None
     sources, corpora = zip(*[
@@ -47,15 +54,18 @@ def main() -> None:
         print("\n".join(source_lines(source, weight)) + "\n")
 
 
-def _read_stage(directory: str) -> Stage:
+def _read_stage(directory: str) -> "Stage":
+    from deberta_ds.data.stages import stage_of
     from deberta_ds.formats import checkpoint  # imports torch, which a mixture alone does not need
 
     path = checkpoint.newest(directory)
     return stage_of(checkpoint.read_run_file(path), path)
 
 
-def source_lines(source: Source, weight: float) -> list[str]:
+def source_lines(source: "Source", weight: float) -> list[str]:
     """Return the TOML lines of a source, without those that are defaults."""
+    from deberta_ds.data.stages import WHOLE
+
     lines = [f'path = "{source.path}"', f"weight = {weight:.6g}"]
     lines += [f"first_row = {source.first_row}"] if source.first_row else []
     lines += [f"order = {list(source.order)}"] if source.order else []

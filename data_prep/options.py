@@ -2,8 +2,10 @@
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
-from deberta_ds.data.prep.documents import ReadOptions
+if TYPE_CHECKING:
+    from deberta_ds.data.prep.documents import ReadOptions
 
 
 def parser_for(description: str) -> argparse.ArgumentParser:
@@ -36,8 +38,10 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unit_bytes", type=int, default=0, help="size of a work unit; 0: chosen")
 
 
-def read_options(args: argparse.Namespace) -> ReadOptions:
+def read_options(args: argparse.Namespace) -> "ReadOptions":
     """Return the ReadOptions of parsed arguments."""
+    from deberta_ds.data.prep.documents import ReadOptions
+
     return ReadOptions(
         args.documents, args.text_key, args.label_key, args.label_from_directory,
         args.max_document_bytes,

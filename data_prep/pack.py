@@ -3,9 +3,7 @@
 
 from options import add_workers, parser_for
 
-from deberta_ds.data.prep.pack import pack_corpus
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.tokenizer import Tokenizer
 
 
 def main() -> None:
@@ -15,6 +13,10 @@ def main() -> None:
     parser.add_argument("--seq_len", type=int, nargs="+", required=True, help="tokens in a row")
     add_workers(parser)
     args = parser.parse_args()
+
+    from deberta_ds.data.prep.pack import pack_corpus
+    from deberta_ds.tokenizer import Tokenizer
+
     tokenizer = Tokenizer(args.tokenizer)
     for corpus in args.corpus:
         for seq_len in args.seq_len:

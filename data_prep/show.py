@@ -2,13 +2,14 @@
 """Print rows as the model sees them: pieces, with the masked tokens coloured."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from options import parser_for
 
-from deberta_ds.config import MaskConfig
-from deberta_ds.data.rows import RowDataset, Source
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.tokenizer import SPACE_MARK, Tokenizer
+
+if TYPE_CHECKING:
+    from deberta_ds.tokenizer import Tokenizer
 
 _MASKED, _REPLACED, _KEPT, _SPECIAL, _PLAIN = (
     "\x1b[7;31m", "\x1b[7;35m", "\x1b[7;32m", "\x1b[2;36m", "\x1b[0m"
@@ -30,6 +31,11 @@ def main() -> None:
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
                         help="colours; without them targets stand in braces")
     args = parser.parse_args()
+
+    from deberta_ds.config import MaskConfig
+    from deberta_ds.data.rows import RowDataset, Source
+    from deberta_ds.tokenizer import Tokenizer
+
     tokenizer = Tokenizer(args.tokenizer)
     mask = MaskConfig(rate=args.rate, max_ngram=args.max_ngram, mask_share=args.mask_share,
                       random_share=args.random_share)
@@ -48,8 +54,10 @@ def main() -> None:
               f"{_KEPT}shown unchanged{_PLAIN} {_SPECIAL}special{_PLAIN}")
 
 
-def render(row, tokenizer: Tokenizer, color: bool) -> str:
+def render(row, tokenizer: "Tokenizer", color: bool) -> str:
     """Return the row as text; each target as its original, coloured by what the model is shown."""
+    from deberta_ds.tokenizer import SPACE_MARK
+
     special, parts = tokenizer.is_special(), []
     for shown, label, segment in zip(row.input_ids, row.labels, row.segments, strict=True):
         if segment == 0:

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from options import parser_for
 
-from deberta_ds.data.prep.stats import corpus_stats, stats_picture, stats_text
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.tokenizer import Tokenizer
 
 
 def main() -> None:
@@ -17,6 +15,10 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=20, help="most frequent pieces to list")
     parser.add_argument("--pictures", help="directory for one PNG a corpus")
     args = parser.parse_args()
+
+    from deberta_ds.data.prep.stats import corpus_stats, stats_picture, stats_text
+    from deberta_ds.tokenizer import Tokenizer
+
     tokenizer = Tokenizer(args.tokenizer)
     for path in args.corpus:
         stats = corpus_stats(path, tokenizer)

@@ -8,10 +8,7 @@ same command again after a crash and only what is missing is done.
 
 from options import add_input_options, add_workers, parser_for, read_options
 
-from deberta_ds.data.prep.documents import plan_units
-from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.tokenizer import Tokenizer
 
 
 def main() -> None:
@@ -31,6 +28,11 @@ def main() -> None:
                         help="directory made by dedup.py for the same inputs: leave them out")
     add_workers(parser)
     args = parser.parse_args()
+
+    from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
+    from deberta_ds.tokenizer import Tokenizer
+
     read = read_options(args)
     manifests = tokenize_corpus(
         plan_units(args.inputs, read, args.unit_bytes), args.out, Tokenizer(args.tokenizer),

@@ -3,8 +3,6 @@
 
 from options import add_input_options, parser_for, read_options
 
-from deberta_ds.data.prep.documents import plan_units
-from deberta_ds.data.prep.train_spm import train_tokenizer
 from deberta_ds.errors import exit_cleanly
 
 
@@ -18,6 +16,10 @@ def main() -> None:
                         help="rarer characters are spelled in bytes")
     parser.add_argument("--threads", type=int, default=2, help="part of the recipe: it rounds sums")
     args = parser.parse_args()
+
+    from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.train_spm import train_tokenizer
+
     read = read_options(args)
     tokenizer = train_tokenizer(
         plan_units(args.inputs, read, args.unit_bytes), args.out, pieces=args.pieces,

@@ -3,17 +3,19 @@
 
 from options import parser_for
 
-from deberta_ds.data.corpus import VERIFY_MODES, Corpus
 from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.tokenizer import Tokenizer
 
 
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="corpus directories")
-    parser.add_argument("--verify", choices=VERIFY_MODES, default="full", help="how closely")
+    parser.add_argument("--verify", choices=("sizes", "full"), default="full", help="how closely")
     parser.add_argument("--tokenizer", help="spm.model that the corpora must have been made with")
     args = parser.parse_args()
+
+    from deberta_ds.data.corpus import Corpus
+    from deberta_ds.tokenizer import Tokenizer
+
     for path in args.corpus:
         lengths = sorted(int(p.parent.name[5:]) for p in Corpus.plans(path))
         if not lengths:

@@ -8,7 +8,7 @@ import os
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, user_message
 
 
 def is_distributed() -> bool:
@@ -64,15 +64,17 @@ def broadcast_object(value):
 
 
 def together(function):
-    """Return `function()`; if it raises UserError on any rank, raise that error on every rank.
+    """Return `function()`; if the user's doing stops any rank, raise that UserError on every rank.
 
     Without this, the ranks that were spared would wait in their next collective for ever.
     """
     value, problem = None, None
     try:
         value = function()
-    except UserError as error:
-        problem = str(error)
+    except Exception as error:
+        problem = user_message(error)
+        if problem is None:
+            raise
     problems = [text for text in gather_objects(problem) if text is not None]
     if problems:
         error = UserError(problems[0])

@@ -1,13 +1,45 @@
 """Errors that a user can cause, and how command-line scripts report them.
 
-Every such error carries one message that names the file, the place in it, the rule and the remedy.
+This is the one place that decides which exceptions are the user's: they end in one message, which
+names the file, the place in it, the rule and the remedy. Everything else is a bug of ours and keeps
+its traceback. Classes of other libraries are known by name, so that nothing heavy is imported here.
 """
 
+import errno
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "choose a path that you may read and write",
+    errno.EPERM: "choose a path that you may read and write",
+    errno.EROFS: "choose a directory on a file system that can be written",
+    errno.ENOSPC: "make room there, or choose a directory on another file system",
+    errno.EDQUOT: "make room there, or choose a directory on another file system",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the limit on open files",
+    errno.EIO: "the disk or the network file system has a fault",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "mend the symbolic link",
+}
+# How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
+# TOML, Unicode, NumPy, Arrow and pydantic.
+_DAMAGE = (ValueError, EOFError)
+_DAMAGE_NAMES = {"zlib.error", "struct.error", "_csv.Error", "_lzma.LZMAError",
+                 "zipfile.BadZipFile", "_pickle.UnpicklingError", "pyarrow.lib.ArrowException",
+                 "zstandard.backend_c.ZstdError",
+                 "safetensors._safetensors_rust.SafetensorError"}
+_NO_MEMORY_NAMES = {"torch.OutOfMemoryError", "numpy._core._exceptions._ArrayMemoryError"}
+_NO_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory")  # torch's RuntimeError on a CPU
 
 
 class UserError(ValueError):
@@ -16,15 +48,100 @@ class UserError(ValueError):
     on_every_rank = False  # True: all ranks raise the same error, and only rank 0 prints it
 
 
-def exit_cleanly(main: Callable[[], int | None]) -> None:
-    """Run `main` and exit: with its return value, or with one line and code 2 on a UserError."""
+def user_message(error: BaseException) -> str | None:
+    """Return what to tell the user, or None if `error` is a bug of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and (error.filename or error.errno in _REMEDIES):
+        return _system_message(error, error.filename)
+    if isinstance(error, MemoryError) or _is_named(error, _NO_MEMORY_NAMES) or (
+            isinstance(error, RuntimeError) and any(t in str(error) for t in _NO_MEMORY_TEXTS)):
+        return (f"out of memory ({_first_line(error)}); use smaller batches, a smaller model, "
+                "fewer workers, or a larger machine")
+    return None
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Context in which a file is read or written: what fails is a UserError that names `path`."""
     try:
-        code = main()
-    except UserError as error:
-        if not (error.on_every_rank and os.environ.get("RANK", "0") != "0"):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_USER_ERROR
-    except KeyboardInterrupt:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(_system_message(error, path)) from error
+    except Exception as error:
+        if not isinstance(error, _DAMAGE) and not _is_named(error, _DAMAGE_NAMES):
+            raise
+        raise UserError(f"{path}: damaged, cut short, or not the kind of file that is wanted here "
+                        f"({_first_line(error)})") from error
+
+
+def exit_cleanly(main: Callable[[], int | None]) -> None:
+    """Run `main` and exit: with its code, or with one message if it fails by the user's doing.
+
+    `python -X dev` shows the traceback of such a failure too.
+    """
+    try:
+        code = _run(main)
+        sys.stdout.flush()
+    except BaseException as error:
+        code = _report(error)
+    with suppress(OSError, ValueError):  # a device that is full, or a pipe that nobody reads
+        sys.stdout.flush()
+        sys.exit(code)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries once more
+    sys.exit(code)
+
+
+def _run(main: Callable[[], int | None]) -> int:
+    try:
+        return main() or 0
+    except SystemExit as done:  # of argparse
+        return done.code
+
+
+def _report(error: BaseException) -> int:
+    """Print the message of what ended the program; return its exit code. Raises a bug of ours."""
+    if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr, flush=True)
-        code = 130
-    sys.exit(code or 0)
+        return EXIT_INTERRUPTED
+    unnamed = isinstance(error, OSError) and not error.filename  # a write to a file that was open
+    output_problem = _output_problem() if unnamed else None
+    if isinstance(output_problem, BrokenPipeError):  # as in `show.py ... | head -1`
+        return EXIT_PIPE_CLOSED
+    message = _system_message(output_problem, "standard output") if output_problem \
+        else user_message(error)
+    if message is None:
+        raise error
+    if sys.flags.dev_mode:
+        traceback.print_exception(error)
+    on_every_rank = getattr(error, "on_every_rank", False)
+    if not (on_every_rank and os.environ.get("RANK", "0") != "0"):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR
+
+
+def _output_problem() -> OSError | None:
+    """Return why standard output takes no more; None if it does."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")  # Python drops its buffer when a write fails
+    except OSError as error:
+        return error
+    return None
+
+
+def _system_message(error: OSError, path) -> str:
+    reason = error.strerror or _first_line(error)
+    remedy = _REMEDIES.get(error.errno)
+    where = f"{path}: " if path else ""
+    return f"{where}{reason}{'; ' + remedy if remedy else ''}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_named(error: BaseException, names: set[str]) -> bool:
+    return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(error).__mro__)

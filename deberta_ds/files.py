@@ -5,18 +5,23 @@ disk, and is then renamed over the final name.
 """
 
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
 _CHUNK_BYTES = 1 << 22
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
 
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; on success fsync it and rename it to `path`."""
+    """Yield a temporary path to write to; on success fsync it and rename it to `path`.
+
+    An OSError of the writing names `path`.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -26,8 +31,18 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_directory(path.parent)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):  # a write to an open file names none
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        if found := _OS_ERROR.search(str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a directory that went away says more by the first error
+            temporary.unlink(missing_ok=True)
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:

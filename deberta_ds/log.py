@@ -12,12 +12,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic
 
 METRICS_FILE = "metrics.jsonl"
@@ -150,7 +151,11 @@ def _giga(flops_per_second: float) -> str:
 
 
 class RunLog:
-    """The one voice of a run. All methods do nothing on ranks where `is_main` is false."""
+    """The one voice of a run. All methods do nothing on ranks where `is_main` is false.
+
+    A record that cannot be written (a full disk) does not end the run at once: `problem` says why,
+    nothing more is written, and the loop saves a checkpoint before it calls `check`.
+    """
 
     def __init__(
         self,
@@ -162,6 +167,7 @@ class RunLog:
         tensorboard: bool = True,
     ) -> None:
         self.path = Path(out_dir) / METRICS_FILE
+        self.problem = ""
         self._is_main = is_main
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
@@ -190,14 +196,29 @@ class RunLog:
         finite = {key: _finite_or_none(value) for key, value in record.items()}
         line = json.dumps(finite, allow_nan=False)
         _parse(self.path, 0, line)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        if not self.problem:  # a line after half of one would make the file unreadable
+            with self._writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
         if record["kind"] == "event":
             detail = f" ({record['detail']})" if record.get("detail") else ""
             self.info(f"{record['event']} at step {record['step']:,}{detail}")
             return
         self._show_train(finite) if record["kind"] == "train" else self._show_eval(finite)
-        self._write_tensorboard(finite)
+        with self._writing(self.path.parent / TENSORBOARD_DIRECTORY):
+            self._write_tensorboard(finite)
+
+    def check(self) -> None:
+        """Raise UserError if a record could not be written."""
+        if self.problem:
+            raise UserError(self.problem)
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            with naming(path):
+                yield
+        except UserError as error:
+            self.problem = self.problem or f"{error}; the run stopped, run it again to go on"
 
     def truncate(self, step: int) -> None:
         """Cut what comes after `step`: train and eval records, and a half-written last line.
@@ -219,7 +240,8 @@ class RunLog:
     def close(self) -> None:
         """Flush and close the TensorBoard file."""
         if self._writer is not None:
-            self._writer.close()
+            with self._writing(self.path.parent / TENSORBOARD_DIRECTORY):
+                self._writer.close()
             self._writer = None
 
     def _show_train(self, record: dict[str, Any]) -> None:
@@ -252,7 +274,7 @@ class RunLog:
         self._lines_until_header = 0
 
     def _write_tensorboard(self, record: dict[str, Any]) -> None:
-        if not self._tensorboard:
+        if not self._tensorboard or self.problem:
             return
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter

@@ -10,7 +10,6 @@ DST: a new directory. Nothing is dropped without a line that says so.
 import argparse
 
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.formats.convert import convert
 
 
 def main() -> None:
@@ -19,6 +18,9 @@ def main() -> None:
     parser.add_argument("out", metavar="DST")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True)
     arguments = parser.parse_args()
+
+    from deberta_ds.formats.convert import convert
+
     summary = convert(arguments.source, arguments.out, arguments.to)
     for line in (*summary.notes, *summary.findings()):
         print(f"  {line}")

@@ -14,9 +14,6 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import psutil
-import torch
-
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
 from deberta_ds.log import format_count, format_duration, read_metrics
@@ -62,6 +59,8 @@ class Demo:
 
     def _watch_memory(self, process: subprocess.Popen) -> None:
         """Record the peak of the proportional set size of a command and all its children."""
+        import psutil
+
         while process.poll() is None:
             try:
                 family = [psutil.Process(process.pid)]
@@ -75,6 +74,8 @@ class Demo:
 
 def _environment() -> dict[str, str]:
     """The environment of every command: quiet on machines without a GPU, no model hub."""
+    import torch
+
     extra = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
              "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     if not torch.cuda.is_available():
@@ -83,6 +84,8 @@ def _environment() -> dict[str, str]:
 
 
 def main() -> None:
+    import torch
+
     started = time.monotonic()
     gpus = torch.cuda.device_count()
     launcher = ("deepspeed", f"--num_gpus={gpus or 2}")

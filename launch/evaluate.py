@@ -9,15 +9,7 @@ so scores of different checkpoints compare.
 import argparse
 import json
 
-import torch
-
-from deberta_ds.data.rows import eval_rows
 from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.formats.checkpoint import load_whole_state
-from deberta_ds.objectives.build import build_model
-from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train.evaluate import evaluate
-from deberta_ds.train.setup import EVAL_SEED
 
 
 def main() -> None:
@@ -28,6 +20,15 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="spm.model (default: the run's)")
     parser.add_argument("--rows", type=int, help="how many rows (default: the run's)")
     options = parser.parse_args()
+
+    import torch
+
+    from deberta_ds.data.rows import eval_rows
+    from deberta_ds.formats.checkpoint import load_whole_state
+    from deberta_ds.objectives.build import build_model
+    from deberta_ds.tokenizer import Tokenizer
+    from deberta_ds.train.evaluate import evaluate
+    from deberta_ds.train.setup import EVAL_SEED
 
     state, run = load_whole_state(options.checkpoint)
     corpus = options.data or run.data.eval

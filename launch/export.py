@@ -10,7 +10,6 @@ table in a side file. The directory appears only if AutoModel loads it with the 
 import argparse
 
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.formats.convert import convert
 
 
 def main() -> None:
@@ -18,6 +17,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
+
+    from deberta_ds.formats.convert import convert
+
     summary = convert(arguments.checkpoint, arguments.out, "hf")
     for note in summary.notes:
         if not note.startswith(("main: kept", "generator: kept", "copied")):

@@ -7,7 +7,6 @@ MODEL: a run, a checkpoint, an exported directory (its generator is used), or a 
 
 import argparse
 
-from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
 from deberta_ds.errors import exit_cleanly
 
 
@@ -17,6 +16,9 @@ def main() -> None:
     parser.add_argument("texts", metavar="TEXT", nargs="+")
     parser.add_argument("--top", type=int, default=5, help="proposals for each mask")
     arguments = parser.parse_args()
+
+    from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
+
     model = load_masked_lm(arguments.model)
     for text in arguments.texts:
         print(text)

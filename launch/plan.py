@@ -8,7 +8,6 @@ launch/pretrain.py.
 
 import argparse
 
-from deberta_ds import config, deepspeed_config
 from deberta_ds.errors import UserError, exit_cleanly
 
 
@@ -28,6 +27,9 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     if min(options.gpus, options.nodes) < 1 or not 0 < options.mfu <= 1:
         raise UserError("--gpus and --nodes must be at least 1, --mfu above 0 and at most 1")
+
+    from deberta_ds import config, deepspeed_config
+
     run, _ = config.load(options.config, overrides)
     ds = deepspeed_config.load(options.deepspeed_config)
 

@@ -8,7 +8,6 @@ import argparse
 import os
 from pathlib import Path
 
-from deberta_ds import config, deepspeed_config
 from deberta_ds.errors import exit_cleanly
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +24,8 @@ def main() -> int:
                         help="check everything, run one micro-batch, write nothing")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options, overrides = parser.parse_known_args()
+
+    from deberta_ds import config, deepspeed_config
 
     run, origins = config.load(options.config, overrides)
     ds_values = deepspeed_config.load(options.deepspeed_config)

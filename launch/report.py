@@ -7,7 +7,6 @@ import argparse
 from pathlib import Path
 
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.report import write_report
 
 
 def main() -> None:
@@ -16,6 +15,9 @@ def main() -> None:
                         help="a run's out_dir; give it again to compare runs")  # fmt: skip
     parser.add_argument("--out", type=Path, help="default: report.html in the first run")
     arguments = parser.parse_args()
+
+    from deberta_ds.report import write_report
+
     out = arguments.out or arguments.run[0] / "report.html"
     write_report(out, arguments.run)
     print(f"report: {out} ({out.stat().st_size / 1024:.0f} KiB)")

@@ -11,12 +11,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.settings import underscored
-from deberta_ds.finetune.submission import check_zip, refuse_partial, write_zip
-from deberta_ds.finetune.tasks import TASKS, Task
+
+if TYPE_CHECKING:
+    from deberta_ds.finetune.tasks import Task
 
 
 def main() -> None:
@@ -33,6 +33,12 @@ def main() -> None:
                         help="tasks that may be missing (the leaderboard takes no partial zip)")
     parser.add_argument("--any_size", action="store_true",
                         help="the test files are samples, not the official ones")
+
+    from deberta_ds.finetune.readers import read_split
+    from deberta_ds.finetune.settings import underscored
+    from deberta_ds.finetune.submission import check_zip, refuse_partial, write_zip
+    from deberta_ds.finetune.tasks import TASKS
+
     args = parser.parse_args([underscored(text) for text in sys.argv[1:]])
     if bool(args.check) == bool(args.zip and args.run):
         raise UserError("pass either --check ZIP, or --run DIR and --zip ZIP")
@@ -60,7 +66,7 @@ def main() -> None:
     print(f"wrote {args.zip}: {len(found)} files, checked")
 
 
-def prediction_file(root: Path, task: Task) -> Path | None:
+def prediction_file(root: Path, task: "Task") -> Path | None:
     """Return the submission file of `task` under `root`; of several seeds, the median one's."""
     if (root / f"{task.name}.jsonl").is_file():
         return root / f"{task.name}.jsonl"

@@ -25,6 +25,7 @@ from deberta_ds.deepspeed_config import precision, zero_stage
 from deberta_ds.files import sync_directory, write_atomic, xxh3
 from deberta_ds.formats.restore import restore
 from deberta_ds.formats.shards import SWAP_FILE, CheckpointError, ShardedState
+from deberta_ds.formats.tensors import save_pickle
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.objectives.build import build_model
@@ -157,9 +158,10 @@ def _write_shards(engine, path: Path) -> str | None:
     writer = engine.checkpoint_engine
 
     def save_file(state_dict, path):
-        problem = _save_file(state_dict, path)
-        if problem:
-            problems.append(problem)
+        try:
+            save_pickle(path, state_dict)
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
 
     writer.save = save_file
     engine._copy_recovery_script = lambda path: None
@@ -171,40 +173,6 @@ def _write_shards(engine, path: Path) -> str | None:
     finally:
         del writer.save, engine._copy_recovery_script
     return problems[0] if problems else None
-
-
-def _save_file(state_dict: dict, path: str) -> str | None:
-    """torch.save that returns what went wrong instead of ending the process.
-
-    PyTorch's zip writer raises again in its destructor, which aborts (exit code -6, no message); so
-    it is given a file that swallows what comes after the first failure.
-    """
-    try:
-        with open(path, "wb") as file:
-            swallowing = _SwallowingFile(file)
-            torch.save(state_dict, swallowing)
-        return swallowing.problem
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-
-
-class _SwallowingFile:
-    """A file whose `write` fails at most once, into `problem`."""
-
-    def __init__(self, file):
-        self._file, self.problem = file, None
-
-    def write(self, data) -> int:
-        if self.problem is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self.problem = f"{self._file.name}: {error.strerror}"
-        return len(data)
-
-    def flush(self) -> None:
-        if self.problem is None:
-            self._file.flush()
 
 
 def _name_swapped_groups(engine, path: Path) -> None:

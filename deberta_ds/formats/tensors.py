@@ -104,5 +104,37 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
 def write_bin(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors as a `.bin` (PyTorch's zip pickle), whole or not at all."""
     with atomic_path(path) as temporary:
-        torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()},
-                   temporary)
+        save_pickle(temporary, {name: tensor.detach().cpu().clone()
+                                for name, tensor in tensors.items()})
+
+
+def save_pickle(path: str | Path, value) -> None:
+    """torch.save that raises OSError when a write fails, on a full disk say.
+
+    PyTorch's zip writer raises again in its destructor, which aborts (exit code -6, no message); so
+    it is given a file that swallows what comes after the first failure.
+    """
+    with open(path, "wb") as file:
+        swallowing = _SwallowingFile(file)
+        torch.save(value, swallowing)
+        if swallowing.problem:
+            raise swallowing.problem
+
+
+class _SwallowingFile:
+    """A file whose `write` fails at most once, into `problem`."""
+
+    def __init__(self, file):
+        self._file, self.problem = file, None
+
+    def write(self, data) -> int:
+        if self.problem is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.problem = error
+        return len(data)
+
+    def flush(self) -> None:
+        if self.problem is None:
+            self._file.flush()

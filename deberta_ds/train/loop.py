@@ -42,13 +42,12 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     if record:
         check_identity(run, inputs.dataset.fingerprints, record, str(found.path))
         checkpoint.check_layout(record, inputs.ds, str(found.path))
-    log = RunLog(run.out_dir, dist.is_main(), total_steps=run.train.steps)
+    log = dist.together(lambda: RunLog(run.out_dir, dist.is_main(), total_steps=run.train.steps))
     for line in describe(run, inputs, origins):
         log.info(line)
     for line in found.passed_over:
         log.info(f"WARNING: checkpoint passed over: {line}")
-    if dist.is_main():
-        write_config(run, inputs, origins)
+    dist.together(lambda: write_config(run, inputs, origins))
     tensors, notes = ({}, []) if record else _first_weights(run)
     for line in notes:
         log.info(line)
@@ -60,7 +59,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
             log.info(f"resumed in another layout: {change}")
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
-    log.truncate(record["step"] if record else 0)
+    dist.together(lambda: log.truncate(record["step"] if record else 0))
     trainer = Trainer(run, inputs, model_engine, log, record, stop_request)
     if record:
         trainer.log_event("resume", f"from {found.path}")
@@ -146,8 +145,9 @@ class Trainer:
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
             micro = [next(batches) for _ in range(per_step)]
+            stop = bool(self.stop_request or self.log.problem)
             result = train_step(self.engine, micro, step=self.step, seed=train.seed,
-                                ceiling=self.spikes.ceiling(), stop=bool(self.stop_request),
+                                ceiling=self.spikes.ceiling(), stop=stop,
                                 raise_if_bad=train.on_spike == "stop")
             self.step += 1
             self._account(result)
@@ -159,6 +159,8 @@ class Trainer:
                 self._evaluate()
             if self.step % train.save_every == 0 or self.step == end or result.stop:
                 self._save()
+            if result.stop or self.step == end:
+                dist.together(self.log.check)
             if result.stop and self.step < end:
                 self.log_event("stop", f"asked to by {self.stop_request.signal_name or 'a signal'}"
                                f"; exit code {signals.EXIT_REQUEUE}: run again to go on")

@@ -97,7 +97,9 @@ def versions() -> dict[str, str]:
 
 
 def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> None:
-    """Write OUT/config.json: the resolved run, DeepSpeed dict, origins, versions, fingerprints."""
+    """Have rank 0 write OUT/config.json: the run, DeepSpeed dict, origins, versions, data."""
+    if not dist.is_main():
+        return
     record = {"run": config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
               "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
               "world_size": dist.world_size(),

@@ -7,6 +7,7 @@ import numpy as np
 
 from deberta_ds.data.corpus import Corpus, map_array
 from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
+from deberta_ds.files import atomic_path
 from deberta_ds.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 1 << 22
@@ -127,5 +128,6 @@ def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> 
     counts = stats.manifest.counts
     figure.suptitle(f"{Path(stats.path).name}: {counts['documents']:,} documents, "
                     f"{counts['tokens']:,} tokens", fontsize=11)
-    figure.savefig(out, dpi=130)
+    with atomic_path(out) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
     pyplot.close(figure)

@@ -1,0 +1,164 @@
+"""What ends a script by the user's doing is one message that names the file; a bug is a traceback.
+"""
+
+import ast
+import errno
+import json
+import lzma
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from pathlib import Path
+
+import pyarrow
+import pytest
+import safetensors
+import zstandard
+
+from deberta_ds.errors import UserError, naming, user_message
+from deberta_ds.files import atomic_path, write_atomic
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.py"), *(ROOT / "data_prep").glob("*.py")])
+
+
+def run(body: str, *options: str, **more) -> subprocess.CompletedProcess:
+    """Run a script whose `main` has this body."""
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    code = f"from deberta_ds.errors import *\ndef main():\n{lines}\nexit_cleanly(main)"
+    more.setdefault("stdout", subprocess.PIPE)
+    return subprocess.run([sys.executable, *options, "-c", code], stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60, **more)
+
+
+@pytest.mark.parametrize(("body", "message"), [
+    ("raise UserError('run.toml: no')", "run.toml: no"),
+    ("open('/no/such/file')", "/no/such/file: No such file or directory; check the path"),
+    ("open('/')", "/: Is a directory"),
+    ("open('/dev/full', 'w').write('x' * 100000)", "No space left on device"),
+    ("with naming('a.zip'):\n    import zipfile; zipfile.ZipFile('/dev/null')", "a.zip: damaged"),
+    ("[0] * 10**17", "out of memory"),
+])
+def test_what_a_user_did_is_one_line_with_exit_code_2(body, message):
+    done = run(body)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback():
+    done = run("{}['key']")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "KeyError: 'key'" in done.stderr
+
+
+def test_developers_see_the_traceback_of_a_users_error_too():
+    done = run("open('/no/such/file')", "-X", "dev")
+    assert "Traceback" in done.stderr and done.stderr.endswith("check the path\n")
+    assert done.returncode == 2
+
+
+def test_exit_codes_of_main_and_of_the_parser():
+    assert run("return 75").returncode == 75
+    assert run("return None").returncode == 0
+    assert run("import sys; sys.exit(3)").returncode == 3
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_left_ends_the_script_quietly(lines):
+    """As in `show.py ... | head -1`: the output of one line is written only at the end."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run(f"for line in range({lines}): print(line)", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_full_disk_under_the_output_is_named(lines):
+    with open("/dev/full", "w") as full:
+        done = run(f"for line in range({lines}): print(line)", stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_one_word():
+    done = run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)")
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_ctrl_c_while_a_script_imports(path):
+    """Seconds go by in imports: they happen inside `main`, where Ctrl-C is one word."""
+    light = {"argparse", "json", "os", "pathlib", "sys", "time", "typing", "shutil", "subprocess",
+             "threading", "dataclasses", "options", "deberta_ds.errors", "deberta_ds.files",
+             "deberta_ds.log"}
+    for node in ast.parse(path.read_text()).body:
+        names = [node.module] if isinstance(node, ast.ImportFrom) else \
+            [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert set(names) <= light, f"{path.name} imports {names} before main() runs"
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_torch_is_imported():
+    script = ROOT / "launch/evaluate.py"
+    process = subprocess.Popen([sys.executable, script, "--checkpoint", "nowhere"], text=True,
+                               stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                               env=os.environ | {"PYTHONPATH": str(ROOT)})
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("interrupted\n", 130)
+
+
+def _refusals(path: Path):
+    """Each way in which a reader refuses bytes that it does not understand."""
+    damaged = b"\xff\xfe not what you think"
+    path.write_bytes(damaged)
+    yield lambda: path.read_text(encoding="utf-8")
+    yield lambda: json.loads("{")
+    yield lambda: zipfile.ZipFile(path)
+    yield lambda: zlib.decompress(damaged)
+    yield lambda: lzma.decompress(damaged)
+    yield lambda: zstandard.ZstdDecompressor().decompress(damaged)
+    yield lambda: pyarrow.ipc.open_file(pyarrow.py_buffer(damaged))
+    yield lambda: safetensors.deserialize(damaged)
+    yield lambda: pickle.loads(damaged)
+    yield lambda: struct.unpack("<q", damaged)
+    yield lambda: open(path / "inside")
+    yield lambda: open(path.with_name("missing"))
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_every_reader_that_refuses_a_file_names_it(tmp_path, number):
+    refuse = list(_refusals(tmp_path / "damaged"))[number]
+    with pytest.raises(UserError, match="the/file"), naming("the/file"):
+        refuse()
+
+
+def test_a_bug_while_a_file_is_read_stays_a_bug():
+    with pytest.raises(ZeroDivisionError), naming("the/file"):
+        1 / 0  # noqa: B018
+    assert user_message(ZeroDivisionError()) is None and user_message(KeyError("a")) is None
+
+
+def test_the_file_is_named_where_python_names_none(tmp_path):
+    """`write` on an open file raises an OSError without a file name."""
+    with pytest.raises(OSError) as caught, atomic_path(tmp_path / "out.bin"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert user_message(caught.value).startswith(f"{tmp_path}/out.bin: No space left on device; ")
+    with pytest.raises(OSError) as caught, atomic_path(tmp_path / "out.bin"):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+    assert caught.value.errno == errno.ENOSPC
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError) as caught:
+        write_atomic(tmp_path / "directory", "text")
+    assert user_message(caught.value) == f"{tmp_path}/directory: Is a directory"
+    assert not list(tmp_path.glob(".*"))

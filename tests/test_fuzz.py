@@ -1,0 +1,120 @@
+"""Broken inputs and broken disks: each command ends with one line that names the file."""
+
+import json
+import os
+
+import pytest
+
+from tests.fuzz.commands import Command, Server
+from tests.fuzz.setting import prepare, pretrain
+
+PREPARE = ("--tokenizer", "spm.model", "--workers", "1")
+WRITERS = {  # every command that writes: what it writes first
+    "pretrain": (pretrain("--out_dir=new"), "new/config.json"),
+    "export": (Command("launch/export.py", ("--checkpoint", "out", "--out", "new")),
+               "model.safetensors"),
+    "convert to microsoft": (Command("launch/convert.py", ("hf", "new", "--to", "ms")),
+                             "pytorch_model.bin"),
+    "finetune": (Command("launch/finetune.py", (
+        "--task", "CB", "--model", "hf", "--data", "superglue", "--any-size", "--out", "new",
+        "--set", "epochs=1", "max_length=64")), "new/CB/seed-1/"),
+    "report": (Command("launch/report.py", ("--run", "out", "--out", "new")), "new"),
+    "plan": (Command("launch/plan.py", (
+        "--config", "run.toml", "--deepspeed_config", "ds.json", "--gpu", "h200", "--gpus", "1",
+        "--html", "new")), "new"),
+    "stats": (Command("data_prep/stats.py", ("train", "--pictures", "new", *PREPARE[:2])), "new"),
+    "train tokenizer": (Command("data_prep/train_tokenizer.py", (
+        "train.jsonl", "--pieces", "400", "--out", "new")), "new"),
+    "tokenize": (Command("data_prep/tokenize_corpus.py", ("train.jsonl", "--out", "new", *PREPARE)),
+                 "new/.job.json"),
+    "pack": (Command("data_prep/pack.py", ("train", "--seq_len", "32", *PREPARE)), "train/rows-32"),
+    "dedup": (Command("data_prep/dedup.py", ("train.jsonl", "--out", "new", "--workers", "1")),
+              "new/.job.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def setting(server, tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("inputs") / "whole", server)
+
+
+@pytest.fixture
+def place(setting, tmp_path):
+    """A directory with whole inputs, to run in and to break."""
+    return setting.copy(tmp_path / "here")
+
+
+def one_line(outcome) -> str:
+    """Return the message of a command that ended as it should for a user's error."""
+    assert outcome.code == 2 and not outcome.hung, outcome
+    assert "Traceback" not in outcome.errors, outcome.errors[-3000:]
+    lines = [line for line in outcome.errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, outcome.errors
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_one_line_that_names_the_file(server, place, name):
+    command, written = WRITERS[name]
+    message = one_line(server.run(limited(command, place, 50)))
+    assert "File too large" in message and written in message, message
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_read_only_target_is_one_line_that_names_it(server, place, name):
+    command, _ = WRITERS[name]
+    for directory in (place, place / "train"):
+        directory.chmod(0o555)
+    try:
+        message = one_line(server.run(limited(command, place, None)))
+    finally:
+        for directory in (place, place / "train"):
+            directory.chmod(0o755)
+    assert "Permission denied" in message and ("new" in message or "train" in message), message
+
+
+def limited(command: Command, place, file_limit_bytes: int | None) -> Command:
+    return Command(command.script, command.arguments, directory=str(place),
+                   file_limit_bytes=file_limit_bytes)
+
+
+def test_metrics_that_cannot_be_written_save_a_checkpoint_and_stop(server, place):
+    """The file has room for one record more; the checkpoint still has room."""
+    limit = 400_000
+    event = {"kind": "event", "step": 0, "seconds": 0.0, "event": "start", "detail": "x" * 900}
+    line = json.dumps(event) + "\n"
+    metrics = place / "new/metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text(line * (limit // len(line)))
+    arguments = ("--out_dir=new", "--train.steps=8")
+    outcome = server.run(pretrain(*arguments, directory=str(place), file_limit_bytes=limit))
+    message = one_line(outcome)
+    assert "new/metrics.jsonl: File too large" in message and "run it again" in message
+    saved = sorted(path.name for path in (place / "new/checkpoints").iterdir())
+    assert len(saved) == 1 and saved[0] < "step-00000008", saved
+    assert server.run(pretrain(*arguments, directory=str(place))).code == 0
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    first = int(saved[0][5:]) + 1
+    steps = [record["step"] for record in records if record["kind"] == "train"]
+    assert steps[-1] == 8 and steps[-(8 - first + 1):] == list(range(first, 9))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
+def test_a_disk_that_fills_up_while_a_run_goes_on(server, place):
+    """A real file system without room for the checkpoint: no half of one is left."""
+    disk = place / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=64k tmpfs {disk} 2>/dev/null"):
+        pytest.skip("this machine allows no mounts")
+    try:
+        message = one_line(server.run(pretrain("--out_dir=disk/run", directory=str(place))))
+        assert "No space left on device" in message and "disk/run/checkpoints" in message
+        assert not list((disk / "run/checkpoints").iterdir())
+    finally:
+        os.system(f"umount {disk}")
