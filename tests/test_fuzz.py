@@ -16,7 +16,7 @@ WRITERS = {  # every command that writes: what it writes first
     "convert to microsoft": (Command("launch/convert.py", ("hf", "new", "--to", "ms")),
                              "pytorch_model.bin"),
     "finetune": (Command("launch/finetune.py", (
-        "--task", "CB", "--model", "hf", "--data", "superglue", "--any-size", "--out", "new",
+        "--task", "CB", "--model", "hf", "--data", "superglue", "--any_size", "--out", "new",
         "--set", "epochs=1", "max_length=64")), "new/CB/seed-1/"),
     "report": (Command("launch/report.py", ("--run", "out", "--out", "new")), "new"),
     "plan": (Command("launch/plan.py", (
