@@ -5,12 +5,14 @@ Face, if transformers loads it offline without a missing or unexpected key and c
 states.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
 from deberta_ds.formats.network import Network, Release, build_backbone
 from deberta_ds.formats.read import read_release
@@ -93,23 +95,33 @@ def _load_with_transformers(directory: Path):
 
 @torch.no_grad()
 def _hidden_state_error(ours: Backbone, theirs, network: Network) -> float:
-    ids_BL, mask_BL = _sample_batch(network)
-    expected = theirs.base_model(ids_BL, attention_mask=mask_BL).last_hidden_state
-    hidden = ours(ids_BL, mask_BL)
-    real = mask_BL.bool()
-    gap = (hidden[real] - expected[real]).abs().max() / expected[real].abs().max()
-    return gap.item()
+    gaps = []
+    for ids_BL, mask_BL in _sample_batches(network.config):
+        expected = theirs.base_model(ids_BL, attention_mask=mask_BL).last_hidden_state
+        hidden = ours(ids_BL, mask_BL)
+        real = mask_BL.bool()
+        gap = (hidden[real] - expected[real]).abs().max() / expected[real].abs().max()
+        gaps.append(gap.item())
+    return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
 
 
-def _sample_batch(network: Network) -> tuple[Tensor, Tensor]:
-    """Return ids and mask of three rows with padding; ids from the whole vocabulary."""
-    length = min(64, network.config.max_position)
+def _sample_batches(config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
+    """Return ids and masks: three rows with padding, and one row longer than the relative table.
+
+    The second is there for models without absolute positions in the input, which take any length.
+    """
+    length = min(64, config.max_position)
     generator = torch.Generator().manual_seed(0)
-    ids_BL = torch.randint(4, network.config.vocab_size, (3, length), generator=generator)
+    ids_BL = torch.randint(4, config.vocab_size, (3, length), generator=generator)
     mask_BL = torch.ones_like(ids_BL)
     mask_BL[1, length // 2:] = 0
     mask_BL[2, 3:] = 0
-    return ids_BL * mask_BL, mask_BL
+    batches = [(ids_BL * mask_BL, mask_BL)]
+    if config.relative_attention and not config.absolute_input:
+        longest = config.largest_distance + config.largest_distance // 2
+        ids_BL = torch.randint(4, config.vocab_size, (1, longest), generator=generator)
+        batches.append((ids_BL, torch.ones_like(ids_BL)))
+    return batches
 
 
 def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:

@@ -1,10 +1,13 @@
 """Read a model of any format, write another, check it, and say what happened to every part."""
 
+import glob
 import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from deberta_ds import __version__
 from deberta_ds.errors import UserError
@@ -44,6 +47,7 @@ def convert(source: str | Path, out: str | Path, to: str) -> Summary:
     out = Path(out)
     _refuse_foreign_directory(out)
     release = read_release(source)
+    _clean_up_after_killed(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         fresh.mkdir(parents=True)
@@ -65,6 +69,25 @@ def _refuse_foreign_directory(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
         raise UserError(f"{out}: is not empty and was not written by this command (no {RECORD}); "
                         "name another directory")
+
+
+def _clean_up_after_killed(out: Path) -> None:
+    """Delete what conversions to `out` that were killed have left beside it.
+
+    One that was killed between the two renames of `_replace` has moved the older conversion aside:
+    that is put back first. The number in a name is the writer's process id: a living one is at
+    work (or something else that happens to have its number, which costs a cleaning).
+    """
+    for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.*")):
+        number, _, kind = path.name.removeprefix(f".{out.name}.").partition(".")
+        if not number.isdigit() or kind not in ("tmp", "old"):
+            continue
+        if int(number) != os.getpid() and psutil.pid_exists(int(number)):
+            continue
+        if kind == "old" and not out.exists():
+            os.replace(path, out)
+        else:
+            shutil.rmtree(path)
 
 
 def _replace(fresh: Path, out: Path) -> None:

@@ -19,6 +19,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs, names
 from deberta_ds.formats.network import Network, Release, with_zero_key_biases
 from deberta_ds.formats.read import SIDE_FILE
+from deberta_ds.formats.relative_rows import UNREAD_ROWS, without_unread_rows
 from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
 from deberta_ds.formats.tokenizer_files import write_tokenizer_files
 
@@ -96,13 +97,15 @@ def split_tensors(network: Network, kind: str, head: str
         tensors = with_zero_key_biases(network)
         notes.append("derived: zero key biases, which transformers' v2 class always has")
     theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs, added = without_unread_rows(theirs, config)
+    notes += added
     if kind == configs.V1:
         theirs = names.pack_v1(theirs, config.num_heads)
         notes.append("mapped: query, key and value packed into in_proj (v1)")
     elif configs.is_v1_shape(config):
         notes.append("mapped: v1 model with key biases, which transformers' v1 class cannot hold, "
                      "written as DebertaV2 without loss")
-    dropped = {name for name in theirs if "._weight" in name}
+    dropped = {name for name in theirs if "._weight" in name or name == UNREAD_ROWS}
     if not config.absolute_input:
         dropped.add("embeddings.position_embeddings.weight")
     main, side = {}, {}

@@ -19,6 +19,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.formats import configs, names
 from deberta_ds.formats.network import Network, Release, check_network, derive_words
 from deberta_ds.formats.ours import is_ours, read_checkpoint, read_ours
+from deberta_ds.formats.relative_rows import with_unread_rows
 from deberta_ds.formats.tensors import read_json, read_tensors, weight_file
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files
 
@@ -113,6 +114,7 @@ def _read_network(weights: Path, side: Path, values: dict, place: str, notes: li
     elif values.get("model_type") != configs.V2 and configs.is_v1_shape(config):
         tensors, key_bias = _without_zero_key_biases(tensors, notes)
         config, rest = configs.from_theirs(values, place, key_bias=key_bias)
+    tensors = with_unread_rows(tensors, config, str(weights))
     tensors = names.to_ours(tensors, config.num_layers, config.absolute_input)
     return Network(config, tensors, rest)
 

@@ -1,0 +1,57 @@
+"""Rows of the relative position table that only transformers reads, at distances beyond the table.
+
+With log buckets, the official code clamps a distance to max_relative - 1 before it takes the
+logarithm (DeBERTa/deberta/da_utils.py, make_log_bucket_position), so the rows outside the outermost
+buckets (row 0, for an even number of buckets) are never read or trained. transformers takes the
+logarithm of any distance and clamps the row, so beyond max_relative tokens it reads just those. An
+exported table repeats the outermost trained row there, which makes both the same function at every
+length; the rows that were there are kept beside it and come back on the way in.
+"""
+
+import torch
+from torch import Tensor
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.errors import UserError
+from deberta_ds.model.attention.geometry import Geometry
+
+TABLE, UNREAD_ROWS = "encoder.rel_embeddings.weight", "encoder.rel_embeddings.unread_rows"
+
+
+def without_unread_rows(tensors: dict[str, Tensor], config: ModelConfig
+                        ) -> tuple[dict[str, Tensor], list[str]]:
+    """Return tensors whose table transformers reads as we do at every length, and a note on it."""
+    unread, stand_ins = _unread_rows(config)
+    if not unread or TABLE not in tensors:
+        return tensors, []
+    table = tensors[TABLE].clone()
+    table[unread] = table[stand_ins]
+    note = (f"mapped: relative rows {unread}, which only transformers reads (beyond "
+            f"{config.largest_distance} tokens), repeat the outermost trained ones")
+    return tensors | {TABLE: table, UNREAD_ROWS: tensors[TABLE][unread]}, [note]
+
+
+def with_unread_rows(tensors: dict[str, Tensor], config: ModelConfig, place: str
+                     ) -> dict[str, Tensor]:
+    """Return tensors with the rows that `without_unread_rows` kept beside the table put back."""
+    if UNREAD_ROWS not in tensors:
+        return tensors
+    tensors = dict(tensors)
+    rows, table = tensors.pop(UNREAD_ROWS), tensors[TABLE].clone()
+    unread, _ = _unread_rows(config)
+    if tuple(rows.shape) != (len(unread), table.size(1)):
+        raise UserError(f"{place}: {UNREAD_ROWS} has shape {tuple(rows.shape)}, but the "
+                        f"configuration asks for {(len(unread), table.size(1))}")
+    table[unread] = rows
+    return tensors | {TABLE: table}
+
+
+def _unread_rows(config: ModelConfig) -> tuple[list[int], list[int]]:
+    """Return (rows outside the outermost buckets, the row that serves instead of each)."""
+    if not config.relative_attention:
+        return [], []
+    geometry = Geometry(config.largest_distance, config.position_buckets)
+    first, last = geometry.slots(torch.tensor([-geometry.max_relative, geometry.max_relative])
+                                 ).tolist()
+    below, above = list(range(first)), list(range(last + 1, geometry.num_slots))
+    return below + above, [first] * len(below) + [last] * len(above)
