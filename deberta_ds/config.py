@@ -260,10 +260,11 @@ class RunConfig:
         return dataclasses.replace(self.model, num_layers=layers)
 
 
-# A resumed run must agree with its checkpoint in these; the rest may change and is logged.
-IDENTITY_FIELDS = ("model", "objective", "data.sources", "data.tokenizer", "data.seq_len",
-                   "data.seed", "data.across_documents", "train.seed", "train.global_batch_rows",
-                   "optim.name", "init.words_only")
+# A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
+# its corpora and tokenizer (train/check.py); the rest may change and is logged.
+IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed", "data.across_documents",
+                   "train.seed", "train.global_batch_rows", "optim.name", "init.words_only")
+FREE_FIELDS = ("model.attention",)
 
 
 def to_dict(config: Any) -> dict:

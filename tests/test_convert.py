@@ -74,7 +74,8 @@ def test_hugging_face_round_trip_is_bit_identical(tmp_path, family, head):
     model.save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "ours", "ours")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "back"))
+    before, after = (load_file(tmp_path / name / "model.safetensors")
+                     for name in ("source", "back"))
     for name in before:
         if name.endswith("rel_embeddings.weight") and family != "v1":
             before[name][0] = before[name][1]  # the one row that only transformers reads

@@ -8,8 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import rank_helpers
 import torch
-from launching import ROOT, torchrun
+from launching import ROOT
 from safetensors.torch import load_file
 
 from deberta_ds.formats.convert import convert
@@ -44,11 +45,14 @@ def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
 def test_old_checkpoint_resumes_with_the_losses_of_the_old_code(tmp_path, kind):
     checkpoints = tmp_path / "out/checkpoints"
     shutil.copytree(OLD / kind / STEP, checkpoints / STEP)
-    done = torchrun(2, ROOT / "launch/pretrain.py", "--config", OLD / kind / "run.toml",
-                    "--deepspeed_config", OLD / kind / "deepspeed.json",
-                    f"--out_dir={tmp_path / 'out'}", "--data.verify=full")
-    assert f"resume at step 4 (from {checkpoints / STEP})" in done.stdout
-    assert "passed over" not in done.stdout and "another layout" not in done.stdout
+    # The run named its files relative to the repository; they have moved to where they are now.
+    text = rank_helpers.run(2, [
+        "--config", str(OLD / kind / "run.toml"), "--deepspeed_config",
+        str(OLD / kind / "deepspeed.json"), f"--out_dir={tmp_path / 'out'}", "--data.verify=full",
+        f'--data.sources=[{{path = "{OLD}/train"}}]', f"--data.eval={OLD}/heldout",
+        f"--data.tokenizer={OLD}/spm.model"], tmp_path / "log")
+    assert f"resume at step 4 (from {checkpoints / STEP})" in text
+    assert "passed over" not in text and "another layout" not in text
     assert_same_numbers(numbers(tmp_path / "out/metrics.jsonl", 0),
                         numbers(OLD / kind / "metrics.jsonl", 4))
 

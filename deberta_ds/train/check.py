@@ -1,9 +1,10 @@
 """Problems between the sections of a run, its DeepSpeed config and its tokenizer: all at once."""
 
+import itertools
 import json
 
 from deberta_ds import config, deepspeed_config
-from deberta_ds.config import IDENTITY_FIELDS, RunConfig
+from deberta_ds.config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.formats.checkpoint import CheckpointError
 from deberta_ds.validation import ConfigError, raise_problems
 
@@ -39,22 +40,41 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     raise_problems(place, problems)
 
 
-def check_identity(run: RunConfig, fingerprints: dict[str, str], record: dict, place: str) -> None:
-    """Raise CheckpointError with a diff if a checkpoint's run.json is of another run."""
+def check_identity(run: RunConfig, fingerprints: dict[str, str], tokenizer_sha256: str,
+                   record: dict, place: str) -> None:
+    """Raise CheckpointError with a diff if a checkpoint's run.json is of another run.
+
+    Corpora and tokenizer are what is in their files, wherever these lie: `fingerprints` {path of a
+    source: hex} and `tokenizer_sha256` are compared with the saved ones, the paths are not.
+    """
     now, then = _now_and_then(run, record)
-    differing = [key for key in sorted(now.keys() | then.keys())
-                 if now.get(key) != then.get(key) and _is_identity(key)]
-    lines = [f"- {key} = {json.dumps(then.get(key))}\n  + {key} = {json.dumps(now.get(key))}"
-             for key in differing]
-    saved = record["fingerprints"]
-    for path in sorted(saved.keys() | fingerprints.keys()):
-        if saved.get(path) != fingerprints.get(path):
-            lines.append(f"- corpus {path}: {saved.get(path)}\n  + corpus {path}: "
-                         f"{fingerprints.get(path)}")
+    lines = [_difference(key, json.dumps(then.get(key)), json.dumps(now.get(key)))
+             for key in sorted(now.keys() | then.keys())
+             if now.get(key) != then.get(key) and _is_identity(key)]
+    if record["tokenizer_sha256"] != tokenizer_sha256:
+        lines.append(_difference(
+            "data.tokenizer", f"{then['data.tokenizer']}, sha256 {record['tokenizer_sha256']}",
+            f"{now['data.tokenizer']}, sha256 {tokenizer_sha256}"))
+    sources = itertools.zip_longest(
+        _described_sources(then["data.sources"], record["fingerprints"]),
+        _described_sources(now["data.sources"], fingerprints), fillvalue=("none", "none"))
+    lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
+              for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
     if lines:
         raise CheckpointError(
             f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
             + "\n  change these back, or start anew in another out_dir")
+
+
+def _difference(key: str, then: str, now: str) -> str:
+    return f"- {key} = {then}\n  + {key} = {now}"
+
+
+def _described_sources(sources: list[dict], fingerprints: dict[str, str]) -> list[tuple[str, str]]:
+    """Return (path, everything else that decides its rows) of each source, in order."""
+    return [(source["path"], json.dumps(
+        {"fingerprint": fingerprints.get(source["path"])}
+        | {key: value for key, value in source.items() if key != "path"})) for source in sources]
 
 
 def changed_values(run: RunConfig, record: dict) -> list[str]:
@@ -71,4 +91,6 @@ def _now_and_then(run: RunConfig, record: dict) -> tuple[dict, dict]:
 
 
 def _is_identity(key: str) -> bool:
+    if key in FREE_FIELDS:
+        return False
     return any(key == field or key.startswith(f"{field}.") for field in IDENTITY_FIELDS)

@@ -40,7 +40,8 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     found = checkpoint.find(run.out_dir, resume)
     record = checkpoint.read_run_file(found.path) if found.path else None
     if record:
-        check_identity(run, inputs.dataset.fingerprints, record, str(found.path))
+        check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
+                       str(found.path))
         checkpoint.check_layout(record, inputs.ds, str(found.path))
     log = dist.together(lambda: RunLog(run.out_dir, dist.is_main(), total_steps=run.train.steps))
     for line in describe(run, inputs, origins):
