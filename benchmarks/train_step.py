@@ -23,11 +23,11 @@ from deberta_ds import cpu
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.errors import exit_cleanly
+from deberta_ds.model import flops
 from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
-from deberta_ds.planner import flops
 from deberta_ds.presets import MODELS
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0

@@ -253,12 +253,6 @@ class RunConfig:
             raise ValueError("init.words_only is the first stage of two and needs "
                              'objective.kind = "mlm" (docs/interop.md)')
 
-    @property
-    def generator_model(self) -> ModelConfig:
-        """The generator: same width, fewer layers (released rtd_*.json: half the depth)."""
-        layers = self.objective.generator_layers or max(1, self.model.num_layers // 2)
-        return dataclasses.replace(self.model, num_layers=layers)
-
 
 # A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.

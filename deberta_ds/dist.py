@@ -54,6 +54,15 @@ def gather_objects(value) -> list:
     return values
 
 
+def gather_to_main(value) -> list | None:
+    """Return every rank's picklable `value`, in rank order, on rank 0; None elsewhere."""
+    if not is_distributed():
+        return [value]
+    values = [None] * world_size() if is_main() else None
+    torch_dist.gather_object(value, values)
+    return values
+
+
 def broadcast_object(value):
     """Return rank 0's picklable `value` on every rank."""
     if not is_distributed():

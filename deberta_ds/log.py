@@ -268,7 +268,8 @@ class RunLog:
         header = "".join(f"{title:>10}" for title in titles)
         self._print(self._paint(_DIM, f"{'':10}{'network':<13}{header}"))
         two = "discriminator_loss" in record
-        self._print(_eval_row(record, "generator", "generator" if two else "model", "unigram"))
+        network = "generator" if two else "masked"
+        self._print(_eval_row(record, network, "generator" if two else "model", "unigram"))
         if two:
             self._print(_eval_row(record, "discriminator", "discriminator", "prior"))
         self._lines_until_header = 0
@@ -300,7 +301,7 @@ def _eval_row(record: dict[str, Any], network: str, title: str, baseline: str) -
     keys = (f"{network}_accuracy", f"{baseline}_accuracy", f"{network}_loss")
     cells = [_number(key, ".4f")(record) for key in keys]
     extra = {
-        "unigram": f"perplexity {_number('generator_perplexity', ',.1f')(record)}",
+        "unigram": f"perplexity {_number(f'{network}_perplexity', ',.1f')(record)}",
         "prior": f"gain {_number('discriminator_gain', '+.4f')(record)} nats"
         f"  ROC-AUC {_number('roc_auc', '.3f')(record)}"
         f"  AP {_number('average_precision', '.3f')(record)}",

@@ -25,7 +25,7 @@ def main() -> None:
 
     from deberta_ds.data.rows import eval_rows
     from deberta_ds.formats.checkpoint import load_whole_state
-    from deberta_ds.objectives.build import build_model
+    from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
     from deberta_ds.train.evaluate import evaluate
     from deberta_ds.train.setup import EVAL_SEED
@@ -42,8 +42,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(run, tokenizer.size)
     model.load_state_dict(state)
-    print(json.dumps(evaluate(model.to(device), device, rows, run.train.micro_batch_rows),
-                     indent=1))
+    scores = evaluate(model.to(device), objective_of(run), device, rows,
+                      run.train.micro_batch_rows)
+    print(json.dumps(scores, indent=1))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ def main() -> None:
     from deberta_ds.files import write_atomic  # heavy imports after the configs are known good
     from deberta_ds.log import format_count
     from deberta_ds.model.backbone import count_parameters, on_meta
-    from deberta_ds.objectives.build import build_model
-    from deberta_ds.planner import flops
+    from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page
 
@@ -53,7 +52,8 @@ def main() -> None:
         f"{run.train.steps:,} steps",
         f"{options.nodes} x {options.gpus} {options.gpu.upper()}: {run.train.micro_batch_rows} x "
         f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
-        f"{flops.per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of {options.mfu:.0%}",
+        f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "
+        f"{options.mfu:.0%}",
     ]
     print("\n".join(facts))
     for line in table(choices, ranks):

@@ -29,7 +29,7 @@ from deberta_ds.formats.ours import release_of_state, write_ours
 from deberta_ds.formats.read import read_release
 from deberta_ds.formats.start import initial_tensors
 from deberta_ds.formats.tokenizer_files import build_tokenizer_json
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, objective_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -300,7 +300,8 @@ def test_two_stages_make_a_generator_where_none_was_released(tmp_path):
     with pytest.raises(UserError, match="has no generator.*docs/interop.md"):
         started(run, tmp_path / "public")
 
-    first = dataclasses.replace(run_config("v3", "mlm"), model=run.generator_model)
+    generator = objective_of(run).encoders(run)["generator"]
+    first = dataclasses.replace(run_config("v3", "mlm"), model=generator)
     tensors, notes = started(first, tmp_path / "public", words_only=True)
     assert tensors.keys() == {"words.weight"} and "kept fixed" in notes[0]
     state = random_state(build_model(first)) | tensors  # as if the first stage had been trained

@@ -7,11 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.data.batch import Row, collate
+from deberta_ds.model import flops
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
-from deberta_ds.planner import flops
 
 ROWS, LENGTH, TARGETS = 2, 64, 8
 

@@ -10,8 +10,7 @@ from launching import ROOT, make_run, python
 from deberta_ds import config, deepspeed_config
 from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.objectives.build import build_model
-from deberta_ds.planner import flops
+from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
 
@@ -75,7 +74,7 @@ def test_table(run_file):
         (stage, how) for how in ("none", "cheap", "full") for stage in (1, 2, 3)]
     assert recommended(choices) is not None and recommended(choices).recompute == "none"
     plain = choices[0]
-    seconds = 64 * 64 * flops.per_token(run) / (4 * 989e12 * 0.5)
+    seconds = 64 * 64 * objective_of(run).flops_per_token(run) / (4 * 989e12 * 0.5)
     assert plain.compute_seconds == pytest.approx(seconds)
     parameters = count_parameters(on_meta(build_model, run))
     assert plain.communication_seconds == pytest.approx(2 * 2 * parameters / 450e9)

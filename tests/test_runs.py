@@ -7,7 +7,7 @@ import pytest
 
 from deberta_ds import config, deepspeed_config
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.train.check import check_run
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +59,6 @@ def test_official_recipe_is_the_released_one(path):
     if run.objective.kind == "rtd":
         assert run.objective.rtd_weight == (10.0 if "rtd_sh" in path.stem else 50.0)
         assert run.objective.mask.mask_share == 1.0 and run.objective.mask.max_ngram == 1
-        assert run.generator_model.num_layers == run.model.num_layers // 2
+        assert objective_of(run).encoders(run)["generator"].num_layers == run.model.num_layers // 2
     else:
         assert run.objective.mask.mask_share == 0.8 and run.objective.mask.random_share == 0.1

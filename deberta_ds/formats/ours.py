@@ -17,6 +17,7 @@ from deberta_ds.formats import configs
 from deberta_ds.formats.network import Network, Release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
 from deberta_ds.formats.tokenizer_files import SPM, copy_tokenizer_files, find_tokenizer_files
+from deberta_ds.objectives.build import objective_of
 
 MODEL_FILE, FORMAT = "model.json", "deberta_ds-1"
 
@@ -78,26 +79,9 @@ def read_checkpoint(path: Path) -> Release:
 
 
 def release_of_state(state: dict, run: RunConfig) -> Release:
-    """Return the release of a model's state dict (MlmModel's or RtdModel's)."""
-    generator = {"words.weight": state["words.weight"]}
-    for name, tensor in state.items():
-        if name.startswith("generator."):
-            name = name.removeprefix("generator.")
-            generator["mlm_" + name if name.startswith("head.") else name] = tensor
-    if run.objective.kind == "mlm":
-        return Release(Network(run.model, generator))
-    main = {}
-    for name, tensor in state.items():
-        if name.startswith("discriminator."):
-            name = name.removeprefix("discriminator.")
-            main["rtd_" + name if name.startswith("head.") else name] = tensor
-    notes = []
-    sharing = run.objective.embedding_sharing
-    if sharing == "gdes":
-        main["words.delta"] = main.pop("words.weight")
-        main["words.weight"] = state["words.weight"].float() + main["words.delta"].float()
-        notes.append("derived: discriminator's word table = generator's + delta, in fp32")
-    elif sharing == "es":
-        main["words.weight"] = state["words.weight"].clone()
-        notes.append("copied: the word table is the generator's (sharing = es)")
-    return Release(Network(run.model, main), Network(run.generator_model, generator), notes=notes)
+    """Return the release of a model's state dict."""
+    objective = objective_of(run)
+    tensors, notes = objective.networks(run, state)
+    networks = {name: Network(config, tensors[name])
+                for name, config in objective.encoders(run).items()}
+    return Release(networks["main"], networks.get("generator"), notes=notes)

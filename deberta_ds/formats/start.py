@@ -1,8 +1,7 @@
 """Start a run from a published model or another run (`[init]` of a run config).
 
 The discriminator's word table is E_G + delta, and public files rarely hold the delta. Where it
-comes from is decided here, said in the log, and never assumed to be zero, which would silently give
-the discriminator the generator's words (numerics 5.3, 11 item 5):
+comes from is decided by `objectives.rtd.parameters` and said in the log:
     taken       the file holds `_weight` with the generator it belongs to
     derived     delta = D - G, exact in fp32, when a generator is given
     two stages  without a generator a run is refused; docs/interop.md has the recipe: train a fresh
@@ -17,6 +16,7 @@ from deberta_ds.config import ModelConfig, RunConfig
 from deberta_ds.errors import UserError
 from deberta_ds.formats.network import Network, Release
 from deberta_ds.formats.read import read_release
+from deberta_ds.objectives.build import objective_of
 
 # May differ from the source's: regularization, initial values, and how attention is computed.
 _FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "conv_activation")
@@ -37,68 +37,40 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
             raise UserError(f"{place}: word table {tuple(words.shape)}, but the run has {wanted}")
         return {"words.weight": words}, [f"init: word table of {place}, kept fixed; the rest is "
                                          "random (first of two stages)"]
-    if run.objective.kind == "mlm":
-        tensors, notes = _masked_lm(run.model, release, place)
-    else:
-        tensors, notes = _detection(run, release, place)
+    objective = objective_of(run)
+    networks = _networks(run, release)
+    tensors, notes = objective.parameters(
+        run, {name: network.tensors for name, network in networks.items()})
+    for name, network in networks.items():
+        notes += _random_parts(network, objective.HEADS[name])
     return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
 
 
-def _masked_lm(model: ModelConfig, release: Release, place: str
-               ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the values of an MlmModel: from the main network, or a generator that fits."""
-    network = release.main
-    generator = release.generator
-    if generator is not None and not network.has("mlm_head.") and not _differences(
-            model, generator.config):
-        network = generator
-    _check_fit(model, network.config, place, "model")
-    tensors = {"words.weight": network.tensors["words.weight"]}
-    return tensors | _generator_part(network), _random_parts(network, "mlm_head.")
-
-
-def _detection(run: RunConfig, release: Release, place: str
-               ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the values of an RtdModel."""
+def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
+    """Return the source of every network of the run, checked to have its shape."""
+    objective = objective_of(run)
+    encoders, place = objective.encoders(run), run.init.source
     main, generator, generator_place = release.main, release.generator, place
-    own_delta = main.tensors.get("words.delta")
     if run.init.generator:
         other = read_release(run.init.generator)
         generator, generator_place = other.generator or other.main, run.init.generator
-        own_delta = None
+        # A delta belongs to the generator it was trained beside.
+        main = dataclasses.replace(main, tensors={name: tensor for name, tensor in
+                                                  main.tensors.items() if name != "words.delta"})
+    if "generator" not in encoders:
+        head = objective.HEADS["main"]
+        if generator and not main.has(head) and not _differences(run.model, generator.config):
+            main = generator
+        _check_fit(run.model, main.config, place, "model")
+        return {"main": main}
     if generator is None:
         raise UserError(
             f"{place}: has no generator, so replaced-token detection cannot go on from it. Give "
             "one as init.generator, or make one first: a masked-LM run with init.words_only (the "
             "two stages are in docs/interop.md)")
     _check_fit(run.model, main.config, place, "model")
-    _check_fit(run.generator_model, generator.config, generator_place, "generator")
-    tensors = {"words.weight": generator.tensors["words.weight"]} | _generator_part(generator)
-    for name, tensor in main.tensors.items():
-        if name.startswith(("trunk.", "rtd_head.")):
-            tensors["discriminator." + name.removeprefix("rtd_")] = tensor
-    notes = _random_parts(generator, "mlm_head.") + _random_parts(main, "rtd_head.")
-    words, sharing = main.tensors["words.weight"], run.objective.embedding_sharing
-    if sharing == "es":
-        tensors["words.weight"] = words
-        notes.append("one word table, the discriminator's (sharing = es)")
-    elif sharing == "nes":
-        tensors["discriminator.words.weight"] = words
-    elif own_delta is not None:
-        tensors["discriminator.words.weight"] = own_delta
-        notes.append("GDES delta taken from the file")
-    else:
-        base = generator.tensors["words.weight"].float()
-        tensors["discriminator.words.weight"] = words.float() - base
-        notes.append("WARNING: the file has no GDES delta; derived as discriminator's table - "
-                     f"generator's ({generator_place})")
-    return tensors, notes
-
-
-def _generator_part(network: Network) -> dict[str, Tensor]:
-    return {"generator." + name.removeprefix("mlm_"): tensor
-            for name, tensor in network.tensors.items()
-            if name.startswith(("trunk.", "mlm_head.", "positions.weight"))}
+    _check_fit(encoders["generator"], generator.config, generator_place, "generator")
+    return {"main": main, "generator": generator}
 
 
 def _random_parts(network: Network, head: str) -> list[str]:

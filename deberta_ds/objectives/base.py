@@ -1,12 +1,22 @@
 """What an objective is: everything that differs between masked LM and replaced-token detection.
 
-An objective is one module with one `Objective`; `objectives.of(run)` finds it by its kind. Nobody
-else asks which kind a run is: the planner asks for FLOPs, the loop for means, evaluation for
-scores, console and page for what to show, model files for the networks inside a state dict.
+An objective is a module with the attributes and functions of `Objective`; `build.objective_of(run)`
+finds it by its kind. Nobody else asks which kind a run is: the planner asks for FLOPs, the loop for
+means, evaluation for scores, console and page for what to show, model files for the networks inside
+a state dict. docs/extending.md walks through a new one.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from deberta_ds.config import ModelConfig, RunConfig
+
+Tensors = dict[str, Tensor]
+Numbers = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -23,3 +33,102 @@ class Metric:
     is_loss: bool = False  # logged at training steps too, drawn among the losses
     on_console: str = ""  # its column title at training steps; empty: none
     in_tile: bool = False  # among the numbers at the top of the page
+
+
+class Objective(Protocol):
+    """The functions of an objective's module, in the order in which a run meets them.
+
+    Its model's `forward(batch, norm)` returns (loss to backpropagate, {name: detached sum over the
+    batch}, {name: flat detached tensor that `scores` wants of every token}). `norm` holds what the
+    means divide by: "targets" and "tokens" of the whole step, so that the loss is the exact mean
+    over a step at any world size and micro-batch.
+    """
+
+    METRICS: tuple[Metric, ...]
+    # {network: prefix of the head it needs}, under the names of model files; "main" is published.
+    HEADS: dict[str, str]
+
+    def encoders(self, run: RunConfig) -> dict[str, ModelConfig]:
+        """Return the shape of every network, by the names in HEADS."""
+
+    def problems(self, run: RunConfig) -> list[str]:
+        """Return what is wrong with the run for this objective."""
+
+    def build(self, run: RunConfig, valid_vocab: int | None) -> nn.Module:
+        """Return the uninitialized model; ids from `valid_vocab` on are outside every softmax."""
+
+    def flops_per_token(self, run: RunConfig) -> float:
+        """Return forward + backward FLOPs per token of a step (`model.flops` has the parts)."""
+
+    def means(self, run: RunConfig, total: Numbers) -> Numbers:
+        """Return what a training step logs, from sums and the counts "targets" and "tokens"."""
+
+    def scores(self, total: Numbers, view: Tensors) -> Numbers:
+        """Return an evaluation's scores, from sums, counts and the concatenated views."""
+
+    def headline(self, scores: Numbers) -> str:
+        """Return in a sentence what an evaluation's record says was learned."""
+
+    def networks(self, run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
+        """Return each network's tensors under the names of model files, and notes on them."""
+
+    def parameters(self, run: RunConfig, networks: dict[str, Tensors]
+                   ) -> tuple[Tensors, list[str]]:
+        """Return first values of the model's parameters from networks read from files, and notes.
+
+        Parameters that are not named start at random.
+        """
+
+
+def masked_scores(total: Numbers, network: str) -> Numbers:
+    """Return the scores of a masked LM's sums, for the metrics `masked_metrics(network)`."""
+    loss = total[f"{network}_loss"] / total["targets"]
+    return {f"{network}_loss": loss,
+            f"{network}_accuracy": total[f"{network}_correct"] / total["targets"],
+            f"{network}_perplexity": math.exp(min(loss, 700.0))}
+
+
+def masked_metrics(network: str, title: str, on_console: str) -> tuple[Metric, ...]:
+    """Return how the numbers of a masked LM are shown, whose keys begin with `network`."""
+    return (
+        Metric(f"{network}_loss", f"{title} loss", "Cross-entropy of the masked tokens, in nats.",
+               network=network, is_loss=True, on_console=on_console),
+        Metric(f"{network}_accuracy", f"{title} accuracy",
+               "Share of the masked tokens that the first guess names.", "share", network,
+               ("unigram", lambda record: record["unigram_accuracy"]), in_tile=True),
+        Metric(f"{network}_perplexity", f"{title} perplexity", "exp of the loss.", "tenths",
+               network),
+    )
+
+
+def masked_headline(scores: Numbers, network: str, who: str) -> str:
+    """Return a masked LM's accuracy beside that of always guessing the most frequent token."""
+    accuracy, unigram = scores.get(f"{network}_accuracy"), scores.get("unigram_accuracy")
+    if accuracy is None or unigram is None:
+        return ""
+    return (f"On held-out text the {who} names {accuracy:.1%} of the masked tokens; always "
+            f"guessing the most frequent one would name {unigram:.1%}.")
+
+
+def masked_lm_tensors(state: Tensors, prefix: str) -> Tensors:
+    """Return a masked LM's tensors under the names of model files; `prefix` ends with a dot."""
+    tensors = {"words.weight": state["words.weight"]}
+    for name, tensor in state.items():
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            tensors["mlm_" + name if name.startswith("head.") else name] = tensor
+    return tensors
+
+
+def masked_lm_parameters(tensors: Tensors, prefix: str) -> Tensors:
+    """Return the parameters of a masked LM in a model: the way back of `masked_lm_tensors`."""
+    return {"words.weight": tensors["words.weight"]} | {
+        prefix + name.removeprefix("mlm_"): tensor for name, tensor in tensors.items()
+        if name.startswith(("trunk.", "mlm_head.", "positions.weight"))}
+
+
+def decoder_problem(layers: int, absolute_input: bool, key: str) -> list[str]:
+    """Return what is wrong with a masked LM too shallow for the enhanced mask decoder."""
+    if layers >= 2 or absolute_input:
+        return []
+    return [f"{key} gives {layers} layer; the enhanced mask decoder needs at least 2"]

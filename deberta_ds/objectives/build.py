@@ -1,25 +1,26 @@
-"""RunConfig -> the model that is trained."""
+"""RunConfig -> its objective, and the model that is trained."""
 
 from torch import nn
 
 from deberta_ds.config import RunConfig
 from deberta_ds.model.encoder import Encoder
-from deberta_ds.objectives.mlm import MlmModel
-from deberta_ds.objectives.rtd import RtdModel
+from deberta_ds.objectives import mlm, rtd
+from deberta_ds.objectives.base import Objective
+
+OBJECTIVES: dict[str, Objective] = {"mlm": mlm, "rtd": rtd}  # the kinds of config.ObjectiveConfig
+
+
+def objective_of(run: RunConfig) -> Objective:
+    """Return the module that owns what a run learns."""
+    return OBJECTIVES[run.objective.kind]
 
 
 def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
-    """Return the uninitialized MlmModel or RtdModel of a run.
+    """Return the uninitialized model of a run.
 
     `valid_vocab` is the tokenizer's size: rows of the table above it are outside every softmax.
     """
-    layers = run.train.checkpoint_layers
-    if run.objective.kind == "mlm":
-        model = MlmModel(run.model, valid_vocab, layers)
-    else:
-        model = RtdModel(run.model, run.generator_model, run.objective,
-                         sampling_seed=run.data.seed, valid_vocab=valid_vocab,
-                         checkpoint_layers=layers)
+    model = objective_of(run).build(run, valid_vocab)
     for module in model.modules():
         if isinstance(module, Encoder):
             module.recompute = run.train.recompute

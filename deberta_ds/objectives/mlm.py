@@ -1,15 +1,35 @@
 """Masked language modeling with the enhanced mask decoder (DeBERTa v1/v2).
 
-`forward` returns (loss to backpropagate, {name: detached sum}, {name: detached output}). The sum of
-losses is divided by a count of the whole step, not of the micro-batch, so the loss is the exact
-mean over all targets at any world size and micro-batch.
+See `objectives.base` for what the functions of this module are for.
 """
 
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig
+from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.model import flops
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm
+from deberta_ds.objectives.base import (
+    Numbers,
+    Tensors,
+    decoder_problem,
+    masked_headline,
+    masked_lm_parameters,
+    masked_lm_tensors,
+    masked_metrics,
+    masked_scores,
+)
+
+METRICS = masked_metrics("masked", "Masked-token", on_console="loss")
+HEADS = {"main": "mlm_head."}
+
+
+def encoders(run: RunConfig) -> dict[str, ModelConfig]:
+    return {"main": run.model}
+
+
+def problems(run: RunConfig) -> list[str]:
+    return decoder_problem(run.model.num_layers, run.model.absolute_input, "model.num_layers")
 
 
 class MlmModel(nn.Module):
@@ -22,9 +42,41 @@ class MlmModel(nn.Module):
         self.words = WordEmbedding(config.vocab_size, config.hidden_size)
         self.generator = MaskedLm(config, checkpoint_layers)
 
-    def forward(self, batch, norm: dict[str, Tensor]
-                ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Return (sum of losses / norm["targets"], sums over this batch, no outputs)."""
+    def forward(self, batch, norm: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+        """Return (sum of losses / norm["targets"], sums over this batch, no view)."""
         loss_sum, num_correct, _ = self.generator(self.words, batch, valid_vocab=self.valid_vocab)
-        sums = {"generator_loss": loss_sum.detach(), "generator_correct": num_correct}
-        return loss_sum / norm["targets"], sums, {}
+        sums = {"masked_loss": loss_sum, "masked_correct": num_correct}
+        return _loss(sums, norm), {name: value.detach() for name, value in sums.items()}, {}
+
+
+def _loss(sums: dict, norm: dict):
+    return sums["masked_loss"] / norm["targets"]
+
+
+def build(run: RunConfig, valid_vocab: int | None) -> MlmModel:
+    return MlmModel(run.model, valid_vocab, run.train.checkpoint_layers)
+
+
+def flops_per_token(run: RunConfig) -> float:
+    return 3 * flops.masked_lm(run.model, run.data.seq_len, run.objective.mask.rate)
+
+
+def means(run: RunConfig, total: Numbers) -> Numbers:
+    loss = _loss(total, total)
+    return {"loss": loss, "masked_loss": loss}
+
+
+def scores(total: Numbers, view: Tensors) -> Numbers:
+    return masked_scores(total, "masked")
+
+
+def headline(scores: Numbers) -> str:
+    return masked_headline(scores, "masked", "model")
+
+
+def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
+    return {"main": masked_lm_tensors(state, "generator.")}, []
+
+
+def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
+    return masked_lm_parameters(networks["main"], "generator."), []

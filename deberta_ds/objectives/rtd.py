@@ -4,19 +4,68 @@ In the order of the paper: mask -> generator -> sample -> discriminator, in one 
 one loss, L_G + lambda L_D: the form that is exact under every ZeRO stage. The discriminator's loss
 reaches the generator's table only under "es"; under "gdes" it trains a delta of its own.
 
-Legend: B batch, L length, C hidden, T targets.
+See `objectives.base` for what the functions of this module are for.
+
+Legend: B batch, L length, C hidden, T targets, N real tokens.
 """
+
+import dataclasses
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig, ObjectiveConfig
+from deberta_ds.config import ModelConfig, ObjectiveConfig, RunConfig
+from deberta_ds.model import flops
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
+from deberta_ds.objectives.base import (
+    Metric,
+    Numbers,
+    Tensors,
+    decoder_problem,
+    masked_headline,
+    masked_lm_parameters,
+    masked_lm_tensors,
+    masked_metrics,
+    masked_scores,
+)
 from deberta_ds.objectives.sampling import token_uniforms
+
+METRICS = (
+    *masked_metrics("generator", "Generator", on_console="gen.loss"),
+    Metric("discriminator_loss", "Discriminator loss",
+           "Binary cross-entropy of all tokens: original or replaced?", network="discriminator",
+           baseline=("class prior", lambda r: r["discriminator_loss"] + r["discriminator_gain"]),
+           is_loss=True, on_console="disc.loss"),
+    Metric("discriminator_gain", "Discriminator gain",
+           "How far its loss is below that of always answering with the class prior.", "gain",
+           "discriminator", ("class prior", lambda r: 0.0), on_console="gain", in_tile=True),
+    Metric("discriminator_accuracy", "Discriminator accuracy",
+           "Share of all tokens that are told right.", "share", "discriminator",
+           ("class prior", lambda r: r["prior_accuracy"])),
+    Metric("roc_auc", "ROC-AUC", "Chance that a replaced token scores above an original one.",
+           "number", "discriminator", ("chance", lambda r: 0.5), in_tile=True),
+    Metric("average_precision", "Average precision",
+           "Area under the precision-recall curve of the replaced tokens.", "number",
+           "discriminator", ("chance", lambda r: 1 - r["prior_accuracy"])),
+)  # fmt: skip
+HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
+
+
+def encoders(run: RunConfig) -> dict[str, ModelConfig]:
+    """The generator has the width of the discriminator and, unless told, half of its depth."""
+    layers = run.objective.generator_layers or max(1, run.model.num_layers // 2)
+    return {"main": run.model,
+            "generator": dataclasses.replace(run.model, num_layers=layers)}
+
+
+def problems(run: RunConfig) -> list[str]:
+    return decoder_problem(encoders(run)["generator"].num_layers, run.model.absolute_input,
+                           "objective.generator_layers")
 
 
 class Discriminator(nn.Module):
@@ -58,12 +107,11 @@ class RtdModel(nn.Module):
         self.generator = MaskedLm(generator_config, checkpoint_layers)
         self.discriminator = Discriminator(config, objective.embedding_sharing, checkpoint_layers)
 
-    def forward(self, batch, norm: dict[str, Tensor]
-                ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Return (L_G + lambda L_D, sums over this batch, the discriminator's view [B, L]).
+    def forward(self, batch, norm: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+        """Return (L_G + lambda L_D, sums over this batch, the discriminator's view).
 
-        The view holds the logits (fp32), which tokens are replaced (a sample equal to the original
-        counts as original), and which are real, not padding. See `objectives.mlm` for the rest.
+        The view holds the logits (fp32) of the real tokens, [N], and which of them are replaced; a
+        sample equal to the original counts as original.
         """
         generator_sum, num_correct, input_ids_BL = self._replace_targets(batch)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
@@ -71,18 +119,18 @@ class RtdModel(nn.Module):
         logits_BL = self.discriminator(self.words, input_ids_BL, batch)
         losses_BL = F.binary_cross_entropy_with_logits(
             logits_BL, replaced_BL.float(), reduction="none")
-        discriminator_sum = (losses_BL * real_BL).sum()
         sums = {
-            "generator_loss": generator_sum.detach(),
+            "generator_loss": generator_sum,
             "generator_correct": num_correct,
-            "discriminator_loss": discriminator_sum.detach(),
+            "discriminator_loss": (losses_BL * real_BL).sum(),
             "discriminator_correct": (((logits_BL > 0) == replaced_BL) & real_BL).sum(),
             "replaced": replaced_BL.sum(),
         }
-        loss = generator_sum / norm["targets"]
-        loss = loss + self.objective.rtd_weight * discriminator_sum / norm["tokens"]
-        view = {"logits": logits_BL.detach(), "replaced": replaced_BL, "real": real_BL}
-        return loss, sums, view
+        loss = _loss(sums, norm, self.objective.rtd_weight)
+        view = {}
+        if not self.training:  # picking the real tokens waits for the device
+            view = {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
+        return loss, {name: value.detach() for name, value in sums.items()}, view
 
     def _replace_targets(self, batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return (generator loss sum, number correct, ids [B, L] with samples at the targets)."""
@@ -102,3 +150,110 @@ class RtdModel(nn.Module):
         length = batch.input_ids.size(1)
         starts_B1 = torch.arange(batch.rows.numel(), device=batch.rows.device)[:, None] * length
         return (starts_B1 + batch.target_positions).flatten()[batch.target_index]
+
+
+def _loss(sums: dict, norm: dict, rtd_weight: float):
+    """Return L_G + lambda L_D: the loss that is trained, and the one that is logged."""
+    return sums["generator_loss"] / norm["targets"] \
+        + rtd_weight * sums["discriminator_loss"] / norm["tokens"]
+
+
+def build(run: RunConfig, valid_vocab: int | None) -> RtdModel:
+    return RtdModel(run.model, encoders(run)["generator"], run.objective,
+                    sampling_seed=run.data.seed, valid_vocab=valid_vocab,
+                    checkpoint_layers=run.train.checkpoint_layers)
+
+
+def flops_per_token(run: RunConfig) -> float:
+    length, rate = run.data.seq_len, run.objective.mask.rate
+    generator = flops.masked_lm(encoders(run)["generator"], length, rate)
+    return 3 * (generator + flops.detector(run.model, length))
+
+
+def means(run: RunConfig, total: Numbers) -> Numbers:
+    discriminator = total["discriminator_loss"] / total["tokens"]
+    return {"loss": _loss(total, total, run.objective.rtd_weight),
+            "generator_loss": total["generator_loss"] / total["targets"],
+            "discriminator_loss": discriminator,
+            "discriminator_gain": _entropy(total["replaced"] / total["tokens"]) - discriminator}
+
+
+def scores(total: Numbers, view: Tensors) -> Numbers:
+    """Accuracy means little here (most tokens are original), so it is shown beside the class prior,
+    with the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
+    """
+    prior = total["replaced"] / total["tokens"]
+    loss = total["discriminator_loss"] / total["tokens"]
+    found = masked_scores(total, "generator") | {
+        "discriminator_loss": loss,
+        "discriminator_accuracy": total["discriminator_correct"] / total["tokens"],
+        "prior_accuracy": max(prior, 1 - prior),
+        "discriminator_gain": _entropy(prior) - loss}
+    if 0 < prior < 1:  # the two areas need both classes
+        # Imported here: it would take a quarter of the time from launch to the first step.
+        from sklearn.metrics import average_precision_score, roc_auc_score
+
+        labels, logits = view["replaced"].numpy(), view["logits"].numpy()
+        found["roc_auc"] = float(roc_auc_score(labels, logits))
+        found["average_precision"] = float(average_precision_score(labels, logits))
+    return found
+
+
+def _entropy(share: float) -> float:
+    """Return the loss in nats of always answering with the class prior `share`."""
+    if share <= 0 or share >= 1:
+        return 0.0
+    return -share * math.log(share) - (1 - share) * math.log(1 - share)
+
+
+def headline(scores: Numbers) -> str:
+    text = masked_headline(scores, "generator", "generator")
+    gain, area = scores.get("discriminator_gain"), scores.get("roc_auc")
+    if gain is not None:
+        verb = "beats" if gain > 0 else "does not yet beat"
+        text += f" The discriminator {verb} its class prior ({gain:+.4f} nats)"
+        text += f"; its ROC-AUC is {area:.3f}." if area is not None else "."
+    return text.strip()
+
+
+def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
+    """The discriminator is merged: under gdes, its word table is the generator's + delta."""
+    main, notes = {}, []
+    for name, tensor in state.items():
+        if name.startswith("discriminator."):
+            name = name.removeprefix("discriminator.")
+            main["rtd_" + name if name.startswith("head.") else name] = tensor
+    sharing = run.objective.embedding_sharing
+    if sharing == "gdes":
+        main["words.delta"] = main.pop("words.weight")
+        main["words.weight"] = state["words.weight"].float() + main["words.delta"].float()
+        notes.append("derived: discriminator's word table = generator's + delta, in fp32")
+    elif sharing == "es":
+        main["words.weight"] = state["words.weight"].clone()
+        notes.append("copied: the word table is the generator's (sharing = es)")
+    return {"main": main, "generator": masked_lm_tensors(state, "generator.")}, notes
+
+
+def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
+    """The GDES delta is taken from the file, or it is the difference of the two word tables.
+
+    It is never assumed to be zero, which would silently give the discriminator the generator's
+    words. Both tables in fp32: the difference is exact.
+    """
+    main, generator = networks["main"], networks["generator"]
+    found = masked_lm_parameters(generator, "generator.")
+    for name, tensor in main.items():
+        if name.startswith(("trunk.", "rtd_head.")):
+            found["discriminator." + name.removeprefix("rtd_")] = tensor
+    words, sharing = main["words.weight"], run.objective.embedding_sharing
+    if sharing == "es":
+        return found | {"words.weight": words}, [
+            "one word table, the discriminator's (sharing = es)"]
+    if sharing == "nes":
+        return found | {"discriminator.words.weight": words}, []
+    if "words.delta" in main:
+        return found | {"discriminator.words.weight": main["words.delta"]}, [
+            "GDES delta taken from the file"]
+    delta = words.float() - generator["words.weight"].float()
+    return found | {"discriminator.words.weight": delta}, [
+        "WARNING: the file has no GDES delta; derived as discriminator's table - generator's"]

@@ -23,45 +23,24 @@ from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention import geometry
 from deberta_ds.objectives.build import build_model
 
-_LAYERS_TRACED = (4, 8)  # a deeper model's bytes are extended from these depths
-
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes of a forward and backward pass as its gradients come in."""
 
-    points: tuple[dict[int, int], ...]  # {bytes of finished gradients: most other bytes by then}
-    weights: tuple[float, ...]  # of each traced depth
+    points: dict[int, int]  # {bytes of finished gradients: most other bytes by then}
 
     def peak(self, share: float) -> int:
         """Return the most bytes held at once if `share` of each finished gradient is kept."""
-        peaks = [max(live + share * done for done, live in points.items())
-                 for points in self.points]
-        return round(sum(w * peak for w, peak in zip(self.weights, peaks, strict=True)))
+        return round(max(live + share * done for done, live in self.points.items()))
 
 
 def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
     """Return the activations of one micro-batch of `run` on one GPU; parameters are not counted.
 
     `dtype` is that of the weights; `fused` counts the fused attention, otherwise the reference one.
+    Every layer is traced: bytes extended from a few layers were up to 76 % too low.
     """
-    depth = run.model.num_layers
-    step = max(1, run.train.checkpoint_layers)
-    low, high = (layers * step for layers in _LAYERS_TRACED)
-    if depth <= high:
-        return Activations((_trace(run, dtype, fused),), (1.0,))
-    points = tuple(_trace(_of_depth(run, layers), dtype, fused) for layers in (low, high))
-    beyond = (depth - low) / (high - low)
-    return Activations(points, (1 - beyond, beyond))
-
-
-def _of_depth(run: RunConfig, layers: int) -> RunConfig:
-    generator = max(2, round(layers * run.generator_model.num_layers / run.model.num_layers))
-    return replace(run, model=replace(run.model, num_layers=layers),
-                   objective=replace(run.objective, generator_layers=generator))
-
-
-def _trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> dict[int, int]:
     # The seed of attention dropout is read on the host, which a tensor without data cannot answer.
     # The reference attention stands for all that are not fused: it keeps the most.
     run = replace(run, model=replace(run.model, attention_dropout=0.0, attention="reference"))
@@ -72,7 +51,7 @@ def _trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> dict[int, int]:
                 stack.enter_context(_replaced(encoder, "attend", _fused_attend))
             stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_words))
             stack.enter_context(FakeTensorMode())
-            return _run_counted(run, dtype)
+            return Activations(_run_counted(run, dtype))
     finally:
         _forget_tables()
 

@@ -20,8 +20,7 @@ from deberta_ds import deepspeed_config
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.objectives.build import build_model
-from deberta_ds.planner import flops
+from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.gpus import GPUS
 
@@ -129,7 +128,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu:
     peak_flops = GPUS[gpu].peak(precision)
     parameters = count_parameters(on_meta(build_model, run))
     tokens = run.train.global_batch_rows * run.data.seq_len
-    compute = tokens * flops.per_token(run) / (ranks * peak_flops * mfu)
+    compute = tokens * objective_of(run).flops_per_token(run) / (ranks * peak_flops * mfu)
     choices = []
     for name, layers, recompute in (("none", 0, "all"), ("cheap", 1, "cheap"), ("full", 1, "all")):
         train = replace(run.train, checkpoint_layers=layers, recompute=recompute)

@@ -6,6 +6,7 @@ import json
 from deberta_ds import config, deepspeed_config
 from deberta_ds.config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.formats.checkpoint import CheckpointError
+from deberta_ds.objectives.build import objective_of
 from deberta_ds.validation import ConfigError, raise_problems
 
 
@@ -24,12 +25,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     if run.data.seq_len > model.max_position:
         problems.append(f"data.seq_len = {run.data.seq_len}: above model.max_position = "
                         f"{model.max_position}, the rows of the absolute position table")
-    masked_layers = model.num_layers
-    if run.objective.kind == "rtd":
-        masked_layers = run.generator_model.num_layers
-    if masked_layers < 2 and not model.absolute_input:
-        problems.append("the enhanced mask decoder needs at least 2 layers "
-                        "(objective.generator_layers for rtd, model.num_layers for mlm)")
+    problems += objective_of(run).problems(run)
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
                         f"{train.steps}")

@@ -1,38 +1,37 @@
-"""Scores of both networks on fixed held-out rows with fixed masks and fixed samples.
+"""Scores of a run's networks on fixed held-out rows with fixed masks and fixed samples.
 
-The same rows, masks and samples for every checkpoint and world size, dropout off. Accuracy of a
-discriminator means little (most tokens are original), so it is shown beside the class prior, with
-the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
-
-Legend: B batch, L length.
+The same rows, masks and samples for every checkpoint and world size, dropout off.
 """
 
 import math
 
 import torch
+from torch import Tensor
 
 from deberta_ds import dist
 from deberta_ds.data.batch import Row, collate
+from deberta_ds.errors import UserError
+from deberta_ds.objectives.base import Objective
 
 _ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 
 @torch.no_grad()
-def evaluate(model, device: torch.device, rows: list[Row], micro_batch_rows: int
-             ) -> dict[str, float]:
+def evaluate(model, objective: Objective, device: torch.device, rows: list[Row],
+             micro_batch_rows: int) -> dict[str, float]:
     """Return the scores over `rows`; call on every rank with the same rows, all get the result.
 
-    `model` is a pretraining model on `device`, or the DeepSpeed engine around one.
-
-    Rank r takes micro-batches r, r + W, ...; a rank that has run out repeats one without counting
-    it, because under ZeRO-3 every rank must take part in every forward.
+    `model` is the objective's model on `device`, or the DeepSpeed engine around one. Rank r takes
+    micro-batches r, r + W, ...; a rank that has run out repeats one without counting it, because
+    under ZeRO-3 every rank must take part in every forward. Raises UserError, on every rank, where
+    no token is masked.
     """
     batches = [collate(rows[start:start + micro_batch_rows])
                for start in range(0, len(rows), micro_batch_rows)]
     turns = math.ceil(len(batches) / dist.world_size())
     norm = {name: one.to(device) for name, one in _ONE.items()}
     totals: dict[str, float] = {"targets": 0.0, "tokens": 0.0}
-    logits, replaced = [], []
+    views: dict[str, list[Tensor]] = {}
     model.eval()
     for turn in range(turns):
         number = turn * dist.world_size() + dist.rank()
@@ -44,47 +43,25 @@ def evaluate(model, device: torch.device, rows: list[Row], micro_batch_rows: int
         totals["tokens"] += batch.num_tokens
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + float(value)
-        if view:
-            logits.append(view["logits"][view["real"]].cpu())
-            replaced.append(view["replaced"][view["real"]].cpu())
+        for name, value in view.items():
+            views.setdefault(name, []).append(value.cpu())
     model.train()
-    parts = dist.gather_objects((totals, torch.cat(logits).numpy() if logits else None,
-                                 torch.cat(replaced).numpy() if replaced else None))
-    return _scores(parts) | {"unigram_accuracy": unigram_accuracy(rows)}
+    mine = totals, {name: torch.cat(parts).numpy() for name, parts in views.items()}
+    parts = dist.gather_to_main(mine)
+    return dist.broadcast_object(
+        dist.together(lambda: _scores(objective, parts, rows) if dist.is_main() else None))
 
 
-def _scores(parts: list[tuple]) -> dict[str, float]:
-    names = set().union(*(totals for totals, _, _ in parts))
-    total = {name: sum(totals.get(name, 0.0) for totals, _, _ in parts) for name in names}
-    loss = total["generator_loss"] / total["targets"]
-    scores = {"generator_loss": loss,
-              "generator_accuracy": total["generator_correct"] / total["targets"],
-              "generator_perplexity": math.exp(min(loss, 700.0))}
-    logits = [part for _, part, _ in parts if part is not None]
-    if not logits:
-        return scores
-    logits = torch.cat([torch.from_numpy(part) for part in logits]).numpy()
-    labels = torch.cat([torch.from_numpy(part) for _, _, part in parts if part is not None]).numpy()
-    prior = total["replaced"] / total["tokens"]
-    loss = total["discriminator_loss"] / total["tokens"]
-    scores |= {"discriminator_loss": loss,
-               "discriminator_accuracy": total["discriminator_correct"] / total["tokens"],
-               "prior_accuracy": max(prior, 1 - prior),
-               "discriminator_gain": binary_entropy(prior) - loss}
-    if 0 < prior < 1:  # the two areas need both classes
-        # Imported here: it would take a quarter of the time from launch to the first step.
-        from sklearn.metrics import average_precision_score, roc_auc_score
-
-        scores["roc_auc"] = float(roc_auc_score(labels, logits))
-        scores["average_precision"] = float(average_precision_score(labels, logits))
-    return scores
-
-
-def binary_entropy(share: float) -> float:
-    """Return the loss in nats of always answering with the class prior `share`."""
-    if share <= 0 or share >= 1:
-        return 0.0
-    return -share * math.log(share) - (1 - share) * math.log(1 - share)
+def _scores(objective: Objective, parts: list[tuple], rows: list[Row]) -> dict[str, float]:
+    names = dict.fromkeys(name for totals, _ in parts for name in totals)
+    total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
+    if not total["targets"]:
+        raise UserError(f"the {len(rows)} held-out rows of data.eval hold no masked token; raise "
+                        "objective.mask.rate or train.eval_rows, or name another corpus")
+    names = dict.fromkeys(name for _, view in parts for name in view)
+    view = {name: torch.cat([torch.from_numpy(view[name]) for _, view in parts if name in view])
+            for name in names}
+    return objective.scores(total, view) | {"unigram_accuracy": unigram_accuracy(rows)}
 
 
 def unigram_accuracy(rows: list[Row]) -> float:

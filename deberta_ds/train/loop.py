@@ -17,11 +17,11 @@ from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.start import initial_tensors
 from deberta_ds.log import RunLog
-from deberta_ds.planner import flops
+from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import engine
 from deberta_ds.train.check import changed_values, check_identity
-from deberta_ds.train.evaluate import binary_entropy, evaluate
+from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import Inputs, describe, prepare, versions, write_config
 from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
@@ -118,12 +118,14 @@ class Trainer:
                  record: dict | None, stop_request: signals.StopRequest):
         """`record` is run.json of the checkpoint that was loaded; None at step 0."""
         self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
+        self.objective = objective_of(run)
         self.step = record["step"] if record else 0
         self.tokens_seen = record["tokens_seen"] if record else 0
         self.seconds_before = record["seconds"] if record else 0.0
         self.started = time.monotonic()
         precision = deepspeed_config.precision(inputs.ds)
-        self.speed = SpeedMeter(flops.per_token(run), peak_flops(model_engine.device, precision),
+        self.speed = SpeedMeter(self.objective.flops_per_token(run),
+                                peak_flops(model_engine.device, precision),
                                 dist.world_size())
         self.stop_request = stop_request
         self.spikes = SpikeRule(run.train.spike_sigmas,
@@ -131,8 +133,8 @@ class Trainer:
         self.bad_steps_in_a_row = 0
         self.watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds, dist.rank(),
                                  dist.world_size(), self.step)
-        self.sums: dict[str, torch.Tensor] = {}  # of this rank, since the last logged line
-        self.counts: dict[str, torch.Tensor] = {}  # of all ranks
+        # Sums and counts of the good steps since the last logged line, over all ranks.
+        self.since_line: dict[str, float] = record.get("since_line", {}) if record else {}
 
     def run_to_end(self) -> bool:
         """Train to the last step or train.stop_after; return whether a signal stopped it."""
@@ -191,10 +193,9 @@ class Trainer:
                            loss_scale=float(self.engine.optimizer.loss_scale))
         self.bad_steps_in_a_row = 0
         self.spikes.accept(result.loss)
+        self.tokens_seen += int(result.sums["tokens"])
         for name, value in result.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        for name, value in result.counts.items():
-            self.counts[name] = self.counts.get(name, 0.0) + value
+            self.since_line[name] = self.since_line.get(name, 0.0) + value
 
     def _pass_over(self, problem: str) -> None:
         """Record a bad step's rows; under "rollback", return to the newest checkpoint's weights.
@@ -223,19 +224,14 @@ class Trainer:
 
     def _log_step(self, rate: float) -> None:
         """Write one line of means over the good steps since the last line, if there are any."""
-        if not self.sums:
+        if not self.since_line:
             return
-        names = sorted(self.sums)
-        sums = dist.sum_over_ranks(torch.stack([self.sums[name] for name in names]))
-        total = dict(zip(names, sums.tolist(), strict=True))
-        total |= {name: value.item() for name, value in self.counts.items()}
-        self.sums, self.counts = {}, {}
-        self.tokens_seen += int(total["tokens"])
+        total, self.since_line = self.since_line, {}
         norm = self.engine.get_global_grad_norm()
         record = {"kind": "train", "step": self.step,
                   "rows_seen": self.step * self.run.train.global_batch_rows,
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds()}
-        record |= mean_losses(total, self.run.objective.rtd_weight)
+        record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
         record |= self.speed.read(total["tokens"], self.run.train.steps - self.step)
@@ -246,17 +242,18 @@ class Trainer:
             return
         self.speed.pause()
         with self.watchdog.patience():
-            scores = evaluate(self.engine, self.engine.device, self.inputs.held_out,
-                              self.run.train.micro_batch_rows)
-        self.log.metrics({"kind": "eval", "step": self.step, "seconds": self._seconds()} | scores)
+            scores = evaluate(self.engine, self.objective, self.engine.device,
+                              self.inputs.held_out, self.run.train.micro_batch_rows)
+        self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
+                          "seconds": self._seconds()} | scores)
         self.speed.start()
 
     def _save(self) -> None:
         self.speed.pause()
         run = self.run
         record = {"rows_seen": self.step * run.train.global_batch_rows,
-                  "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
-                  "recent_losses": self.spikes.state(),
+                  "tokens_seen": self.tokens_seen, "since_line": self.since_line,
+                  "seconds": self._seconds(), "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
@@ -264,15 +261,3 @@ class Trainer:
             path = checkpoint.save(self.engine, run.out_dir, self.step, record, run.train.keep)
         self.log_event("save", str(path))
         self.speed.start()
-
-
-def mean_losses(total: dict[str, float], rtd_weight: float) -> dict[str, float]:
-    """Return the logged means of summed losses: per target, and per token for the discriminator."""
-    generator = total["generator_loss"] / total["targets"]
-    if "discriminator_loss" not in total:
-        return {"loss": generator, "generator_loss": generator}
-    discriminator = total["discriminator_loss"] / total["tokens"]
-    return {"loss": generator + rtd_weight * discriminator, "generator_loss": generator,
-            "discriminator_loss": discriminator,
-            "discriminator_gain": binary_entropy(total["replaced"] / total["tokens"])
-            - discriminator}

@@ -5,10 +5,11 @@ summed over the ranks, and if it is above the ceiling or not finite, the last mi
 multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
 precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
 only stage 0 in fp32 does not, so that case is tested here). One collective and one host sync a
-step, and the request to stop travels in the same collective.
+step carry the verdict, the sums that are logged and the request to stop.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,9 @@ from deberta_ds.train.spikes import BadStepError, describe_losses, find_bad_grad
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; equal on all ranks but for `sums`."""
+    """What one step did; equal on all ranks."""
 
-    sums: dict[str, Tensor]  # of this rank, on the device
-    counts: dict[str, Tensor]  # of the whole step, on the device
+    sums: dict[str, float]  # over all ranks: what the model summed, and the counts
     loss: float  # the mean that was trained on
     updated: bool
     problem: str = ""  # why no update was made, with rows; empty for an fp16 scale overflow
@@ -73,25 +73,25 @@ def train_step(engine, batches: list, *, step: int, seed: int,
         if micro_step + 1 < len(batches):
             engine.backward(loss)
             engine.step()
-    agreed = torch.stack([whole_loss, whole_loss.new_tensor(float(stop))])
+    agreed = torch.stack([whole_loss, whole_loss.new_tensor(float(stop)), *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
     engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
-    mean_loss, stops = agreed.tolist()
+    mean_loss, stops, *summed = torch.cat([agreed, torch.stack(list(counts.values()))]).tolist()
+    sums = dict(zip([*totals, *counts], summed, strict=True))
     bad_loss = not mean_loss <= ceiling
     if bad_loss and raise_if_bad:
-        raise _bad_step(step, f"the loss is {mean_loss:.6g}, above the limit of {ceiling:.6g}, "
-                              f"or not finite ({describe_losses(batches, totals)})")
+        raise _bad_step(step, sums, _bad_loss(mean_loss, ceiling, sums, batches, totals))
     updated = _update(engine)
     problem = ""
     if bad_loss:
-        problem = f"loss {mean_loss:.6g} ({describe_losses(batches, totals)})"
+        problem = _bad_loss(mean_loss, ceiling, sums, batches, totals)
     elif not updated and not engine.fp16_enabled():
         problem = f"gradient not finite, loss {mean_loss:.6g} ({describe_losses(batches, totals)})"
         if raise_if_bad:
             cause = find_bad_gradients(engine, batches, lambda number: run_micro_batch(number)[0])
-            raise _bad_step(step, f"the gradient is not finite ({cause})")
-    return StepResult(totals, counts, mean_loss, updated, problem, stops > 0)
+            raise _bad_step(step, sums, f"the gradient is not finite ({cause})")
+    return StepResult(sums, mean_loss, updated, problem, stops > 0)
 
 
 def _update(engine) -> bool:
@@ -111,8 +111,20 @@ def _update(engine) -> bool:
     return finite
 
 
-def _bad_step(step: int, cause: str) -> BadStepError:
-    return BadStepError(
-        f"step {step + 1}: {cause}; no update was made. Resume from the last checkpoint with a "
-        'lower optim.lr or more warm-up, with train.on_spike = "skip" or "rollback", or look at '
-        "those rows with data_prep/show.py")
+def _bad_loss(loss: float, ceiling: float, sums: dict[str, float], batches: list,
+              totals: dict[str, Tensor]) -> str:
+    where = describe_losses(batches, totals)
+    if not sums["targets"]:
+        return f"none of its {sums['tokens']:,.0f} tokens is masked ({where})"
+    if not math.isfinite(loss):
+        return f"the loss is {loss:.6g} ({where})"
+    return f"the loss is {loss:.6g}, above the limit of {ceiling:.6g} ({where})"
+
+
+def _bad_step(step: int, sums: dict[str, float], cause: str) -> BadStepError:
+    remedy = ('Resume from the last checkpoint with a lower optim.lr or more warm-up, with '
+              'train.on_spike = "skip" or "rollback", or look at those rows with data_prep/show.py')
+    if not sums["targets"]:
+        remedy = ("Raise objective.mask.rate or train.global_batch_rows, or look at those rows "
+                  'with data_prep/show.py; train.on_spike = "skip" goes on without them')
+    return BadStepError(f"step {step + 1}: {cause}; no update was made. {remedy}")

@@ -1,6 +1,6 @@
 """Speed of a run: tokens/s, FLOP/s, MFU and time to go.
 
-MFU is model FLOPs (`planner.flops`: forward + backward, no recomputation) over the dense peak of
+MFU is model FLOPs (`model.flops`: forward + backward, no recomputation) over the dense peak of
 the device for the precision in use; a device that is not listed has no MFU, only FLOP/s.
 """
 

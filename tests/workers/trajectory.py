@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from deberta_ds import config, dist
+from deberta_ds.objectives.build import objective_of
 from deberta_ds.train import engine
-from deberta_ds.train.loop import batches_of, mean_losses
+from deberta_ds.train.loop import batches_of
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import prepare
 from deberta_ds.train.step import train_step
@@ -27,10 +28,7 @@ def trajectory(run, ds_values: dict) -> dict:
         engine.set_learning_rate(model_engine, learning_rate(run.optim, step, train.steps))
         micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
         result = train_step(model_engine, micro, step=step, seed=train.seed)
-        sums, counts = result.sums, result.counts
-        total = {name: dist.sum_over_ranks(value).item() for name, value in sums.items()}
-        total |= {name: value.item() for name, value in counts.items()}
-        means = mean_losses(total, run.objective.rtd_weight)
+        means = objective_of(run).means(run, result.sums)
         losses["generator"].append(means["generator_loss"])
         losses["discriminator"].append(means["discriminator_loss"])
     module = model_engine.module

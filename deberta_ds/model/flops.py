@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step: the one count behind every MFU figure.
+"""Model FLOPs by part of a network: the one count behind every MFU figure.
 
 What the method needs, not what an implementation happens to do: a multiply-add is 2, backward is
 2 x forward, recomputation counts nothing, and neither do look-ups, norms and activations. Pairs of
@@ -9,18 +9,9 @@ Projections of the relative table are per step, not per token: beside a batch of
 they vanish, and they are left out.
 """
 
-from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.config import ModelConfig
 
 DECODER_PASSES = 2
-
-
-def per_token(run: RunConfig) -> float:
-    """Return forward + backward FLOPs per token of a run's training step."""
-    length, mask_rate = run.data.seq_len, run.objective.mask.rate
-    if run.objective.kind == "mlm":
-        return 3 * masked_lm(run.model, length, mask_rate)
-    generator = masked_lm(run.generator_model, length, mask_rate)
-    return 3 * (generator + detector(run.model, length))
 
 
 def masked_lm(model: ModelConfig, length: int, mask_rate: float) -> float:
