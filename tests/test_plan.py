@@ -61,7 +61,7 @@ def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, rank
 def test_states_of_the_published_sizes():
     """ZeRO's own arithmetic: 16 bytes a parameter in bf16 with fp32 Adam, gradients included."""
     ds = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}, "bf16": {"enabled": True}}
-    nothing = Activations(({0: 0},), (1.0,))
+    nothing = Activations({0: 0})
     assert memory_of(1_000_000, ds, 1, nothing, accumulates=False).held == 16_000_000
     assert memory_of(1_000_000, ds, 8, nothing, accumulates=False).held == 2_000_000
 
