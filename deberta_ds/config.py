@@ -12,12 +12,33 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.validation import ConfigError, nearest, validate
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
+# Numbers are finite, types are exact, unknown keys are errors.
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
+
+
+def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
+    """Return a field with what it means and its limits (ge, gt, le, lt); without default: required.
+
+    The meaning stands in docs/configuration.md and in the error of a value outside the limits.
+    """
+    return Field(default=default, description=meaning, **limits)
+
+
+def _none_is_zero(value: Any) -> Any:
+    return 0 if value == -1 else value
+
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
+_Position = Annotated[int, Field(ge=0, le=_LARGEST)]
+# -1 is what Hugging Face and microsoft write for none.
+_Buckets = Annotated[int, BeforeValidator(_none_is_zero)]
 # Version 0.1.0 called the tiled path "linear"; its runs resume and mean the same.
 _AttentionPath = Annotated[Literal["auto", "reference", "tiled", "fused"],
                            BeforeValidator(lambda name: "tiled" if name == "linear" else name)]
@@ -25,33 +46,42 @@ _AttentionPath = Annotated[Literal["auto", "reference", "tiled", "fused"],
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of one DeBERTa encoder (numerics: microsoft/DeBERTa config.py and released files)."""
+    """Shape of one DeBERTa encoder (microsoft/DeBERTa config.py and the released files)."""
 
-    vocab_size: int  # rows of the word table; may exceed the tokenizer's size
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    max_position: int = 512  # rows of the absolute position table
-    max_relative: int = -1  # -1: max_position
-    position_buckets: int = 256  # log buckets on each side; 0: one slot per distance (v1)
-    relative_attention: bool = True
-    position_terms: tuple[Literal["c2p", "p2c"], ...] = ("c2p", "p2c")
-    share_position_projections: bool = True  # relative rows go through query/key projections
-    relative_norm: bool = True  # LayerNorm on the relative table
-    absolute_input: bool = False  # add absolute positions to the input (BERT); no enhanced decoder
-    conv_kernel: int = 0  # v2 convolution beside the first layer; 0: none, else odd
-    conv_activation: Literal["gelu", "tanh"] = "gelu"
-    key_bias: bool = True  # False: v1, whose key projections have no bias
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    norm_eps: float = 1e-7
-    init_std: float = 0.02
-    attention: _AttentionPath = "auto"
+    vocab_size: int = option("rows of the word table; may exceed the tokenizer's size",
+                             ge=1, le=1 << 24)
+    hidden_size: int = option("width of the encoder", ge=1, le=1 << 16)
+    num_layers: int = option("layers of the encoder", ge=1, le=1000)
+    num_heads: int = option("attention heads; they divide hidden_size", ge=1, le=1 << 12)
+    intermediate_size: int = option("width of the feed-forward part", ge=1, le=1 << 20)
+    max_position: int = option("rows of the absolute position table: the longest row", 512,
+                               ge=1, le=1 << 20)
+    max_relative: int = option("largest relative distance told apart; -1: max_position", -1,
+                               ge=-1, le=1 << 20)
+    position_buckets: _Buckets = option("log buckets on each side; 0 or -1: one slot per distance "
+                                        "(v1)", 256, ge=0, le=1 << 16)
+    relative_attention: bool = option("disentangled attention; false: BERT's", True)
+    position_terms: tuple[Literal["c2p", "p2c"], ...] = option(
+        "position terms of the scores: content to position, position to content", ("c2p", "p2c"))
+    share_position_projections: bool = option(
+        "relative rows go through the query and key projections of the content", True)
+    relative_norm: bool = option("LayerNorm on the relative table", True)
+    absolute_input: bool = option("add absolute positions to the input (BERT); no enhanced mask "
+                                  "decoder", False)
+    conv_kernel: int = option("width of v2's convolution beside the first layer, odd; 0: none", 0,
+                              ge=0, le=1001)
+    conv_activation: Literal["gelu", "tanh"] = option("of that convolution", "gelu")
+    key_bias: bool = option("false: v1, whose key projections have no bias", True)
+    hidden_dropout: float = option("dropout of hidden states", 0.1, ge=0, lt=1)
+    attention_dropout: float = option("dropout of attention probabilities", 0.1, ge=0, lt=1)
+    norm_eps: float = option("epsilon of every LayerNorm", 1e-7, gt=0, le=1)
+    init_std: float = option("deviation of the first weights", 0.02, gt=0, le=10)
+    attention: _AttentionPath = option(
+        "implementation of attention; all compute the same", "auto")
 
     def __post_init__(self):
         problems = []
-        if self.num_heads < 1 or self.hidden_size % self.num_heads:
+        if self.hidden_size % self.num_heads:
             problems.append(
                 f"hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}"
             )
@@ -59,12 +89,12 @@ class ModelConfig:
             problems.append(f"conv_kernel = {self.conv_kernel} must be odd, or 0 for none")
         if len(set(self.position_terms)) != len(self.position_terms):
             problems.append("position_terms names a term twice")
-        for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(f"{name} = {getattr(self, name)} must be in [0, 1)")
+        if self.position_buckets == 1:
+            problems.append("position_buckets = 1 must be at least 2, or 0 for none")
+        if self.relative_attention and self.largest_distance < 2:
+            name = "max_position" if self.max_relative < 1 else "max_relative"
+            problems.append(f"{name} = {self.largest_distance} must be at least 2 with "
+                            "relative_attention")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -86,23 +116,23 @@ class ModelConfig:
 class MaskConfig:
     """Which tokens become targets, and what the model sees in their place."""
 
-    rate: float = 0.15  # share of the row's real tokens
-    max_ngram: int = 1  # words in a masked span: 1..max_ngram with P(n) ~ 1/n
-    mask_share: float = 1.0  # of the targets: shown as [MASK]
-    random_share: float = 0.0  # of the targets: shown as a random piece; the rest is unchanged
-    selection: Literal["uniform", "deberta_window"] = "uniform"
+    rate: float = option("share of the row's real tokens that become targets", 0.15, gt=0, lt=1)
+    max_ngram: int = option("words in a masked span: 1 to this many, with P(n) ~ 1/n", 1,
+                            ge=1, le=32)
+    mask_share: float = option("of the targets: shown as [MASK]", 1.0, ge=0, le=1)
+    random_share: float = option("of the targets: shown as a random piece; the rest is unchanged",
+                                 0.0, ge=0, le=1)
+    selection: Literal["uniform", "deberta_window"] = option(
+        "how words are drawn; deberta_window: the official code's sampler", "uniform")
 
     def __post_init__(self):
-        if not 0 < self.rate < 1:
-            raise ValueError(f"rate = {self.rate} must be in (0, 1)")
-        shares = (self.mask_share, self.random_share)
-        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-            raise ValueError(f"mask_share and random_share = {shares} must be >= 0, sum <= 1")
-        if self.max_ngram < 1:
-            raise ValueError(f"max_ngram = {self.max_ngram} must be at least 1")
+        if self.mask_share + self.random_share > 1 + 1e-9:
+            raise ValueError(f"mask_share + random_share = {self.mask_share + self.random_share} "
+                             "must be at most 1")
 
 
-# The published masks (numerics 6.3): v3 hides every target, v1/v2 use n-grams and 80/10/10.
+# The published masks (microsoft/DeBERTa apps/tasks): v3 hides every target, v1/v2 use n-grams and
+# 80/10/10.
 MASK_DEFAULTS = {
     "rtd": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
     "mlm": {"max_ngram": 3, "mask_share": 0.8, "random_share": 0.1},
@@ -113,16 +143,16 @@ MASK_DEFAULTS = {
 class ObjectiveConfig:
     """What is learned: masked LM (v1, v2) or replaced-token detection (v3)."""
 
-    kind: Literal["mlm", "rtd"]
+    kind: Literal["mlm", "rtd"] = option("mlm: masked LM (v1, v2); rtd: replaced-token detection "
+                                         "(v3)")
     mask: MaskConfig = MaskConfig()
-    generator_layers: int = 0  # 0: half of the discriminator's (the released v3 models)
-    embedding_sharing: Literal["gdes", "es", "nes"] = "gdes"
-    rtd_weight: float = 50.0  # lambda of DeBERTaV3; the official script uses 10
-    temperature: float = 1.0  # of the generator's samples
-
-    def __post_init__(self):
-        if self.temperature <= 0:
-            raise ValueError(f"temperature = {self.temperature} must be above 0")
+    generator_layers: int = option("rtd: layers of the generator; 0: half of the discriminator's, "
+                                   "as in the released v3 models", 0, ge=0, le=1000)
+    embedding_sharing: Literal["gdes", "es", "nes"] = option(
+        "rtd: the two networks' word tables: gradient-disentangled, shared, apart", "gdes")
+    rtd_weight: float = option("rtd: lambda of the discriminator's loss; 50 in the DeBERTaV3 "
+                               "paper, 10 in the official script", 50.0, ge=0, le=1e6)
+    temperature: float = option("rtd: of the generator's samples", 1.0, gt=0, le=100)
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
@@ -132,18 +162,17 @@ class SourceConfig:
     The last three are for a second stage; data_prep/mixture.py --after prints them.
     """
 
-    path: str
-    weight: float = 1.0
-    first_row: int = 0  # rows of it that earlier stages of this length have used
-    order: tuple[int, int] | None = None  # (seed, position) of the stage that used it first
-    part: tuple[float, float] = (0.0, 1.0)  # stretch of its shards: for stages of other lengths
+    path: str = option("directory of a packed corpus", min_length=1)
+    weight: float = option("its share of the rows, relative to the other sources", 1.0,
+                           gt=0, le=1e12)
+    first_row: _Position = option("rows of it that earlier stages of this length have used", 0)
+    order: tuple[_Position, _Position] | None = option(
+        "(seed, position) of the stage that used it first; none: this run's own", None)
+    part: tuple[_Share, _Share] = option("stretch of its shards, for stages of other lengths",
+                                         (0.0, 1.0))
 
     def __post_init__(self):
-        if self.weight <= 0:
-            raise ValueError(f"weight = {self.weight} must be above 0")
-        if self.first_row < 0:
-            raise ValueError(f"first_row = {self.first_row} must not be negative")
-        if not 0 <= self.part[0] < self.part[1] <= 1:
+        if not self.part[0] < self.part[1]:
             raise ValueError(f"part = {list(self.part)} must be [from, to], 0 <= from < to <= 1")
 
 
@@ -151,82 +180,74 @@ class SourceConfig:
 class DataConfig:
     """Which rows are seen, in which order."""
 
-    sources: tuple[SourceConfig, ...]
-    tokenizer: str  # SentencePiece model file
-    seq_len: int = 512
-    eval: str = ""  # held-out corpus; empty: no evaluation
-    seed: int = 0
-    across_documents: bool = False  # True: pieces of a row see each other (official packing)
-    verify: Literal["sizes", "full"] = "sizes"
-    workers: int = 1  # loader processes per rank; 0: load in the training process
-
-    def __post_init__(self):
-        if not self.sources:
-            raise ValueError("sources is empty; name at least one packed corpus")
-        if self.seq_len < 8:
-            raise ValueError(f"seq_len = {self.seq_len} must be at least 8")
+    sources: tuple[SourceConfig, ...] = option("the mixture: one entry a packed corpus",
+                                               min_length=1)
+    tokenizer: str = option("SentencePiece model file", min_length=1)
+    seq_len: int = option("tokens of a row", 512, ge=8, le=1 << 20)
+    eval: str = option("held-out packed corpus; empty: no evaluation", "")
+    seed: int = option("of the order, the masks and the generator's samples", 0, ge=0, le=_LARGEST)
+    across_documents: bool = option("true: pieces of a row see each other (official packing)",
+                                    False)
+    verify: Literal["sizes", "full"] = option(
+        "what is checked of the shards at the start; full: checksums too", "sizes")
+    workers: int = option("loader processes of each rank; 0: load in the training process", 1,
+                          ge=0, le=256)
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    lr: float
-    name: Literal["adamw", "adam_uncorrected"] = "adamw"  # the second is the official XAdam
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0  # global gradient norm; 0: no clipping
-    warmup_steps: int = 0
-    schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = "linear"
-    decay_share: float = 0.1  # wsd: share of all steps spent decaying at the end
-    min_lr_share: float = 0.0  # final learning rate as a share of lr
-
-    def __post_init__(self):
-        if self.lr <= 0:
-            raise ValueError(f"lr = {self.lr} must be above 0")
-        if self.clip_norm < 0 or self.weight_decay < 0 or self.warmup_steps < 0:
-            raise ValueError("clip_norm, weight_decay and warmup_steps must not be negative")
+    lr: float = option("peak learning rate", gt=0, le=10)
+    name: Literal["adamw", "adam_uncorrected"] = option(
+        "adamw, or the official XAdam without bias correction", "adamw")
+    betas: tuple[_Decay, _Decay] = option("of Adam's two moving averages", (0.9, 0.98))
+    eps: float = option("of Adam's denominator", 1e-6, gt=0, le=1)
+    weight_decay: float = option("decoupled; biases and norms do not decay", 0.01, ge=0, le=10)
+    clip_norm: float = option("largest global gradient norm; 0: no clipping", 1.0, ge=0, le=1e9)
+    warmup_steps: int = option("steps in which the rate rises to lr", 0, ge=0, le=1 << 40)
+    schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = option(
+        "how the rate falls after warm-up; deberta_linear: the official one, with its jump",
+        "linear")
+    decay_share: float = option("wsd: share of all steps spent decaying at the end", 0.1,
+                                gt=0, le=1)
+    min_lr_share: float = option("final learning rate as a share of lr", 0.0, ge=0, le=1)
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much at a time, and what is written when."""
 
-    steps: int
-    global_batch_rows: int
-    micro_batch_rows: int
-    seed: int = 0
-    checkpoint_layers: int = 0  # recompute every n-th layer in backward; 0: none, 1: all
-    recompute: Literal["all", "cheap"] = "all"  # cheap: such layers keep their linear outputs
-    log_every: int = 10
-    eval_every: int = 1000
-    eval_rows: int = 256
-    save_every: int = 1000
-    keep: int = 3  # newest checkpoints kept
-    watchdog_seconds: float = 60.0  # a stuck or dead rank is named within this time; 0: never
-    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # what to do about a bad step
-    spike_sigmas: float = 0.0  # bad above mean + this many deviations of 100 losses; 0: never
-    stop_after: int = 0  # save and stop at this step, as before a time limit; 0: run to the end
-
-    def __post_init__(self):
-        positive = ("steps", "global_batch_rows", "micro_batch_rows", "log_every", "save_every",
-                    "eval_every", "eval_rows", "keep")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("watchdog_seconds", "spike_sigmas"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative; 0: off")
+    steps: int = option("updates of the whole run", ge=1, le=1 << 40)
+    global_batch_rows: int = option("rows of one update, over all ranks", ge=1, le=1 << 22)
+    micro_batch_rows: int = option("rows of one forward on one rank", ge=1, le=1 << 16)
+    seed: int = option("of the first weights and of dropout", 0, ge=0, le=_LARGEST)
+    checkpoint_layers: int = option("recompute every n-th layer in backward; 0: none, 1: all", 0,
+                                    ge=0, le=1000)
+    recompute: Literal["all", "cheap"] = option(
+        "cheap: recomputed layers keep their linear outputs", "all")
+    log_every: int = option("steps between two lines of the log", 10, ge=1, le=1 << 40)
+    eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
+    eval_rows: int = option("held-out rows of an evaluation", 256, ge=1, le=1 << 24)
+    save_every: int = option("steps between two checkpoints", 1000, ge=1, le=1 << 40)
+    keep: int = option("newest checkpoints that are kept", 3, ge=1, le=1 << 20)
+    watchdog_seconds: float = option("a stuck or dead rank is named within this time; 0: never",
+                                     60.0, ge=0, le=1e6)
+    on_spike: Literal["stop", "skip", "rollback"] = option("what to do about a bad step", "stop")
+    spike_sigmas: float = option("a loss above mean + this many deviations of 100 losses is bad; "
+                                 "0: never", 0.0, ge=0, le=1e6)
+    stop_after: int = option("save and stop at this step, as before a time limit; 0: run to the "
+                             "end", 0, ge=0, le=1 << 40)
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
 class InitConfig:
     """Where a run's first weights come from; empty: random. A resumed run does not read it."""
 
-    source: str = ""  # written `from` in TOML: our run or export, Hugging Face, microsoft files
-    generator: str = ""  # its generator, where the source has none
-    words_only: bool = False  # take only the word table and keep it fixed
+    source: str = option("written `from` in TOML: our run or export, Hugging Face or microsoft "
+                         "files", "")
+    generator: str = option("its generator, where the source has none", "")
+    words_only: bool = option("take only the word table and keep it fixed", False)
 
     def __post_init__(self):
         if not self.source and (self.generator or self.words_only):
@@ -239,8 +260,8 @@ class InitConfig:
 class RunConfig:
     """Everything that one pretraining run computes."""
 
-    name: str
-    out_dir: str
+    name: str = option("shown in the log and on the page", min_length=1)
+    out_dir: str = option("where checkpoints, metrics and the page go", min_length=1)
     model: ModelConfig
     objective: ObjectiveConfig
     data: DataConfig

@@ -3,7 +3,6 @@
 An unknown key names the nearest known one, whole or by its last part.
 """
 
-import dataclasses
 import difflib
 import json
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from deberta_ds.errors import UserError
+from deberta_ds.options import options_of
 
 
 class ConfigError(UserError):
@@ -31,28 +31,45 @@ def validate(cls: type, values: dict, place: str) -> Any:
         # JSON mode: strict about types, but arrays become tuples.
         return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise_problems(place, [_problem(item, cls) for item in error.errors()])
+        items = error.errors()
+        places = [item["loc"] for item in items]
+        # A list with a bad entry is also called too short: its entry says why.
+        raise_problems(place, [_problem(item, cls) for item in items if item["type"] != "too_short"
+                               or not any(item["loc"] == deeper[:len(item["loc"])] != deeper
+                                          for deeper in places)])
+
+
+_BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"),
+           "less_than_equal": ("le", "at most"), "less_than": ("lt", "below")}
 
 
 def _problem(item: dict, cls: type) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "file"
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{where}: unknown key{nearest(where, _all_keys(cls))}"
+        return f"{where}: unknown key{nearest(where, [o.key for o in options_of(cls)])}"
     if item["type"].startswith("missing"):
         return f"{where}: missing; this key has no default"
     if item["type"] == "value_error":
         return f"{where}: {item['ctx']['error']}"
     given = "" if isinstance(item["input"], dict) else f" = {item['input']!r}"
-    return f"{where}{given}: {item['msg'][0].lower()}{item['msg'][1:]}"
+    meaning = _meaning(item["loc"], cls)
+    if item["type"] in _BOUNDS:
+        limit, words = _BOUNDS[item["type"]]
+        return f"{where}{given}: must be {words} {item['ctx'][limit]}{meaning}"
+    if item["type"] in ("too_short", "string_too_short"):
+        return f"{where}{given}: must not be empty{meaning}"
+    return f"{where}{given}: {item['msg'][0].lower()}{item['msg'][1:]}{meaning}"
 
 
-def _all_keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    for field in dataclasses.fields(cls):
-        keys.append(prefix + field.name)
-        if dataclasses.is_dataclass(field.type):
-            keys += _all_keys(field.type, f"{prefix}{field.name}.")
-    return keys
+def _meaning(location: tuple, cls: type) -> str:
+    """Return " (what the option means)" of the option at a place in a file, or ""."""
+    options = {option.key: option for option in options_of(cls)}
+    key = ""
+    for part in location:
+        key = f"{key}[]" if isinstance(part, int) else f"{key}.{part}".lstrip(".")
+        if key in options and options[key].meaning:
+            return f" ({options[key].meaning})"
+    return ""
 
 
 def nearest(word: str, known) -> str:

@@ -43,6 +43,15 @@ def test_later_wins_and_origins_are_remembered(run_file):
     assert run.objective.mask.max_ngram == 3 and origins["objective.mask.max_ngram"] == "mlm recipe"
 
 
+def test_every_problem_of_a_number_is_its_own(run_file):
+    with pytest.raises(ConfigError, match="^1 problem"):
+        config.load(run_file, ['--data.sources=[{path = "a", weight = -1}]'])
+
+
+def test_hugging_face_spelling_of_no_buckets(run_file):
+    assert config.load(run_file, ["--model.position_buckets=-1"])[0].model.position_buckets == 0
+
+
 def test_round_trip_through_json(run_file):
     run, _ = config.load(run_file)
     assert config.from_dict(json.loads(json.dumps(config.to_dict(run)))) == run
@@ -55,8 +64,19 @@ def test_round_trip_through_json(run_file):
     ("--train.steps=0", "at least 1"),
     ("--model.num_heads=3", "not divisible by num_heads = 3"),
     ("--objective.kind=gan", "'gan'"),
-    ("--objective.mask.rate=1.5", "must be in (0, 1)"),
-    ("--data.sources=[]", "at least one packed corpus"),
+    ("--objective.mask.rate=1.5", "must be below 1"),
+    ("--objective.mask.rate=0", "must be above 0"),
+    ("--optim.lr=nan", "finite number"),
+    ("--optim.min_lr_share=-1", "at least 0"),
+    ("--objective.rtd_weight=-1", "at least 0"),
+    ("--train.stop_after=-5", "at least 0"),
+    ("--data.workers=99999999999999999999", "at most 256"),
+    ("--objective.generator_layers=1000000", "at most 1000"),
+    ("--model.max_relative=1", "at least 2"),
+    ("--model.conv_kernel=-3", "at least 0"),
+    ("--optim.betas=[0.9, 1.0]", "below 1"),
+    ('--data.sources=[{path = "a", part = [0, 2]}]', "data.sources.0.part.1 = 2: must be at most 1"),
+    ("--data.sources=[]", "must not be empty"),
     ("--model.preset=deberta-v3-bass", "did you mean deberta-v3-base?"),
     ("steps=3", "--section.key=value"),
 ])

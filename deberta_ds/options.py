@@ -1,0 +1,90 @@
+"""Every option of a config class: its key, type, default, limits and meaning.
+
+Read from the classes themselves, so that `--explain`, docs/configuration.md and the error of a
+value outside its limits cannot say something else than the code does.
+"""
+
+import dataclasses
+import types
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below",
+           "min_length": "length at least"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key of a config file; `default` is None where `required`."""
+
+    key: str
+    kind: str
+    required: bool
+    default: Any
+    limits: str
+    meaning: str
+
+
+def options_of(cls: type, prefix: str = "") -> list[Option]:
+    """Return the options of a config dataclass in their order, nested ones as "section.key"."""
+    found = []
+    for field in dataclasses.fields(cls):
+        key = prefix + field.name
+        if dataclasses.is_dataclass(field.type):
+            found += options_of(field.type, f"{key}.")
+            continue
+        info = field.default
+        if not isinstance(info, FieldInfo):  # a field without `config.option`
+            info = FieldInfo(default=... if info is dataclasses.MISSING else info)
+        required = info.is_required()
+        found.append(Option(key, _kind(field.type), required, None if required else info.default,
+                            _limits([*info.metadata, *_inner_metadata(field.type)]),
+                            info.description or ""))
+        for inner in get_args(field.type):
+            if isinstance(inner, type) and dataclasses.is_dataclass(inner):  # a list of sections
+                found += options_of(inner, f"{key}[].")
+    return found
+
+
+def _kind(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    if origin is Annotated:
+        return _kind(inner[0])
+    if origin is Literal:
+        return " | ".join(f'"{value}"' for value in inner)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if part is types.NoneType else _kind(part) for part in inner)
+    if origin is tuple:
+        parts = [_kind(part) for part in inner if part is not Ellipsis]
+        return f"list of {parts[0]}" if Ellipsis in inner else f"[{', '.join(parts)}]"
+    return "section" if dataclasses.is_dataclass(annotation) else annotation.__name__
+
+
+def _inner_metadata(annotation: Any) -> list:
+    """Return the constraints inside an annotation, such as those of a tuple's elements."""
+    found = list(getattr(annotation, "metadata", []))  # of Annotated: [FieldInfo(metadata=...)]
+    if isinstance(annotation, FieldInfo):
+        return found
+    for part in [*found, *get_args(annotation)]:
+        found += _inner_metadata(part)
+    return list(dict.fromkeys(item for item in found if not isinstance(item, FieldInfo)))
+
+
+def _limits(metadata: list) -> str:
+    """Return "at least 1, at most 8" of pydantic's constraints, or ""."""
+    parts = []
+    for name, words in _LIMITS.items():
+        values = [getattr(item, name) for item in metadata if hasattr(item, name)]
+        parts += [f"{words} {_shown(values[0])}"] if values else []
+    return ", ".join(parts)
+
+
+def _shown(value: float) -> str:
+    """Return a limit as people write it: 2^62 rather than nineteen digits."""
+    power = value.bit_length() - 1 if isinstance(value, int) and value > 9999 else 0
+    return f"2^{power}" if power and value == 1 << power else f"{value:,}" if power else f"{value:g}"
