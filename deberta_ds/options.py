@@ -86,5 +86,7 @@ def _limits(metadata: list) -> str:
 
 def _shown(value: float) -> str:
     """Return a limit as people write it: 2^62 rather than nineteen digits."""
-    power = value.bit_length() - 1 if isinstance(value, int) and value > 9999 else 0
-    return f"2^{power}" if power and value == 1 << power else f"{value:,}" if power else f"{value:g}"
+    if not isinstance(value, int) or value < 10_000:
+        return f"{value:g}"
+    power = value.bit_length() - 1
+    return f"2^{power}" if value == 1 << power else f"{value:,}"

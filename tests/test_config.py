@@ -75,7 +75,7 @@ def test_round_trip_through_json(run_file):
     ("--model.max_relative=1", "at least 2"),
     ("--model.conv_kernel=-3", "at least 0"),
     ("--optim.betas=[0.9, 1.0]", "below 1"),
-    ('--data.sources=[{path = "a", part = [0, 2]}]', "data.sources.0.part.1 = 2: must be at most 1"),
+    ('--data.sources=[{path = "a", part = [0, 2]}]', "part.1 = 2: must be at most 1"),
     ("--data.sources=[]", "must not be empty"),
     ("--model.preset=deberta-v3-bass", "did you mean deberta-v3-base?"),
     ("steps=3", "--section.key=value"),
