@@ -5,8 +5,9 @@ Rogaway, "Ciphers with arbitrary finite domains", 2002). The order is part of th
 it is pure integer arithmetic, pinned by tests/golden/permutation.json, and must never change.
 """
 
+from deberta_ds.splitmix import MASK64, MULTIPLIERS, mix64
+
 _ROUNDS = 6
-_MASK64 = (1 << 64) - 1
 
 
 class Permutation:
@@ -21,7 +22,7 @@ class Permutation:
         self._half_mask = (1 << self._half_bits) - 1
         state = 0
         for part in key:
-            state = mix64(state ^ mix64(part & _MASK64))
+            state = mix64(state ^ mix64(part & MASK64))
         self._round_keys = []
         for _ in range(_ROUNDS):
             state = mix64(state)
@@ -31,20 +32,13 @@ class Permutation:
         if not 0 <= index < self.n:
             raise IndexError(f"index {index} is outside range({self.n})")
         half_bits, half_mask, n = self._half_bits, self._half_mask, self.n
+        first, second = MULTIPLIERS
         while True:
             left, right = index >> half_bits, index & half_mask
             for key in self._round_keys:
-                value = ((right ^ key) * 0xBF58476D1CE4E5B9) & _MASK64
-                value = ((value ^ (value >> 29)) * 0x94D049BB133111EB) & _MASK64
+                value = ((right ^ key) * first) & MASK64
+                value = ((value ^ (value >> 29)) * second) & MASK64
                 left, right = right, left ^ ((value >> 32) & half_mask)
             index = (left << half_bits) | right
             if index < n:
                 return index
-
-
-def mix64(value: int) -> int:
-    """Return the SplitMix64 output for state `value`: a bijection of 64-bit integers."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)

@@ -10,10 +10,9 @@ Shape legend: B batch, H heads, Q queries, L keys.
 
 import torch
 
-# Integer multipliers of the splitmix64 and "lowbias32" finalizers, as signed numbers.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+from deberta_ds.splitmix import GAMMA, mix_tensor, signed
+
+# Multipliers of the "lowbias32" finalizer, as signed numbers.
 PAIR_MIX_1 = 0x21F0AAAD
 PAIR_MIX_2 = 0xD35A2D97 - (1 << 32)
 
@@ -80,13 +79,5 @@ def _mixed(row_words, column_words, mixed, shifted) -> torch.Tensor:
 def _words(seed: int, counters: torch.Tensor) -> torch.Tensor:
     """Return splitmix64(seed, counter) cut to int32."""
     start = (seed * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & ((1 << 64) - 1)
-    start -= (start >> 63) << 64
-    words = (counters + 1) * _GOLDEN + start
-    words = (words ^ _logical_shift(words, 30)) * _MIX_1
-    words = (words ^ _logical_shift(words, 27)) * _MIX_2
-    words = (words ^ _logical_shift(words, 31)) & 0xFFFFFFFF
+    words = mix_tensor((counters + 1) * signed(GAMMA) + signed(start)) & 0xFFFFFFFF
     return ((words ^ (1 << 31)) - (1 << 31)).to(torch.int32)
-
-
-def _logical_shift(words: torch.Tensor, count: int) -> torch.Tensor:
-    return (words >> count) & ((1 << (64 - count)) - 1)
