@@ -249,9 +249,9 @@ def measure_scaling(args) -> dict:
 
 def measure_loader(args) -> dict:
     """Tokens a second that one loader worker delivers at 512."""
-    from deberta_ds.config import MaskConfig
+    from deberta_ds.config import MaskConfig, SourceConfig
     from deberta_ds.data.loader import build_loader
-    from deberta_ds.data.rows import RowDataset, Source
+    from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
     text, model = novels(args)
@@ -259,7 +259,8 @@ def measure_loader(args) -> dict:
     shutil.rmtree(corpus, ignore_errors=True)
     run(PREP / "tokenize_corpus.py", text, *CHAPTERS, "--tokenizer", model, "--out", corpus)
     run(PREP / "pack.py", corpus, "--tokenizer", model, "--seq_len", 512)
-    datasets = {ngram: RowDataset([Source(str(corpus))], Tokenizer(model), seq_len=512, seed=0,
+    datasets = {ngram: RowDataset([SourceConfig(path=str(corpus))], Tokenizer(model),
+                                  seq_len=512, seed=0,
                                   mask=MaskConfig(max_ngram=ngram)) for ngram in (1, 3)}
     best: dict = {}
     for _ in range(4):

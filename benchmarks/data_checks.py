@@ -22,9 +22,9 @@ def measure_order(args) -> dict:
     """Shards from 1, 2, 3 workers and MPI, byte by byte; rows at worlds 1..4 and workers 0..2."""
     import torch
 
-    from deberta_ds.config import MaskConfig
+    from deberta_ds.config import MaskConfig, SourceConfig
     from deberta_ds.data.loader import build_loader
-    from deberta_ds.data.rows import RowDataset, Source
+    from deberta_ds.data.rows import RowDataset
     from deberta_ds.files import xxh3
     from deberta_ds.tokenizer import Tokenizer
 
@@ -39,7 +39,8 @@ def measure_order(args) -> dict:
         run(PREP / "pack.py", out, "--tokenizer", model, "--seq_len", 512, "--workers", workers,
             mpi=mpi)
         sums[name] = {str(p.relative_to(out)): xxh3(p) for p in sorted(out.rglob("*.[nj]*"))}
-    dataset = RowDataset([Source(str(args.scratch / "order_1"))], Tokenizer(model), seq_len=512,
+    sources = [SourceConfig(path=str(args.scratch / "order_1"))]
+    dataset = RowDataset(sources, Tokenizer(model), seq_len=512,
                          seed=3, mask=MaskConfig())
     digests = {}
     for world in (1, 2, 3, 4):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from deberta_ds import config
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset, Source, eval_rows
+from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
@@ -38,7 +38,7 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
     """Return the held-out scores after training `run` from `seed`."""
     tokenizer = Tokenizer(run.data.tokenizer)
     data, rows = run.data, run.train.global_batch_rows
-    dataset = RowDataset([Source(data.sources[0].path)], tokenizer, seq_len=data.seq_len, seed=seed,
+    dataset = RowDataset(data.sources[:1], tokenizer, seq_len=data.seq_len, seed=seed,
                          mask=run.objective.mask)
     held_out = eval_rows(data.eval, tokenizer, seq_len=data.seq_len, mask=run.objective.mask,
                          eval_seed=1, num_rows=run.train.eval_rows)

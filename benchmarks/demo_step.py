@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from benchmarks.measure import save
 from deberta_ds import config, cpu
 from deberta_ds.data.batch import Batch, collate
-from deberta_ds.data.rows import RowDataset, sources_of
+from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.model import embeddings
 from deberta_ds.model.init import init_parameters
@@ -115,7 +115,7 @@ def main() -> None:
         raise UserError(f"{source.path}: no such corpus; run `make demo` first")
     tokenizer = Tokenizer(run.data.tokenizer)
     dataset = RowDataset(
-        sources_of(run.data), tokenizer, seq_len=run.data.seq_len,
+        run.data.sources, tokenizer, seq_len=run.data.seq_len,
         seed=run.data.seed, mask=run.objective.mask,
     )  # fmt: skip
     draws = Draws()

@@ -13,7 +13,7 @@ from options import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:
-    from deberta_ds.data.rows import Source
+    from deberta_ds.config import SourceConfig
     from deberta_ds.data.stages import Stage
 
 
@@ -30,7 +30,7 @@ def main() -> None:
                         help="stretch of the shards, such as 0.9 1; default: all, or as before")
     args = parser.parse_args()
 
-    from deberta_ds.data.mixture import SLOTS, build_mixture, temperature_weights
+    from deberta_ds.data.mixture import build_mixture, temperature_weights
     from deberta_ds.data.stages import next_source
 
     stages = [_read_stage(path) for path in args.after]
@@ -45,11 +45,11 @@ def main() -> None:
     mixture = build_mixture(weights)
     rows = args.rows or sum(sizes)
     used = mixture.consumed(rows)
-    for source, size, count, weight, taken in zip(
-        sources, sizes, mixture.counts, weights, used, strict=True
+    for source, size, share, weight, taken in zip(
+        sources, sizes, mixture.shares(), weights, used, strict=True
     ):
         first, last = source.first_row / size, (source.first_row + taken) / size
-        print(f"[[data.sources]]  # {size:,} rows, {count / SLOTS:.2%} of the run, "
+        print(f"[[data.sources]]  # {size:,} rows, {share:.2%} of the run, "
               f"epochs {first:.2f} to {last:.2f} in {rows:,} rows")
         print("\n".join(source_lines(source, weight)) + "\n")
 
@@ -62,14 +62,15 @@ def _read_stage(directory: str) -> "Stage":
     return stage_of(checkpoint.read_run_file(path), path)
 
 
-def source_lines(source: "Source", weight: float) -> list[str]:
+def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     """Return the TOML lines of a source, without those that are defaults."""
     from deberta_ds.data.stages import WHOLE
 
-    lines = [f'path = "{source.path}"', f"weight = {weight:.6g}"]
+    lines = [f'path = "{source.path}"', f"weight = {weight:.9g}"]
     lines += [f"first_row = {source.first_row}"] if source.first_row else []
     lines += [f"order = {list(source.order)}"] if source.order else []
     lines += [f"part = {list(source.part)}"] if source.part != WHOLE else []
+    lines += [f'part_by = "{source.part_by}"'] if source.part_by != "hash" else []
     return lines
 
 

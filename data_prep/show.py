@@ -32,15 +32,15 @@ def main() -> None:
                         help="colours; without them targets stand in braces")
     args = parser.parse_args()
 
-    from deberta_ds.config import MaskConfig
-    from deberta_ds.data.rows import RowDataset, Source
+    from deberta_ds.config import MaskConfig, SourceConfig
+    from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(args.tokenizer)
     mask = MaskConfig(rate=args.rate, max_ngram=args.max_ngram, mask_share=args.mask_share,
                       random_share=args.random_share)
-    dataset = RowDataset([Source(args.corpus)], tokenizer, seq_len=args.seq_len, seed=args.seed,
-                         mask=mask)
+    dataset = RowDataset([SourceConfig(path=args.corpus)], tokenizer, seq_len=args.seq_len,
+                         seed=args.seed, mask=mask)
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     for g in range(args.first, args.first + args.rows):
         row = dataset[g]

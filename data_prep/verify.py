@@ -17,7 +17,7 @@ def main() -> None:
     from deberta_ds.tokenizer import Tokenizer
 
     for path in args.corpus:
-        lengths = sorted(int(p.parent.name[5:]) for p in Corpus.plans(path))
+        lengths = sorted(int(p.parent.name[5:]) for p in Corpus.row_plans(path))
         if not lengths:
             raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
         for seq_len in lengths:

@@ -159,7 +159,7 @@ class ObjectiveConfig:
 class SourceConfig:
     """One packed corpus and its weight in the mixture.
 
-    The last three are for a second stage; data_prep/mixture.py --after prints them.
+    The last four are for a second stage; data_prep/mixture.py --after prints them.
     """
 
     path: str = option("directory of a packed corpus", min_length=1)
@@ -170,6 +170,8 @@ class SourceConfig:
         "(seed, position) of the stage that used it first; none: this run's own", None)
     part: tuple[_Share, _Share] = option("stretch of its shards, for stages of other lengths",
                                          (0.0, 1.0))
+    part_by: Literal["hash", "position"] = option(
+        "order of the shards that parts are cut from; position: as version 0.1.0 did", "hash")
 
     def __post_init__(self):
         if not self.part[0] < self.part[1]:

@@ -143,6 +143,14 @@ class Tokenizer:
             [special[i] or piece_starts_word(piece) for i, piece in enumerate(pieces)], dtype=bool
         )
 
+    def official_word_starts(self) -> np.ndarray:
+        """Return bool[size]: the words of microsoft/DeBERTa, for `selection = "deberta_window"`."""
+        special = self.is_special()
+        pieces = self.pieces(range(self.size))
+        return np.array(
+            [special[i] or starts_official_word(piece) for i, piece in enumerate(pieces)], bool
+        )
+
     def is_special(self) -> np.ndarray:
         """Return bool[size]: ids that are never masked and never drawn as a replacement."""
         special = np.zeros(self.size, dtype=bool)
@@ -168,6 +176,21 @@ def piece_starts_word(piece: str) -> bool:
         return True
     code = ord(first)
     return any(low <= code <= high for low, high in _UNSPACED_SCRIPTS)
+
+
+def starts_official_word(piece: str) -> bool:
+    """Return whether a piece starts a word by microsoft/DeBERTa's `part_of_whole_word`.
+
+    There a piece continues a word unless it begins with the space mark or is one character of
+    punctuation, white space or control: several marks in one piece ("..."), symbols, byte pieces
+    and all Han characters continue the word before them.
+    """
+    if len(piece) != 1 or piece == SPACE_MARK:
+        return piece.startswith(SPACE_MARK)
+    # All of ASCII but letters and digits counts as punctuation there.
+    ascii_mark = piece.isascii() and piece.isprintable() and not piece.isalnum()
+    category = unicodedata.category(piece)
+    return ascii_mark or category[0] in "PC" or category == "Zs"
 
 
 def _byte_value(piece: str) -> int | None:

@@ -3,7 +3,6 @@
 import functools
 import random
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +22,6 @@ SENTENCES = (
     "Быстрая коричневая лиса прыгает через ленивую собаку.",
     "中文没有空格，所以每个词片都是一个词。日本語も同じです。",
 )
-
-
-@dataclass(frozen=True)
-class MaskSettings:
-    rate: float = 0.15
-    max_ngram: int = 1
-    mask_share: float = 1.0
-    random_share: float = 0.0
-    selection: str = "uniform"
 
 
 @functools.cache

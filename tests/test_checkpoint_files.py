@@ -109,8 +109,9 @@ def test_damage_is_found_named_and_passed_over(run_dir, name, damage):
     if damage == "missing":
         file.unlink()
     elif damage == "flipped":
-        position = random.randrange(len(data))
-        flipped = bytes([data[position] ^ 1 << random.randrange(8)])
+        chance = random.Random(name)
+        position = chance.randrange(len(data))
+        flipped = bytes([data[position] ^ 1 << chance.randrange(8)])
         file.write_bytes(data[:position] + flipped + data[position + 1:])
     else:
         file.write_bytes(data[:len(data) // 2] if damage == "truncated" else b"")

@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deberta_ds.data.prep.documents import ReadOptions, Span, plan_units
+from deberta_ds.data.prep.documents import Extent, ReadOptions, plan_units
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.errors import UserError
 
@@ -101,9 +101,9 @@ def test_any_split_into_byte_ranges_gives_the_same_documents(
     data = ("\n".join(lines) + ("\n" if newline else "")).encode()
     path.write_bytes(data)
     read = ReadOptions(documents=documents)
-    whole = [d.text for d in read_unit([Span(str(path), "text", 0, len(data))], read)]
+    whole = [d.text for d in read_unit([Extent(str(path), "text", 0, len(data))], read)]
     edges = [*range(0, len(data), cut), len(data)]
-    spans = [Span(str(path), "text", a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    spans = [Extent(str(path), "text", a, b) for a, b in zip(edges, edges[1:], strict=False)]
     assert [d.text for span in spans for d in read_unit([span], read)] == whole
 
 

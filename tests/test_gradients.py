@@ -10,9 +10,9 @@ import pytest
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
-from deberta_ds.config import MaskConfig, from_dict
+from deberta_ds.config import MaskConfig, SourceConfig, from_dict
 from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 
@@ -37,7 +37,8 @@ RECOMPUTED = {"none": (0, "all"), "every layer": (1, "all"), "every second": (2,
 def batches(tmp_path_factory):
     tokenizer, root = tiny_tokenizer(), tmp_path_factory.mktemp("rows")
     make_corpus(root, [tokenizer.encode(text) for text in random_documents(20)], tokenizer)
-    dataset = RowDataset([Source(str(root))], tokenizer, seq_len=64, seed=0, mask=MaskConfig())
+    dataset = RowDataset([SourceConfig(path=str(root))], tokenizer, seq_len=64, seed=0,
+                         mask=MaskConfig())
     return [collate([dataset[row]]) for row in range(3)]  # one row: the smallest micro-batch
 
 

@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
-    {"errors", "files", "splitmix", "options", "validation", "config", "presets", "deepspeed_config"},
+    {"errors", "files", "splitmix", "options", "validation", "config", "presets",
+     "deepspeed_config"},
     {"cpu", "dist", "log", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},

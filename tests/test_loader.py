@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from data_helpers import MaskSettings, make_corpus, random_documents, tiny_tokenizer
+from data_helpers import make_corpus, random_documents, tiny_tokenizer
 
+from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
 
 FIELDS = ("rows", "input_ids", "labels", "segments", "positions")
@@ -17,7 +18,7 @@ def dataset(tmp_path_factory):
     documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
     make_corpus(path, documents, tiny_tokenizer(), (64,))
     return RowDataset(
-        [Source(str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskSettings()
+        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig()
     )
 
 
@@ -60,7 +61,7 @@ def test_refuses_a_batch_that_does_not_divide(dataset):
 def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     path = make_corpus(tmp_path / "corpus", [[10] * 40] * 30, tiny_tokenizer(), (64,))
     dataset = RowDataset(
-        [Source(str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskSettings()
+        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig()
     )
     (path / "tokens" / "00001-000.npy").unlink()
     loader = build_loader(

@@ -8,17 +8,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from deberta_ds.data.masking import mask_row, word_spans
+from deberta_ds.config import MaskConfig
+from deberta_ds.data.masking import LONGEST_WORD, cut_long_words, mask_row, word_spans
+from deberta_ds.tokenizer import starts_official_word
 
 VOCAB, MASK = 200, 199
 SPECIAL = np.zeros(VOCAB, dtype=bool)
 SPECIAL[[0, 1, 2, 3, MASK]] = True
 WORD_START = np.arange(VOCAB) % 3 != 1  # a third of the ids continue a word
 WORD_START[SPECIAL] = True
-SETTINGS = {
-    "rate": 0.15, "max_ngram": 1, "mask_share": 1.0, "random_share": 0.0, "selection": "uniform",
-    "mask_id": MASK, "vocab_size": VOCAB,
-}
 
 
 def make_row(seed=0, length=128, real=120):
@@ -31,7 +29,7 @@ def make_row(seed=0, length=128, real=120):
 
 def mask(ids, seed=0, **changes):
     rng = np.random.Generator(np.random.Philox(key=[1, seed]))
-    return mask_row(ids, WORD_START, SPECIAL, **{**SETTINGS, **changes}, rng=rng)
+    return mask_row(ids, WORD_START, SPECIAL, MaskConfig(**changes), MASK, rng)
 
 
 def words_by_loop(ids):
@@ -96,10 +94,16 @@ def test_ngram_lengths_follow_one_over_n():
 
 
 def test_ngrams_do_not_cross_pieces():
+    """Pieces of one word: neighbours are chosen together no more often than strangers are."""
     ids = np.array([1, 5, 2, 1, 6, 2, 1, 8, 2, 1, 9, 2], dtype=np.int64)
-    for seed in range(50):
-        _, labels = mask(ids, seed, max_ngram=3, rate=0.5)
-        assert not SPECIAL[labels[labels != -100]].any()
+    pairs = Counter()
+    for seed in range(2000):
+        _, labels = mask(ids, seed, max_ngram=3, rate=2 / 12)
+        chosen = np.flatnonzero(labels != -100).tolist()
+        assert len(chosen) == 2 and not SPECIAL[labels[chosen]].any()
+        pairs[tuple(chosen)] += 1
+    assert len(pairs) == 6  # without the guard (1, 4), (4, 7) and (7, 10) take over half
+    assert max(abs(count / 2000 - 1 / 6) for count in pairs.values()) < 0.04
 
 
 def test_replacement_shares_and_random_ids():
@@ -120,6 +124,53 @@ def test_a_row_of_one_long_word_gets_a_target():
     ids = np.array([1, 5] + [4] * 10 + [2], dtype=np.int64)  # id 4 continues a word
     for max_ngram in (1, 3):
         assert (mask(ids, max_ngram=max_ngram)[1] != -100).sum() == 11
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3])
+@pytest.mark.parametrize(("length", "prose"), [(512, 0), (512, 60), (128, 0), (128, 10), (64, 2),
+                                               (40, 0), (24, 3)])
+def test_a_run_without_word_starts_is_masked_at_the_rate(length, prose, max_ngram):
+    """Hexadecimal, DNA, scripts spelled in bytes: one "word" of a whole row, beside some prose."""
+    ids = np.full(length, 4, dtype=np.int64)  # id 4 continues a word
+    ids[0], ids[1], ids[-1] = 1, 5, 2
+    ids[2 : 2 + prose] = 5  # words of one token
+    counts, trials = np.zeros(length), 300
+    budget = round(0.15 * length)
+    for seed in range(trials):
+        target = mask(ids, seed, max_ngram=max_ngram)[1] != -100
+        assert target.sum() == budget
+        counts += target
+    rates = counts / trials
+    assert abs(rates[1:-1] - budget / (length - 2)).max() < 0.12
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3])
+def test_never_more_than_the_rate_and_one_word(max_ngram):
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        length = int(rng.integers(8, 130))
+        ids = np.where(rng.random(length) < rng.choice([0.0, 0.02, 0.1, 0.6]), 5, 4)
+        ids[0], ids[-1] = 1, 2
+        target = mask(ids.astype(np.int64), seed, max_ngram=max_ngram)[1] != -100
+        assert 0 < target.sum() <= max(1, round(0.15 * length)) + LONGEST_WORD
+
+
+def test_only_rows_with_a_long_word_are_cut():
+    """Masks of existing runs stay: the cut must not touch rows whose words fit."""
+    starts, lengths = np.array([1, 4, 9]), np.array([3, 5, 16])
+    assert cut_long_words(starts, lengths, 16)[1] is lengths
+    assert cut_long_words(starts, lengths, 5)[1].tolist() == [3, 5] + [1] * 16
+    starts, lengths = np.array([1, 20]), np.array([18, 2])
+    found = cut_long_words(starts, lengths, 77)
+    assert found[0].tolist() == [*range(1, 19), 20] and found[1].tolist() == [1] * 18 + [2]
+
+
+def test_official_words_are_those_of_part_of_whole_word():
+    """microsoft/DeBERTa spm_tokenizer.py: only the space mark and single marks start a word."""
+    starts = ("\u2581the", "\u2581", "!", "$", "_", "\u3002", "\u00a0", "\u200d")
+    continues = ("...", "!!", "<0xE4>", "\u4e2d", "ing", "7", "\u20ac", "\u0301")
+    assert [starts_official_word(piece) for piece in starts] == [True] * len(starts)
+    assert [starts_official_word(piece) for piece in continues] == [False] * len(continues)
 
 
 def test_masks_are_golden():

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from data_helpers import MaskSettings, make_corpus, random_documents, tiny_tokenizer
+from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from launching import ROOT, make_run, torchrun
 
-from deberta_ds.config import ModelConfig, ObjectiveConfig
+from deberta_ds.config import MaskConfig, ModelConfig, ObjectiveConfig, SourceConfig
 from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.rtd import RtdModel
 from deberta_ds.objectives.sampling import token_uniforms
@@ -24,8 +24,8 @@ NEVER = torch.tensor(float("inf"))  # as a count, it takes a loss out of the sum
 def rows(tmp_path_factory):
     documents = [tiny_tokenizer().encode(text) for text in random_documents(60)]
     corpus = make_corpus(tmp_path_factory.mktemp("rtd") / "corpus", documents, tiny_tokenizer())
-    dataset = RowDataset([Source(str(corpus))], tiny_tokenizer(), seq_len=64, seed=3,
-                         mask=MaskSettings())
+    dataset = RowDataset([SourceConfig(path=str(corpus))], tiny_tokenizer(), seq_len=64, seed=3,
+                         mask=MaskConfig())
     return [dataset[g] for g in range(6)]
 
 

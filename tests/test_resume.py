@@ -36,7 +36,8 @@ def start_and_kill(run_file, ds, out) -> int:
                str(PRETRAIN), "--config", str(run_file), "--deepspeed_config", str(ds)]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    last = random.randint(5, 9)
+    chance = random.Random(f"{out.parent.name} resume")
+    last = chance.randint(5, 9)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         if (out / "metrics.jsonl").exists():
@@ -45,7 +46,7 @@ def start_and_kill(run_file, ds, out) -> int:
                 break
         assert process.poll() is None, "the run ended before it could be killed"
         time.sleep(0.01)
-    time.sleep(random.random() * 0.3)
+    time.sleep(chance.random() * 0.3)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return last

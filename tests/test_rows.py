@@ -5,10 +5,11 @@ import pickle
 
 import numpy as np
 import pytest
-from data_helpers import MaskSettings, make_corpus, random_documents, tiny_tokenizer
+from data_helpers import make_corpus, random_documents, tiny_tokenizer
 
+from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data.batch import check_batch, collate
-from deberta_ds.data.rows import RowDataset, Source, eval_rows
+from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
 
@@ -22,8 +23,9 @@ def corpus(tmp_path):
 
 
 def dataset_of(*paths, seed=7, **options) -> RowDataset:
-    options = {"seq_len": SEQ_LEN, "mask": MaskSettings(), **options}
-    sources = [path if isinstance(path, Source) else Source(str(path)) for path in paths]
+    options = {"seq_len": SEQ_LEN, "mask": MaskConfig(), **options}
+    sources = [path if isinstance(path, SourceConfig) else SourceConfig(path=str(path))
+               for path in paths]
     return RowDataset(sources, tiny_tokenizer(), seed=seed, **options)
 
 
@@ -57,7 +59,7 @@ def test_masks_differ_between_epochs(corpus):
 
 @pytest.mark.parametrize("ngram", [1, 3])
 def test_batches_keep_their_invariants(corpus, ngram):
-    dataset = dataset_of(corpus, mask=MaskSettings(max_ngram=ngram, mask_share=0.8,
+    dataset = dataset_of(corpus, mask=MaskConfig(max_ngram=ngram, mask_share=0.8,
                                                    random_share=0.1))
     batch = collate([dataset[g] for g in range(16)])
     check_batch(batch, tiny_tokenizer())
@@ -86,10 +88,10 @@ def test_across_documents_is_one_segment(corpus):
 
 def test_a_later_stage_repeats_no_row(corpus, tmp_path):
     other = make_corpus(tmp_path / "other", [[10] * 30] * 50, tiny_tokenizer(), (SEQ_LEN,))
-    first = dataset_of(Source(str(corpus), 3.0), Source(str(other), 1.0))
+    first = dataset_of(SourceConfig(path=str(corpus), weight=3.0), SourceConfig(path=str(other)))
     used = first.consumed(20)
     second = dataset_of(
-        Source(str(corpus), 1.0, used[str(corpus)]), Source(str(other), 1.0, used[str(other)])
+        *(SourceConfig(path=str(path), first_row=used[str(path)]) for path in (corpus, other))
     )
     seen = [first.locate(g) for g in range(20)]
     later = [second.locate(g) for g in range(10)]
@@ -107,20 +109,25 @@ def test_a_longer_stage_on_another_part_shares_no_token(tmp_path):
         shown = [np.where(row.labels >= 0, row.labels, row.input_ids) for row in found]
         return set(np.concatenate(shown).tolist()) - {0, 1, 2}
 
-    first = ids_of(dataset_of(Source(str(path), part=(0.0, 0.5))))
-    second = ids_of(dataset_of(Source(str(path), part=(0.5, 1.0)), seq_len=128))
+    first = ids_of(dataset_of(SourceConfig(path=str(path), part=(0.0, 0.5))))
+    second = ids_of(dataset_of(SourceConfig(path=str(path), part=(0.5, 1.0)), seq_len=128))
     assert not first & second and first | second == set(tokens)
     with pytest.raises(UserError, match="part"):
-        dataset_of(Source(str(path), part=(0.5, 0.5)))
+        dataset_of(SourceConfig(path=str(path), part=(0.5, 0.51)))
 
 
-def test_eval_rows_are_fixed_and_in_order(corpus):
-    arguments = {"seq_len": SEQ_LEN, "mask": MaskSettings(), "eval_seed": 3}
+def test_eval_rows_are_fixed_and_spread_over_the_corpus(corpus):
+    arguments = {"seq_len": SEQ_LEN, "mask": MaskConfig(), "eval_seed": 3}
     rows = eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=5)
     again = eval_rows(str(corpus), tiny_tokenizer(), **arguments)
-    assert [row.row for row in rows] == [0, 1, 2, 3, 4]
-    for row, same in zip(rows, again[:5], strict=True):
-        assert np.array_equal(row.labels, same.labels)
+    numbers = [row.row for row in rows]
+    assert numbers == [(2 * i + 1) * len(again) // 10 for i in range(5)]
+    for row in rows:
+        assert np.array_equal(row.labels, again[row.row].labels)
+    assert [row.row for row in again] == list(range(len(again)))
+    assert len({row // -(-len(again) // 3) for row in numbers}) == 3  # of its three shards
+    old = eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=5, rules=1)
+    assert [row.row for row in old] == [0, 1, 2, 3, 4]  # of runs begun with version 0.1.0
     with pytest.raises(UserError, match="rows"):
         eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=10**6)
 

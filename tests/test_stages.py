@@ -13,10 +13,12 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenize
 
 from deberta_ds import config
 from deberta_ds.config import DataConfig, SourceConfig
-from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.rows import ROW_RULES, RowDataset
 from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
+from deberta_ds.train.setup import Inputs, follow_row_rules
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, ROWS_SEEN = 64, 70
@@ -45,24 +47,28 @@ def run_of(sources, seed=7, seq_len=SEQ_LEN):
     return dataclasses.replace(DEMO, data=data)
 
 
-def dataset_of(run):
-    sources = [Source(**dataclasses.asdict(source)) for source in run.data.sources]
-    return RowDataset(sources, tiny_tokenizer(), seq_len=run.data.seq_len, seed=run.data.seed,
-                      mask=run.objective.mask)
+def dataset_of(run, rules=ROW_RULES):
+    return RowDataset(run.data.sources, tiny_tokenizer(), seq_len=run.data.seq_len,
+                      seed=run.data.seed, mask=run.objective.mask, rules=rules)
 
 
-def write_checkpoint(run, out_dir, rows_seen=ROWS_SEEN):
+def write_checkpoint(run, out_dir, rows_seen=ROWS_SEEN, rules=ROW_RULES):
     """Write what the data of a checkpoint is: run.json and the manifest that makes it whole."""
     record = {"rows_seen": rows_seen, "config": config.to_dict(run),
-              "fingerprints": dataset_of(run).fingerprints}
+              "fingerprints": dataset_of(run, rules).fingerprints}
+    if rules > 1:
+        record["row_rules"] = rules  # version 0.1.0 wrote none
+    else:
+        for source in record["config"]["data"]["sources"]:
+            del source["part_by"]
     path = out_dir / "checkpoints" / "step-00000100"
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(record))
     (path / "manifest.json").write_text("{}")
 
 
-def rows_of(run, count=ROWS_SEEN):
-    dataset = dataset_of(run)
+def rows_of(run, count=ROWS_SEEN, rules=ROW_RULES):
+    dataset = dataset_of(run, rules)
     located = [dataset.locate(g) for g in range(count)]
     return {(run.data.sources[source].path, row) for source, row in located}
 
@@ -74,8 +80,8 @@ def test_a_stage_with_other_sources_weights_and_seed_repeats_no_row(corpora, tmp
     stages = [read_stage(tmp_path / "first")]
     sources = [next_source(path, stages, seq_len=SEQ_LEN)[0] for path in (wiki, books)]
     assert sources[0].order == (7, 1) and sources[0].first_row == stages[0].used[1] > 20
-    assert sources[1] == Source(books)
-    second = run_of([SourceConfig(**dataclasses.asdict(source)) for source in sources], seed=8)
+    assert sources[1] == SourceConfig(path=books)
+    second = run_of(sources, seed=8)
     seen, later = rows_of(first), rows_of(second, 60)
     assert len(seen) == ROWS_SEEN and len(later) == 60 and not seen & later
 
@@ -83,7 +89,39 @@ def test_a_stage_with_other_sources_weights_and_seed_repeats_no_row(corpora, tmp
     stages.append(read_stage(tmp_path / "second" / "checkpoints" / "step-00000100"))
     third = next_source(wiki, stages, seq_len=SEQ_LEN)[0]
     assert third.order == (7, 1) and third.first_row == stages[1].used[0]
-    assert not (seen | later) & rows_of(run_of([SourceConfig(**dataclasses.asdict(third))]), 10)
+    assert not (seen | later) & rows_of(run_of([third]), 10)
+
+
+def test_a_stage_after_a_run_of_version_0_1_0_repeats_no_row(corpora, tmp_path):
+    """Its mixture was a table of slots, and its parts were cut by position."""
+    web, wiki, _ = corpora
+    first = run_of([SourceConfig(path=web, weight=0.7, part=(0.0, 0.6)),
+                    SourceConfig(path=wiki, weight=0.3)])
+    write_checkpoint(first, tmp_path / "old", rules=1)
+    stages = [read_stage(tmp_path / "old")]
+    sources = [next_source(path, stages, seq_len=SEQ_LEN)[0] for path in (web, wiki)]
+    assert sources[0].part == (0.0, 0.6) and sources[0].part_by == "position"
+    seen, later = rows_of(first, rules=1), rows_of(run_of(sources), 40)
+    assert len(seen) == ROWS_SEEN and len(later) == 40 and not seen & later
+
+    def tokens_of(source, seq_len):
+        corpus = Corpus(source.path, seq_len=seq_len, part=source.part, part_by=source.part_by)
+        return {corpus.place(row).split(" ")[0] for row in range(corpus.num_rows)}
+
+    rest, _ = next_source(web, stages, seq_len=128, part=(0.6, 1.0))
+    assert not tokens_of(rest, 128) & tokens_of(sources[0], SEQ_LEN)
+
+
+def test_a_part_is_a_sample_of_all_inputs(corpora):
+    """Shards lie in input order: the tail of them is one input, often another language."""
+    def shards_of(part):
+        corpus = Corpus(corpora[0], seq_len=SEQ_LEN, part=part)
+        places = {corpus.place(row).split(" ")[0] for row in range(corpus.num_rows)}
+        return {int(Path(place).stem.split("-")[0]) for place in places}
+
+    first, second = shards_of((0.0, 0.5)), shards_of((0.5, 1.0))
+    assert first | second == set(range(10)) and not first & second
+    assert first & set(range(5)) and second & set(range(5))
 
 
 def test_longer_rows_come_from_other_shards_or_are_refused(corpora, tmp_path):
@@ -93,7 +131,8 @@ def test_longer_rows_come_from_other_shards_or_are_refused(corpora, tmp_path):
         next_source(web, [read_stage(tmp_path / "all")], seq_len=128, part=(0.8, 1.0))
     write_checkpoint(run_of([SourceConfig(path=web, part=(0.0, 0.8))]), tmp_path / "most")
     stages = [read_stage(tmp_path / "most")]
-    assert next_source(web, stages, seq_len=128, part=(0.8, 1.0))[0] == Source(web, part=(0.8, 1.0))
+    found, _ = next_source(web, stages, seq_len=128, part=(0.8, 1.0))
+    assert found == SourceConfig(path=web, part=(0.8, 1.0))
     assert next_source(web, stages, seq_len=SEQ_LEN)[0].part == (0.0, 0.8)
     with pytest.raises(UserError, match="would repeat tokens"):
         next_source(web, stages, seq_len=SEQ_LEN, part=(0.5, 1.0))
@@ -127,3 +166,22 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     assert np.array_equal([dataset.locate(g) for g in range(20)],
                           [dataset_of(second).locate(g) for g in range(20)])
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
+
+
+def test_a_resumed_run_of_version_0_1_0_keeps_its_rows(corpora):
+    """Its checkpoint says nothing about rules; rows, parts and evaluation rows are those of then.
+    """
+    web, wiki, books = corpora
+    run = run_of([SourceConfig(path=web, weight=0.7, part=(0.0, 0.6)),
+                  SourceConfig(path=wiki, weight=0.3)])
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, eval=books),
+                              train=dataclasses.replace(run.train, eval_rows=6))
+    new = Inputs(tiny_tokenizer(), dataset_of(run), [], {}, 0)
+    old = follow_row_rules(run, new, {"fingerprints": {}})
+    expected = dataset_of(run, rules=1)
+    assert [old.dataset.locate(g) for g in range(500)] == [expected.locate(g) for g in range(500)]
+    assert old.dataset.fingerprints == expected.fingerprints != new.dataset.fingerprints
+    assert [row.row for row in old.held_out] == list(range(6))
+    assert follow_row_rules(run, new, {"row_rules": ROW_RULES}) is new
+    with pytest.raises(UserError, match="row rules 3"):
+        follow_row_rules(run, new, {"row_rules": 3})

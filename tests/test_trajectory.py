@@ -6,7 +6,7 @@ from launching import ROOT, make_run, torchrun
 
 from deberta_ds import config
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset, Source
+from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
@@ -20,7 +20,7 @@ TOLERANCE = 1e-5  # relative; fp32 sums in another order
 def plain_trajectory(run) -> dict:
     """The same run in plain PyTorch: whole batches, losses averaged by hand, one process."""
     tokenizer = Tokenizer(run.data.tokenizer)
-    dataset = RowDataset([Source(run.data.sources[0].path)], tokenizer, seq_len=run.data.seq_len,
+    dataset = RowDataset(run.data.sources[:1], tokenizer, seq_len=run.data.seq_len,
                          seed=run.data.seed, mask=run.objective.mask)
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, run.train.seed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-IGNORE = -100
+from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,20 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Return the batch in pinned memory (called by the DataLoader when pinning is on)."""
-        return self._map(torch.Tensor.pin_memory)
+        return self.as_tensors()._map(torch.Tensor.pin_memory)
 
-    def _map(self, function) -> "Batch":
+    def as_arrays(self) -> "Batch":
+        """Return the batch with NumPy arrays for tensors: how it travels between processes."""
+        return self._map(torch.Tensor.numpy)
+
+    def as_tensors(self) -> "Batch":
+        """Return the batch with tensors again."""
+        return self._map(torch.from_numpy, np.ndarray)
+
+    def _map(self, function, kind: type = torch.Tensor) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, kind):
                 values[name] = function(value)
         return Batch(**values)
 
@@ -84,11 +92,13 @@ def collate(rows: list[Row]) -> Batch:
 
 
 def check_batch(batch: Batch, tokenizer) -> None:
-    """AssertionError naming the row and the broken invariant, if there is one.
+    """AssertionError naming the row and the broken invariant, if there is one (not for the masks
+    of "deberta_window", whose words are others).
 
     Invariants: labels are -100 or an ordinary id; positions without a label keep their id; targets
-    form whole words; segments are contiguous from 1, start with [CLS] and end with [SEP]; padding
-    only at the end, with id 0; positions count up from 0 in each segment; the target index agrees.
+    form whole words, unless those are too long; segments are contiguous from 1, start with [CLS]
+    and end with [SEP]; padding only at the end, with id 0; positions count up from 0 in each
+    segment; the target index agrees.
     """
     word_start, special = tokenizer.word_starts(), tokenizer.is_special()
     labels_BL = batch.labels.cpu().numpy()
@@ -102,10 +112,11 @@ def check_batch(batch: Batch, tokenizer) -> None:
         original = np.where(target, labels, inputs)
         _check(row, not (original == tokenizer.mask_id).any(), "[MASK] without a label")
         _check_segments(row, original, segments_BL[b], positions_BL[b], tokenizer)
-        inside = ~special[original] & ~word_start[original]
-        inside[1:] &= ~special[original[:-1]]
-        inside[0] = False
-        split = inside[1:] & (target[1:] != target[:-1])
+        starts, lengths = word_spans(original, word_start, special[original])
+        hidden = np.add.reduceat(target, starts, dtype=np.int64) if len(starts) else lengths
+        # `target` is False between words, so that a word's sum reaches to the next word's start.
+        split = (hidden > 0) & (hidden < lengths)
+        split &= lengths <= min(LONGEST_WORD, int(target.sum()))
         _check(row, not split.any(), "targets do not form whole words")
         columns = np.flatnonzero(target)
         stored = batch.target_positions[b, : len(columns)].cpu().numpy()

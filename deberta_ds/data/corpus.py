@@ -1,15 +1,23 @@
 """A tokenized, packed corpus opened for reading by row number.
 
-Memory is O(shards) plus an LRU of open memory maps; opening reads two manifests and no data.
+Memory is O(shards); opening reads two manifests and no data. A row is read with a few small reads
+at known places, so that a failing or missing file is one clear error.
 """
 
-from collections import OrderedDict
+import os
+import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
+from deberta_ds.data.packing import FRAME_TOKENS
+from deberta_ds.data.reading import read_bytes
 from deberta_ds.data.shards import (
     MANIFEST,
+    RowShardInfo,
+    ShardInfo,
     read_manifest,
     read_rows_manifest,
     rows_directory,
@@ -17,8 +25,8 @@ from deberta_ds.data.shards import (
 from deberta_ds.errors import UserError
 from deberta_ds.files import xxh3
 
-OPEN_SHARDS = 128
 VERIFY_MODES = ("sizes", "full")
+_APART_ROWS = 4  # pieces that lie within so many rows of tokens are read at once
 
 
 class Corpus:
@@ -29,19 +37,22 @@ class Corpus:
     """
 
     def __init__(
-        self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0)
+        self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0),
+        part_by: str = "hash",
     ):
         """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale.
 
         `part` (from, to) in [0, 1] opens only that stretch of the shards: stages of other lengths
-        that take other parts share no token.
+        that take other parts share no token. `part_by` "hash" orders the shards by a hash of their
+        names, so that every part is a sample of all inputs; "position" leaves them in input order,
+        as version 0.1.0 did.
         """
         self.path = Path(path)
         self.seq_len = seq_len
         self.manifest, self.corpus_fingerprint = read_manifest(self.path)
         rows_path = rows_directory(self.path, seq_len)
         if not (rows_path / MANIFEST).exists():
-            found = sorted(p.parent.name for p in self.plans(self.path))
+            found = sorted(p.parent.name for p in self.row_plans(self.path))
             names = ", ".join(found) or "none"
             raise UserError(
                 f"{self.path}: no row plan for seq_len {seq_len} (found: {names}); "
@@ -54,24 +65,24 @@ class Corpus:
                 f"directory and run data_prep/pack.py {self.path} --seq_len {seq_len}"
             )
         self._shards = _part_of(
-            list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part, self.path
+            list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part,
+            part_by, self.path,
         )
         if part != (0.0, 1.0):
-            self.fingerprint += f"[{part[0]}:{part[1]}]"
+            how = " by hash" if part_by == "hash" else ""
+            self.fingerprint += f"[{part[0]}:{part[1]}{how}]"
         counts = [rows.rows for _, rows in self._shards]
         self._cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_rows = int(self._cumulative[-1])
         if self.num_rows == 0:
             raise UserError(f"{rows_path}: the corpus has no rows; prepare it from more text")
-        self._maps: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
+        self._dtype = np.dtype(self.manifest.dtype)
+        self._known_paths: dict[int, _Paths] = {}
 
     @staticmethod
-    def plans(path: str | Path) -> list[Path]:
+    def row_plans(path: str | Path) -> list[Path]:
         """Return the manifests of the finished row plans of a corpus directory."""
         return list(Path(path).glob(f"rows-*/{MANIFEST}"))
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_maps": OrderedDict()}
 
     def check_tokenizer(self, sha256: str) -> None:
         """UserError unless the corpus was made with the tokenizer of this checksum."""
@@ -85,78 +96,144 @@ class Corpus:
     def verify(self, mode: str = "sizes", *, rank: int = 0, world_size: int = 1) -> int:
         """Check the files of shards rank::world_size and return how many files were checked.
 
-        "sizes" compares sizes, "full" also xxh3 checksums. UserError names the first bad file.
+        "sizes" compares sizes, "full" also xxh3 checksums and every row of the plan. UserError
+        names the first bad file.
         """
         if mode not in VERIFY_MODES:
             raise UserError(f"verify is {mode!r}; it must be one of {', '.join(VERIFY_MODES)}")
-        checked = 0
-        rows_path = rows_directory(self.path, self.seq_len)
-        for shard, rows in self._shards[rank::world_size]:
-            remake = f"remove it and run data_prep/pack.py {self.path} --seq_len {self.seq_len}"
-            fetch = "copy the shard again from its source, or make the corpus again"
-            name = f"{shard.name}.npy"
-            starts = rows_path / f"{rows.name}.starts.npy"
+        fetch = "copy the shard again from its source, or make the corpus again"
+        remake = self._remake()
+        for number in range(rank, len(self._shards), world_size):
+            shard, rows = self._shards[number]
+            paths = self._paths(number)
             for path, size, digest, remedy in (
-                (self.path / "tokens" / name, shard.bytes, shard.xxh3, fetch),
-                (self.path / "ends" / name, shard.ends_bytes, shard.ends_xxh3, fetch),
-                (rows_path / name, rows.bytes, rows.xxh3, remake),
-                (starts, rows.starts_bytes, rows.starts_xxh3, remake),
+                (paths.tokens, shard.bytes, shard.xxh3, fetch),
+                (paths.ends, shard.ends_bytes, shard.ends_xxh3, fetch),
+                (paths.pieces, rows.bytes, rows.xxh3, remake),
+                (paths.starts, rows.starts_bytes, rows.starts_xxh3, remake),
             ):
                 check_file(path, size, digest if mode == "full" else None, remedy)
-                checked += 1
-        return checked
+            if mode == "full":
+                self._check_rows(number)
+        return 4 * len(range(rank, len(self._shards), world_size))
+
+    def _check_rows(self, number: int) -> None:
+        """UserError naming the first row of a shard that `row` would refuse."""
+        shard, rows = self._shards[number]
+        paths = self._paths(number)
+        pieces, starts = map_array(paths.pieces), map_array(paths.starts).astype(np.int64)
+        if pieces.shape != (rows.pieces, 2) or starts.shape != (rows.rows + 1,):
+            raise UserError(f"{paths.pieces}: {pieces.shape} pieces in {starts.shape} rows are not "
+                            f"what the manifest says; {self._remake()}")
+        bad = (starts[1:] <= starts[:-1]) | (starts[1:] > rows.pieces)
+        if not bad.any():
+            begin, length = pieces[:, 0].astype(np.int64), pieces[:, 1].astype(np.int64)
+            outside = (length < 1) | (begin + length > shard.tokens)
+            sizes = np.add.reduceat(length + FRAME_TOKENS, starts[:-1]) if rows.rows else length
+            bad = np.add.reduceat(outside, starts[:-1]) if rows.rows else outside
+            bad = bad.astype(bool) | (sizes > self.seq_len)
+        if bad.any():
+            raise self._bad_row(number, int(bad.argmax()))
 
     def row(self, index: int) -> list[np.ndarray]:
-        """Return the pieces of row `index`: token arrays without special tokens, in order."""
-        shard = int(np.searchsorted(self._cumulative, index, side="right")) - 1
+        """Return the pieces of row `index`: token arrays without special tokens, in order.
+
+        UserError if the plan leads outside of the shard or gives more than a row holds.
+        """
+        number, local = self._find(index)
+        shard, rows = self._shards[number]
+        paths = self._paths(number)
+        header = rows.starts_bytes - 4 * (rows.rows + 1)
+        first, last = struct.unpack("<2I", read_bytes(paths.starts, header + 4 * local, 8))
+        count = last - first
+        if not 0 < count <= self.seq_len or last > rows.pieces:
+            raise self._bad_row(number, local)
+        header = rows.bytes - 8 * rows.pieces
+        data = read_bytes(paths.pieces, header + 8 * first, 8 * count)
+        numbers = struct.unpack(f"<{2 * count}I", data)
+        begins, lengths = numbers[::2], numbers[1::2]
+        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        if (min(lengths) < 1 or sum(lengths) + FRAME_TOKENS * count > self.seq_len
+                or max(ends) > shard.tokens):
+            raise self._bad_row(number, local)
+        low, high = min(begins), max(ends)
+        if high - low <= _APART_ROWS * self.seq_len:
+            tokens = self._tokens(number, low, high)
+            return [tokens[begin - low : end - low]
+                    for begin, end in zip(begins, ends, strict=True)]
+        return [self._tokens(number, begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+    def _tokens(self, number: int, first: int, last: int) -> np.ndarray:
+        shard, size = self._shards[number][0], self._dtype.itemsize
+        offset = shard.bytes - size * (shard.tokens - first)
+        data = read_bytes(self._paths(number).tokens, offset, size * (last - first))
+        return np.frombuffer(data, self._dtype)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Return (shard number, row in it) of row `index`."""
         if not (0 <= index < self.num_rows):
             raise IndexError(f"row {index} is outside the {self.num_rows} rows of {self.path}")
-        tokens, pieces, starts = self._open(shard)
-        local = index - int(self._cumulative[shard])
-        first, last = int(starts[local]), int(starts[local + 1])
-        return [tokens[start : start + length] for start, length in pieces[first:last].tolist()]
+        number = int(self._cumulative.searchsorted(index, side="right")) - 1
+        return number, index - int(self._cumulative[number])
+
+    def _bad_row(self, number: int, local: int) -> UserError:
+        return UserError(f"{self._paths(number).pieces}: row {local} of this plan lies outside of "
+                         f"its shard or is longer than {self.seq_len} tokens; the plan is damaged: "
+                         f"{self._remake()}")
+
+    def _remake(self) -> str:
+        return (f"remove {rows_directory(self.path, self.seq_len)} and run data_prep/pack.py "
+                f"{self.path} --seq_len {self.seq_len}")
+
+    def _paths(self, number: int) -> "_Paths":
+        found = self._known_paths.get(number)
+        if found is None:
+            name, rows_path = self._shards[number][0].name, rows_directory(self.path, self.seq_len)
+            found = _Paths(*(str(path) for path in (
+                self.path / "tokens" / f"{name}.npy", self.path / "ends" / f"{name}.npy",
+                rows_path / f"{name}.npy", rows_path / f"{name}.starts.npy",
+            )))
+            self._known_paths[number] = found
+        return found
 
     def place(self, index: int) -> str:
         """Return where row `index` lies, for messages: shard file and row in it."""
-        shard = int(np.searchsorted(self._cumulative, index, side="right")) - 1
-        name = self._shards[shard][0].name
-        return f"{self.path / 'tokens' / name}.npy (row {index - self._cumulative[shard]} of it)"
-
-    def _open(self, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        maps = self._maps.get(shard)
-        if maps is None:
-            name = self._shards[shard][0].name
-            rows_path = rows_directory(self.path, self.seq_len)
-            maps = (
-                map_array(self.path / "tokens" / f"{name}.npy"),
-                map_array(rows_path / f"{name}.npy"),
-                map_array(rows_path / f"{name}.starts.npy"),
-            )
-            self._maps[shard] = maps
-            if len(self._maps) > OPEN_SHARDS:
-                self._maps.popitem(last=False)
-        else:
-            self._maps.move_to_end(shard)
-        return maps
+        number, local = self._find(index)
+        return f"{self._paths(number).tokens} (row {local} of it)"
 
 
-def _part_of(shards: list, part: tuple[float, float], path: Path) -> list:
+class _Paths(NamedTuple):
+    """The four files of one shard."""
+
+    tokens: str
+    ends: str
+    pieces: str
+    starts: str
+
+
+def _part_of(
+    shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, float], part_by: str,
+    path: Path,
+) -> list[tuple[ShardInfo, RowShardInfo]]:
     low, high = part
     if not 0.0 <= low < high <= 1.0:
         raise UserError(f"{path}: part {part} must be 0 <= from < to <= 1")
-    chosen = shards[round(low * len(shards)) : round(high * len(shards))]
+    order = list(range(len(shards)))
+    if part_by == "hash":
+        order.sort(key=lambda number: xxhash.xxh3_64_hexdigest(shards[number][0].name.encode()))
+    chosen = order[round(low * len(shards)) : round(high * len(shards))]
     if not chosen:
         raise UserError(
             f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make smaller "
             "shards with tokenize_corpus.py --unit_bytes"
         )
-    return chosen
+    return [shards[number] for number in sorted(chosen)]
 
 
-def check_file(path: Path, size: int, digest: str | None, remedy: str) -> None:
+def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> None:
     """UserError unless `path` has this size and, if given, this xxh3-128 digest."""
     try:
-        actual = path.stat().st_size
+        actual = os.stat(path).st_size
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; {remedy}") from error
     if actual != size:
@@ -165,7 +242,7 @@ def check_file(path: Path, size: int, digest: str | None, remedy: str) -> None:
         raise UserError(f"{path}: xxh3 checksum differs from the manifest; {remedy}")
 
 
-def map_array(path: Path) -> np.ndarray:
+def map_array(path: str | Path) -> np.ndarray:
     """Return a read-only memory map of a .npy file as a plain array (cheap to slice)."""
     try:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))

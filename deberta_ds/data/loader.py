@@ -3,16 +3,27 @@
 Step k of rank r covers rows  start_row + k*G + r*G/W + (0 .. G/W - 1), cut into micro-batches in
 order. Rank, world size, micro-batch size and number of workers decide only who computes which row:
 the rows themselves are functions of their number.
+
+Where a row takes long to read (a network file system), threads read the next rows meanwhile: their
+numbers are known. Batches come from the workers as NumPy arrays: torch would pass each tensor as a
+descriptor, and a worker that has none left would leave the training process waiting for ever.
 """
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
-from deberta_ds.data.batch import Batch, Row, collate
+from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
+
+_SLOW_SECONDS = 0.5e-3  # mean time to read a row from which threads are worth their cost
+_READ_THREADS = 16
+_ROWS_AHEAD = 64
 
 
 def build_loader(
@@ -37,9 +48,9 @@ def build_loader(
         )
     rows = RankRows(start_row, global_batch_rows, micro_batch_rows, rank, world_size, num_steps)
     loader = DataLoader(
-        _Reader(dataset),
-        batch_sampler=rows,
-        collate_fn=_collate,
+        _Reader(dataset, rows),
+        batch_size=None,  # an item is a micro-batch
+        collate_fn=_as_it_is,
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
         pin_memory=torch.cuda.is_available(),
@@ -48,7 +59,7 @@ def build_loader(
 
 
 class RankRows:
-    """The row numbers of each micro-batch of one rank, in order: an iterable of lists."""
+    """The row numbers of each micro-batch of one rank, in order."""
 
     def __init__(self, start_row, global_batch_rows, micro_batch_rows, rank, world_size, num_steps):
         self._micro, self._per_rank = micro_batch_rows, global_batch_rows // world_size
@@ -58,34 +69,80 @@ class RankRows:
     def __len__(self) -> int:
         return self._steps * (self._per_rank // self._micro)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self._steps):
-            base = self._first + step * self._global
-            for offset in range(0, self._per_rank, self._micro):
-                yield list(range(base + offset, base + offset + self._micro))
+    def __getitem__(self, number: int) -> range:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        step, offset = divmod(number, self._per_rank // self._micro)
+        first = self._first + step * self._global + offset * self._micro
+        return range(first, first + self._micro)
 
 
 class _Reader:
-    """Reads the rows of one micro-batch. A UserError travels as a value: raised in a worker, it
-    would reach the user wrapped in a traceback.
+    """The micro-batches of one rank by number. A UserError travels as a value: raised in a worker,
+    it would reach the user wrapped in a traceback.
     """
 
-    def __init__(self, dataset: RowDataset):
-        self._dataset = dataset
+    def __init__(self, dataset: RowDataset, rows: RankRows):
+        self._dataset, self._rows = dataset, rows
+        self._mean_seconds = 0.0
+        self._threads: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, list[Future]] = {}
 
-    def __getitems__(self, numbers: list[int]) -> list[Row] | UserError:
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Batch | UserError:
         try:
-            return [self._dataset[number] for number in numbers]
+            pieces = self._read(number)
+            rows = [self._dataset.build(g, found)
+                    for g, found in zip(self._rows[number], pieces, strict=True)]
         except UserError as error:
             return error
+        batch = collate(rows)
+        return batch.as_arrays() if get_worker_info() else batch
+
+    def _read(self, number: int) -> list[list[np.ndarray]]:
+        """Return the stored pieces of each row of a micro-batch."""
+        if self._threads:
+            return self._read_ahead(number)
+        rows, start = self._rows[number], time.perf_counter()
+        pieces = [self._dataset.read(g) for g in rows]
+        seconds = (time.perf_counter() - start) / len(rows)
+        self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+        if self._mean_seconds > _SLOW_SECONDS:
+            self._threads = ThreadPoolExecutor(_READ_THREADS)
+        return pieces
+
+    def _read_ahead(self, number: int) -> list[list[np.ndarray]]:
+        """As `_read`, while threads read the micro-batches that this worker will give next."""
+        info = get_worker_info()
+        stride = info.num_workers if info else 1
+        batches = 1 + _ROWS_AHEAD // len(self._rows[number])
+        for later in range(number, min(number + stride * batches, len(self)), stride):
+            if later not in self._ahead:
+                self._ahead[later] = [self._threads.submit(self._dataset.read, g)
+                                      for g in self._rows[later]]
+        return [future.result() for future in self._ahead.pop(number)]
 
 
-def _collate(rows: list[Row] | UserError) -> Batch | UserError:
-    return rows if isinstance(rows, UserError) else collate(rows)
+def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
+    return batch
 
 
 def _unwrap(loader: DataLoader) -> Iterator[Batch]:
-    for batch in loader:
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"a loader process has died: {error}. Killed for its memory? Lower data.workers; "
+                "run the same command again to go on from the last checkpoint"
+            ) from error
+        if batch is None:
+            return
         if isinstance(batch, UserError):
             raise batch
-        yield batch
+        yield batch.as_tensors()

@@ -1,10 +1,16 @@
 """Which tokens of a row are hidden, and what stands in their place.
 
 "uniform" (default): whole words in random order until exactly round(rate * real tokens) tokens are
-chosen; n-grams extend over the following words of the piece with P(n) ~ 1/n. Every position has the
-same chance. "deberta_window" reproduces the official NGramMaskGenerator (microsoft/DeBERTa,
+chosen; n-grams extend over the following words of the piece with P(n) ~ 1/n. Words that would
+overshoot are passed over, so long words are chosen a little less often, and with n-grams the first
+words of a piece too (docs/data.md has the figures); tenths of a row are alike.
+
+What has no word starts (hexadecimal, base64, DNA, digits, scripts spelled in bytes) would be one
+word of a whole row: beyond 16 tokens, or beyond the budget, each token of a word stands for itself.
+
+"deberta_window" reproduces the official NGramMaskGenerator (microsoft/DeBERTa,
 `apps/tasks/mlm_task.py`), which consumes its budget from the left: at 512 tokens the last tenth of
-a row is never masked.
+a row is never masked. With max_ngram 1 it chooses tokens, else words by the official rule.
 """
 
 import math
@@ -14,56 +20,49 @@ from functools import cache
 
 import numpy as np
 
-SELECTIONS = ("uniform", "deberta_window")
+from deberta_ds.config import MaskConfig
+
 IGNORE = -100
+LONGEST_WORD = 16  # tokens
 
 
 def mask_row(
     ids: np.ndarray,
     word_start: np.ndarray,
     special: np.ndarray,
-    *,
-    rate: float,
-    max_ngram: int,
-    mask_share: float,
-    random_share: float,
-    selection: str,
+    mask: MaskConfig,
     mask_id: int,
-    vocab_size: int,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
-    `word_start` and `special` are bool[V] tables, V >= vocab_size (pad, cls, sep, unk and mask are
-    special). Of the chosen tokens `mask_share` become [MASK], `random_share` a random ordinary id,
-    the rest stay. Labels are the original ids there and -100 elsewhere. A row with any word gets at
-    least one target.
+    `word_start` and `special` are bool tables over the tokenizer's ids (pad, cls, sep, unk and mask
+    are special). Of the chosen tokens `mask_share` become [MASK], `random_share` a random ordinary
+    id, the rest stay. Labels are the original ids there and -100 elsewhere. A row with any word
+    gets at least one target.
     """
     special_L = special[ids]
-    if selection == "deberta_window":
-        pool = range(vocab_size)
-        return _deberta_window(
-            ids, word_start, special_L, rate, max_ngram, mask_share, random_share, mask_id, pool,
-            random.Random(int(rng.integers(1 << 63))),
-        )
-    assert selection == "uniform", f"selection must be one of {SELECTIONS}"
-    starts, lengths = word_spans(ids, word_start, special_L)
-    budget = max(1, round(rate * int(np.count_nonzero(ids))))
-    if max_ngram == 1:
+    budget = max(1, round(mask.rate * int(np.count_nonzero(ids))))
+    if mask.selection == "deberta_window":
+        return _deberta_window(ids, word_start, special_L, mask, budget, mask_id,
+                               random.Random(int(rng.integers(1 << 63))))
+    starts, lengths = cut_long_words(*word_spans(ids, word_start, special_L), budget)
+    if mask.max_ngram == 1:
         words = _choose_words(lengths, budget, rng)
     else:
-        words = _choose_ngrams(starts, lengths, budget, max_ngram, rng)
+        words = _choose_ngrams(starts, lengths, budget, mask.max_ngram, rng)
     chosen = _expand(starts[words], lengths[words])
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[chosen] = ids[chosen]
     output = ids.copy()
-    if mask_share >= 1.0:
+    if mask.mask_share >= 1.0:
         output[chosen] = mask_id
         return output, labels
     draw = rng.random(len(chosen))
-    output[chosen[draw < mask_share]] = mask_id
-    replaced = chosen[(draw >= mask_share) & (draw < mask_share + random_share)]
-    ordinary = np.flatnonzero(~special[:vocab_size])
+    output[chosen[draw < mask.mask_share]] = mask_id
+    shown_as_another = (draw >= mask.mask_share) & (draw < mask.mask_share + mask.random_share)
+    replaced = chosen[shown_as_another]
+    ordinary = np.flatnonzero(~special)
     output[replaced] = ordinary[(rng.random(len(replaced)) * len(ordinary)).astype(np.int64)]
     return output, labels
 
@@ -85,6 +84,23 @@ def word_spans(
     lengths[-1] = len(ids) - edges[-1]
     ordinary = ~special_L[edges]
     return edges[ordinary], lengths[ordinary]
+
+
+def cut_long_words(
+    starts: np.ndarray, lengths: np.ndarray, budget: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the words, with each token of one that is too long as a word of its own.
+
+    Too long is above LONGEST_WORD or above `budget`, which could never hold it; but where no word
+    is within the budget, the shortest stays whole and overshoots.
+    """
+    if not len(lengths) or lengths.max() <= min(LONGEST_WORD, budget):
+        return starts, lengths
+    long = lengths > min(LONGEST_WORD, max(budget, int(lengths.min())))
+    parts = np.where(long, lengths, 1)
+    word = np.arange(len(lengths)).repeat(parts)
+    offset = np.arange(len(word)) - (parts.cumsum() - parts)[word]
+    return starts[word] + offset, np.where(long, 1, lengths)[word]
 
 
 def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
@@ -155,18 +171,18 @@ def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _deberta_window(
-    ids, word_start, special_L, rate, max_ngram, mask_share, random_share, mask_id, pool, rng
+    ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray, mask: MaskConfig, budget: int,
+    mask_id: int, rng: random.Random,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The official sampler, draw for draw; `rng` is a random.Random."""
+    """The official sampler, draw for draw."""
     units: list[list[int]] = []
     for position in np.flatnonzero(~special_L).tolist():
-        if max_ngram > 1 and units and not word_start[ids[position]]:
+        if mask.max_ngram > 1 and units and not word_start[ids[position]]:
             units[-1].append(position)
         else:
             units.append([position])
-    max_predictions = math.ceil(len(ids) * rate / 10) * 10
-    budget = min(max_predictions, max(1, round(int(np.count_nonzero(ids)) * rate)))
-    window, cumulative = int(1 / rate), _ngram_cumulative(max_ngram).tolist()
+    budget = min(math.ceil(len(ids) * mask.rate / 10) * 10, budget)
+    window, cumulative = int(1 / mask.rate), _ngram_cumulative(mask.max_ngram).tolist()
     marked = [False] * len(units)
     offset = 0
     while offset < len(units):
@@ -177,7 +193,8 @@ def _deberta_window(
         marked[first:end] = [True] * (end - first)
         offset = max(offset + context, end)
     output, labels = ids.copy(), np.full(len(ids), IGNORE, dtype=np.int64)
-    keep_share = 1.0 - mask_share - random_share
+    shown = mask.mask_share + (1.0 - mask.mask_share - mask.random_share)
+    pool = range(len(word_start))  # special ids too
     count = 0
     for unit, is_marked in zip(units, marked, strict=True):
         if not is_marked:
@@ -185,9 +202,9 @@ def _deberta_window(
         for position in unit:
             labels[position] = ids[position]
             draw = rng.random()
-            if draw < mask_share:
+            if draw < mask.mask_share:
                 output[position] = mask_id
-            elif draw >= mask_share + keep_share:
+            elif draw >= shown:
                 output[position] = rng.choice(pool)
             count += 1
         if count >= budget:

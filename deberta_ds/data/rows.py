@@ -1,88 +1,79 @@
 """RowDataset[g]: row number g of the run, a pure function of (seed, g).
 
-    g -> slot table of the mixture -> source s, index j
+    g -> mixture -> source s, index j
     first_row + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
     row -> pieces, each framed as [CLS] piece [SEP]
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere
+
+The rules have a version, which a checkpoint keeps: runs begun with version 0.1.0 go on under rules
+1. Those have the mixture's table of 1024 slots, parts of a corpus by position, and evaluation rows
+from the front of the held-out corpus.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from deberta_ds.config import DataConfig
+from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data.batch import Row
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
-from deberta_ds.data.mixture import build_mixture
+from deberta_ds.data.mixture import build_mixture, build_slot_mixture
 from deberta_ds.data.permutation import Permutation
 from deberta_ds.errors import UserError
 
-_PERMUTATIONS_KEPT = 64
-
-
-@dataclass(frozen=True)
-class Source:
-    """One corpus of a mixture.
-
-    A later stage of a run goes on where an earlier one stopped (data/stages.py): it starts at
-    `first_row`, the rows that the earlier one has used, in the same `order`, which is (seed,
-    position in the list) of the stage that used the corpus first; None: this dataset's own. A
-    stage of another length takes another `part` (from, to) of the shards.
-    """
-
-    path: str
-    weight: float = 1.0
-    first_row: int = 0
-    order: tuple[int, int] | None = None
-    part: tuple[float, float] = (0.0, 1.0)
-
-
-def sources_of(data: DataConfig) -> list[Source]:
-    """Return the sources that a run file names."""
-    return [Source(**asdict(source)) for source in data.sources]
+ROW_RULES = 2
+_PERMUTATIONS_KEPT = 4096
 
 
 class RowDataset:
     """Rows of a weighted mixture of corpora.
 
-    Attributes: fingerprints {path: hex}, num_rows {path: rows in one epoch}, seq_len, seed.
+    Attributes: fingerprints {path: hex}, num_rows {path: rows in one epoch}, seq_len, seed, rules.
     """
 
     def __init__(
         self,
-        sources: list[Source],
+        sources: Sequence[SourceConfig],
         tokenizer,
         *,
         seq_len: int,
         seed: int,
-        mask,
+        mask: MaskConfig,
         across_documents: bool = False,
         verify: str = "sizes",
         verify_rank: int = 0,
         verify_world_size: int = 1,
+        rules: int = ROW_RULES,
     ):
         """Open and check every source.
 
-        `mask` has the fields of MaskConfig: rate, max_ngram, mask_share, random_share, selection.
-        UserError for a missing, damaged or stale corpus and for one of another tokenizer.
+        UserError for a missing, damaged or stale corpus and for one of another tokenizer, and for
+        rules that this program does not know.
         """
+        if rules not in (1, ROW_RULES):
+            raise UserError(f"row rules {rules}: this program knows 1 and {ROW_RULES}; go on with "
+                            "the newer version that the run was begun with")
         self.sources = tuple(sources)
-        self.seq_len, self.seed, self.mask = seq_len, seed, mask
+        self.seq_len, self.seed, self.mask, self.rules = seq_len, seed, mask, rules
         self.across_documents = across_documents
         paths = [source.path for source in sources]
         for path in paths:
             if paths.count(path) > 1:
                 raise UserError(f"data.sources names {path} twice; add up its weights")
-        self._mixture = build_mixture([source.weight for source in sources])
+        build = build_mixture if rules > 1 else build_slot_mixture
+        self._mixture = build([source.weight for source in sources])
         self._corpora = [
-            Corpus(source.path, seq_len=seq_len, part=source.part) for source in sources
+            Corpus(source.path, seq_len=seq_len, part=source.part,
+                   part_by=source.part_by if rules > 1 else "position")
+            for source in sources
         ]
         for corpus in self._corpora:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)
-        self._word_start, self._special = tokenizer.word_starts(), tokenizer.is_special()
-        self._mask_id, self._size = tokenizer.mask_id, tokenizer.size
+        official = mask.selection == "deberta_window"
+        self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
+        self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
         self._cls_id, self._sep_id = tokenizer.cls_id, tokenizer.sep_id
         self._permutations: dict[tuple[int, int], Permutation] = {}
 
@@ -127,37 +118,35 @@ class RowDataset:
         return source, permutation[position]
 
     def __getitem__(self, g: int) -> Row:
+        return self.build(g, self.read(g))
+
+    def read(self, g: int) -> list[np.ndarray]:
+        """Return the stored pieces of row g: all of a row that needs the disk; thread-safe."""
         source, row = self.locate(g)
-        return self._build(self._corpora[source], row, g, self.seed)
+        return self._corpora[source].row(row)
+
+    def build(self, g: int, pieces: list[np.ndarray]) -> Row:
+        """Return row g from the pieces that `read` has given."""
+        return self._build(pieces, g, self.seed, self.locate(g))
 
     def natural_row(self, row: int, eval_seed: int) -> Row:
         """Return row `row` of the first source as stored; masks are keyed by (eval_seed, row)."""
-        return self._build(self._corpora[0], row, row, eval_seed)
+        return self._build(self._corpora[0].row(row), row, eval_seed, (0, row))
 
-    def _build(self, corpus: Corpus, row: int, g: int, seed: int) -> Row:
+    def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int]) -> Row:
         ids, segments, positions = frame_pieces(
-            corpus.row(row), self.seq_len, self._cls_id, self._sep_id, self.across_documents
+            pieces, self.seq_len, self._cls_id, self._sep_id, self.across_documents
         )
         if int(ids.max()) >= self._mask_id:
+            corpus = self._corpora[place[0]]
             raise UserError(
-                f"{corpus.place(row)}: token id {int(ids.max())} is outside the tokenizer's "
+                f"{corpus.place(place[1])}: token id {int(ids.max())} is outside the tokenizer's "
                 f"{self._mask_id} pieces (row {g} of the run); run data_prep/verify.py "
                 f"{corpus.path} --verify full and copy the damaged shard again"
             )
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
-        mask = self.mask
         input_ids, labels = mask_row(
-            ids,
-            self._word_start,
-            self._special,
-            rate=mask.rate,
-            max_ngram=mask.max_ngram,
-            mask_share=mask.mask_share,
-            random_share=mask.random_share,
-            selection=mask.selection,
-            mask_id=self._mask_id,
-            vocab_size=self._size,
-            rng=rng,
+            ids, self._word_start, self._special, self.mask, self._mask_id, rng
         )
         return Row(g, input_ids, labels, segments, positions)
 
@@ -189,23 +178,27 @@ def frame_pieces(
 
 
 def eval_rows(
-    path: str, tokenizer, *, seq_len: int, mask, eval_seed: int, num_rows: int | None = None,
-    across_documents: bool = False, verify: str = "sizes",
+    path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
+    num_rows: int | None = None, across_documents: bool = False, verify: str = "sizes",
+    rules: int = ROW_RULES,
 ) -> list[Row]:
-    """Return rows 0 .. num_rows - 1 of a held-out corpus in stored order, with fixed masks.
+    """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
     They are the same for every checkpoint and world size. None means all; UserError if the corpus
-    has fewer than `num_rows`.
+    has fewer than `num_rows`. Under rules 1 they are the first rows.
     """
     dataset = RowDataset(
-        [Source(path)], tokenizer, seq_len=seq_len, seed=eval_seed, mask=mask,
-        across_documents=across_documents, verify=verify,
+        [SourceConfig(path=path)], tokenizer, seq_len=seq_len, seed=eval_seed, mask=mask,
+        across_documents=across_documents, verify=verify, rules=rules,
     )
     available = dataset.num_rows[path]
-    if num_rows is not None and num_rows > available:
+    count = available if num_rows is None else num_rows
+    if count > available:
         raise UserError(
             f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
             f"{seq_len} tokens; ask for fewer or hold out more documents"
         )
-    count = available if num_rows is None else num_rows
-    return [dataset.natural_row(row, eval_seed) for row in range(count)]
+    rows = range(count)
+    if rules > 1:
+        rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
+    return [dataset.natural_row(row, eval_seed) for row in rows]

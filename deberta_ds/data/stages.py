@@ -5,13 +5,12 @@ of another length hold the same tokens differently cut, so they must come from o
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deberta_ds.config import from_dict
+from deberta_ds.config import SourceConfig, from_dict
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.mixture import build_mixture
-from deberta_ds.data.rows import Source, sources_of
+from deberta_ds.data.mixture import build_mixture, build_slot_mixture
 from deberta_ds.errors import UserError
 
 WHOLE = (0.0, 1.0)
@@ -25,7 +24,7 @@ class Stage:
 
     place: str
     seq_len: int
-    sources: tuple[Source, ...]
+    sources: tuple[SourceConfig, ...]
     used: tuple[int, ...]
     orders: tuple[tuple[int, int], ...]
     fingerprints: dict[str, str]
@@ -38,8 +37,12 @@ def stage_of(record: dict, place: str | Path) -> Stage:
         rows_seen, fingerprints = record["rows_seen"], record["fingerprints"]
     except KeyError as error:
         raise UserError(f"{place}: {error} is missing; give another checkpoint") from error
-    sources = tuple(sources_of(data))
-    given = build_mixture([source.weight for source in sources]).consumed(rows_seen)
+    rules, sources = record.get("row_rules", 1), data.sources
+    build = build_mixture
+    if rules == 1:
+        build = build_slot_mixture
+        sources = tuple(replace(source, part_by="position") for source in sources)
+    given = build([source.weight for source in sources]).consumed(rows_seen)
     return Stage(
         str(place), data.seq_len, sources,
         tuple(source.first_row + count for source, count in zip(sources, given, strict=True)),
@@ -50,28 +53,30 @@ def stage_of(record: dict, place: str | Path) -> Stage:
 
 def next_source(
     path: str, stages: list[Stage], *, seq_len: int, part: tuple[float, float] | None = None
-) -> tuple[Source, Corpus]:
+) -> tuple[SourceConfig, Corpus]:
     """Return (source, its corpus) that repeats nothing of `stages`, given from old to new.
 
     `part` None means the part that was used before at this length, else all. UserError if a stage
     has read these shards at another length or in other parts, or if the corpus has changed.
     """
-    found = Source(path, part=part or WHOLE)
+    found = SourceConfig(path=path, part=part or WHOLE)
     for stage in stages:
         for source, used, order in zip(stage.sources, stage.used, stage.orders, strict=True):
             if os.path.realpath(source.path) != os.path.realpath(path):
                 continue
+            if source.part != WHOLE:  # parts exclude each other only in one order of the shards
+                found = replace(found, part_by=source.part_by)
             wanted = source.part if part is None and stage.seq_len == seq_len else found.part
             if wanted[1] <= source.part[0] or source.part[1] <= wanted[0]:
                 continue
             if stage.seq_len != seq_len or wanted != source.part:
                 raise UserError(_overlap(path, wanted, seq_len, stage, source.part))
-            corpus = Corpus(path, seq_len=seq_len, part=wanted)
+            corpus = Corpus(path, seq_len=seq_len, part=wanted, part_by=found.part_by)
             if stage.fingerprints.get(source.path) != corpus.fingerprint:
                 raise UserError(f"{path}: not the corpus that {stage.place} has read (its "
                                 "fingerprint differs); where that stage stopped means nothing here")
-            found = Source(path, 1.0, used, order, wanted)
-    return found, Corpus(path, seq_len=seq_len, part=found.part)
+            found = replace(found, first_row=used, order=order, part=wanted)
+    return found, Corpus(path, seq_len=seq_len, part=found.part, part_by=found.part_by)
 
 
 def _overlap(path: str, part: tuple, seq_len: int, stage: Stage, used: tuple) -> str:

@@ -23,7 +23,14 @@ from deberta_ds.train import engine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.schedule import learning_rate
-from deberta_ds.train.setup import Inputs, describe, prepare, versions, write_config
+from deberta_ds.train.setup import (
+    Inputs,
+    describe,
+    follow_row_rules,
+    prepare,
+    versions,
+    write_config,
+)
 from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
 from deberta_ds.train.throughput import SpeedMeter
@@ -40,6 +47,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     found = checkpoint.find(run.out_dir, resume)
     record = checkpoint.read_run_file(found.path) if found.path else None
     if record:
+        inputs = follow_row_rules(run, inputs, record)
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
                        str(found.path))
         checkpoint.check_layout(record, inputs.ds, str(found.path))
@@ -256,6 +264,7 @@ class Trainer:
                   "seconds": self._seconds(), "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
+                  "row_rules": self.inputs.dataset.rules,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience():
             path = checkpoint.save(self.engine, run.out_dir, self.step, record, run.train.keep)

@@ -2,13 +2,13 @@
 
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.config import RunConfig
-from deberta_ds.data.rows import Row, RowDataset, eval_rows, sources_of
+from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.log import format_count
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -49,19 +49,29 @@ def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     return Inputs(tokenizer, dataset, held_out, ds, num_parameters)
 
 
-def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, list[Row]]:
+def follow_row_rules(run: RunConfig, inputs: Inputs, record: dict) -> Inputs:
+    """Return `inputs` under the row rules of a checkpoint's run.json: an old run keeps its rows."""
+    rules = record.get("row_rules", 1)
+    if rules == inputs.dataset.rules:
+        return inputs
+    _, dataset, held_out = dist.together(lambda: _open(run, rules))
+    return replace(inputs, dataset=dataset, held_out=held_out)
+
+
+def _open(run: RunConfig, rules: int = ROW_RULES) -> tuple[Tokenizer, RowDataset, list[Row]]:
     """Open tokenizer and corpora; each rank verifies its share of the shards."""
     data, mask = run.data, run.objective.mask
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(
-        sources_of(data), tokenizer,
+        data.sources, tokenizer,
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
-        verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size())
+        verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
+        rules=rules)
     held_out = []
     if data.eval:
         held_out = eval_rows(data.eval, tokenizer, seq_len=data.seq_len, mask=mask,
                              eval_seed=EVAL_SEED, num_rows=run.train.eval_rows,
-                             across_documents=data.across_documents)
+                             across_documents=data.across_documents, rules=rules)
     return tokenizer, dataset, held_out
 
 

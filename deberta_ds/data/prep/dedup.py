@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.corpus import map_array
-from deberta_ds.data.prep.documents import ReadOptions, Span
+from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import close_job, open_job, run_units
@@ -42,7 +42,7 @@ _FOUND = np.dtype([("unit", "<u4"), ("index", "<u4")])
 
 
 def find_duplicates(
-    units: list[list[Span]],
+    units: list[list[Extent]],
     out: str | Path,
     *,
     read: ReadOptions,
@@ -81,17 +81,17 @@ def find_duplicates(
     return json.loads((out / MANIFEST).read_bytes())["counts"]
 
 
-def units_digest(units: list[list[Span]]) -> str:
+def units_digest(units: list[list[Extent]]) -> str:
     """Return the digest of a plan: it ties a job, and its duplicates, to its inputs."""
     digest = hashlib.sha256()
     for unit in units:
-        for span in unit:
-            digest.update(f"{span.path}\0{span.kind}\0{span.start}\0{span.end}\n".encode())
+        for extent in unit:
+            digest.update(f"{extent.path}\0{extent.kind}\0{extent.start}\0{extent.end}\n".encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
 
-def check_duplicates(directory: str | Path, units: list[list[Span]]) -> None:
+def check_duplicates(directory: str | Path, units: list[list[Extent]]) -> None:
     """UserError unless `directory` holds the finished duplicates of these very units."""
     path = Path(directory) / MANIFEST
     try:
@@ -116,7 +116,7 @@ def duplicates_of(directory: str | Path, unit: int) -> np.ndarray:
 
 
 def hash_unit(
-    out: str, number: int, unit: list[Span], read: ReadOptions, bands: tuple[int, int]
+    out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int]
 ) -> dict:
     """Write the sorted hashes of one unit's documents (and signatures, if bands are asked for)."""
     high, low, index = array("Q"), array("Q"), array("I")
@@ -198,7 +198,7 @@ def similar_to_earlier(signatures: Iterable[np.ndarray], threshold: float) -> li
     return found
 
 
-def _texts(unit: list[Span], read: ReadOptions) -> Iterator[tuple[int, str]]:
+def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[int, str]]:
     """Yield (document number, normalised text; "" where tokenize_corpus will complain)."""
     for position, document in enumerate(read_unit(unit, read)):
         try:

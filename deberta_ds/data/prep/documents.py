@@ -36,7 +36,7 @@ class ReadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Extent:
     """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream."""
 
     path: str
@@ -62,21 +62,21 @@ class Document(NamedTuple):  # made in a third of a dataclass's time, once a doc
         return f"{self.path}:row {self.where + 1}"
 
 
-def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> list[list[Span]]:
+def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> list[list[Extent]]:
     """Return the work units of `inputs` (files, directories, patterns, URLs, hub: names), in order.
 
     `unit_bytes` 0 chooses a 64th of the input, between 4 and 256 MiB. The result depends on the
     inputs and options alone. UserError for a missing, empty or unknown input.
     """
-    spans = [span for name in inputs for span in _whole_inputs(name)]
-    if not spans:
+    extents = [extent for name in inputs for extent in _whole_inputs(name)]
+    if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
-    total = sum(size for _, size in spans)
+    total = sum(size for _, size in extents)
     limit = unit_bytes or min(max(total // 64, _SMALLEST_UNIT), _LARGEST_UNIT)
-    units: list[list[Span]] = []
+    units: list[list[Extent]] = []
     room = 0
-    for span, size in spans:
-        for part, part_size in _split(span, size, limit, options):
+    for extent, size in extents:
+        for part, part_size in _split(extent, size, limit, options):
             if not units or part_size > room:
                 units.append([])
                 room = limit
@@ -85,11 +85,11 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
     return units
 
 
-def _whole_inputs(name: str) -> Iterator[tuple[Span, int]]:
+def _whole_inputs(name: str) -> Iterator[tuple[Extent, int]]:
     if name.startswith("hub:"):
         count = open_stream(name).num_shards
         for index in range(count):
-            yield Span(name, "stream", index, count), _LARGEST_UNIT
+            yield Extent(name, "stream", index, count), _LARGEST_UNIT
         return
     if "://" in name:
         filesystem, path = fsspec.core.url_to_fs(name)
@@ -111,7 +111,7 @@ def _whole_inputs(name: str) -> Iterator[tuple[Span, int]]:
                     "and .zst), .parquet and .arrow"
                 )
             continue
-        yield Span(path, kind, 0, size), size
+        yield Extent(path, kind, 0, size), size
 
 
 def _local_files(path: str) -> Iterator[tuple[str, int]]:
@@ -137,26 +137,26 @@ def input_kind(path: str) -> str | None:
 
 
 def _split(
-    span: Span, size: int, limit: int, options: ReadOptions
-) -> Iterator[tuple[Span, int]]:
-    if span.kind == "parquet":
-        yield from _split_parquet(span)
+    extent: Extent, size: int, limit: int, options: ReadOptions
+) -> Iterator[tuple[Extent, int]]:
+    if extent.kind == "parquet":
+        yield from _split_parquet(extent)
         return
-    whole = span.path.endswith(COMPRESSED_SUFFIXES) or span.kind not in ("text", "json")
-    if whole or size <= limit or (span.kind == "text" and options.documents == "file"):
-        yield span, size
+    whole = extent.path.endswith(COMPRESSED_SUFFIXES) or extent.kind not in ("text", "json")
+    if whole or size <= limit or (extent.kind == "text" and options.documents == "file"):
+        yield extent, size
         return
     parts = -(-size // limit)
     edges = [size * part // parts for part in range(parts + 1)]
     for start, end in zip(edges, edges[1:], strict=False):
-        yield Span(span.path, span.kind, start, end), end - start
+        yield Extent(extent.path, extent.kind, start, end), end - start
 
 
-def _split_parquet(span: Span) -> Iterator[tuple[Span, int]]:
+def _split_parquet(extent: Extent) -> Iterator[tuple[Extent, int]]:
     import pyarrow.parquet
 
-    with open_bytes(span.path) as file:
+    with open_bytes(extent.path) as file:
         metadata = pyarrow.parquet.ParquetFile(file).metadata
         for group in range(metadata.num_row_groups):
             size = metadata.row_group(group).total_byte_size
-            yield Span(span.path, span.kind, group, group + 1), size
+            yield Extent(extent.path, extent.kind, group, group + 1), size

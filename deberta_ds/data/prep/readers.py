@@ -12,39 +12,39 @@ from pathlib import Path
 import orjson
 import zstandard
 
-from deberta_ds.data.prep.documents import Document, ReadOptions, Span
+from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
 from deberta_ds.errors import UserError
 
 _BLOCK_BYTES = 1 << 18
 
 
-def read_unit(unit: list[Span], options: ReadOptions) -> Iterator[Document]:
+def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
     """Yield the documents of one unit in order; unreadable ones have `problem` set."""
     readers = {"text": _read_lines, "json": _read_lines, "parquet": _read_parquet,
                "arrow": _read_arrow, "stream": _read_stream}
-    for span in unit:
+    for extent in unit:
         try:
-            yield from readers[span.kind](span, options)
+            yield from readers[extent.kind](extent, options)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise UserError(
-                f"{span.path}: damaged or cut short ({error}); fetch the file again"
+                f"{extent.path}: damaged or cut short ({error}); fetch the file again"
             ) from error
 
 
-def _read_lines(span: Span, options: ReadOptions) -> Iterator[Document]:
-    label = Path(span.path).parent.name if options.label_from_directory else ""
-    with open_bytes(span.path) as file:
-        compressed = span.path.endswith(COMPRESSED_SUFFIXES)
-        end = None if compressed else span.end
-        if span.kind == "json":
-            for where, line, problem in _lines(file, span.start, end, options):
-                yield _json_document(span.path, where, line, problem, label, options)
+def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
+    label = Path(extent.path).parent.name if options.label_from_directory else ""
+    with open_bytes(extent.path) as file:
+        compressed = extent.path.endswith(COMPRESSED_SUFFIXES)
+        end = None if compressed else extent.end
+        if extent.kind == "json":
+            for where, line, problem in _lines(file, extent.start, end, options):
+                yield _json_document(extent.path, where, line, problem, label, options)
         elif options.documents == "file":
             data = file.read(options.max_document_bytes + 1)
-            yield _text_document(span.path, 0, [data], len(data), label, options)
+            yield _text_document(extent.path, 0, [data], len(data), label, options)
         else:
-            yield from _broken_text(file, span, end, label, options)
+            yield from _broken_text(file, extent, end, label, options)
 
 
 def _lines(
@@ -99,21 +99,21 @@ def _pass_line(file, limit: int) -> int:
 
 
 def _broken_text(
-    file, span: Span, end: int | None, label: str, options: ReadOptions
+    file, extent: Extent, end: int | None, label: str, options: ReadOptions
 ) -> Iterator[Document]:
-    """Documents that start at a break line inside the span (or at the start of the file)."""
+    """Documents that start at a break line inside the extent (or at the start of the file)."""
     is_break = _break_rule(options.documents)
-    parts: list[bytes] | None = [] if span.start == 0 else None  # None: no document is open
+    parts: list[bytes] | None = [] if extent.start == 0 else None  # None: no document is open
     where = position = 0
 
     def finished() -> Iterator[Document]:
         if parts is None or position == 0:
             return
-        document = _text_document(span.path, where, parts, position - where, label, options)
+        document = _text_document(extent.path, where, parts, position - where, label, options)
         if options.documents == "line" or document.problem or document.text.strip():
             yield document
 
-    for position, lines, problem in _line_blocks(file, span.start, None, options):
+    for position, lines, problem in _line_blocks(file, extent.start, None, options):
         begin = 0
         for index in compress(range(len(lines)), map(is_break, lines)) if not problem else (0,):
             position += _add(parts, lines[begin:index], position - where, options)
@@ -122,7 +122,7 @@ def _broken_text(
                 return
             parts, where, begin = [], position, index
             if problem:
-                yield Document("", span.path, position, span.kind, label, problem)
+                yield Document("", extent.path, position, extent.kind, label, problem)
                 parts = None
         position += _add(parts, lines[begin:], position - where, options)
     yield from finished()
@@ -209,23 +209,23 @@ def _columns(options: ReadOptions, available: list[str], path: str) -> list[str]
     return wanted
 
 
-def _read_parquet(span: Span, options: ReadOptions) -> Iterator[Document]:
+def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     import pyarrow.parquet
 
-    with open_bytes(span.path) as file:
+    with open_bytes(extent.path) as file:
         parquet = pyarrow.parquet.ParquetFile(file)
-        columns = _columns(options, parquet.schema_arrow.names, span.path)
-        row = sum(parquet.metadata.row_group(i).num_rows for i in range(span.start))
-        groups = list(range(span.start, span.end))
+        columns = _columns(options, parquet.schema_arrow.names, extent.path)
+        row = sum(parquet.metadata.row_group(i).num_rows for i in range(extent.start))
+        groups = list(range(extent.start, extent.end))
         for batch in parquet.iter_batches(1024, row_groups=groups, columns=columns):
-            yield from _read_batch(batch, row, span, options)
+            yield from _read_batch(batch, row, extent, options)
             row += batch.num_rows
 
 
-def _read_arrow(span: Span, options: ReadOptions) -> Iterator[Document]:
+def _read_arrow(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     import pyarrow
 
-    with open_bytes(span.path) as file:
+    with open_bytes(extent.path) as file:
         magic = file.read(6)
         file.seek(0)
         if magic == b"ARROW1":
@@ -233,22 +233,22 @@ def _read_arrow(span: Span, options: ReadOptions) -> Iterator[Document]:
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             batches = reader = pyarrow.ipc.open_stream(file)
-        columns = _columns(options, reader.schema.names, span.path)
+        columns = _columns(options, reader.schema.names, extent.path)
         row = 0
         for batch in batches:
-            yield from _read_batch(batch.select(columns), row, span, options)
+            yield from _read_batch(batch.select(columns), row, extent, options)
             row += batch.num_rows
 
 
-def _read_batch(batch, row: int, span: Span, options: ReadOptions) -> Iterator[Document]:
+def _read_batch(batch, row: int, extent: Extent, options: ReadOptions) -> Iterator[Document]:
     for offset, record in enumerate(batch.to_pylist()):
         text, problem, label = _fields(record, "", options)
-        yield Document(text, span.path, row + offset, span.kind, label, problem)
+        yield Document(text, extent.path, row + offset, extent.kind, label, problem)
 
 
-def _read_stream(span: Span, options: ReadOptions) -> Iterator[Document]:
-    stream = open_stream(span.path).shard(num_shards=span.end, index=span.start)
+def _read_stream(extent: Extent, options: ReadOptions) -> Iterator[Document]:
+    stream = open_stream(extent.path).shard(num_shards=extent.end, index=extent.start)
     for row, record in enumerate(stream):
         text, problem, label = _fields(record, "", options)
-        place = f"{span.path} (shard {span.start})"
+        place = f"{extent.path} (shard {extent.start})"
         yield Document(text, place, row, "stream", label, problem)

@@ -43,7 +43,7 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
             chunk = tokens[start : start + _CHUNK_TOKENS]
             frequencies += np.bincount(chunk, minlength=len(frequencies))
     plans = []
-    for plan_path in Corpus.plans(path):
+    for plan_path in Corpus.row_plans(path):
         plan, _ = read_rows_manifest(plan_path.parent)
         rows = sum(shard.rows for shard in plan.shards)
         pieces = sum(shard.pieces for shard in plan.shards)

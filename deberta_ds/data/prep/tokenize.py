@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.prep.dedup import check_duplicates, duplicates_of, units_digest
-from deberta_ds.data.prep.documents import Document, ReadOptions, Span
+from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
     ENCODE_CHARACTERS,
@@ -48,7 +48,7 @@ class CleanOptions:
 
 
 def tokenize_corpus(
-    units: list[list[Span]],
+    units: list[list[Extent]],
     out: str | Path,
     tokenizer: Tokenizer,
     *,
@@ -93,7 +93,7 @@ def tokenize_corpus(
 
 
 def tokenize_unit(
-    number: int, unit: list[Span], targets: list[str], tokenizer_path: str, read: ReadOptions,
+    number: int, unit: list[Extent], targets: list[str], tokenizer_path: str, read: ReadOptions,
     clean: CleanOptions, heldout_share: float, duplicates: str,
 ) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from deberta_ds.data.prep.documents import ReadOptions, Span
+from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError
@@ -17,7 +17,7 @@ _SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes wit
 
 
 def train_tokenizer(
-    units: list[list[Span]],
+    units: list[list[Extent]],
     out: str | Path,
     *,
     pieces: int,
@@ -56,7 +56,7 @@ def train_tokenizer(
     return Tokenizer(out)
 
 
-def _sentences(units: list[list[Span]], sample_bytes: int, read: ReadOptions) -> Iterator[str]:
+def _sentences(units: list[list[Extent]], sample_bytes: int, read: ReadOptions) -> Iterator[str]:
     quota, spent = sample_bytes / len(units), 0.0
     for number, unit in enumerate(units):
         allowed = (number + 1) * quota

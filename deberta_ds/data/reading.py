@@ -1,0 +1,86 @@
+"""Reading a few bytes at a known place of many files, from many threads, with few descriptors.
+
+Not by memory maps: each would keep a descriptor, touch 128 KiB around a row of 1 KB, and turn an
+error of the file system into a killed process. One cache of open files serves all corpora of a
+process; it keeps to half of the limit of descriptors, which it raises first as far as allowed.
+"""
+
+import errno
+import os
+import resource
+import threading
+from collections import OrderedDict
+from functools import cache
+
+from deberta_ds.errors import UserError
+
+_MOST_DESCRIPTORS = 1 << 16
+_lock = threading.Lock()
+_open_files: OrderedDict[str, "_OpenFile"] = OrderedDict()
+
+
+class _OpenFile:
+    """A descriptor that is closed when nobody uses it any more, whatever the cache has dropped."""
+
+    def __init__(self, path: str):
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __del__(self, close=os.close):
+        if hasattr(self, "descriptor"):
+            close(self.descriptor)
+
+
+def read_bytes(path: str, offset: int, count: int) -> bytes:
+    """Return `count` bytes of the file from `offset`; UserError if it has fewer or cannot be read.
+    """
+    try:
+        file = _open(path)
+        data = os.pread(file.descriptor, count, offset)
+        while len(data) < count:  # a signal, or a network file system
+            more = os.pread(file.descriptor, count - len(data), offset + len(data))
+            if not more:
+                raise UserError(f"{path}: ends at byte {offset + len(data)}, cut short; run "
+                                "data_prep/verify.py and copy the damaged file again")
+            data += more
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {_remedy(error)}") from error
+    return data
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    return "run data_prep/verify.py and copy the damaged file again"
+
+
+def _open(path: str) -> _OpenFile:
+    with _lock:
+        file = _open_files.get(path)
+        if file is not None:
+            _open_files.move_to_end(path)
+            return file
+    try:
+        file = _OpenFile(path)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        with _lock:  # others have taken what was left: give ours back and try once more
+            _open_files.clear()
+        file = _OpenFile(path)
+    with _lock:
+        _open_files[path] = file
+        if len(_open_files) > most_open_files():
+            _open_files.popitem(last=False)
+    return file
+
+
+@cache
+def most_open_files() -> int:
+    """Return how many files the cache keeps open: half of the limit, which is raised first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return (_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) // 2
