@@ -80,7 +80,8 @@ def save_finetuned(
     kind = hf.model_type(network)
     name = class_name(task, kind)
     tensors, aside, _ = hf.split_tensors(network, kind, "ForSequenceClassification")
-    assert not aside, f"a fine-tuned encoder has no {sorted(aside)}"
+    if aside:  # rows of the relative table that transformers would read and we do not
+        write_safetensors(directory / hf.SIDE_FILE, aside, {"format": "pt"})
     prefix = HEAD if name is None else ""
     tensors |= {prefix + key: value for key, value in _inside(weights, HEAD).items()}
     write_safetensors(directory / SAFETENSORS, tensors, {"format": "pt"})
