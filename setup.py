@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["deberta_ds", "deberta_ds.*"]),
-    package_data={"deberta_ds": ["**/*.json"]},
+    package_data={"deberta_ds": ["**/*.json", "report/templates/*"]},
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8",
@@ -30,6 +30,7 @@ setup(
         "orjson",
         "zstandard",
         "tqdm",
+        "jinja2",
         "fsspec",
         "psutil",
         "ninja",

@@ -1,30 +1,28 @@
-"""How a run speaks: the console (rank 0), metrics.jsonl and TensorBoard.
+"""How a run speaks: the console (rank 0), metrics.jsonl and the trackers (TensorBoard and others).
 
-Every record goes to metrics.jsonl as one JSON line; the console shows the same records as aligned
-columns of at most 100 characters. A resumed run first calls `truncate(step)`, so that the file
-holds what an unbroken run would have written, plus the event lines, which are the run's history.
+The console shows the records of metrics.jsonl as aligned columns of at most 100 characters. Which
+numbers, the caller says: the metrics that its objective declares (`objectives.base.Metric`).
 torch is imported only when the first TensorBoard value is written.
 """
 
-import json
 import logging
-import math
 import os
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from deberta_ds import records, trackers
 from deberta_ds.errors import UserError, naming
-from deberta_ds.files import write_atomic
+from deberta_ds.numbers import format_count, format_duration, format_value
+from deberta_ds.records import METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIRECTORY = "tensorboard"
-KINDS = ("train", "eval", "event")
 HEADER_EVERY_LINES = 20
+WIDTH = 100
 
 _DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
 _RESET = "\033[0m"
@@ -40,109 +38,32 @@ def show_choices() -> None:
         logger.setLevel(logging.INFO)
 
 
-def format_count(value: float) -> str:
-    """Return a count with three significant digits and a unit: 940, 12.4k, 3.28M, 1.05B, 2.10T."""
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        # 0.9995: a value that rounds to 1000 of the smaller unit is one of the larger.
-        if abs(value) >= 0.9995 * factor:
-            scaled = value / factor
-            digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-            return f"{scaled:.{digits}f}{unit}"
-    return f"{value:.0f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a time span in its two largest units: 42s, 3m 05s, 2h 10m, 4d 03h."""
-    whole = int(round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl in file order; UserError on a line that breaks it."""
-    lines = _read_lines(Path(path))
-    return [_parse(Path(path), number, line) for number, line in enumerate(lines, start=1)]
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").split("\n")[:-1] + _torn_tail(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give a directory a run has written to") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8; the file is damaged") from None
-
-
-def _torn_tail(path: Path) -> list[str]:
-    """Return the text after the last newline as a list: empty for a file that ends well."""
-    tail = path.read_text(encoding="utf-8").rpartition("\n")[2]
-    return [tail] if tail else []
-
-
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    place = f"{path}, line {number}"
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{place}: not a whole JSON object ({error.msg}, column {error.colno}); "
-            "resume the run, which cuts a half-written last line, or delete the line"
-        ) from None
-    if not isinstance(record, dict) or record.get("kind") not in KINDS:
-        raise UserError(f'{place}: must be an object with "kind" one of {", ".join(KINDS)}')
-    step = record.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise UserError(f'{place}: "step" must be a whole number >= 0, it is {step!r}')
-    for key, value in record.items():
-        text = key in ("kind", "event", "detail")
-        if text != isinstance(value, str) or not isinstance(value, str | int | float | None):
-            raise UserError(f'{place}: "{key}" must be {"text" if text else "a number or null"}')
-    return record
-
-
 @dataclass(frozen=True)
 class _Column:
     title: str
     width: int
-    text: Callable[[dict[str, Any]], str]
+    text: Callable[[float], str]
+    key: str
+    signed: bool = False  # green above zero, red below
 
 
-def _number(key: str, spec: str) -> Callable[[dict[str, Any]], str]:
-    return lambda record: "-" if record.get(key) is None else format(record[key], spec)
+_LOSS = _Column("loss", 9, "{:.4f}".format, "loss")
+_SPEED = _Column("tok/s", 7, format_count, "tokens_per_second")
+_PEAK_SHARE = _Column("MFU", 7, "{:.1%}".format, "mfu")
+_FLOPS = _Column("GFLOP/s", 8, lambda value: _giga(value), "flops_per_second")
+_COURSE = (_Column("lr", 9, "{:.2e}".format, "learning_rate"),
+           _Column("grad", 7, "{:.4g}".format, "grad_norm"),
+           _Column("ETA", 8, format_duration, "eta_seconds"))
 
 
-def _human(key: str, form: Callable[[float], str]) -> Callable[[dict[str, Any]], str]:
-    return lambda record: "-" if record.get(key) is None else form(record[key])
-
-
-def _columns(record: dict[str, Any], total_steps: int | None) -> list[_Column]:
-    """Return the console columns for records like this one: RTD or MLM, MFU or plain FLOP/s."""
-    total = f"/{total_steps:,}" if total_steps else ""
-    step_width = max(7, 2 * len(total) - 1 if total else 10)
-    columns = [_Column("step", step_width, lambda r: f"{r['step']:,}{total}")]
-    if "discriminator_loss" in record:
-        columns += [
-            _Column("gen.loss", 9, _number("generator_loss", ".4f")),
-            _Column("disc.loss", 9, _number("discriminator_loss", ".4f")),
-            _Column("gain", 7, _number("discriminator_gain", "+.4f")),
-        ]
-    else:
-        columns.append(_Column("loss", 9, _number("loss", ".4f")))
-    columns.append(_Column("tok/s", 7, _human("tokens_per_second", format_count)))
-    if record.get("mfu") is not None:
-        columns.append(_Column("MFU", 7, _number("mfu", ".1%")))
-    else:
-        columns.append(_Column("GFLOP/s", 8, _human("flops_per_second", _giga)))
-    return columns + [
-        _Column("lr", 9, _number("learning_rate", ".2e")),
-        _Column("grad", 7, _human("grad_norm", lambda value: f"{value:.4g}")),
-        _Column("ETA", 8, _human("eta_seconds", format_duration)),
-    ]
+def _columns(metrics: Sequence, record: dict[str, Any]) -> list[_Column]:
+    """Return the console columns of training records: what `metrics` declare, speed, course."""
+    learned = [_Column(metric.on_console, 7 if metric.unit == "gain" else 9,
+                       ("{:+.4f}" if metric.unit == "gain" else "{:.4f}").format, metric.key,
+                       metric.unit == "gain")
+               for metric in metrics if metric.on_console]
+    share = _FLOPS if record.get("mfu") is None else _PEAK_SHARE
+    return [*(learned or [_LOSS]), _SPEED, share, *_COURSE]
 
 
 def _giga(flops_per_second: float) -> str:
@@ -162,50 +83,48 @@ class RunLog:
         out_dir: str | Path,
         is_main: bool,
         *,
+        metrics: Sequence = (),
         total_steps: int | None = None,
         stream: TextIO | None = None,
-        tensorboard: bool = True,
+        track: Sequence[trackers.Open] = (trackers.tensorboard,),
     ) -> None:
+        """`metrics` are objectives.base.Metric; each of `track` gets every record that has numbers.
+        """
         self.path = Path(out_dir) / METRICS_FILE
         self.problem = ""
         self._is_main = is_main
-        self._total_steps = total_steps
+        self._metrics = tuple(metrics)
+        self._total = f"/{total_steps:,}" if total_steps else ""
         self._stream = stream or sys.stdout
         self._colored = self._stream.isatty() and "NO_COLOR" not in os.environ
-        self._tensorboard = tensorboard
-        self._writer = None
+        self._track = track
+        self._trackers: list[trackers.Tracker] | None = None
         self._purge_step: int | None = None
         self._lines_until_header = 0
         if is_main:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with naming(self.path.parent):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def info(self, text: str, **fields: Any) -> None:
         """Print one line: the time, `text`, then the fields as key=value."""
         if self._is_main:
             pairs = "".join(f" {key}={value}" for key, value in fields.items())
-            self._print(self._paint(_DIM, time.strftime("%H:%M:%S")) + f"  {text}{pairs}")
+            self._print(self._time() + f"  {text}{pairs}")
             self._lines_until_header = 0
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one record to metrics.jsonl and show it; a non-finite number is written as null.
-
-        (JSON has no NaN; a non-finite gradient norm is normal for a step that fp16 skipped.)
         """
         if not self._is_main:
             return
-        finite = {key: _finite_or_none(value) for key, value in record.items()}
-        line = json.dumps(finite, allow_nan=False)
-        _parse(self.path, 0, line)
-        if not self.problem:  # a line after half of one would make the file unreadable
-            with self._writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        if record["kind"] == "event":
-            detail = f" ({record['detail']})" if record.get("detail") else ""
-            self.info(f"{record['event']} at step {record['step']:,}{detail}")
-            return
-        self._show_train(finite) if record["kind"] == "train" else self._show_eval(finite)
-        with self._writing(self.path.parent / TENSORBOARD_DIRECTORY):
-            self._write_tensorboard(finite)
+        record = records.finite(record)
+        with self._writing():
+            records.append(self.path, record)
+        self._show(record)
+        if record["kind"] != "event":
+            with self._writing():
+                for tracker in self._opened():
+                    tracker.write(record)
 
     def check(self) -> None:
         """Raise UserError if a record could not be written."""
@@ -213,81 +132,74 @@ class RunLog:
             raise UserError(self.problem)
 
     @contextmanager
-    def _writing(self, path: Path) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
+        """Keep what fails for `check`; what follows is not written, but shown."""
         try:
-            with naming(path):
+            with naming(self.path.parent):
                 yield
         except UserError as error:
             self.problem = self.problem or f"{error}; the run stopped, run it again to go on"
 
     def truncate(self, step: int) -> None:
-        """Cut what comes after `step`: train and eval records, and a half-written last line.
-
-        Call it once, before the first record of a resumed run. Event records stay.
-        """
+        """Cut what comes after `step`; call it once, before the first record of a resumed run."""
         self._purge_step = step + 1
-        if not self._is_main or not self.path.exists():
-            return
-        torn = len(_torn_tail(self.path))
-        lines = _read_lines(self.path)
-        kept = []
-        for number, line in enumerate(lines[: len(lines) - torn], start=1):
-            record = _parse(self.path, number, line)
-            if record["kind"] == "event" or record["step"] <= step:
-                kept.append(line + "\n")
-        write_atomic(self.path, "".join(kept))
+        if self._is_main:
+            records.truncate(self.path, step)
 
     def close(self) -> None:
-        """Flush and close the TensorBoard file."""
-        if self._writer is not None:
-            with self._writing(self.path.parent / TENSORBOARD_DIRECTORY):
-                self._writer.close()
-            self._writer = None
+        """Flush and close the trackers."""
+        with self._writing():
+            for tracker in self._trackers or ():
+                tracker.close()
+        self._trackers = None
+
+    def _opened(self) -> list[trackers.Tracker]:
+        if self._trackers is None:
+            self._trackers = [begin(self.path.parent, self._purge_step) for begin in self._track]
+        return self._trackers
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "event":
+            detail = f" ({record['detail']})" if record.get("detail") else ""
+            self.info(f"{record['event']} at step {record['step']:,}{detail}")
+        elif record["kind"] == "train":
+            self._show_train(record)
+        else:
+            self._show_eval(record)
 
     def _show_train(self, record: dict[str, Any]) -> None:
-        columns = _columns(record, self._total_steps)
+        columns = _columns(self._metrics, record)
+        step_width = max(7, 2 * len(self._total) - 1) if self._total else 10
         if self._lines_until_header == 0:
             titles = " ".join(f"{column.title:>{column.width}}" for column in columns)
-            self._print(self._paint(_DIM, f"{'time':>8} {titles}"))
+            self._print(self._paint(_DIM, f"{'time':>8} {'step':>{step_width}} {titles}"))
             self._lines_until_header = HEADER_EVERY_LINES
         self._lines_until_header -= 1
-        cells = [self._paint(_DIM, time.strftime("%H:%M:%S"))]
+        cells = [self._time(), f"{record['step']:,}{self._total}".rjust(step_width)]
         for column in columns:
-            cell = f"{column.text(record):>{column.width}}"
-            if column.title == "gain" and record.get("discriminator_gain") is not None:
-                cell = self._paint(_GREEN if record["discriminator_gain"] > 0 else _RED, cell)
+            value = record.get(column.key)
+            cell = ("-" if value is None else column.text(value)).rjust(column.width)
+            if column.signed and value is not None:
+                cell = self._paint(_GREEN if value > 0 else _RED, cell)
             cells.append(cell)
         self._print(" ".join(cells))
 
     def _show_eval(self, record: dict[str, Any]) -> None:
-        self._print(
-            self._paint(_DIM, time.strftime("%H:%M:%S"))
-            + self._paint(_BOLD + _CYAN, f"  evaluation at step {record['step']:,}")
-        )
-        titles = ("accuracy", "baseline", "loss")
-        header = "".join(f"{title:>10}" for title in titles)
-        self._print(self._paint(_DIM, f"{'':10}{'network':<13}{header}"))
-        two = "discriminator_loss" in record
-        network = "generator" if two else "masked"
-        self._print(_eval_row(record, network, "generator" if two else "model", "unigram"))
-        if two:
-            self._print(_eval_row(record, "discriminator", "discriminator", "prior"))
+        """Show an evaluation, a paragraph a network: each number beside its baseline."""
+        self._print(self._time() + self._paint(_BOLD + _CYAN,
+                                               f"  evaluation at step {record['step']:,}"))
+        for network in dict.fromkeys(metric.network for metric in self._metrics):
+            parts = [_beside_baseline(metric, record) for metric in self._metrics
+                     if metric.network == network and record.get(metric.key) is not None]
+            if parts:
+                first, *more = textwrap.wrap("   ".join(part.replace(" ", "\0") for part in parts),
+                                             WIDTH - 24, break_long_words=False)
+                lines = [f"{'':10}{network:<14}{first}", *(f"{'':24}{line}" for line in more)]
+                self._print("\n".join(lines).replace("\0", " "))
         self._lines_until_header = 0
 
-    def _write_tensorboard(self, record: dict[str, Any]) -> None:
-        if not self._tensorboard or self.problem:
-            return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(
-                str(self.path.parent / TENSORBOARD_DIRECTORY), purge_step=self._purge_step
-            )
-        for key, value in record.items():
-            if key not in ("kind", "step") and value is not None:
-                self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])
-        if record["kind"] == "eval":
-            self._writer.flush()
+    def _time(self) -> str:
+        return self._paint(_DIM, time.strftime("%H:%M:%S"))
 
     def _paint(self, code: str, text: str) -> str:
         return f"{code}{text}{_RESET}" if self._colored else text
@@ -296,18 +208,8 @@ class RunLog:
         print(line, file=self._stream, flush=True)
 
 
-def _eval_row(record: dict[str, Any], network: str, title: str, baseline: str) -> str:
-    """Return one network's line of the evaluation: its accuracy beside its baseline's."""
-    keys = (f"{network}_accuracy", f"{baseline}_accuracy", f"{network}_loss")
-    cells = [_number(key, ".4f")(record) for key in keys]
-    extra = {
-        "unigram": f"perplexity {_number(f'{network}_perplexity', ',.1f')(record)}",
-        "prior": f"gain {_number('discriminator_gain', '+.4f')(record)} nats"
-        f"  ROC-AUC {_number('roc_auc', '.3f')(record)}"
-        f"  AP {_number('average_precision', '.3f')(record)}",
-    }[baseline]
-    return f"{'':10}{title:<13}" + "".join(f"{cell:>10}" for cell in cells) + f"   {extra}"
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _beside_baseline(metric, record: dict[str, Any]) -> str:
+    text = f"{metric.short_title} {format_value(record[metric.key], metric.unit)}"
+    beside = metric.beside(record)
+    return text if beside is None else f"{text} ({metric.baseline[0]} " \
+                                       f"{format_value(beside, metric.unit)})"

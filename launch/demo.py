@@ -16,7 +16,8 @@ from pathlib import Path
 
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
-from deberta_ds.log import format_count, format_duration, read_metrics
+from deberta_ds.numbers import format_count, format_duration
+from deberta_ds.records import read_metrics
 
 OUT = Path("runs/demo")
 CONFIG = "launch/runs/demo.toml"

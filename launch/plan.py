@@ -34,8 +34,8 @@ def main() -> None:
     ds = deepspeed_config.load(options.deepspeed_config)
 
     from deberta_ds.files import write_atomic  # heavy imports after the configs are known good
-    from deberta_ds.log import format_count
     from deberta_ds.model.backbone import count_parameters, on_meta
+    from deberta_ds.numbers import format_count
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page

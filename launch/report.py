@@ -1,6 +1,10 @@
-"""Write the HTML report of one run, or of several side by side.
+"""Draw one page of a pretraining run, of several side by side, or of a fine-tuning sweep.
 
-launch/report.py --run runs/demo [--run runs/other] [--out runs/demo/report.html]
+    python launch/report.py --run runs/demo                     # runs/demo/report.html
+    python launch/report.py --run runs/es runs/gdes --out compared.html
+    python launch/report.py --superglue runs/superglue [runs/superglue-without-pretraining]
+
+Pages are single files: no script from elsewhere, no network, light and dark.
 """
 
 import argparse
@@ -10,17 +14,25 @@ from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the HTML report of a pretraining run.")
-    parser.add_argument("--run", action="append", required=True, type=Path, metavar="DIRECTORY",
-                        help="a run's out_dir; give it again to compare runs")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="default: report.html in the first run")
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", nargs="+", action="extend", type=Path, metavar="DIRECTORY",
+                      help="out_dir of a run; several are compared")
+    what.add_argument("--superglue", nargs="+", action="extend", type=Path, metavar="DIRECTORY",
+                      help="--out of launch/superglue.py; others are shown beside the first")
+    parser.add_argument("--out", type=Path, metavar="FILE",
+                        help="default: report.html in the first directory")
+    options = parser.parse_args()
 
-    from deberta_ds.report import write_report
+    from deberta_ds import report  # imports torch: not for --help
 
-    out = arguments.out or arguments.run[0] / "report.html"
-    write_report(out, arguments.run)
-    print(f"report: {out} ({out.stat().st_size / 1024:.0f} KiB)")
+    directories = options.run or options.superglue
+    out = options.out or directories[0] / report.PAGE
+    write = report.write_runs if options.run else report.write_sweep
+    write(out, directories)
+    print(f"page: {out} ({out.stat().st_size / 1024:.0f} KiB)")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     deepspeed launch/superglue.py --model runs/base/hf --data superglue --seeds 5 --out runs/sg \\
         --config launch/runs/superglue/base.toml
 
-Prints a table; writes OUT/results.json and OUT/index.html beside the runs. Then, for the
+Prints a table; writes OUT/results.json and OUT/report.html beside the runs. Then, for the
 leaderboard: python launch/submit.py --run OUT --data superglue --zip superglue.zip
 """
 
@@ -15,9 +15,9 @@ from deberta_ds.errors import UserError, exit_cleanly
 
 
 def main() -> None:
-    from deberta_ds import dist
+    from deberta_ds import dist, report
     from deberta_ds.files import write_atomic
-    from deberta_ds.finetune import options, page, sweep
+    from deberta_ds.finetune import options, sweep
     from deberta_ds.finetune.tasks import MAIN_TASKS, task_named
 
     parser = argparse.ArgumentParser(
@@ -43,8 +43,9 @@ def main() -> None:
     if dist.is_main():
         whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
         write_atomic(given.out / "results.json", json.dumps(whole, indent=1) + "\n")
-        write_atomic(given.out / "index.html", page.render(whole, compare))
-        print(f"\nwrote {given.out / 'results.json'} and {given.out / 'index.html'}")
+        page = given.out / report.PAGE
+        report.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
+        print(f"\nwrote {given.out / 'results.json'} and {page}")
     dist.destroy()
 
 
@@ -63,9 +64,12 @@ def pairs(texts: list[str]) -> dict[str, str]:
 
 def read_results(out: Path) -> dict:
     """Return another sweep's results.json."""
+    from deberta_ds.report import read_sweep
+
     path = out / "results.json"
     if not path.is_file():
         raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
+    read_sweep(path)  # checks it
     return json.loads(path.read_text("utf-8"))
 
 

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
     {"errors", "files", "splitmix", "options", "validation", "config", "presets",
      "deepspeed_config"},
-    {"cpu", "dist", "log", "tokenizer", "cluster"},
+    {"cpu", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},
     {"formats", "planner"},
@@ -18,7 +18,7 @@ LAYERS = [
     {"analysis", "finetune", "report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-NO_TORCH = LAYERS[0] | {"log"}
+NO_TORCH = LAYERS[0] | {"log", "numbers", "records", "trackers"}
 DEEPSPEED_ONLY_IN = {"train/engine.py"}
 
 

@@ -1,4 +1,4 @@
-"""RunLog: what lands in metrics.jsonl, what a resume leaves of it, what the console shows."""
+"""RunLog: what the console shows of the records, and what goes to metrics.jsonl and TensorBoard."""
 
 import io
 import json
@@ -8,7 +8,13 @@ import sys
 import pytest
 
 from deberta_ds.errors import UserError
-from deberta_ds.log import RunLog, format_count, format_duration, read_metrics
+from deberta_ds.log import RunLog
+from deberta_ds.numbers import format_count, format_duration, format_value
+from deberta_ds.objectives.base import MINIMAL_PAIRS
+from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.records import read_metrics
+
+METRICS = {kind: (*objective.METRICS, MINIMAL_PAIRS) for kind, objective in OBJECTIVES.items()}
 
 
 def train_record(step, **more):
@@ -21,17 +27,22 @@ def train_record(step, **more):
     }  # fmt: skip
 
 
-def eval_record(step):
+def eval_record(step, **more):
     return {
         "kind": "eval", "step": step, "seconds": 0.5 * step, "generator_loss": 4.1,
         "generator_accuracy": 0.3125, "generator_perplexity": 60.3, "unigram_accuracy": 0.054,
         "discriminator_loss": 0.31, "discriminator_accuracy": 0.917, "prior_accuracy": 0.897,
-        "discriminator_gain": 0.02, "roc_auc": 0.742, "average_precision": 0.331,
+        "discriminator_gain": 0.02, "roc_auc": 0.742, "average_precision": 0.331, **more,
     }  # fmt: skip
 
 
 def event_record(step, event):
     return {"kind": "event", "step": step, "seconds": 1.0, "event": event, "detail": "why"}
+
+
+def make_log(directory, kind="rtd", stream=None, **options):
+    return RunLog(directory, True, metrics=METRICS[kind], stream=stream or io.StringIO(),
+                  track=(), **options)
 
 
 def write_run(log, first, last):
@@ -42,14 +53,14 @@ def write_run(log, first, last):
 
 
 def test_resume_leaves_the_file_of_an_unbroken_run_and_keeps_events(tmp_path):
-    whole = RunLog(tmp_path / "whole", True, stream=io.StringIO(), tensorboard=False)
+    whole = make_log(tmp_path / "whole")
     write_run(whole, 1, 20)
-    broken = RunLog(tmp_path / "broken", True, stream=io.StringIO(), tensorboard=False)
+    broken = make_log(tmp_path / "broken")
     write_run(broken, 1, 13)
     broken.metrics(event_record(13, "stop"))
     with open(broken.path, "a") as file:
         file.write('{"kind": "train", "st')  # killed in the middle of a line
-    resumed = RunLog(tmp_path / "broken", True, stream=io.StringIO(), tensorboard=False)
+    resumed = make_log(tmp_path / "broken")
     resumed.truncate(10)
     resumed.metrics(event_record(10, "resume"))
     write_run(resumed, 11, 20)
@@ -58,35 +69,38 @@ def test_resume_leaves_the_file_of_an_unbroken_run_and_keeps_events(tmp_path):
     assert [r["event"] for r in records if r["kind"] == "event"] == ["stop", "resume"]
 
 
-def test_console_fits_in_100_columns_and_is_aligned(tmp_path):
+@pytest.mark.parametrize("kind", METRICS)
+def test_console_fits_in_100_columns_and_is_aligned(tmp_path, kind):
     stream = io.StringIO()
-    log = RunLog(tmp_path, True, total_steps=1_250_000, stream=stream, tensorboard=False)
+    log = make_log(tmp_path, kind, stream, total_steps=1_250_000)
+    masked = {"masked_loss": 4.1, "masked_accuracy": 0.3125, "masked_perplexity": 60.3}
     for step in range(1_249_960, 1_250_001):
-        log.metrics(train_record(step, mfu=0.412, eta_seconds=3.3e5))
-    log.metrics(eval_record(1_250_000))
+        log.metrics(train_record(step, mfu=0.412, eta_seconds=3.3e5, masked_loss=4.2))
+    log.metrics(eval_record(1_250_000, minimal_pairs=0.618, **masked))
     log.info("checkpoint saved", step=1_250_000)
-    lines = stream.getvalue().splitlines()
+    text = stream.getvalue()
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 100
-    headers = [line for line in lines if "disc.loss" in line]
+    headers = [line for line in lines if "tok/s" in line]
     rows = [line for line in lines if "/1,250,000" in line]
     assert len(headers) == 3 and len({len(line) for line in headers + rows}) == 1
-    assert "\033" not in stream.getvalue()
-    assert "12.3k" in rows[0] and "41.2%" in rows[0] and "3d 19h" in rows[0]
-    assert "ROC-AUC 0.742" in stream.getvalue() and "gain +0.0200 nats" in stream.getvalue()
+    assert "\033" not in text and "12.3k" in rows[0] and "41.2%" in rows[0] and "3d 19h" in rows[0]
+    assert "ccuracy 31.2% (unigram 5.4%)" in text
+    assert "Minimal pairs 61.8% (chance 50.0%)" in text
+    if kind == "rtd":
+        assert "ROC-AUC 0.742 (chance 0.500)" in text and "disc.loss" in headers[0]
+    else:
+        assert "disc" not in text.lower() and "4.2000" in rows[0]
 
 
-def test_mlm_records_need_no_discriminator_and_flops_stand_in_for_an_unknown_mfu(tmp_path):
+def test_flops_stand_in_for_an_unknown_share_of_the_peak(tmp_path):
     stream = io.StringIO()
-    log = RunLog(tmp_path, True, total_steps=50, stream=stream, tensorboard=False)
-    drop = ("discriminator", "roc_auc", "average", "prior")
-    for record in (train_record(10), eval_record(10)):
-        log.metrics({k: v for k, v in record.items() if not k.startswith(drop)})
-    text = stream.getvalue()
-    assert "GFLOP/s" in text and "41.7" in text and "disc" not in text
+    make_log(tmp_path, stream=stream, total_steps=50).metrics(train_record(10))
+    assert "GFLOP/s" in stream.getvalue() and "41.7" in stream.getvalue()
 
 
 def test_nonfinite_numbers_become_null(tmp_path):
-    log = RunLog(tmp_path, True, stream=io.StringIO(), tensorboard=False)
+    log = make_log(tmp_path)
     log.metrics(train_record(1, grad_norm=float("inf")))
     assert json.loads(log.path.read_text())["grad_norm"] is None
 
@@ -101,23 +115,17 @@ def test_other_ranks_are_silent(tmp_path):
     assert stream.getvalue() == "" and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "line, rule",
-    [
-        ('{"kind": "train", "step": 3', "not a whole JSON object"),
-        ('["train", 3]', '"kind"'),
-        ('{"kind": "training", "step": 3}', '"kind"'),
-        ('{"kind": "train", "step": 3.5}', '"step"'),
-        ('{"kind": "train", "step": 3, "loss": "low"}', '"loss"'),
-        ('{"kind": "train", "step": 3, "loss": [1]}', '"loss"'),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, rule):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(train_record(1)) + "\n" + line + "\n")
-    with pytest.raises(UserError, match="metrics.jsonl, line 2") as error:
-        read_metrics(path)
-    assert rule in str(error.value)
+def test_a_record_that_cannot_be_written_is_one_error_that_names_the_file(tmp_path):
+    stream = io.StringIO()
+    log = make_log(tmp_path, stream=stream)
+    log.path.mkdir()
+    log.metrics(train_record(1))
+    log.metrics(event_record(1, "save"))
+    assert "5.9" in stream.getvalue() and "save at step 1" in stream.getvalue()  # still shown
+    with pytest.raises(UserError, match="metrics.jsonl: .*irectory"):
+        log.check()
+    with pytest.raises(UserError, match="/proc/none"):
+        RunLog("/proc/none", True)
 
 
 def test_tensorboard_gets_every_number_and_hides_what_the_resume_cut(tmp_path):
@@ -145,3 +153,8 @@ def test_numbers_for_humans():
     assert {value: format_count(value) for value in counts} == counts
     spans = {42: "42s", 185: "3m 05s", 7_800: "2h 10m", 356_400: "4d 03h", 59.7: "1m 00s"}
     assert {value: format_duration(value) for value in spans} == spans
+    values = {(0.742, "share"): "74.2%", (-0.0213, "gain"): "−0.0213", (0.0, "gain"): "0",
+              (1204.5, "tenths"): "1,204.5", (None, "share"): "–", (5e-4, "rate"): "5.0e−4",
+              (3.4121, "number"): "3.412", (1.5 * 2**30, "bytes"): "1.50 GiB",
+              (0.0231, "points"): "+2.31 pts", (7.5e12, "number"): "7.50T"}  # fmt: skip
+    assert {key: format_value(*key) for key in values} == values

@@ -1,149 +1,30 @@
-"""The report page: parses, stands alone, has every section, tells the numbers it was given."""
+"""The pages: they parse, stand alone, have every section, and tell the numbers they were given."""
 
 import json
 import math
-import random
 import re
-from html.parser import HTMLParser
 
 import pytest
+from report_cases import Page, event, make_records, make_run, make_sweep
 
+from deberta_ds import report
 from deberta_ds.errors import UserError
-from deberta_ds.report import write_report
-from deberta_ds.report.charts import Chart, Series, draw, summarize, value_text
+from deberta_ds.numbers import format_value
+from deberta_ds.report.charts import Chart, Series, draw, summarize
 from deberta_ds.report.rundata import read_run
 
 SECTIONS = ["Learning curves", "What was learned", "Course of the run", "Evaluation", "SuperGLUE",
             "From raw text to scores", "Configuration"]  # fmt: skip
-VOID = {"meta", "br", "line", "path", "link", "img"}
 
 
-def make_records(steps=400, log_every=5, eval_every=50, resume=200, two_networks=True):
-    noise = random.Random(0)
-    records = [event(0, 0.0, "start")]
-    for step in range(1, steps + 1):
-        seconds = 0.9 * (step if step <= resume else step - resume)
-        rise = 1 - math.exp(-step / 140)
-        if step % log_every == 0:
-            records.append(
-                {"kind": "train", "step": step, "rows_seen": 16 * step, "tokens_seen": 2040 * step,
-                 "seconds": seconds, "generator_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08),
-                 "discriminator_loss": 0.36 + 0.4 * math.exp(-step / 12) - 0.07 * rise
-                 + noise.gauss(0, 0.008),
-                 "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12)
-                 + noise.gauss(0, 0.006), "loss": 25.0,
-                 "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
-                 "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
-                 "tokens_per_second": 2260 + noise.gauss(0, 40), "flops_per_second": 4.31e10,
-                 "mfu": None, "eta_seconds": 0.9 * (steps - step)}
-            )  # fmt: skip
-        if step % eval_every == 0:
-            records.append(
-                {"kind": "eval", "step": step, "seconds": seconds,
-                 "generator_loss": 9.0 - 4.0 * rise, "generator_accuracy": 0.05 + 0.21 * rise,
-                 "generator_perplexity": math.exp(9.0 - 4.0 * rise), "unigram_accuracy": 0.0541,
-                 "discriminator_loss": 0.365 + 0.4 * math.exp(-step / 12) - 0.07 * rise,
-                 "discriminator_accuracy": 0.881 + 0.0173 * rise, "prior_accuracy": 0.881,
-                 "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12),
-                 "roc_auc": 0.5 + 0.27 * rise, "average_precision": 0.119 + 0.24 * rise}
-            )  # fmt: skip
-        if step % 100 == 0:
-            records.append(event(step, seconds, "save"))
-        if step == resume:
-            records += [event(step, seconds, "stop"), event(step, 0.0, "resume")]
-    records.append(event(steps, 0.9 * (steps - resume), "end"))
-    if not two_networks:
-        drop = ("discriminator", "roc_auc", "average", "prior")
-        records = [{k: v for k, v in r.items() if not k.startswith(drop)} for r in records]
-    return records
-
-
-def event(step, seconds, name):
-    return {"kind": "event", "step": step, "seconds": seconds, "event": name, "detail": name}
-
-
-def make_run(directory, records=None, name="demo", extras=True):
-    directory.mkdir(parents=True)
-    lines = [json.dumps(record) + "\n" for record in records or make_records()]
-    (directory / "metrics.jsonl").write_text("".join(lines))
-    config = {
-        "run": {
-            "name": name, "out_dir": f"runs/{name}",
-            "model": {"vocab_size": 8064, "hidden_size": 256, "num_layers": 6, "num_heads": 4,
-                      "intermediate_size": 1024, "position_buckets": 32,
-                      "position_terms": ["c2p", "p2c"], "norm_eps": 1e-7},
-            "objective": {"kind": "rtd", "embedding_sharing": "gdes", "rtd_weight": 50.0,
-                          "mask": {"rate": 0.15, "max_ngram": 1}},
-            "data": {"seq_len": 128, "tokenizer": "runs/demo/corpus/spm.model", "workers": 1,
-                     "sources": [{"path": "runs/demo/corpus/packed-128", "weight": 1.0}]},
-            "optim": {"lr": 5e-4, "betas": [0.9, 0.98], "eps": 1e-6, "warmup_steps": 40},
-            "train": {"steps": 400, "global_batch_rows": 16, "log_every": 5},
-        },
-        "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": False}},
-        "origins": {"model.hidden_size": "launch/runs/demo.toml", "train.steps": "command line"},
-        "fingerprints": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
-        "world_size": 2,
-        "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-    if extras:
-        stages = [("corpus", "docstrings of the standard library and packages", "11.2 MB", 14.2),
-                  ("tokenizer", "SentencePiece unigram, 8k pieces", "8,001 pieces", 21.0),
-                  ("pretraining", "RTD + GDES under ZeRO-3 on 2 ranks", "400 steps", 371.0),
-                  ("export", "Hugging Face directory, compared", "max difference 2.4e-7", 9.0),
-                  ("fine-tuning", "RTE and COPA <sample>", "0.60, 0.55", 64.5)]  # fmt: skip
-        keys = ("stage", "what", "result", "seconds")
-        rows = [dict(zip(keys, stage, strict=True)) for stage in stages]
-        (directory / "summary.json").write_text(json.dumps(rows))
-        (directory / "superglue").mkdir()
-        tasks = {
-            "RTE": {"score": {"median": 0.6137, "min": 0.58, "max": 0.634}, "baseline": 0.527,
-                    "metrics": {"accuracy": {}}, "seeds": 3, "failed": 0},
-            "CB": {"score": {"median": 0.54, "min": 0.51, "max": 0.6}, "baseline": 0.55,
-                   "metrics": {"macro_f1": {}, "accuracy": {}}, "seeds": 3, "failed": 1},
-        }  # fmt: skip
-        (directory / "superglue/results.json").write_text(json.dumps({"tasks": tasks}))
-    return directory
-
-
-class Page(HTMLParser):
-    """Checks that tags close in order; collects headings, tiles and data-value numbers."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.headings, self.tiles, self.values, self.text = [], [], {}, [], ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        if tag not in VOID:
-            self.open.append(tag)
-        if "data-value" in attributes:
-            self.values.append(float(attributes["data-value"]))
-            if "data-key" in attributes:
-                self.tiles[attributes["data-key"]] = self.values[-1]
-        assert not {"src", "href", "srcset"} & set(attributes)
-
-    def handle_startendtag(self, tag, attributes):
-        assert tag in VOID
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data if self.open and self.open[-1] not in ("style", "script") else ""
-        if self.open and self.open[-1] in ("h1", "h2"):
-            self.headings.append(data)
-
-
-def read_page(tmp_path, *directories):
+def read_page(tmp_path, *directories, write=report.write_runs):
     out = tmp_path / "report.html"
-    write_report(out, list(directories))
+    write(out, list(directories))
     text = out.read_text()
     assert not re.search(r"https?://|//[a-z]|@import|url\(", text), "the page must stand alone"
-    return text, Page(text)
+    page = Page(text)
+    assert not {"src", "href", "srcset"} & page.attributes
+    return text, page
 
 
 def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
@@ -151,39 +32,57 @@ def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
     text, page = read_page(tmp_path, make_run(tmp_path / "demo", records))
     assert page.headings == ["demo", *SECTIONS]
     last = [record for record in records if record["kind"] == "eval"][-1]
-    for key in ("discriminator_gain", "roc_auc", "average_precision", "generator_accuracy"):
+    for key, unit in (("discriminator_gain", "gain"), ("roc_auc", "number"),
+                      ("generator_accuracy", "share")):
         assert page.tiles[key] == last[key]
-    shown = {"discriminator_gain": "gain", "roc_auc": "number", "generator_accuracy": "share"}
-    for key, unit in shown.items():
-        assert f">{value_text(last[key], unit)}</b>" in text
+        assert f">{format_value(last[key], unit)}</b>" in text
     assert page.tiles["parameters"] == 13_596_289
     assert page.tiles["tokens_seen"] == 2040 * 400
+    assert page.tiles["goodput"] == 0.93
+    shown = set(page.values)
     for record in (r for r in records if r["kind"] == "eval"):
-        assert {v for k, v in record.items() if k not in ("kind", "step", "seconds")} \
-            <= set(page.values)  # fmt: skip
-    assert "macro f1, accuracy" in text and "3 (1 failed)" in text
+        assert {v for k, v in record.items() if k not in ("kind", "step", "seconds")} <= shown
+    assert "macro f1, accuracy" in page.text and "1 of 3" in page.text
+    assert "31.0% of peak FLOP/s" in page.text and "1.33 epochs" in page.text
     assert '<dd class="set" title="command line">400</dd>' in text
-    assert {0.6137, 0.54, 0.527, 0.55, 371.0} <= set(page.values)
+    assert {0.527, 371.0} <= shown
     assert "&lt;sample&gt;" in text and "<sample>" not in text
-    assert text.count('class="resume"') == 9 and "resumed at step 200" in text
+    assert "resumed at step 200" in page.text and text.count('class="mark"') == text.count(
+        '<span class="mark-label"') > 0
 
 
-def test_mlm_run_has_no_discriminator_and_needs_no_extras(tmp_path):
-    run = make_run(tmp_path / "mlm", make_records(two_networks=False), "mlm", extras=False)
+@pytest.mark.parametrize("old_keys", [False, True], ids=["masked_loss", "0.1.0"])
+def test_a_masked_lm_run_has_no_discriminator_and_needs_no_extras(tmp_path, old_keys):
+    records = make_records(kind="mlm", old_keys=old_keys)
+    run = make_run(tmp_path / "mlm", records, "mlm", "mlm", extras=False)
     text, page = read_page(tmp_path, run)
     assert page.headings == ["mlm", *(s for s in SECTIONS if s not in SECTIONS[4:6])]
     visible = page.text.partition("Configuration")[0]
-    assert "iscriminator" not in visible
-    assert set(page.tiles) >= {"generator_accuracy", "generator_loss", "generator_perplexity"}
-    assert 'data-chart="generator_loss"' in text and 'data-chart="roc_auc"' not in text
+    assert "iscriminator" not in visible and "enerator" not in visible
+    assert page.tiles["masked_accuracy"] == [r for r in records if r["kind"] == "eval"][-1][
+        "generator_accuracy" if old_keys else "masked_accuracy"]
+    assert 'data-chart="masked_loss"' in text and 'data-chart="roc_auc"' not in text
 
 
-def test_runs_side_by_side(tmp_path):
-    runs = [make_run(tmp_path / name, name=name) for name in ("gdes", "es", "nes")]
+def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
+    runs = [make_run(tmp_path / "a", name="a"),
+            make_run(tmp_path / "b", name="b", optim={"lr": 1e-3}),
+            make_run(tmp_path / "c", name="c", kind="mlm")]  # fmt: skip
     text, page = read_page(tmp_path, *runs)
     assert page.headings[0] == "3 runs compared" and page.headings.count("Evaluation") == 3
+    assert "What differs" in page.headings and "optim.lr" in page.text
+    assert "Held-out rows." in page.text and "Training rows." not in page.text
     with pytest.raises(UserError, match="1 to 5 runs"):
-        write_report(tmp_path / "none.html", [])
+        report.write_runs(tmp_path / "none.html", [])
+
+
+def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_path):
+    young = [record for record in make_records() if record["kind"] != "eval"]
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", young, name="b")]
+    loss = next(chart for group in report.curves.groups([read_run(run) for run in runs])
+                for chart in group.charts if chart.chart.key == "generator_loss").chart
+    assert loss.note.endswith("Training rows.") and [s.style for s in loss.series] == ["trend"] * 2
+    assert len(loss.series[0].points) == len(loss.series[1].points)
 
 
 def test_null_numbers_leave_a_gap(tmp_path):
@@ -200,9 +99,61 @@ def test_a_run_before_its_first_evaluation(tmp_path):
     assert "Not evaluated yet" in text and "In progress" in text
 
 
+def test_finished_is_not_green_when_nothing_was_learned(tmp_path):
+    records = make_records()
+    _, page = read_page(tmp_path, make_run(tmp_path / "good", records))
+    assert "Finished" in page.text and "nothing was learned" not in page.text
+    for record in records:
+        if record["kind"] == "eval":
+            record |= {"generator_accuracy": 0.0541, "discriminator_gain": -0.001, "roc_auc": 0.5,
+                       "average_precision": 0.119, "discriminator_accuracy": 0.881,
+                       "discriminator_loss": 0.37, "minimal_pairs": 0.5}  # fmt: skip
+    text, page = read_page(tmp_path, make_run(tmp_path / "bad", records))
+    assert "Finished, but nothing was learned" in page.text and 'pill good' not in text
+    partly = make_records()
+    for record in partly:
+        if "discriminator_gain" in record:
+            record["discriminator_gain"] = -0.01
+    text, page = read_page(tmp_path, make_run(tmp_path / "partly", partly))
+    assert "Finished, partly at its baselines" in page.text and 'class="down"' in text
+
+
+def test_each_resume_is_told_once(tmp_path):
+    records = make_records()
+    records[60:60] = [event(30, 1.0, "resume"), event(30, 1.0, "resume")]
+    _, page = read_page(tmp_path, make_run(tmp_path / "run", records))
+    assert "resumed at step 30 (twice), 200" in page.text
+
+
 def test_training_time_adds_up_over_a_clock_that_restarts(tmp_path):
     run = read_run(make_run(tmp_path / "demo"))
     assert run.training_seconds() == pytest.approx(0.9 * 400)
+
+
+def test_a_sweep_has_its_scores_curves_seeds_and_matrices(tmp_path):
+    sweep = make_sweep(tmp_path / "a")
+    other = make_sweep(tmp_path / "b", model="scratch", tasks=("RTE",))
+    text, page = read_page(tmp_path, sweep, other, write=report.write_sweep)
+    assert page.headings == ["60.0%", "Tasks"]
+    assert "2 of 8 tasks" in page.text and "median of scratch" in page.text
+    assert all(f"seed {seed}" in page.text for seed in (1, 2, 3)) and "majority class" in page.text
+    assert text.count('class="matrix"') == 2 and "not_entailment" in page.text
+    assert "by the RTE models, medians: matthews 60.0%" in page.text
+    values = json.loads((sweep / "results.json").read_text())["tasks"]["CB"]["score"]
+    assert set(values.values()) <= set(page.values)
+
+
+def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
+    runs = [{"task": "RTE", "seed": seed, "score": 0.0, "failed": True, "history": [],
+             "metrics": {"accuracy": 0.0}, "baseline": None, "error": "nan"} for seed in (1, 2)]
+    zero = dict.fromkeys(("median", "min", "max"), 0.0)
+    tasks = {"RTE": {"score": zero, "metrics": {"accuracy": zero}, "baseline": None, "seeds": 2,
+                     "failed": 2, "diagnostics": {}}}  # fmt: skip
+    sweep = make_sweep(tmp_path / "a", tasks=(), **{"runs": runs, "mean": 0.0, "mean_of": 1})
+    whole = json.loads((sweep / "results.json").read_text()) | {"tasks": tasks}
+    (sweep / "results.json").write_text(json.dumps(whole))
+    text, page = read_page(tmp_path, sweep, write=report.write_sweep)
+    assert "No evaluation was reached" in page.text and "2 of 2" in page.text
 
 
 @pytest.mark.parametrize(
@@ -210,24 +161,53 @@ def test_training_time_adds_up_over_a_clock_that_restarts(tmp_path):
     [
         ("metrics.jsonl", '{"kind": "train", "step": 1}\n{"kind": "tr', "metrics.jsonl, line 2"),
         ("metrics.jsonl", '{"kind": "event", "step": 0, "event": "start"}\n', "no train or eval"),
+        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": NaN}\n', 'line 1: "loss" must be'),
+        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": 1e999}\n', '"loss" must be a num'),
+        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": true}\n', '"loss" must be a numb'),
+        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 5000), "line 1"),
+        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 300), '"step" must be a'),
+        ("metrics.jsonl", '{"kind": "event", "step": 1}\n', 'which "event"'),
+        ("metrics.jsonl", "[" * 100_000, "metrics.jsonl, line 1"),
+        ("metrics.jsonl", "\n\n", "metrics.jsonl, line 1"),
         ("config.json", "{", "config.json: not valid JSON"),
-        ("config.json", "[]", "config.json: must hold one JSON object"),
-        ("config.json", '{"run": 1}', 'config.json: "run" must be an object'),
-        ("summary.json", '[{"stage": "a"}]', "summary.json, row 1: misses result, seconds, what"),
-        ("superglue/results.json", '{"tasks": {"RTE": {"score": {"median": 61}}}}', "task RTE"),
+        ("config.json", "[]", "config.json: the file: input should be an object"),
+        ("config.json", '{"run": 1}', "config.json: run: input should be an object"),
+        ("config.json", '{"run": {"objective": {"kind": "rtd"}}}', "origins: field required"),
+        ("config.json", '{"run": {"objective": {"kind": "x"}}, "origins": {}, "versions": {}}',
+         "run.objective.kind = 'x' is not an objective"),
+        ("config.json", '{"run": {"objective": {"kind": "rtd"}, "train": {"steps": "9"}, "model": '
+         '{"num_layers": -1}}, "origins": {"a": 1}, "versions": {}}',
+         "run.model.num_layers: .*run.train.steps: .*origins.a: "),
+        ("config.json", "[" * 100_000, "config.json: not valid JSON"),
+        ("summary.json", '[{"stage": "a"}]', "summary.json: 0.what: field required"),
+        ("summary.json", '[{"stage": "a", "what": "", "result": "", "seconds": NaN}]', "summary"),
+        ("superglue/results.json", '{"tasks": {"RTE": {"score": {"median": 61}}}}',
+         "results.json: tasks.RTE.score.median: "),
+        ("superglue/results.json", '{"tasks": []}', "results.json: tasks: "),
+        ("superglue/results.json", "\xff", "results.json: "),
     ],
-)
+    ids=str,
+)  # fmt: skip
 def test_damaged_input_is_named(tmp_path, file, content, words):
     run = make_run(tmp_path / "demo")
-    (run / file).write_text(content)
-    with pytest.raises(UserError, match=words):
-        write_report(tmp_path / "report.html", [run])
-    assert not (tmp_path / "report.html").exists()
+    (run / file).write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=words) as error:
+        report.write_runs(tmp_path / "report.html", [run])
+    assert len(str(error.value)) < 700 and not (tmp_path / "report.html").exists()
 
 
-def test_missing_files_are_named(tmp_path):
+def test_missing_files_and_full_disks_are_named(tmp_path):
     with pytest.raises(UserError, match="metrics.jsonl: no such file"):
-        write_report(tmp_path / "report.html", [tmp_path])
+        report.write_runs(tmp_path / "report.html", [tmp_path])
+    with pytest.raises(UserError, match="results.json: no such file"):
+        report.write_sweep(tmp_path / "report.html", [tmp_path])
+    run = make_run(tmp_path / "demo")
+    with pytest.raises(OSError, match="/proc/none"):  # errors.exit_cleanly names it
+        report.write_runs("/proc/none/report.html", [run])
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked/metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match="metrics.jsonl: .*irectory"):
+        report.write_runs(tmp_path / "report.html", [tmp_path / "blocked"])
 
 
 def test_long_series_are_binned_and_keep_their_mean_and_extremes():
@@ -238,8 +218,26 @@ def test_long_series_are_binned_and_keep_their_mean_and_extremes():
     assert max(high for *_, high in band) == max(y for _, y in points)
 
 
-@pytest.mark.parametrize("values", [[0.5], [0.0, 0.0, 0.0], [-1e-9, 1e-9], [1e12, 2e12], [3, 3]])
-def test_flat_tiny_and_huge_values_draw(values):
-    series = [Series("x", list(enumerate(values)), "gen", "trend")]
-    card = draw(Chart("x", "x", "", "number", series), [], len(values) - 1, "")
-    assert "nan" not in card and "inf" not in card
+FLAT = [[0.5], [0.0, 0.0, 0.0], [-1e-9, 1e-9], [1e12, 2e12], [3, 3], [1e-320, 0],
+        [1e299, -1e299], [2e-3 + k * 1e-18 for k in range(9)], [1e16, 1e16 + 2],
+        [11.1 + k * 1e-14 for k in range(9)], [-5e-324, 5e-324], [123_456.1, 123_456.2]]
+
+
+@pytest.mark.parametrize("unit", ["number", "share", "gain", "count", "rate", "tenths"])
+@pytest.mark.parametrize("values", FLAT, ids=str)
+def test_flat_tiny_and_huge_values_have_few_short_ticks(values, unit):
+    points = list(enumerate(values))
+    for from_zero in (False, True):
+        drawing = draw(Chart("x", "x", "", unit, [Series("x", points, "main", "trend")],
+                             from_zero=from_zero, last_x=len(values) - 1))
+        assert "nan" not in repr(drawing) and "inf" not in repr(drawing).replace("infin", "")
+        texts = [text for _, text in drawing.y_ticks]
+        assert 1 <= len(texts) <= 8 and max(map(len, texts)) <= 12, texts
+        assert all(-1 <= top <= 101 for top, _ in drawing.y_ticks)
+
+
+def test_float_noise_is_not_magnified():
+    points = [(step, 2e-3 + step % 3 * 1e-18) for step in range(50)]
+    drawing = draw(Chart("x", "x", "", "rate", [Series("x", points, "main", "plain")], last_x=49))
+    ys = {pair.split(" ")[1] for pair in drawing.strokes[0].path[1:].split("L")}
+    assert len(ys) == 1

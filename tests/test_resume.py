@@ -12,7 +12,7 @@ import torch
 from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run, torchrun
 
 from deberta_ds.formats.checkpoint import list_steps, load_whole_state
-from deberta_ds.log import read_metrics
+from deberta_ds.records import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 PRETRAIN = ROOT / "launch/pretrain.py"

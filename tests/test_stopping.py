@@ -13,7 +13,7 @@ from launching import ROOT, deepspeed_json, make_run
 from deberta_ds.cluster import watchdog
 from deberta_ds.cluster.signals import EXIT_REQUEUE
 from deberta_ds.cluster.watchdog import EXIT_STUCK, Watchdog
-from deberta_ds.log import read_metrics
+from deberta_ds.records import read_metrics
 from deberta_ds.train import spikes
 from deberta_ds.train.spikes import SpikeRule
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.read import SIDE_FILE, read_release
 from deberta_ds.formats.relative_rows import TABLE, UNREAD_ROWS
-from deberta_ds.log import read_metrics
+from deberta_ds.records import read_metrics
 
 OLD = ROOT / "tests/fixtures/version_0_1_0"
 STEP = "step-00000004"

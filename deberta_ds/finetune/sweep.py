@@ -124,6 +124,7 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
             "baseline": next((r["baseline"] for r in runs if r["baseline"] is not None), None),
             "seeds": len(runs),
             "failed": sum(result["failed"] for result in runs),
+            "labels": list(task.labels),
             "diagnostics": {
                 name: {
                     metric: _spread([r["diagnostics"][name][metric] for r in runs

@@ -34,6 +34,27 @@ class Metric:
     on_console: str = ""  # its column title at training steps; empty: none
     in_tile: bool = False  # among the numbers at the top of the page
 
+    @property
+    def short_title(self) -> str:
+        """The title without the network's name, for where that stands above or beside it."""
+        first, _, rest = self.title.partition(" ")
+        return rest.capitalize() if rest and first.lower().startswith(self.network) else self.title
+
+    def beside(self, record: dict) -> float | None:
+        """Return the baseline's value in an evaluation's record; None where it is not known."""
+        try:
+            known = {key: value for key, value in record.items() if value is not None}
+            return self.baseline[1](known) if self.baseline else None
+        except KeyError:
+            return None
+
+
+# Measured beside an objective's own scores where a run asks for it.
+MINIMAL_PAIRS = Metric(
+    "minimal_pairs", "Minimal pairs",
+    "Share of sentence pairs whose grammatical one is the more probable.", "share", "grammar",
+    ("chance", lambda record: 0.5), in_tile=True)
+
 
 class Objective(Protocol):
     """The functions of an objective's module, in the order in which a run meets them.

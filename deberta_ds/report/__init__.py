@@ -1,56 +1,62 @@
-"""One self-contained HTML page about one run, or about a few runs side by side."""
+"""Self-contained HTML pages about pretraining runs, fine-tuning sweeps and plans."""
 
-from html import escape
 from pathlib import Path
 
-from deberta_ds import __version__
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
-from deberta_ds.report import headline, tables
-from deberta_ds.report.curves import curves
+from deberta_ds.numbers import format_value
+from deberta_ds.report import curves, facts, sweep, tables
+from deberta_ds.report.pages import render
 from deberta_ds.report.rundata import Run, read_run
-from deberta_ds.report.style import CSS, SCRIPT
+from deberta_ds.report.sweepdata import RESULTS_FILE, Sweep, read_sweep
 
-MAX_RUNS = 5  # colors that people tell apart at a glance
-
-
-def write_report(path: str | Path, run_directories: list[str | Path]) -> None:
-    """Write the page at `path`; it needs no network and no other file.
-
-    With several directories the charts hold one line a run. UserError names the file and place of
-    the input that is missing or damaged.
-    """
-    if not 1 <= len(run_directories) <= MAX_RUNS:
-        raise UserError(f"a report shows 1 to {MAX_RUNS} runs, {len(run_directories)} were named")
-    write_atomic(path, page([read_run(directory) for directory in run_directories]))
+PAGE = "report.html"
+MAX_BESIDE = 5  # colors that people tell apart at a glance
 
 
-def page(runs: list[Run]) -> str:
-    """Return the report of `runs` as one HTML document."""
-    title = ", ".join(run.name for run in runs)
-    if len(runs) == 1:
-        top = headline.header(runs[0]) + headline.tiles(runs[0])
-    else:
-        top = (
-            f'<p class="eyebrow">DeBERTa pretraining report</p><h1>{len(runs)} runs compared</h1>'
-            '<p class="lead">The last record of each run; one color a run in all charts.</p>'
-            + tables.comparison(runs)
-        )
-    body = top + curves(runs)
-    for run in runs:
-        details = (
-            tables.evaluation(run)
-            + tables.superglue(run)
-            + tables.stages(run)
-            + tables.configuration(run)
-        )
-        name = f'<h1 style="margin-top:56px">{escape(run.name)}</h1>' if len(runs) > 1 else ""
-        body += name + details
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)} - DeBERTa pretraining report</title><style>{CSS}</style></head>"
-        f"<body><main>{body}<footer>Written by deberta_ds {__version__}. Shares of held-out data; "
-        f"curves show what metrics.jsonl holds.</footer></main><script>{SCRIPT}</script></body>"
-        "</html>\n"
+def write_runs(path: str | Path, directories: list[str | Path]) -> None:
+    """Write the page of one run, or of several side by side; UserError names what is damaged."""
+    _check_number("runs", directories)
+    write_atomic(path, runs_page([read_run(directory) for directory in directories]))
+
+
+def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
+    """Write the page of the first fine-tuning sweep, with the others' scores beside it."""
+    _check_number("sweeps", directories)
+    first, *beside = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
+    write_atomic(path, sweep_page(first, beside))
+
+
+def _check_number(what: str, directories: list) -> None:
+    if not 1 <= len(directories) <= MAX_BESIDE:
+        raise UserError(
+            f"a page shows 1 to {MAX_BESIDE} {what}, {len(directories)} were named")
+
+
+def runs_page(runs: list[Run]) -> str:
+    """Return the page of `runs` as one HTML document."""
+    one = runs[0] if len(runs) == 1 else None
+    return render(
+        "runs.html",
+        names=[run.name for run in runs],
+        header=facts.header(one) if one else None,
+        tiles=facts.tiles(one) if one else [],
+        comparison=None if one else tables.comparison(runs),
+        differences=None if one else tables.differences(runs),
+        groups=curves.groups(runs),
+        details=[_details(run) for run in runs],
     )
+
+
+def _details(run: Run) -> dict:
+    note, stages = tables.stages(run)
+    return {"name": run.name, "evaluation": tables.evaluation(run),
+            "scores": sweep.scores(run.sweep, []) if run.sweep and run.sweep.tasks else None,
+            "stages": stages, "stages_note": note, "folds": tables.configuration(run)}
+
+
+def sweep_page(first: Sweep, beside: list[Sweep]) -> str:
+    """Return the page of a sweep as one HTML document."""
+    return render("sweep.html", sweep=first, mean=format_value(first.mean, "share"),
+                  mean_note=sweep.mean_note(first), scores=sweep.scores(first, beside),
+                  cards=sweep.cards(first))

@@ -1,21 +1,24 @@
-"""Line charts as HTML: an SVG that stretches to its frame, with the text laid over it as HTML.
+"""Line charts: an SVG that stretches to its frame, with the text laid over it as HTML.
 
 Unusual: the SVG keeps no aspect ratio and holds only lines (non-scaling strokes; a dot is a line of
 no length with round ends), so text has the same size on a phone, a desk and paper. Coordinates are
-percent of the frame. Colors are CSS variables, so one chart serves the light and the dark page.
+percent of the frame. This file computes them; templates/chart.html writes them down.
 """
 
 import json
 import math
 import re
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from deberta_ds.log import format_count, format_duration
-from deberta_ds.report.rundata import Points
+from deberta_ds.numbers import format_count, format_value
 
 MAX_POINTS = 240  # more than the pixels of a small card can tell apart
-_LABEL_GAP = 9.0  # percent of the frame's height between two labels at the right
+_LABEL_HEIGHT = 8.0  # of one line of text, in percent of the frame's height
+_LABEL_CHARACTERS = 12  # of one line in the margin at the right
+_FLAT = 1e-6  # a range below this share of the values is float noise
+
+Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -24,101 +27,100 @@ class Series:
 
     label: str
     points: Points
-    color: str  # name of a CSS variable
+    color: str  # name of a CSS variable: never from a file
     style: str
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A card with one panel. `unit` is one of `value_text`."""
+    """A card with one panel. `unit` is one of `numbers.format_value`."""
 
     key: str
     title: str
     note: str
     unit: str
     series: list[Series]
+    headline: str = ""  # the number beside the title, and what it is
+    headline_note: str = ""
     from_zero: bool = False
+    last_x: float = 1.0
+    x_name: str = "step"
+    marks: list[float] = field(default_factory=list)  # upright lines
+    mark_name: str = ""
+    legend: bool = False  # names above the frame instead of at the ends of the lines
 
 
-def value_text(value: float | None, unit: str) -> str:
-    """Return a number as people write it, by its unit (HTML; a dash when there is none).
+@dataclass(frozen=True)
+class Stroke:
+    """One SVG path."""
 
-    number 3.412, tenths 1,204.5, share 74.2%, gain +0.0213, points +2.31 pts, count 12.4k,
-    rate 5.0e-4, duration 3m 05s.
-    """
-    if value is None:
-        return "&ndash;"
-    if unit == "tenths":
-        return f"{value:,.1f}"
-    if unit == "duration":
-        return format_duration(value)
-    if unit == "share":
-        return f"{100 * value:.1f}%"
-    if unit == "gain":
-        return f"{value:+.4f}".replace("-", "&minus;")
-    if unit == "points":
-        return f"{100 * value:+.2f}".replace("-", "&minus;") + " pts"
-    if unit == "count":
-        return format_count(value)
-    if unit == "rate":
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}e&minus;{abs(int(exponent))}" if value else "0"
-    return f"{value:.3f}"
+    kind: str
+    color: str
+    path: str
 
 
-def draw(chart: Chart, resumed_at: list[int], last_step: int, digits: str) -> str:
-    """Return the card of a chart as HTML; `digits` is its headline number, ready to show."""
-    low, high, cropped = _domain(chart, last_step)
-    x_of = _scale(0, max(last_step, 1))
-    y_of = _scale(high, low)
-    marks = [
-        f'<line class="resume" x1="{x_of(step)}" x2="{x_of(step)}" y1="0" y2="100"/>'
-        for step in resumed_at
-    ]
+@dataclass(frozen=True)
+class Drawing:
+    """A chart in percent of its frame, ready for the template."""
+
+    chart: Chart
+    cropped: str
+    y_ticks: list[tuple[float, str]]
+    x_ticks: list[tuple[float, str]]
+    marks: list[float]
+    strokes: list[Stroke]
+    ends: list[tuple[float, Series]]
+    hover: str  # JSON, for the script
+
+    @property
+    def tick_characters(self) -> int:
+        return max((len(text) for _, text in self.y_ticks), default=1)
+
+
+def draw(chart: Chart) -> Drawing:
+    """Return where everything of a chart lies. It must have a series, and each series a point."""
+    low, high, cropped = _domain(chart)
+    last_x = max(chart.last_x, 1e-9)
+    x_of, y_of = _scale(0, last_x), _scale(high, low)
     ticks = _ticks(low, high)
-    grid = "".join(f'<line class="grid" x1="0" x2="100" y1="{y_of(t)}" y2="{y_of(t)}"/>'
-                   for t in ticks)  # fmt: skip
-    lines = "".join(_draw_series(series, x_of, y_of) for series in chart.series)
-    overlay = _axis_text(chart, ticks, last_step, x_of, y_of)
-    overlay += _end_labels(chart.series, y_of)
-    overlay += "".join(
-        f'<span class="resume-label" style="left:{x_of(step)}%">resumed</span>'
-        for step in resumed_at[:1]
-    )
-    note = escape(chart.note) + (f" {cropped}" if cropped else "")
-    hover = [_hover(series, chart.unit, x_of, y_of) for series in chart.series]
-    return (
-        f'<figure class="card chart" data-chart="{chart.key}">'
-        f'<figcaption><div><h3>{escape(chart.title)}</h3><p>{note}</p></div>'
-        f'<b class="now">{digits}</b></figcaption>'
-        f"<div class=\"plot\" data-hover='{escape(json.dumps(hover))}'>"
-        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(chart.title)}">{grid}{"".join(marks)}{lines}</svg>'
-        f'{overlay}<i class="cross"></i><div class="tip"></div></div></figure>'
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) if ticks else 1.0
+    x_ticks = [tick for tick in _ticks(0, last_x) if tick == int(tick)] or [0.0]
+    return Drawing(
+        chart=chart,
+        cropped=cropped,
+        y_ticks=[(y_of(tick), _tick_text(tick, step, ticks[-1], chart.unit)) for tick in ticks],
+        x_ticks=[(x_of(tick), _short(format_count(tick)) if tick else f"{chart.x_name} 0")
+                 for tick in x_ticks if tick <= 0.93 * last_x or tick == last_x],
+        marks=[x_of(x) for x in chart.marks],
+        strokes=[stroke for line in chart.series for stroke in _strokes(line, x_of, y_of)],
+        ends=[] if chart.legend else _ends(chart.series, y_of),
+        hover=json.dumps([_hover(line, chart.unit, x_of, y_of) for line in chart.series]),
     )
 
 
-def _scale(start: float, end: float):
+def _scale(start: float, end: float) -> Callable[[float], float]:
     """Return the map from [start, end] to percent, rounded to what a screen can show."""
     return lambda value: round(100 * (value - start) / (end - start), 2)
 
 
-def _domain(chart: Chart, last_step: int) -> tuple[float, float, str]:
+def _domain(chart: Chart) -> tuple[float, float, str]:
     """Return (low, high, note): all values, or all but a start that would flatten the rest."""
-    everything = [y for series in chart.series for _, y in series.points]
-    settled = [
-        y for series in chart.series for x, y in series.points
-        if series.style != "trend" or x > 0.05 * last_step
-    ] or everything  # fmt: skip
+    everything = [y for line in chart.series for _, y in line.points]
+    settled = [y for line in chart.series for x, y in line.points
+               if line.style != "trend" or x > 0.05 * chart.last_x] or everything
     low, high, note = min(everything), max(everything), ""
     if high - low > 1.8 * (max(settled) - min(settled)) and max(settled) > min(settled):
         first = chart.series[0].points[0][1]
         low, high = min(settled), max(settled)
-        text = value_text(first, chart.unit)
-        note = f'<span class="crop">Starts at {text}, off the frame.</span>'
+        note = f"Starts at {format_value(first, chart.unit)}, off the frame."
     if chart.from_zero:
         low = min(0.0, low)
-    margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    if high - low <= _FLAT * max(abs(high), abs(low)):
+        margin = 0.5 * abs(high) or 1.0  # one value: in the middle, with room that means something
+    else:
+        margin = 0.08 * (high - low)
+    if margin < 1e-12:
+        margin = 1e-12
     return (low if chart.from_zero and low == 0 else low - margin), high + margin, note
 
 
@@ -127,31 +129,24 @@ def _ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / 4
     power = 10 ** math.floor(math.log10(rough))
     step = min((factor * power for factor in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - rough))
-    first = math.ceil(low / step)
-    return [k * step for k in range(first, math.floor(high / step) + 1)]
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [k * step for k in range(first, last + 1)]
 
 
-def _tick_text(value: float, step: float, unit: str) -> str:
+def _tick_text(value: float, step: float, largest: float, unit: str) -> str:
+    """Return a tick with the digits that tell it from its neighbours, and no more."""
     if unit in ("count", "rate"):
-        return _short(value_text(value, unit)).replace(".0e", "e")
+        return _short(format_value(value, unit)).replace(".0e", "e")
     scale = 100 if unit == "share" else 1
-    digits = next(d for d in range(12) if abs(round(step * scale, d) - step * scale) < 1e-9)
-    text = f"{scale * value:{'+' if unit == 'gain' and value else ''}.{digits}f}"
-    return text.replace("-", "&minus;") + ("%" if unit == "share" else "")
-
-
-def _axis_text(chart: Chart, ticks: list[float], last_step: int, x_of, y_of) -> str:
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) if ticks else 1.0
-    parts = [
-        f'<span class="y" style="top:{y_of(tick)}%">{_tick_text(tick, step, chart.unit)}</span>'
-        for tick in ticks
-    ]
-    whole = sorted({round(tick) for tick in _ticks(0, max(last_step, 1))})
-    for tick in whole:
-        if tick <= 0.93 * last_step or tick == last_step:
-            text = _short(format_count(tick)) if tick else "step 0"
-            parts.append(f'<span class="x" style="left:{x_of(tick)}%">{text}</span>')
-    return "".join(parts)
+    if abs(largest) >= 1e5 or step * scale < 1e-5:
+        digits = max(0, math.floor(math.log10(max(abs(largest), step) / step)) + 1)
+        text = f"{scale * value:.{min(digits, 4)}e}" if value else "0"
+        text = re.sub(r"(\.\d*?)0+e", r"\1e", text).replace(".e", "e")
+        text = re.sub(r"e([+-])0*", lambda found: "e" + found[1].strip("+"), text)
+    else:
+        digits = next(d for d in range(12) if abs(round(step * scale, d) - step * scale) < 1e-9)
+        text = f"{scale * value:{'+' if unit == 'gain' and value else ''}.{digits}f}"
+    return text.replace("-", "−") + ("%" if unit == "share" else "")
 
 
 def _short(text: str) -> str:
@@ -159,29 +154,25 @@ def _short(text: str) -> str:
     return re.sub(r"\.?0+(?=[kMBT]$)", "", text) if "." in text else text
 
 
-def _draw_series(series: Series, x_of, y_of) -> str:
+def _strokes(line: Series, x_of: Callable, y_of: Callable) -> list[Stroke]:
     def path(points: Points) -> str:
         return "M" + "L".join(f"{x_of(x)} {y_of(y)}" for x, y in points)
 
-    style = f'style="stroke:var(--{series.color})"'
-    if series.style == "baseline":
-        return f'<path class="base" {style} d="{path(series.points)}"/>'
-    if series.style == "dots":
-        dots = "".join(f"M{x_of(x)} {y_of(y)}h0" for x, y in series.points)
-        return (
-            f'<path class="line" {style} d="{path(series.points)}"/>'
-            f'<path class="dots" {style} d="{dots}"/>'
-        )
-    thin, trend, band = summarize(series.points)
-    if series.style == "plain":
-        return f'<path class="line" {style} d="{path(thin)}"/>'
-    behind = f'<path class="raw" {style} d="{path(thin)}"/>'
+    if line.style == "baseline":
+        return [Stroke("base", line.color, path(line.points))]
+    if line.style == "dots":
+        dots = "".join(f"M{x_of(x)} {y_of(y)}h0" for x, y in line.points)
+        return [Stroke("line", line.color, path(line.points)), Stroke("dots", line.color, dots)]
+    thin, trend, band = summarize(line.points)
+    if line.style == "plain":
+        return [Stroke("line", line.color, path(thin))]
+    strokes = [Stroke("line", line.color, path(trend))]
     if band:
         outline = [(x, high) for x, _, high in band] + [(x, low) for x, low, _ in band[::-1]]
-        behind = (
-            f'<path class="band" style="fill:var(--{series.color})" d="{path(outline)}Z"/>'
-        )
-    return (behind if len(trend) > 1 else "") + f'<path class="line" {style} d="{path(trend)}"/>'
+        strokes.insert(0, Stroke("band", line.color, path(outline) + "Z"))
+    elif len(trend) > 1:
+        strokes.insert(0, Stroke("raw", line.color, path(thin)))
+    return strokes
 
 
 def summarize(points: Points) -> tuple[Points, Points, list[tuple[float, float, float]]]:
@@ -208,35 +199,28 @@ def summarize(points: Points) -> tuple[Points, Points, list[tuple[float, float, 
     return points, trend, band
 
 
-def _end_labels(series: list[Series], y_of) -> str:
-    """Return the names of the lines at their right ends, pushed apart where they would touch."""
+def _ends(series: list[Series], y_of: Callable) -> list[tuple[float, Series]]:
+    """Return where the names of the lines stand at their right ends, pushed apart."""
     wanted = []
     for line in series:
         end = summarize(line.points)[1][-1][1] if line.style == "trend" else line.points[-1][1]
-        wanted.append([min(97.0, max(3.0, y_of(end))), line])
+        lines = min(2, 1 + len(line.label) // (_LABEL_CHARACTERS + 1))
+        wanted.append([min(97.0, max(3.0, y_of(end))), _LABEL_HEIGHT * lines, line])
     wanted.sort(key=lambda item: item[0])
     for above, below in zip(wanted, wanted[1:], strict=False):
-        below[0] = max(below[0], above[0] + _LABEL_GAP)
-    limit = 100.0
+        below[0] = max(below[0], above[0] + (above[1] + below[1]) / 2)
+    limit = 104.0
     for item in reversed(wanted):
-        item[0] = min(item[0], limit)
-        limit = item[0] - _LABEL_GAP
-    return "".join(
-        f'<span class="end" style="top:{top:.2f}%;color:{_label_color(line)}" '
-        f'title="{escape(line.label)}">{escape(line.label)}</span>'
-        for top, line in wanted
-    )
+        item[0] = min(item[0], limit - item[1] / 2)
+        limit = item[0] - item[1] / 2
+    return [(round(top, 2), line) for top, _, line in wanted]
 
 
-def _label_color(line: Series) -> str:
-    # A soft line color is too pale for text.
-    return "var(--muted)" if line.color.endswith("-soft") else f"var(--{line.color})"
-
-
-def _hover(series: Series, unit: str, x_of, y_of) -> dict:
-    points = summarize(series.points)[0]
+def _hover(line: Series, unit: str, x_of: Callable, y_of: Callable) -> dict:
+    points = summarize(line.points)[0]
     return {
-        "label": series.label,
-        "color": series.color,
-        "points": [[x_of(x), f"{x:,.0f}", value_text(y, unit)] for x, y in points],
+        "label": line.label,
+        "baseline": line.style == "baseline",
+        "points": [[x_of(x), f"{x:,.4g}" if x != int(x) else f"{x:,.0f}", format_value(y, unit)]
+                   for x, y in points],
     }

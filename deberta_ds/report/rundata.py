@@ -1,18 +1,82 @@
-"""A run directory as the report reads it: metrics.jsonl, config.json and optional results."""
+"""A run directory as the page reads it: metrics.jsonl, config.json and optional results."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.errors import UserError
-from deberta_ds.log import METRICS_FILE, read_metrics
+from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
+from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.records import METRICS_FILE, read_metrics
+from deberta_ds.report.reading import READ, read_checked
+from deberta_ds.report.sweepdata import Sweep, read_sweep
 
 CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
 SUPERGLUE_FILE = "superglue/results.json"
 
+# Keys of masked LM as version 0.1.0 wrote them: read where a record lacks a declared key.
+_FORMER_KEYS = {"masked_loss": "generator_loss", "masked_accuracy": "generator_accuracy",
+                "masked_perplexity": "generator_perplexity"}
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Points = list[tuple[float, float]]
+
+
+@checked(config=READ, frozen=True)
+class Shape:
+    """The model in four numbers."""
+
+    vocab_size: Count | None = None
+    hidden_size: Count | None = None
+    num_layers: Count | None = None
+    num_heads: Count | None = None
+
+
+@checked(config=READ, frozen=True)
+class _ObjectiveSection:
+    kind: str
+    embedding_sharing: str = ""
+
+
+@checked(config=READ, frozen=True)
+class _TrainSection:
+    steps: Count = 0
+
+
+@checked(config=READ, frozen=True)
+class _RunSection:
+    objective: _ObjectiveSection
+    name: str = ""
+    model: Shape = Shape()
+    train: _TrainSection = _TrainSection()
+
+
+@checked(config=READ, frozen=True)
+class _Saved:
+    """config.json: what the page computes with is checked, the rest is only shown."""
+
+    run: _RunSection
+    origins: dict[str, str]
+    versions: dict[str, str]
+    parameters: Count | None = None
+    world_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    hardware: str = ""  # of one rank
+    commit: str = ""
+
+
+@checked(config=READ, frozen=True)
+class Stage:
+    """One row of summary.json."""
+
+    stage: str
+    what: str
+    result: str
+    seconds: Annotated[float, Field(ge=0, lt=1e12)] | None
 
 
 @dataclass(frozen=True)
@@ -20,19 +84,23 @@ class Run:
     """What one run directory holds. Records keep the key names of metrics.jsonl."""
 
     name: str
+    objective: Objective
     train: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    saved: _Saved
     config: dict[str, Any]  # sections of the run config
-    origins: dict[str, str]  # of every value of the run config
-    machine: dict[str, Any]  # the rest of config.json: DeepSpeed, parameters, fingerprints
-    versions: dict[str, str]
-    summary: list[dict[str, Any]]
-    superglue: dict[str, dict[str, Any]]
+    rest: dict[str, Any]  # of config.json: DeepSpeed, fingerprints, hardware
+    stages: list[Stage]
+    sweep: Sweep | None = None  # SuperGLUE of the exported model
 
     @property
-    def has_discriminator(self) -> bool:
-        return any("discriminator_loss" in record for record in self.train + self.evals)
+    def metrics(self) -> tuple[Metric, ...]:
+        """What the objective declares, as far as this run has measured it."""
+        seen = {key for record in self.train + self.evals for key, value in record.items()
+                if value is not None}
+        return tuple(metric for metric in (*self.objective.METRICS, MINIMAL_PAIRS)
+                     if metric.key in seen)
 
     @property
     def last_step(self) -> int:
@@ -40,20 +108,34 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        return max(self.last_step, self.config.get("train", {}).get("steps", 0))
+        return max(self.last_step, self.saved.run.train.steps, 1)
 
     @property
     def resumed_at(self) -> list[int]:
-        return [event["step"] for event in self.events if event["event"] == "resume"]
+        """The steps a run was resumed at, each once."""
+        return sorted({event["step"] for event in self.events if event["event"] == "resume"})
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The last evaluation: for every key its last value that is not null."""
+        return {key: value for record in self.evals for key, value in record.items()
+                if value is not None}
 
     def points(self, kind: str, key: str) -> Points:
         """Return the (step, value) pairs of a key of the train or eval records, without nulls."""
-        records = self.train if kind == "train" else self.evals
-        return [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        found = self.train if kind == "train" else self.evals
+        return [(r["step"], r[key]) for r in found if r.get(key) is not None]
 
-    def last(self, kind: str, key: str) -> float | None:
-        points = self.points(kind, key)
-        return points[-1][1] if points else None
+    def last(self, key: str) -> float | None:
+        """Return the newest value of `key` in any record."""
+        points = [(r["step"], r[key]) for r in self.train + self.evals + self.events
+                  if r.get(key) is not None]
+        return max(points)[1] if points else None
+
+    def middle(self, key: str) -> float | None:
+        """Return the median of a key over the training records."""
+        values = [value for _, value in self.points("train", key)]
+        return median(values) if values else None
 
     def training_seconds(self) -> float:
         """Return the time spent training; a clock that restarts at a resume is added up."""
@@ -69,72 +151,38 @@ def read_run(directory: str | Path) -> Run:
     """Return the Run in `directory`; UserError names the file and place that breaks a rule."""
     directory = Path(directory)
     records = read_metrics(directory / METRICS_FILE)
+    place = directory / CONFIG_FILE
+    saved, values = read_checked(place, _Saved)
+    objective = _objective(saved.run.objective.kind, place)
+    for record in records:
+        _rename(record, objective)
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval")}
     if not by_kind["train"] and not by_kind["eval"]:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
-    saved = _read_object(directory / CONFIG_FILE)
-    for key in ("run", "origins", "versions"):
-        if not isinstance(saved.get(key), dict):
-            raise UserError(f'{directory / CONFIG_FILE}: "{key}" must be an object')
-    config = saved["run"]
+    summary, sweep = directory / SUMMARY_FILE, directory / SUPERGLUE_FILE
     return Run(
-        name=str(config.get("name") or directory.resolve().name),
+        name=saved.run.name or directory.resolve().name,
+        objective=objective,
         train=by_kind["train"],
         evals=by_kind["eval"],
         events=[r for r in records if r["kind"] == "event"],
-        config=config,
-        origins=saved["origins"],
-        machine={k: v for k, v in saved.items() if k not in ("run", "origins", "versions")},
-        versions=saved["versions"],
-        summary=_read_summary(directory / SUMMARY_FILE),
-        superglue=_read_superglue(directory / SUPERGLUE_FILE),
+        saved=saved,
+        config=values["run"],
+        rest={k: v for k, v in values.items() if k not in ("run", "origins", "versions")},
+        stages=read_checked(summary, list[Stage])[0] if summary.exists() else [],
+        sweep=read_sweep(sweep) if sweep.exists() else None,
     )
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give a directory a run has written to") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}; write the file anew") from None
+def _objective(kind: str, place: Path) -> Objective:
+    if kind not in OBJECTIVES:
+        raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
+                        "version; draw the page with the version that trained it")
+    return OBJECTIVES[kind]
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    value = _read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold one JSON object")
-    return value
-
-
-def _read_summary(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    rows = _read_json(path)
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: must hold a JSON array of rows")
-    for number, row in enumerate(rows, start=1):
-        missing = {"stage", "what", "result", "seconds"} - set(row if isinstance(row, dict) else ())
-        if missing:
-            raise UserError(f"{path}, row {number}: misses {', '.join(sorted(missing))}")
-        if not isinstance(row["seconds"], int | float | None):
-            raise UserError(f'{path}, row {number}: "seconds" must be a number or null')
-    return rows
-
-
-def _read_superglue(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.exists():
-        return {}
-    tasks = _read_object(path).get("tasks")
-    if not isinstance(tasks, dict):
-        raise UserError(f'{path}: "tasks" must be an object of task name to scores')
-    for name, task in tasks.items():
-        score = task.get("score") if isinstance(task, dict) else None
-        score = score if isinstance(score, dict) else {}
-        spread = [score.get(key) for key in ("min", "median", "max")]
-        if not all(isinstance(value, int | float) and -1 <= value <= 1 for value in spread):
-            raise UserError(f'{path}, task {name}: "score" needs min, median, max in [-1, 1]')
-        for key in ("metrics", "baseline", "seeds", "failed"):
-            if key not in task:
-                raise UserError(f'{path}, task {name}: misses "{key}"; run the sweep anew')
-    return tasks
+def _rename(record: dict[str, Any], objective: Objective) -> None:
+    for metric in objective.METRICS:
+        former = _FORMER_KEYS.get(metric.key)
+        if former in record and metric.key not in record:
+            record[metric.key] = record.pop(former)

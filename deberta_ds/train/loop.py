@@ -17,6 +17,7 @@ from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.start import initial_tensors
 from deberta_ds.log import RunLog
+from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import engine
@@ -51,7 +52,9 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
                        str(found.path))
         checkpoint.check_layout(record, inputs.ds, str(found.path))
-    log = dist.together(lambda: RunLog(run.out_dir, dist.is_main(), total_steps=run.train.steps))
+    log = dist.together(lambda: RunLog(
+        run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
+        total_steps=run.train.steps))
     for line in describe(run, inputs, origins):
         log.info(line)
     for line in found.passed_over:

@@ -10,8 +10,8 @@ from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.config import RunConfig
 from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
-from deberta_ds.log import format_count
 from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.numbers import format_count
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train import engine

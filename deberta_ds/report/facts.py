@@ -1,0 +1,171 @@
+"""The top of a run's page: its state, what was learned in a sentence, and the numbers to know."""
+
+import re
+from dataclasses import dataclass
+
+from deberta_ds.numbers import format_count, format_duration, format_value
+from deberta_ds.objectives.base import Metric
+from deberta_ds.report.rundata import Run
+
+_STATES = {"end": "Finished", "stop": "Stopped"}
+_NUMBER = re.compile(r"(?<![\w-])([+−-]?\d[\d,]*(?:\.\d+)?\s?%?)")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top of the page; `value` is the measured one, unrounded."""
+
+    key: str
+    title: str
+    text: str
+    note: str
+    value: float | None = None
+    tone: str = ""  # up, down or none
+    is_name: bool = False
+
+
+@dataclass(frozen=True)
+class Header:
+    """Where a run stands. `tone` is good, wait or quiet; `lead` alternates text and numbers."""
+
+    name: str
+    state: str
+    tone: str
+    lead: list[str]
+    done: float  # percent
+    marks: list[float]  # percent
+    progress: str
+    history: str
+    resumed: str
+
+
+def header(run: Run) -> Header:
+    """Return the title, its state, what was learned in a sentence, and the progress."""
+    state, tone = _state(run)
+    total = run.total_steps
+    saves = sum(event["event"] == "save" for event in run.events)
+    seconds = run.training_seconds()
+    progress = f"Step {run.last_step:,} of {total:,} · {format_duration(seconds)} of training"
+    return Header(
+        name=run.name, state=state, tone=tone, lead=_NUMBER.split(_sentence(run)),
+        done=round(100 * run.last_step / total, 2),
+        marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
+        progress=progress,
+        history=f"{saves:,} checkpoint{'s' * (saves != 1)} saved",
+        resumed=_resumed(run),
+    )
+
+
+def _state(run: Run) -> tuple[str, str]:
+    """Return what the run is doing, and how good that is: green only if something was learned."""
+    state = _STATES.get(run.events[-1]["event"] if run.events else "", "In progress")
+    if state != "Finished":
+        return state, "wait"
+    compared = [ahead for metric in run.metrics
+                if (ahead := ahead_of_baseline(metric, run.scores)) is not None]
+    if not compared:
+        return "Finished, not evaluated" if not run.evals else "Finished", "quiet"
+    if not any(compared):
+        return "Finished, but nothing was learned", "bad"
+    if not all(compared):
+        return "Finished, partly at its baselines", "wait"
+    return state, "good"
+
+
+def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
+    """Return whether a score is better than what needs no learning; None where that is unknown."""
+    score, baseline = scores.get(metric.key), metric.beside(scores)
+    if score is None or baseline is None:
+        return None
+    return score < baseline if metric.is_loss else score > baseline
+
+
+def _sentence(run: Run) -> str:
+    if not run.evals:
+        return "Not evaluated yet: the curves below show training rows only."
+    return run.objective.headline(run.scores)
+
+
+def _resumed(run: Run) -> str:
+    """Return "resumed at step 30 (twice), 60": each place once."""
+    steps = [event["step"] for event in run.events if event["event"] == "resume"]
+    times = {step: steps.count(step) for step in run.resumed_at}
+    often = {1: "", 2: " (twice)"}
+    places = [f"{step:,}{often.get(count, f' ({count} times)')}" for step, count in times.items()]
+    if len(places) > 4:
+        return f"resumed {len(steps)} times, last at step {run.resumed_at[-1]:,}"
+    return f"resumed at step {', '.join(places)}" if places else ""
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Return the model, the work done, what was learned, and what it cost."""
+    learned = [_learned(metric, run) for metric in run.metrics if metric.in_tile]
+    return [_model(run), _parameters(run), _tokens(run), _speed(run), *learned, *_costs(run)]
+
+
+def _learned(metric: Metric, run: Run) -> Tile:
+    value = run.scores.get(metric.key)
+    baseline, ahead = metric.beside(run.scores), ahead_of_baseline(metric, run.scores)
+    note = "held out" if baseline is None else \
+        f"{metric.baseline[0]} {format_value(baseline, metric.unit)}"
+    tone = "" if ahead is None else "up" if ahead else "down"
+    return Tile(metric.key, metric.title, format_value(value, metric.unit), note, value, tone)
+
+
+def _model(run: Run) -> Tile:
+    shape, objective = run.saved.run.model, run.saved.run.objective
+    parts = ((shape.num_layers, "layers"), (shape.hidden_size, "hidden"),
+             (shape.num_heads, "heads"))
+    note = " · ".join(f"{count:,} {word}" for count, word in parts if count is not None)
+    names = [objective.kind.upper()]
+    if objective.embedding_sharing and len({m.network for m in run.objective.METRICS}) > 1:
+        names.append(objective.embedding_sharing.upper())
+    return Tile("model", "Model", " + ".join(names), note, is_name=True)
+
+
+def _parameters(run: Run) -> Tile:
+    rows = run.saved.run.model.vocab_size
+    note = "" if rows is None else f"vocabulary of {rows:,}"
+    return Tile("parameters", "Parameters", format_value(run.saved.parameters, "count"), note,
+                run.saved.parameters)
+
+
+def _tokens(run: Run) -> Tile:
+    tokens, rows, epochs = (run.last(key) for key in ("tokens_seen", "rows_seen", "epochs"))
+    notes = [f"{rows:,.0f} packed rows"] if rows is not None else []
+    if epochs is not None:
+        notes.append(f"{epochs:.2f} epochs")
+    return Tile("tokens_seen", "Tokens seen", format_value(tokens, "count"), " · ".join(notes),
+                tokens)
+
+
+def _speed(run: Run) -> Tile:
+    speed, share, flops = (run.middle(key)
+                           for key in ("tokens_per_second", "mfu", "flops_per_second"))
+    note = "tokens/s, median"
+    if share is not None:
+        note += f" · {share:.1%} of peak FLOP/s"
+    elif flops is not None:
+        note += f" · {format_count(flops / 1e9)} GFLOP/s"
+    return Tile("tokens_per_second", "Throughput", format_value(speed, "count"), note, speed)
+
+
+def _costs(run: Run) -> list[Tile]:
+    """Return time, and memory and goodput where they were measured."""
+    seconds, ranks = run.training_seconds(), run.saved.world_size
+    note = f"{ranks:,} {'rank' if ranks == 1 else 'ranks'} · {_hours(seconds * ranks / 3600)}"
+    found = [Tile("seconds", "Training time", format_duration(seconds), note, seconds)]
+    if run.saved.hardware:
+        found.append(Tile("hardware", "Hardware", run.saved.hardware, f"{ranks:,} x", None, "",
+                          True))
+    if (peak := run.last("peak_memory_bytes")) is not None:
+        found.append(Tile("peak_memory_bytes", "Peak memory", format_value(peak, "bytes"),
+                          "of the rank that needed most", peak))
+    if (share := run.last("goodput")) is not None:
+        found.append(Tile("goodput", "Goodput", format_value(share, "share"),
+                          "of the wall clock went into steps that count", share))
+    return found
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.2f} rank-hours" if hours < 10 else f"{hours:,.0f} rank-hours"

@@ -1,0 +1,33 @@
+"""Templates to self-contained HTML documents.
+
+Everything that a template prints is escaped (autoescape) unless it is written in the template
+itself; the one script is allowed by its hash, so no other one can run.
+"""
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from deberta_ds import __version__
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True,
+                       lstrip_blocks=True, undefined=StrictUndefined)
+
+
+def render(template: str, **values) -> str:
+    """Return the page of a template; it needs no network and no other file."""
+    script = (TEMPLATES / "script.js").read_text("utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = _environment().get_template(template).render(
+        version=__version__, script=Markup(script), script_hash=f"sha256-{digest}", **values)
+    # Half of a surrogate pair has no bytes in UTF-8.
+    return page.encode("utf-8", "replace").decode()

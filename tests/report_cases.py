@@ -1,0 +1,161 @@
+"""Run and sweep directories for the tests of pages, written as the program writes them."""
+
+import json
+import math
+import random
+from html.parser import HTMLParser
+
+VOID = {"meta", "br", "line", "path", "link", "img"}
+
+
+def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd", old_keys=False):
+    """Return the records of a run that learns; `old_keys`: as version 0.1.0 named masked LM's."""
+    noise = random.Random(0)
+    records = [event(0, 0.0, "start")]
+    network = "generator" if kind == "rtd" or old_keys else "masked"
+    for step in range(1, steps + 1):
+        seconds = 0.9 * (step if step <= resume else step - resume)
+        rise = 1 - math.exp(-step / 140)
+        if step % log_every == 0:
+            records.append(
+                {"kind": "train", "step": step, "rows_seen": 16 * step, "tokens_seen": 2040 * step,
+                 "seconds": seconds, f"{network}_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08),
+                 "loss": 25.0, "epochs": step / 300,
+                 "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
+                 "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
+                 "tokens_per_second": 2260 + noise.gauss(0, 40), "flops_per_second": 4.31e10,
+                 "mfu": 0.31, "goodput": 0.93, "eta_seconds": 0.9 * (steps - step)}
+                | kind_only(kind, {
+                    "discriminator_loss": 0.36 + 0.4 * math.exp(-step / 12) - 0.07 * rise
+                    + noise.gauss(0, 0.008),
+                    "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12)
+                    + noise.gauss(0, 0.006)})
+            )  # fmt: skip
+        if step % eval_every == 0:
+            records.append(
+                {"kind": "eval", "step": step, "seconds": seconds,
+                 f"{network}_loss": 9.0 - 4.0 * rise, f"{network}_accuracy": 0.05 + 0.21 * rise,
+                 f"{network}_perplexity": math.exp(9.0 - 4.0 * rise), "unigram_accuracy": 0.0541,
+                 "minimal_pairs": 0.5 + 0.1 * rise}
+                | kind_only(kind, {
+                    "discriminator_loss": 0.365 + 0.4 * math.exp(-step / 12) - 0.07 * rise,
+                    "discriminator_accuracy": 0.881 + 0.0173 * rise, "prior_accuracy": 0.881,
+                    "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12),
+                    "roc_auc": 0.5 + 0.27 * rise, "average_precision": 0.119 + 0.24 * rise})
+            )  # fmt: skip
+        if step % 100 == 0:
+            records.append(event(step, seconds, "save"))
+        if step == resume:
+            records += [event(step, seconds, "stop"), event(step, 0.0, "resume")]
+    return [*records, event(steps, 0.9 * (steps - resume), "end")]
+
+
+def kind_only(kind, values):
+    return values if kind == "rtd" else {}
+
+
+def event(step, seconds, name):
+    return {"kind": "event", "step": step, "seconds": seconds, "event": name, "detail": name}
+
+
+def make_run(directory, records=None, name="demo", kind="rtd", extras=True, **run):
+    """Write a run directory; `run` are further values of its run config."""
+    directory.mkdir(parents=True)
+    write_records(directory, make_records(kind=kind) if records is None else records)
+    config = {
+        "run": {
+            "name": name, "out_dir": f"runs/{name}",
+            "model": {"vocab_size": 8064, "hidden_size": 256, "num_layers": 6, "num_heads": 4,
+                      "intermediate_size": 1024, "position_buckets": 32,
+                      "position_terms": ["c2p", "p2c"], "norm_eps": 1e-7},
+            "objective": {"kind": kind, "embedding_sharing": "gdes", "rtd_weight": 50.0,
+                          "mask": {"rate": 0.15, "max_ngram": 1}},
+            "data": {"seq_len": 128, "tokenizer": "runs/demo/corpus/spm.model", "workers": 1,
+                     "sources": [{"path": "runs/demo/corpus/packed-128", "weight": 1.0}]},
+            "optim": {"lr": 5e-4, "betas": [0.9, 0.98], "eps": 1e-6, "warmup_steps": 40},
+            "train": {"steps": 400, "global_batch_rows": 16, "log_every": 5},
+        } | run,
+        "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": False}},
+        "origins": {"model.hidden_size": "launch/runs/demo.toml", "train.steps": "command line"},
+        "fingerprints": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
+        "world_size": 2, "hardware": "AMD EPYC 9R14", "commit": "0123456789",
+        "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    if extras:
+        stages = [("corpus", "docstrings of the standard library and packages", "11.2 MB", 14.2),
+                  ("tokenizer", "SentencePiece unigram, 8k pieces", "8,001 pieces", 21.0),
+                  ("pretraining", "RTD + GDES under ZeRO-3 on 2 ranks", "400 steps", 371.0),
+                  ("fine-tuning", "RTE and COPA <sample>", "0.60, 0.55", 64.5)]  # fmt: skip
+        keys = ("stage", "what", "result", "seconds")
+        rows = [dict(zip(keys, stage, strict=True)) for stage in stages]
+        (directory / "summary.json").write_text(json.dumps(rows))
+        make_sweep(directory / "superglue")
+    return directory
+
+
+def write_records(directory, records):
+    lines = [json.dumps(record) + "\n" for record in records]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+
+
+def make_sweep(directory, model="runs/demo/hf", tasks=("RTE", "CB"), seeds=3, **changes):
+    """Write results.json of a sweep; `changes` are further values at its top."""
+    directory.mkdir(parents=True)
+    labels = {"RTE": ["not_entailment", "entailment"],
+              "CB": ["contradiction", "neutral", "entailment"]}  # fmt: skip
+    metrics = {"RTE": ["accuracy"], "CB": ["macro_f1", "accuracy"]}
+    summary, runs = {}, []
+    for number, task in enumerate(tasks):
+        names, classes = metrics.get(task, ["accuracy"]), labels.get(task, ["no", "yes"])
+        values = [0.54 + 0.03 * seed + 0.05 * number for seed in range(1, seeds + 1)]
+        spread = {"median": sorted(values)[seeds // 2], "min": min(values), "max": max(values)}
+        summary[task] = {"score": spread, "metrics": dict.fromkeys(names, spread),
+                         "baseline": 0.527, "seeds": seeds, "failed": number, "labels": classes,
+                         "diagnostics": {"AX-b": {"matthews": spread}} if task == "RTE" else {}}
+        for seed, value in enumerate(values, start=1):
+            history = [{"epoch": float(epoch), "step": 8 * epoch, "loss": 1 / epoch}
+                       | dict.fromkeys(names, value - 0.05 / epoch) for epoch in range(1, 6)]
+            runs.append({"task": task, "seed": seed, "score": value, "failed": seed == 1 and number,
+                         "metrics": dict.fromkeys(names, value), "history": history,
+                         "confusion": [[seed + 2] * len(classes)] * len(classes),
+                         "settings": {"epochs": 5, "learning_rate": 2e-5}})  # fmt: skip
+            runs[-1]["failed"] = bool(runs[-1]["failed"])
+    whole = {"model": model, "data": "superglue", "tasks": summary, "mean": 0.6,
+             "mean_of": len(tasks), "runs": runs} | changes
+    (directory / "results.json").write_text(json.dumps(whole))
+    return directory
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order; collects headings, tiles, data-value numbers and tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.headings, self.tiles, self.values, self.text = [], [], {}, [], ""
+        self.tags, self.attributes = [], set()
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append(tag)
+        self.attributes |= set(attributes)
+        if tag not in VOID:
+            self.open.append(tag)
+        if "data-value" in attributes:
+            self.values.append(float(attributes["data-value"]))
+            if "data-key" in attributes:
+                self.tiles[attributes["data-key"]] = self.values[-1]
+
+    def handle_startendtag(self, tag, attributes):
+        assert tag in VOID
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if self.open and self.open[-1] not in ("style", "script") else ""
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
