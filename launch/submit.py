@@ -8,7 +8,6 @@ each task is taken) or a directory of ten TASK.jsonl files.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,12 +70,22 @@ def prediction_file(root: Path, task: "Task") -> Path | None:
     if (root / f"{task.name}.jsonl").is_file():
         return root / f"{task.name}.jsonl"
     results = sorted((root / (task.predicted_by or task.name)).glob("seed-*/result.json"))
-    scored = sorted((json.loads(file.read_text("utf-8"))["score"], file) for file in results)
+    scored = sorted((score_of(file), file) for file in results)
     if not scored:
         return None
     median = scored[(len(scored) - 1) // 2][1].parent
     file = median / "submission" / f"{task.name}.jsonl"
     return file if file.is_file() else None
+
+
+def score_of(result: Path) -> float:
+    """Return the score in a run's result.json."""
+    from deberta_ds.formats.tensors import read_json
+
+    score = read_json(result).get("score")
+    if not isinstance(score, int | float):
+        raise UserError(f"{result}: no score; the file is damaged, run this seed again")
+    return score
 
 
 if __name__ == "__main__":

@@ -64,13 +64,14 @@ def pairs(texts: list[str]) -> dict[str, str]:
 
 def read_results(out: Path) -> dict:
     """Return another sweep's results.json."""
+    from deberta_ds.formats.tensors import read_json
     from deberta_ds.report import read_sweep
 
     path = out / "results.json"
     if not path.is_file():
         raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
     read_sweep(path)  # checks it
-    return json.loads(path.read_text("utf-8"))
+    return read_json(path)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ def saved_model(directory, name, shape="v3"):
     save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
                    start.tokenizer)  # fmt: skip
     examples = sample(name).examples[:6]
-    # No row beyond the 64 distances of the table, where transformers reads another row than we do.
-    features = encode(task, examples, start.tokenizer, max_length=64, window_overlap=16)
+    # Rows beyond the 64 distances of the relative table, too; not beyond 64 absolute positions.
+    length = 64 if start.config.absolute_input else 128
+    features = encode(task, examples, start.tokenizer, max_length=length, window_overlap=16)
     with torch.no_grad():
         return examples, features, model(collate(features)).scores
 

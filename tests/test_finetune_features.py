@@ -8,9 +8,9 @@ import torch
 from superglue_helpers import ALL_TASKS, FEW, needs_real, sample, tiny_start
 
 from deberta_ds.errors import UserError
-from deberta_ds.finetune.features import collate, encode, token_range, window_starts
+from deberta_ds.finetune.features import TooLongError, collate, encode, token_range, window_starts
 from deberta_ds.finetune.heads import MentionHead, TaskModel, mean_by
-from deberta_ds.finetune.layouts import Example, Span, without_highlight_marks
+from deberta_ds.finetune.layouts import Example, TextSpan, without_highlight_marks
 from deberta_ds.finetune.predict import num_scores, predictions_of
 from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.tasks import task_named
@@ -66,8 +66,11 @@ def test_only_the_first_text_is_cut_and_from_its_end():
     assert feature.cut_tokens == len(first) - room
     with pytest.raises(UserError, match="must be seen together"):
         encoded("RTE", [example], max_length=len(second) + 6)
-    with pytest.raises(UserError, match="raise max_length"):
+    with pytest.raises(TooLongError, match=r"train.jsonl:\d: .* 6 of 6 examples do not fit") as e:
         encoded("WSC", max_length=8)
+    assert len(encoded("WSC", max_length=e.value.needed)) == 6
+    with pytest.raises(TooLongError):
+        encoded("WSC", max_length=e.value.needed - 1)
 
 
 def test_windows_cover_everything():
@@ -90,7 +93,7 @@ def long_record(copies: int = 12):
     """Return the sample's ReCoRD examples with a passage of many windows."""
     (example, _) = sample("ReCoRD").examples
     text, query = example.sequences[0]
-    spans = [Span(0, s.start + c * (len(text) + 1), s.end + c * (len(text) + 1))
+    spans = [TextSpan(0, s.start + c * (len(text) + 1), s.end + c * (len(text) + 1))
              for c in range(copies) for s in example.spans]  # fmt: skip
     passage = "\n".join([text] * copies)
     return dataclasses.replace(example, sequences=((passage, query),), spans=tuple(spans),
@@ -112,7 +115,7 @@ def test_long_record_passages_score_every_mention():
 def test_a_mention_longer_than_the_overlap_is_scored_too():
     text = "Anna " + "van " * 60 + "Brandt came."
     example = Example((0, 0), ((text, "It was @placeholder."),), None,
-                      (Span(0, 0, len(text) - 6),), (text[:-6],), (text[:-6],))  # fmt: skip
+                      (TextSpan(0, 0, len(text) - 6),), (text[:-6],), (text[:-6],))  # fmt: skip
     (feature,) = encoded("ReCoRD", [example], max_length=40, window_overlap=8)
     assert len(feature.sequences) > 2 and len(feature.spans) == 1
     assert model_of("ReCoRD")(collate([feature])).scores.isfinite().all()
@@ -122,7 +125,7 @@ def test_highlights_at_the_end_are_seen():
     text = "Filler words are here. " * 60 + "\n@highlight\nParis won the cup"
     start = text.index("Paris")
     example = Example((0, 0), ((without_highlight_marks(text), "@placeholder won."),), None,
-                      (Span(0, start, start + 5),), ("Paris",), ("Paris",))  # fmt: skip
+                      (TextSpan(0, start, start + 5),), ("Paris",), ("Paris",))  # fmt: skip
     (feature,) = encoded("ReCoRD", [example], max_length=64, window_overlap=16)
     row, _, low, high = feature.spans[-1]
     assert row == len(feature.sequences) - 1 and "Paris" in shown(feature, row, low, high)

@@ -142,10 +142,26 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
 
 
 def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, tmp_path):
-    given = (*QUICK, "--WSC.max_length=8")
-    with pytest.raises(UserError, match="WSC .* raise max_length"):
-        sweep.run_all(plan(tmp_path, ("CB", "WSC"), given=given))
+    given = (*QUICK, "--WSC.max_length=8", "--WiC.max_length=9")
+    with pytest.raises(UserError, match="texts do not fit") as caught:
+        sweep.run_all(plan(tmp_path, ("CB", "WSC", "WiC"), given=given))
+    problems = str(caught.value).splitlines()[1:]
+    assert len(problems) == 6  # train, val and test of two tasks, at once
+    assert all("Set --W" in line and ".jsonl:" in line for line in problems)
     assert not (tmp_path / "CB").exists()
+
+
+def test_rows_longer_than_the_absolute_positions_are_named_before_training(process_group, tmp_path):
+    """An IndexError in the first step, deep in torch."""
+    shape = {"relative_attention": False, "position_terms": (), "absolute_input": True,
+             "relative_norm": False, "share_position_projections": False, "position_buckets": 0,
+             "max_position": 28}  # fmt: skip
+    start = dataclasses.replace(tiny_start(),
+                                config=dataclasses.replace(tiny_start().config, **shape))
+    with pytest.raises(UserError, match=r"has 28 absolute positions. Set --CB.max_length=28"):
+        sweep.run_all(plan(tmp_path, start=start))
+    given = (*QUICK, "--CB.max_length=28", "--all.epochs=1")
+    assert sweep.run_all(plan(tmp_path, start=start, given=given, num_seeds=1))
 
 
 def test_the_result_is_the_score_of_the_kept_weights(process_group, tmp_path):
@@ -296,7 +312,7 @@ def test_settings_are_checked_and_later_ones_win(tmp_path):
     for text, message in (
         ("[RTE]\nepoch = 3\n", "settings of RTE\n  epoch: unknown key; did you mean epochs"),
         ("[CB]\nepoch = 3\n", "settings of CB\n  epoch: unknown key"),  # another task's, too
-        ("[RTE]\nepochs = 0\n", "epochs = 0: input should be greater than or equal to 1"),
+        ("[RTE]\nepochs = 0\n", "epochs = 0: must be at least 1"),
         ("[RTE]\nepochs = 1.5\n", "epochs = 1.5: input should be a valid integer"),
         ("[RTTE]\nepochs = 1\n", r"\[RTTE\] is not a table .* did you mean RTE"),
         ("epochs = 1\n", r"\[epochs\] is not a table named all or after a task"),

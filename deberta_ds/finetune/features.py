@@ -53,11 +53,32 @@ def encode(
 ) -> list[Feature]:
     """Return one Feature per example, in order.
 
-    Raises UserError if the part that must not be cut (question and answer, WiC and WSC texts) does
-    not fit into `max_length` tokens.
+    Raises TooLongError, for all examples at once, if the part that must not be cut (question and
+    answer, WiC and WSC texts) does not fit into `max_length` tokens.
     """
     encoder = _Encoder(task, tokenizer, max_length, window_overlap)
-    return [encoder.feature(position, example) for position, example in enumerate(examples)]
+    features, too_long = [], []
+    for position, example in enumerate(examples):
+        needed = encoder.needed(example)
+        if needed > max_length:
+            too_long.append((needed, example.place or f"example {example.key}"))
+        elif not too_long:
+            features.append(encoder.feature(position, example))
+    if too_long:
+        longest, place = max(too_long)
+        raise TooLongError(place, longest, len(too_long), len(examples), max_length)
+    return features
+
+
+class TooLongError(UserError):
+    """Texts do not fit into max_length; `needed` is the length at which all of them would."""
+
+    def __init__(self, place: str, needed: int, count: int, total: int, max_length: int):
+        super().__init__(
+            f"{place}: {needed} tokens must be seen together, but max_length is {max_length}; "
+            f"{count} of {total} examples do not fit"
+        )
+        self.needed = needed
 
 
 class _Encoder:
@@ -86,6 +107,16 @@ class _Encoder:
             cut_tokens=cut,
         )
 
+    def needed(self, example: Example) -> int:
+        """Return the least max_length at which nothing is lost that must be seen together."""
+        lengths = []
+        for texts in example.sequences:
+            first = len(self.tokens(texts[0])[0])
+            if self.task.layout not in _UNCUT:
+                first = min(first, _MIN_FIRST_TOKENS)
+            lengths.append(1 + first + sum(len(self.plain(t)) for t in texts[1:]) + len(texts))
+        return max(lengths)
+
     def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         if text not in self.known:
             self.known[text] = self.tokenizer.encode_with_offsets(text)
@@ -106,12 +137,6 @@ class _Encoder:
         first, _ = self.tokens(texts[0])
         rest = [self.plain(text) for text in texts[1:]]
         room = self.max_length - 2 - len(rest) - sum(map(len, rest))
-        needed = len(first) if self.task.layout in _UNCUT else min(len(first), _MIN_FIRST_TOKENS)
-        if room < needed:
-            raise UserError(
-                f"{self.task.name} example {example.key}: {self.max_length - room + needed} tokens "
-                f"must be seen together, but max_length is {self.max_length}; raise max_length"
-            )
         starts = [0]
         if self.task.layout in _WINDOWED:
             starts = window_starts(len(first), room, min(self.window_overlap, room // 2))
@@ -126,6 +151,9 @@ class _Encoder:
         found = []
         for slot, span in enumerate(example.spans):
             _, offsets = self.tokens(texts[span.text])
+            if not offsets:
+                raise UserError(f"{example.place}: {texts[span.text]!r} gives no token, so nothing "
+                                "can be marked in it; remove the line, or use another tokenizer")
             first, end = token_range(offsets, span.start, span.end)
             before = 1 + sum(len(self.tokens(text)[0]) + 1 for text in texts[: span.text])
             whole = [w for w, start in enumerate(starts) if start <= first and end <= start + room]

@@ -45,13 +45,13 @@ class TaskModel(nn.Module):
 
         In training with `sift`, the loss has the adversarial divergence times its weight added.
         """
-        words_RLC = self.backbone.words(batch.input_ids_RL)
-        scores = self.scores(words_RLC, batch)
+        sums_RLC = self.sums(batch)
+        scores = self.scores(sums_RLC, batch)
         loss = loss_sum(scores, batch)
         adversarial = torch.zeros_like(loss)
         if self.training and self.sift:
             parts = adversarial_divergence(
-                lambda vectors_RLC: self.scores(vectors_RLC, batch), words_RLC, scores, self.sift
+                lambda vectors_RLC: self.scores(vectors_RLC, batch), sums_RLC, scores, self.sift
             )
             if scores.ndim == 1:
                 parts = mean_by(parts, batch.slot_example_K, batch.weights_E.numel())
@@ -59,9 +59,18 @@ class TaskModel(nn.Module):
             loss = loss + self.sift.weight * adversarial
         return TaskOutput(loss, scores, adversarial.detach())
 
-    def scores(self, word_vectors_RLC: Tensor, batch: FeatureBatch) -> Tensor:
-        """Return the scores for given word vectors (adversarial training perturbs them)."""
-        hidden_RLC = self.backbone.trunk(word_vectors_RLC, batch.segments_RL)
+    def sums(self, batch: FeatureBatch) -> Tensor:
+        """Return what the input block normalizes: word vectors (+ absolute positions)."""
+        words_RLC = self.backbone.words(batch.input_ids_RL)
+        columns_RL = torch.arange(words_RLC.size(1), device=words_RLC.device)
+        positions_RL = columns_RL.expand(words_RLC.shape[:2])
+        return self.backbone.trunk.input.add_positions(words_RLC, positions_RL)
+
+    def scores(self, sums_RLC: Tensor, batch: FeatureBatch) -> Tensor:
+        """Return the fp32 scores for given `sums` (adversarial training perturbs them)."""
+        trunk = self.backbone.trunk
+        embedded_RLC = trunk.input.normalize(sums_RLC, batch.segments_RL)
+        hidden_RLC = trunk.encoder(embedded_RLC, batch.segments_RL)
         return self.head(hidden_RLC, batch).float()
 
 

@@ -38,9 +38,9 @@ def read_parquet(files: list[Path], place: str) -> list[tuple[str, dict]]:
 
     try:
         table = Dataset.from_parquet([str(file) for file in files], keep_in_memory=True)
-    except (OSError, ValueError, DatasetGenerationError) as error:
+        return _rows(table, place)
+    except (OSError, ValueError, TypeError, NotImplementedError, DatasetGenerationError) as error:
         raise UserError(f"{place}: not a whole parquet file ({error})") from error
-    return _rows(table, place)
 
 
 def _rows(table: Any, place: str) -> list[tuple[str, dict]]:
@@ -56,10 +56,11 @@ def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[s
             return
         for place, row in rows:
             yield place, _flat(task, row)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        place, row = rows[0]
         raise UserError(
-            f"{rows[0][0]}: not the Hub's {task.hub} table (column {error} is missing or not as "
-            f"expected); its columns are {', '.join(rows[0][1])}"
+            f"{place}: not the Hub's {task.hub} table ({type(error).__name__}: {error}); its "
+            f"columns are {', '.join(row)}"
         ) from error
 
 

@@ -8,7 +8,7 @@ here; ReCoRD's files count the last character in.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deberta_ds.errors import UserError
@@ -19,7 +19,7 @@ _HIGHLIGHT = re.compile(r"\s*@highlight\s*")
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """Characters [start, end) of text number `text` of an example's sequence."""
 
     text: int
@@ -34,9 +34,10 @@ class Example:
     key: tuple[int, ...]  # (idx,); MultiRC: (passage, question, answer); ReCoRD: (query, passage)
     sequences: tuple[tuple[str, ...], ...]  # one; COPA: one for each choice
     label: int | None = None  # class index; None where the file has none
-    spans: tuple[Span, ...] = ()  # WiC and WSC: two; ReCoRD: every mention
+    spans: tuple[TextSpan, ...] = ()  # WiC and WSC: two; ReCoRD: every mention
     names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
     gold: tuple[str, ...] = ()  # ReCoRD: the answer strings
+    place: str = field(default="", compare=False)  # file and line it was read from
 
 
 class Line:
@@ -59,9 +60,20 @@ class Line:
         value = self.value[name]
         if type(value) is not kind:
             self.fail(f'field "{where}" must be {_NAMES[kind]}, found {_show(value)}')
-        if kind is str and name != "word" and not value.strip():
-            self.fail(f'field "{where}" is empty')
+        if kind is str:
+            self.check_text(where, value, may_be_blank=name == "word")
         return value
+
+    def check_text(self, where: str, text: str, may_be_blank: bool = False) -> None:
+        """Fail on a text that is blank, or that no tokenizer can read."""
+        if not may_be_blank and not text.strip():
+            self.fail(f'field "{where}" is empty')
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                self.fail(f'field "{where}" has half a character ({text[error.start]!a} at '
+                          f"{error.start}); write the text as UTF-8, or escape whole pairs")
 
     def index(self) -> int:
         """Return "idx"; AX-b writes it as a string of digits."""
@@ -106,7 +118,8 @@ def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]
     Labels are required in train and val; test lines have none, except the public diagnostics.
     Raises UserError naming the place, the field and the expected format.
     """
-    return _PARSERS[task.layout](Line(task, place, value), split != "test")
+    found = _PARSERS[task.layout](Line(task, place, value), split != "test")
+    return [replace(example, place=place) for example in found]
 
 
 def _pair(line: Line, labelled: bool) -> list[Example]:
@@ -141,6 +154,7 @@ def _multirc(line: Line, labelled: bool) -> list[Example]:
             option = answer.value.get("text")
             if not isinstance(option, str):
                 answer.get("text", str)
+            answer.check_text(f"{answer.key}text", option, may_be_blank=True)
             sequence = (text, f"{words} {option}".rstrip())
             examples.append(Example(key, (sequence,), answer.label(labelled)))
     return examples
@@ -155,7 +169,7 @@ def _record(line: Line, labelled: bool) -> list[Example]:
         start, end = entity.get("start", int), entity.get("end", int) + 1
         if not 0 <= start < end <= len(text):
             entity.fail(f"entity {e} [{start}, {end}) is outside its passage of {len(text)} chars")
-        spans.append(Span(0, start, end))
+        spans.append(TextSpan(0, start, end))
     spans = sorted(set(spans), key=lambda span: (span.start, span.end))
     if not spans:
         passage.fail("the passage has no entities to choose from")
@@ -199,7 +213,7 @@ def _wic(line: Line, labelled: bool) -> list[Example]:
                 f'"start{number}" = {start} and "end{number}" = {end} are outside "sentence{number}'
                 f'" of {len(sequence[number])} characters'
             )
-        spans.append(Span(number, start, end))
+        spans.append(TextSpan(number, start, end))
     return [Example((line.index(),), (sequence,), line.label(labelled), tuple(spans))]
 
 
@@ -212,7 +226,7 @@ def _wsc(line: Line, labelled: bool) -> list[Example]:
         found = find_phrase(text, phrase, index)
         if found is None:
             target.fail(f'"span{number}_text" {phrase!r} is nowhere near word {index} of the text')
-        spans.append(Span(0, *found))
+        spans.append(TextSpan(0, *found))
     return [Example((line.index(),), ((text,),), line.label(labelled), tuple(spans))]
 
 

@@ -5,11 +5,10 @@ that stopped early is otherwise a good file with fewer lines), unless the caller
 is a sample.
 """
 
-import csv
-import io
 import json
 import random
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +58,17 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             f"{official}: the file is truncated or of another release. Fetch it again, or pass "
             "--any_size if this is a sample on purpose"
         )
+    if "gender_parity" in task.metrics:
+        _check_pairs(examples)
     return Split(task, split, source, tuple(examples))
+
+
+def _check_pairs(examples: list[Example]) -> None:
+    """Raise UserError unless lines 2k and 2k+1 are minimal pairs: gender parity compares them."""
+    for first, second in zip(examples[0::2], [*examples[1::2], None], strict=False):
+        if second is None or first.sequences[0][1] != second.sequences[0][1]:
+            raise UserError(f"{first.place}: this line and the next must be a pair with one "
+                            "hypothesis; a line is missing or out of order, fetch the file again")
 
 
 def has_split(task: Task, data: str | Path, split: str) -> bool:
@@ -108,7 +117,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     elif root.is_dir():
         file = root / name
         if file.is_file():
-            return str(file), _jsonl(str(file), file.read_bytes())
+            return str(file), _jsonl(str(file), _read(file))
         tsv = root / task.name / _MNLI_FILES.get(split, "")
         if task is MNLI and tsv.is_file():
             return str(tsv), _mnli_tsv(tsv)
@@ -143,35 +152,47 @@ def _member(archive: Path, name: str) -> bytes | None:
             for member in opened.namelist():
                 if member == name or member.endswith("/" + name):
                     return opened.read(member)
-    except (zipfile.BadZipFile, EOFError) as error:
+    except (zipfile.BadZipFile, EOFError, OSError, zlib.error, RuntimeError) as error:
+        # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
         raise UserError(f"{archive}: not a whole zip file ({error}); fetch it again") from error
     return None
 
 
-def _jsonl(source: str, data: bytes) -> Iterator[tuple[str, Any]]:
+def _read(file: Path) -> bytes:
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UserError(f"{source}:{line}: not UTF-8 text ({error.reason})") from error
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _jsonl(source: str, data: bytes) -> Iterator[tuple[str, Any]]:
+    text = _decoded(source, data)
     # Not splitlines(): a passage may hold U+2028, which is no line end in JSON lines.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 yield f"{source}:{number}", json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
                 raise UserError(
-                    f"{source}:{number}: not a JSON object ({error.msg} at column {error.colno}); "
-                    "a line cut short means a download that stopped"
+                    f"{source}:{number}: not a JSON object ({error}); a line cut short means a "
+                    "download that stopped"
                 ) from error
+
+
+def _decoded(source: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{source}:{line}: not UTF-8 text ({error.reason}); save the file as "
+                        "UTF-8") from error  # fmt: skip
 
 
 def _mnli_tsv(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield GLUE's MNLI file as lines of the premise/hypothesis format (last column: the label)."""
-    rows = csv.reader(
-        io.StringIO(path.read_text("utf-8"), newline="\n"), "excel-tab", quoting=csv.QUOTE_NONE
-    )
-    header = next(rows, [])
+    lines = _decoded(str(path), _read(path)).removesuffix("\n").split("\n")
+    rows = (line.removesuffix("\r").split("\t") for line in lines)  # GLUE's files quote nothing
+    header = next(rows)
     if "sentence1" not in header or "sentence2" not in header:
         raise UserError(f"{path}:1: no columns sentence1 and sentence2; this is not GLUE's MNLI")
     first, second = header.index("sentence1"), header.index("sentence2")

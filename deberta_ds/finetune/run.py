@@ -21,13 +21,14 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.directory import Finetuned, load_finetuned
-from deberta_ds.finetune.features import Feature, encode
+from deberta_ds.finetune.features import Feature, TooLongError, encode
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.loop import Job, train
 from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.submission import render
+from deberta_ds.formats.tensors import read_json
 
 RESULT = "result.json"
 
@@ -58,7 +59,7 @@ def finished(job: Job) -> dict | None:
     """Return the result on disk, None if there is none; UserError if it is another run's."""
     if not (job.out / RESULT).is_file():
         return None
-    result = json.loads((job.out / RESULT).read_text("utf-8"))
+    result = read_json(job.out / RESULT)
     for key, value in job.identity().items():
         if result.get(key) != value:
             raise UserError(
@@ -68,19 +69,41 @@ def finished(job: Job) -> dict | None:
     return result
 
 
-def check_splits(job: Job) -> None:
-    """Say how many examples of each split are cut or read in windows.
+def check_splits(jobs: Sequence[Job]) -> None:
+    """Encode every split of every job once; say how many texts are cut or read in windows.
 
-    Raises UserError if one cannot be encoded: before hours of training, not after them.
+    Raises one UserError for all texts that the model cannot be given: before hours of training.
     """
-    for split in (job.train, job.val, *job.tests.values()):
-        features = encode_split(job, split)
-        cut = sum(feature.cut_tokens > 0 for feature in features)
-        windowed = sum(len(f.sequences) > len(e.sequences)
-                       for f, e in zip(features, split.examples, strict=True))  # fmt: skip
-        if cut or windowed:
-            job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
-                    f"{job.settings.max_length} tokens, {windowed} read in windows")  # fmt: skip
+    problems = []
+    for job in jobs:
+        positions = job.start.config.max_position if job.start.config.absolute_input else None
+        for split in (job.train, job.val, *job.tests.values()):
+            option = f"Set --{job.task.name}.max_length="
+            too_few = f"{job.start.name} has {positions} absolute positions"
+            try:
+                longest = _check_split(job, split)
+            except TooLongError as error:
+                fits = positions is None or error.needed <= positions
+                remedy = f"{option}{error.needed}" if fits else f"{too_few}: take another model"
+                problems.append(f"{error}. {remedy}")
+            else:
+                if positions is not None and longest > positions:
+                    problems.append(f"{split.source}: the longest row has {longest} tokens, but "
+                                    f"{too_few}. {option}{positions} to cut it")  # fmt: skip
+    if problems:
+        raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
+
+
+def _check_split(job: Job, split: Split) -> int:
+    """Return the length of the longest row of `split`, and say what is cut or windowed."""
+    features = encode_split(job, split)
+    cut = sum(feature.cut_tokens > 0 for feature in features)
+    windowed = sum(len(f.sequences) > len(e.sequences)
+                   for f, e in zip(features, split.examples, strict=True))  # fmt: skip
+    if cut or windowed:
+        job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
+                f"{job.settings.max_length} tokens, {windowed} read in windows")  # fmt: skip
+    return max(len(row) for feature in features for row in feature.sequences)
 
 
 def encode_split(job: Job, split: Split) -> list[Feature]:

@@ -7,47 +7,49 @@ of every number are in docs/superglue.md.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config import OptimConfig, parse_override, read_toml, set_value
+from deberta_ds.config import OptimConfig, option, parse_override, read_toml, set_value
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.validation import ConfigError, nearest, validate
 
 ALL = "all"
-_Count = Annotated[int, Field(ge=1, le=1_000_000)]
-_CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
-_Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-_Amount = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
-@dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)
+@dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), frozen=True,
+           kw_only=True)  # fmt: skip
 class Settings:
     """One task's recipe. AdamW 0.9/0.999, eps 1e-6, clip 1, linear decay: microsoft/DeBERTa."""
 
-    epochs: _Count = 10
-    batch_rows: _Count = 16  # examples per update, over all ranks
-    micro_batch_rows: _CountOrNone = 0  # examples per forward on one rank; 0: all of its share
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2e-5
-    warmup_steps: _CountOrNone = 0  # updates; 0: warmup_share of the run
-    warmup_share: _Share = 0.06
-    weight_decay: _Amount = 0.01
-    clip_norm: _Amount = 1.0  # 0: no clipping
-    head_dropout: _Share = 0.1
-    # Of the encoder; below 0: as the model was pretrained.
-    dropout: Annotated[float, Field(ge=-1, lt=1, allow_inf_nan=False)] = -1.0
-    max_length: Annotated[int, Field(ge=8, le=65536)] = 256  # tokens of one row
-    window_overlap: _CountOrNone = 128  # tokens that neighboring windows of a long text share
-    evals_per_epoch: _Count = 1
-    patience: _CountOrNone = 0  # stop after this many evaluations without a better one; 0: never
-    eval_batch_rows: _Count = 32
-    train_rows: _CountOrNone = 0  # use only the first rows of the train split; 0: all
-    sift_weight: _Amount = 0.0  # lambda of adversarial training (SiFT); 0: none
-    sift_step: _Amount = 1e-4
-    sift_noise: _Amount = 1e-2
-    sift_loss: Literal["symmetric_kl", "kl", "mse"] = "symmetric_kl"
+    epochs: int = option("passes over the train split", 10, ge=1, le=100_000)
+    batch_rows: int = option("examples per update, over all ranks", 16, ge=1, le=1 << 20)
+    micro_batch_rows: int = option("examples per forward on one rank; 0: all of its share", 0,
+                                   ge=0, le=1 << 20)
+    learning_rate: float = option("highest learning rate", 2e-5, gt=0)
+    warmup_steps: int = option("updates of warm-up; 0: warmup_share", 0, ge=0, le=1 << 40)
+    warmup_share: float = option("share of the run, if warmup_steps is 0", 0.06, ge=0, lt=1)
+    weight_decay: float = option("decoupled weight decay", 0.01, ge=0, le=1e6)
+    clip_norm: float = option("global gradient norm; 0: no clipping", 1.0, ge=0)
+    head_dropout: float = option("dropout before the classifier", 0.1, ge=0, lt=1)
+    dropout: float = option("of the encoder; below 0: as the model was pretrained", -1.0,
+                            ge=-1, lt=1)
+    max_length: int = option("tokens of one row", 256, ge=8, le=1 << 16)
+    window_overlap: int = option("tokens that neighboring windows of a long text share", 128,
+                                 ge=0, le=1 << 16)
+    evals_per_epoch: int = option("evaluations per epoch", 1, ge=1, le=1 << 20)
+    patience: int = option("stop after this many evaluations without a better one; 0: never", 0,
+                           ge=0, le=1 << 20)
+    eval_batch_rows: int = option("examples per forward in evaluation", 32, ge=1, le=1 << 20)
+    train_rows: int = option("use only the first rows of the train split; 0: all", 0,
+                             ge=0, le=1 << 40)
+    sift_weight: float = option("lambda of adversarial training (SiFT); 0: none", 0.0, ge=0, le=1e6)
+    sift_step: float = option("largest component of SiFT's step", 1e-4, ge=0, le=1e6)
+    sift_noise: float = option("deviation of SiFT's noise", 1e-2, ge=0, le=1e6)
+    sift_loss: Literal["symmetric_kl", "kl", "mse"] = option(
+        "divergence of clean from perturbed scores", "symmetric_kl")
 
     def optim(self, total_steps: int) -> OptimConfig:
         """Return the optimizer and schedule of a run of `total_steps` updates."""

@@ -66,8 +66,8 @@ def run_all(sweep: Sweep) -> list[dict]:
             )
             for seed in range(1, sweep.num_seeds + 1)
         ]  # fmt: skip
-    for job in {job.task.name: job for job in jobs if finished(job) is None}.values():
-        check_splits(job)
+    unfinished = {job.task.name: job for job in jobs if finished(job) is None}
+    check_splits(list(unfinished.values()))
     results = []
     for job in jobs:
         try:

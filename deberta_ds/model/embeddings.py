@@ -42,13 +42,34 @@ class InputBlock(nn.Module):
         if config.absolute_input:
             self.positions = nn.Embedding(config.max_position, config.hidden_size)
         self.has_positions = config.absolute_input
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = _InputNorm(config.hidden_size, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, word_vectors_BLC: Tensor, segments_BL: Tensor, positions_BL: Tensor
                 ) -> Tensor:
-        hidden_BLC = word_vectors_BLC
-        if self.has_positions:
-            hidden_BLC = hidden_BLC + self.positions(positions_BL)
-        hidden_BLC = self.norm(hidden_BLC) * (segments_BL > 0).unsqueeze(-1)
+        return self.normalize(self.add_positions(word_vectors_BLC, positions_BL), segments_BL)
+
+    def add_positions(self, word_vectors_BLC: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return what is normalized: word vectors, with absolute positions where there are any."""
+        if not self.has_positions:
+            return word_vectors_BLC
+        return word_vectors_BLC + self.positions(positions_BL)
+
+    def normalize(self, sums_BLC: Tensor, segments_BL: Tensor) -> Tensor:
+        """Return the encoder's input, in the dtype of the parameters."""
+        hidden_BLC = self.norm(sums_BLC) * (segments_BL > 0).unsqueeze(-1)
         return self.dropout(hidden_BLC)
+
+
+class _InputNorm(nn.LayerNorm):
+    """LayerNorm that takes fp32 sums beside 16-bit parameters: computed in fp32, then rounded.
+
+    Adversarial fine-tuning moves sums by less than 16 bits resolve.
+    """
+
+    def forward(self, sums_BLC: Tensor) -> Tensor:
+        dtype = self.weight.dtype
+        if sums_BLC.dtype == dtype or torch.is_autocast_enabled(sums_BLC.device.type):
+            return super().forward(sums_BLC)
+        weight_C, bias_C = self.weight.to(sums_BLC.dtype), self.bias.to(sums_BLC.dtype)
+        return F.layer_norm(sums_BLC, self.normalized_shape, weight_C, bias_C, self.eps).to(dtype)
