@@ -2,12 +2,14 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import rank_helpers
 import torch
 from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run, torchrun
 
@@ -50,6 +52,23 @@ def start_and_kill(run_file, ds, out) -> int:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return last
+
+
+@pytest.mark.parametrize("log_every", [1, 7, 10])
+def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
+    """tokens_seen and a line's means count every step since the last line, saves between or not."""
+    ds = deepspeed_json(tmp_path / "zero1.json", 1)
+    run_file = make_run(tmp_path, dropout=0.1, log_every=str(log_every), steps="20",
+                        save_every="3", workers="1")
+    command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
+    rank_helpers.run(1, command, tmp_path / "whole.log")
+    whole = train_lines(tmp_path / "out")
+    for path in list_steps(tmp_path / "out"):
+        if int(path.name[5:]) > 15:  # as if the run had been killed after that save
+            shutil.rmtree(path)
+    rank_helpers.run(1, command, tmp_path / "resumed.log")
+    assert train_lines(tmp_path / "out") == whole
+    assert [line[0] for line in whole] == sorted({*range(log_every, 20, log_every), 20})
 
 
 def test_killed_run_resumes_bit_identically(tmp_path):

@@ -32,7 +32,12 @@ from deberta_ds.train.setup import (
     versions,
     write_config,
 )
-from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
+from deberta_ds.train.spikes import (
+    MOST_IN_A_ROW,
+    BadStepError,
+    SpikeRule,
+    find_bad_gradients,
+)
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
 from deberta_ds.train.throughput import SpeedMeter
 
@@ -94,7 +99,10 @@ def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str]) -> None:
-    """Check a run and take its first micro-batch forward and backward; nothing is written."""
+    """Check a run and take its first micro-batch forward and backward; nothing is written.
+
+    Raises UserError, on every rank, also if the loss or a gradient is not finite.
+    """
     inputs = prepare(run, ds_values, place)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
@@ -103,13 +111,26 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
         print("\n".join(notes))
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     batch = next(batches_of(run, inputs, start=0, end=1))
-    seed_step(run.train.seed, 0, 0, dist.rank())
-    loss, *_ = model_engine(batch.to(model_engine.device),
-                            count_over_ranks([batch], model_engine.device))
-    model_engine.backward(loss)
+    counts = count_over_ranks([batch], model_engine.device)
+    loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
+
+    def forward(_micro_step: int) -> torch.Tensor:
+        seed_step(run.train.seed, 0, 0, dist.rank())
+        trained, *_ = model_engine(batch.to(model_engine.device), counts)
+        loss.add_(trained.detach())
+        return trained
+
+    bad = find_bad_gradients(model_engine, [batch], forward)
+    mean = dist.sum_over_ranks(loss).item()
+    what = f"micro-batch of {run.train.micro_batch_rows} x {run.data.seq_len}"
+    if not counts["targets"]:
+        bad = "none of its tokens is masked; raise objective.mask.rate, or look at the rows with " \
+              "data_prep/show.py"
+    if bad or not math.isfinite(mean):
+        raise BadStepError(f"check failed: {what}, loss {mean:.4f}: "
+                           + (bad or "not finite; look at the weights of [init] and the precision"))
     if dist.is_main():
-        print(f"check passed: micro-batch of {run.train.micro_batch_rows} x {run.data.seq_len}, "
-              f"loss {float(loss) * dist.world_size():.4f}")
+        print(f"check passed: {what}, loss {mean:.4f}")
 
 
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int):

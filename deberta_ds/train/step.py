@@ -90,6 +90,7 @@ def train_step(engine, batches: list, *, step: int, seed: int,
         problem = f"gradient not finite, loss {mean_loss:.6g} ({describe_losses(batches, totals)})"
         if raise_if_bad:
             cause = find_bad_gradients(engine, batches, lambda number: run_micro_batch(number)[0])
+            cause = cause or "not seen again when the step was repeated: suspect the hardware"
             raise _bad_step(step, sums, f"the gradient is not finite ({cause})")
     return StepResult(sums, mean_loss, updated, problem, stops > 0)
 

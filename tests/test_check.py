@@ -1,0 +1,40 @@
+"""--check and a step say what is wrong: numbers that are not finite, rows without a target."""
+
+from pathlib import Path
+
+import pytest
+from data_helpers import make_corpus, tiny_tokenizer
+from launching import ROOT, deepspeed_json, make_run
+from rank_helpers import PRETRAIN, start, wait
+
+pytestmark = [pytest.mark.multi]
+CHECK_NAN = ROOT / "tests/workers/check_nan.py"
+
+
+def run_badly(arguments: list[str], log: Path, script: Path = PRETRAIN) -> str:
+    """Return the output of a command that must end with code 2 and no traceback."""
+    assert wait(start(1, arguments, log, script)) == [2], log.read_text()
+    text = log.read_text()
+    assert "Traceback" not in text
+    return text
+
+
+def test_a_check_fails_on_a_loss_that_is_not_finite(tmp_path):
+    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
+    text = run_badly([str(run_file), str(ds)], tmp_path / "log", CHECK_NAN)
+    assert "check failed" in text and "check passed" not in text
+    assert "words.weight" in text or "first at" in text
+
+
+def test_rows_without_a_target_are_called_so(tmp_path):
+    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
+    tokenizer = tiny_tokenizer()
+    make_corpus(tmp_path / "unknown", [[tokenizer.unk_id] * 40] * 60, tokenizer)
+    command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
+    source = f'--data.sources=[{{path = "{tmp_path / "unknown"}"}}]'
+    for extra in (["--check"], []):
+        text = run_badly([*command, source, *extra], tmp_path / f"log{len(extra)}")
+        assert "masked" in text and "mask.rate" in text and "optim.lr" not in text
+    text = run_badly([*command, f"--data.eval={tmp_path / 'unknown'}", "--train.eval_every=1"],
+                     tmp_path / "eval.log")
+    assert "data.eval" in text and "masked token" in text
