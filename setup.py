@@ -16,7 +16,7 @@ setup(
     package_data={"deberta_ds": ["**/*.json", "report/templates/*"]},
     install_requires=[
         "torch>=2.11",
-        "deepspeed>=0.19.8",
+        "deepspeed>=0.19.8,<0.20",
         "numpy",
         "pydantic>=2",
         "sentencepiece",

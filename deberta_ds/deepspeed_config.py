@@ -1,15 +1,23 @@
 """The DeepSpeed JSON: checked by us, completed from the run config.
 
-DeepSpeed 0.19.8 accepts misspelt top-level keys in silence, keeps the string "auto", and clips
-gradients at 1.0 unless told otherwise. So every top-level key is checked here, each number has one
-owner, and the dict that DeepSpeed gets is complete. No torch and no deepspeed in this module.
+DeepSpeed 0.19.8 accepts misspelt top-level keys in silence, keeps the string "auto", reads "no" as
+true in some places, and clips gradients at 1.0 unless told otherwise. So every key is either known
+here with its type, or refused with the reason; each number has one owner, and the dict that
+DeepSpeed gets is complete. What lies inside zero_optimization, bf16 and fp16 is held against
+DeepSpeed's own models later (train/deepspeed_check.py). No torch and no deepspeed in this module.
 """
 
 import json
+from collections.abc import Iterator
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from deberta_ds.config import RunConfig
-from deberta_ds.validation import ConfigError, nearest, raise_problems
+from deberta_ds.validation import ConfigError, nearest, problems_of, raise_problems
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
 RUN_KEYS = {
@@ -24,19 +32,140 @@ CODE_KEYS = {
     "scheduler": "optim.schedule, optim.warmup_steps, ...",
     "checkpoint": "the resume code",
 }
-# How it is run: passed through as DeepSpeed documents them.
-JSON_KEYS = frozenset("""
-    zero_optimization bf16 fp16 data_types torch_autocast activation_checkpointing aio compile
-    comms_logger flops_profiler wall_clock_breakdown communication_data_type prescale_gradients
-    gradient_predivide_factor zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    steps_per_print memory_breakdown dump_state seq_parallel_communication_data_type
-    sparse_gradients use_data_before_expert_parallelism tensor_parallel
-    disable_allgather graph_harvesting
-""".split())
+_OWN_LOG = "the run writes metrics.jsonl and TensorBoard files itself"
+_ONE_COPY = "there is no model, sequence or expert parallelism here; use ZeRO"
+_OWN_ROWS = "the rows and their order are the run file's"
+_REMOVED = "DeepSpeed 0.19 has removed it"
+# Keys that DeepSpeed knows, or knew, and that would do nothing or harm here: why.
+REFUSED = {
+    "activation_checkpointing": "it has no effect here; use train.checkpoint_layers and "
+                                "train.recompute of the run file",
+    "compile": "it has no effect here: the engine is not compiled",
+    "tensorboard": _OWN_LOG, "wandb": _OWN_LOG, "csv_monitor": _OWN_LOG, "comet": _OWN_LOG,
+    "swanlab": _OWN_LOG, "timers": _OWN_LOG, "log_level": _OWN_LOG,
+    "tensor_parallel": _ONE_COPY, "pipeline": _ONE_COPY, "expert_parallel": _ONE_COPY,
+    "sequence_parallel_size": _ONE_COPY, "seq_parallel_communication_data_type": _ONE_COPY,
+    "use_data_before_expert_parallelism": _ONE_COPY, "data_parallel_group": _ONE_COPY,
+    "hybrid_engine": "it is for reinforcement learning",
+    "weight_quantization": "it is for inference",
+    "zero_allow_comm_data_type_fp32": _REMOVED,
+    "data_efficiency": _OWN_ROWS, "curriculum_learning": _OWN_ROWS,
+    "dataloader_drop_last": _OWN_ROWS,
+    "autotuning": "it starts jobs of its own; use launch/plan.py",
+    "vocabulary_size": "it only warns; model.vocab_size is the run file's",
+    "gradient_allreduce_op": "losses are sums over exact counts, which need the mean",
+    "managed_gradient_accumulation": "the loop needs it as it is",
+    "disable_python_gc": "it is not supported here", "disable_allgather": "it has no effect",
+    "datastates": "checkpoints are written by the resume code",
+    "datastates_ckpt": "checkpoints are written by the resume code",
+    "bfloat16": 'it is the old name of "bf16"', "allgather_size": _REMOVED,
+    "nebula": _REMOVED, "compression_training": _REMOVED, "amp": _REMOVED,
+    "quantize_training": _REMOVED, "sparse_gradients": _REMOVED, "eigenvalue": _REMOVED,
+    "sparse_attention": _REMOVED, "elasticity": _REMOVED, "graph_harvesting": _REMOVED,
+    "progressive_layer_drop": _REMOVED,
+}
+# The same inside the sections that DeepSpeed's own models check.
+REFUSED_INSIDE = {
+    "zero_optimization.compute_grad_norm": "every step needs the norm",
+    "zero_optimization.load_from_fp32_weights": "it has no effect: resuming always reads masters",
+    "zero_optimization.elastic_checkpoint": "any world size resumes from any checkpoint",
+    "zero_optimization.pipeline_loading_checkpoint": "it has no effect here",
+    "zero_optimization.gather_16bit_weights_on_model_save": "use launch/export.py",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "use launch/export.py",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "use launch/export.py",
+    "zero_optimization.zenflow": "it changes what is computed",
+    "zero_optimization.legacy_stage1": _REMOVED,
+    "zero_optimization.leaf_module": "there are no experts here",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon here",
+    "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer",
+    "zero_optimization.mics_shard_size": _REMOVED,
+    "zero_optimization.mics_hierarchical_params_gather": _REMOVED,
+    "zero_optimization.zeropp_loco_param": _REMOVED,
+    "zero_optimization.offload_optimizer.super_offload": "it needs DeepSpeed's CPU optimizer",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it needs DeepSpeed's CPU optimizer",
+    "zero_optimization.offload_optimizer.ratio": "it needs DeepSpeed's CPU optimizer",
+    "bf16.check_grad_overflow": "the step relies on it",
+    "fp16.auto_cast": "it has no effect: the model takes token ids",
+    "fp16.fp16_master_weights_and_grads": "it needs DeepSpeed's CPU optimizer",
+}
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_Count = Annotated[int, Field(ge=1, lt=1 << 63)]
+
+
+@dataclass(config=_STRICT, frozen=True)
+class _Autocast:
+    enabled: bool = False
+    # float16 would need a loss scale: that is the fp16 section.
+    dtype: Literal["bfloat16", "torch.bfloat16", "bf16"] = "bfloat16"
+
+
+@dataclass(config=_STRICT, frozen=True)
+class _DataTypes:
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+
+
+@dataclass(config=_STRICT, frozen=True)
+class _DiskAccess:
+    block_size: _Count = 1 << 20
+    queue_depth: _Count = 8
+    intra_op_parallelism: _Count = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
+
+
+@dataclass(config=_STRICT, frozen=True)
+class _CommsLogger:
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: tuple[str, ...] = ()
+    verbose: bool = False
+    debug: bool = False
+
+
+@dataclass(config=_STRICT, frozen=True)
+class _FlopsProfiler:
+    enabled: bool = False
+    recompute_fwd_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    profile_step: _Count = 1
+    module_depth: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
+    top_modules: _Count = 1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+@dataclass(config=_STRICT, frozen=True)
+class _Schema:
+    """The keys that a JSON may hold: how a run is run."""
+
+    zero_optimization: dict = field(default_factory=dict)
+    bf16: dict = field(default_factory=dict)
+    fp16: dict = field(default_factory=dict)
+    torch_autocast: _Autocast = _Autocast()
+    data_types: _DataTypes = _DataTypes()
+    aio: _DiskAccess = _DiskAccess()
+    comms_logger: _CommsLogger = _CommsLogger()
+    flops_profiler: _FlopsProfiler = _FlopsProfiler()
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    zero_allow_untested_optimizer: bool = True
+    zero_force_ds_cpu_optimizer: bool = False
+    steps_per_print: _Count = 1
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+
+
+JSON_KEYS = frozenset(_Schema.__dataclass_fields__)
 
 
 def load(path: str | Path) -> dict:
-    """Return the JSON of `path`, its top-level keys checked. Raises ConfigError."""
+    """Return the JSON of `path`, checked as far as it can be without DeepSpeed. Raises ConfigError.
+    """
     repeated: list[str] = []
 
     def unique(pairs):
@@ -51,27 +180,62 @@ def load(path: str | Path) -> dict:
         values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such DeepSpeed config; see ds_configs/README.md") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a DeepSpeed config is one JSON object")
     problems = [f'"{key}": written twice' for key in repeated]
     for key, value in values.items():
-        problems += _problems_of(key, value)
+        problems += _refusal(key, value)
+    known = {key: value for key, value in values.items() if key in JSON_KEYS}
+    problems += problems_of(_Schema, known)
+    problems += _inside({key: value for key, value in known.items() if isinstance(value, dict)})
     raise_problems(str(path), problems)
     return values
 
 
-def _problems_of(key: str, value) -> list[str]:
+def _refusal(key: str, value) -> list[str]:
     if key in RUN_KEYS and value != "auto":
         return [f'"{key}": {json.dumps(value)} belongs to the run config ({RUN_KEYS[key]}); '
                 'delete it or write "auto"']
     if key in CODE_KEYS:
         return [f'"{key}": belongs to {CODE_KEYS[key]}; delete it here']
+    if key in REFUSED:
+        return [f'"{key}": a DeepSpeed key that is not supported here: {REFUSED[key]}; delete it']
     if key not in JSON_KEYS and key not in RUN_KEYS:
-        known = JSON_KEYS | RUN_KEYS.keys()
-        return [f'"{key}": not a DeepSpeed key{nearest(key, known)}']
+        return [f'"{key}": not a DeepSpeed key{nearest(key, JSON_KEYS | RUN_KEYS.keys())}']
     return []
+
+
+def _inside(sections: dict[str, dict]) -> list[str]:
+    """Return what is wrong inside the sections that DeepSpeed's own models check later."""
+    problems = []
+    for name in ("zero_optimization", "bf16", "fp16"):
+        for key, value in _leaves(sections.get(name, {}), f"{name}."):
+            if key in REFUSED_INSIDE:
+                problems.append(f'"{key}": a DeepSpeed key that is not supported here: '
+                                f"{REFUSED_INSIDE[key]}; delete it")
+            elif value == "auto":
+                problems.append(f'"{key}": "auto" is for other trainers; write a value, or delete '
+                                "the key")
+    stage = sections.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        problems.append(f'"zero_optimization.stage" = {json.dumps(stage)}: must be 0, 1, 2 or 3')
+    switches = {name: sections.get(name, {}).get("enabled", False)
+                for name in ("bf16", "fp16", "torch_autocast")}
+    problems += [f'"{name}.enabled" = {json.dumps(value)}: must be true or false'
+                 for name, value in switches.items() if type(value) is not bool]
+    on = [f'"{name}"' for name, value in switches.items() if value is True]
+    if len(on) > 1:
+        problems.append(f"{' and '.join(on)}: only one of them can be enabled")
+    return problems
+
+
+def _leaves(section: dict, prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in section.items():
+        yield prefix + key, value
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
 
 
 def zero_stage(values: dict) -> int:

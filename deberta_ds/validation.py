@@ -27,9 +27,9 @@ def raise_problems(place: str, problems: list[str]) -> None:
 
 
 def validate(cls: type, values: dict, place: str) -> Any:
+    """Return the `cls` of `values`; raises ConfigError with every problem found in `place`."""
     try:
-        # JSON mode: strict about types, but arrays become tuples.
-        return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
+        return _validated(cls, values)
     except ValidationError as error:
         items = error.errors()
         places = [item["loc"] for item in items]
@@ -41,6 +41,20 @@ def validate(cls: type, values: dict, place: str) -> Any:
 
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"),
            "less_than_equal": ("le", "at most"), "less_than": ("lt", "below")}
+
+
+def problems_of(cls: type, values: dict) -> list[str]:
+    """Return every problem of `values` as a `cls`."""
+    try:
+        _validated(cls, values)
+        return []
+    except ValidationError as error:
+        return [_problem(item, cls) for item in error.errors()]
+
+
+def _validated(cls: type, values: dict) -> Any:
+    # JSON mode: strict about types, but arrays become tuples.
+    return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
 
 
 def _problem(item: dict, cls: type) -> str:

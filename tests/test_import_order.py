@@ -19,7 +19,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = LAYERS[0] | {"log", "numbers", "records", "trackers"}
-DEEPSPEED_ONLY_IN = {"train/engine.py"}
+DEEPSPEED_ONLY_IN = {"train/engine.py", "train/deepspeed_check.py"}
 
 
 def modules():

@@ -1,4 +1,4 @@
-"""Process group, model and DeepSpeed engine (the one module that imports deepspeed).
+"""Process group, model and DeepSpeed engine (only deepspeed_check.py imports deepspeed too).
 
 Patterns that hold under every ZeRO stage: one engine, one forward that returns both losses, one
 backward; initial values are set after construction, parameter by parameter, because under
@@ -18,6 +18,7 @@ from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
+from deberta_ds.train.deepspeed_check import CPU_PARTS, check_engine, check_parts
 from deberta_ds.train.optim import build_optimizer
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
@@ -30,6 +31,7 @@ def init_distributed() -> torch.device:
         return _device()
     os.environ.update(rank_variables(os.environ))
     if deepspeed.get_accelerator().device_name() == "cpu":
+        check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = _device()
@@ -68,6 +70,7 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
     optimizer = build_optimizer(model, optim, fixed)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds,
                                       dist_init_required=False)
+    check_engine(engine)
     return engine
 
 
