@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.fuzz.commands import Command, Server
+from tests.fuzz.commands import ROOT, Command, Server
 from tests.fuzz.setting import prepare, pretrain
 
 PREPARE = ("--tokenizer", "spm.model", "--workers", "1")
@@ -118,3 +118,26 @@ def test_a_disk_that_fills_up_while_a_run_goes_on(server, place):
         assert not list((disk / "run/checkpoints").iterdir())
     finally:
         os.system(f"umount {disk}")
+
+
+def test_the_autocast_json_trains_and_resumes_bit_for_bit(server, place):
+    """bf16 products with fp32 weights: the losses of an unbroken run, and those of fp32 within 1e-3.
+    """
+    options = ("--deepspeed_config", str(ROOT / "ds_configs/zero1_autocast_cpu.json"),
+               "--config", "run.toml", "--train.steps=6", "--objective.kind=rtd",
+               "--model.num_layers=4")
+
+    def train(out: str, *more: str) -> list:
+        command = Command("launch/pretrain.py", (*options, f"--out_dir={out}", *more),
+                          directory=str(place))
+        assert server.run(command).code == 0
+        lines = (place / out / "metrics.jsonl").read_text().splitlines()
+        return [(r["loss"], r["grad_norm"]) for r in map(json.loads, lines) if r["kind"] == "train"]
+
+    unbroken = train("unbroken")
+    train("broken", "--train.stop_after=3")
+    assert train("broken") == unbroken and len(unbroken) == 6
+    exact = train("exact", "--deepspeed_config", "ds.json")
+    for (loss, norm), (exact_loss, exact_norm) in zip(unbroken, exact, strict=True):
+        assert loss == pytest.approx(exact_loss, rel=1e-3) and loss != exact_loss
+        assert norm == pytest.approx(exact_norm, rel=1e-2)

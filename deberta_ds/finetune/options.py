@@ -10,7 +10,6 @@ from deberta_ds.finetune import settings
 from deberta_ds.finetune.models import open_start
 from deberta_ds.finetune.sweep import Sweep
 from deberta_ds.finetune.tasks import TASK_NAMES, Task, task_named
-from deberta_ds.train.deepspeed_check import check_json
 from deberta_ds.train.engine import init_distributed
 
 SIFT_WEIGHT = 5.0  # lambda of the published DeBERTaV3 small and base recipes
@@ -68,8 +67,7 @@ def build_sweep(
     tables = settings.load(options.config, overrides, TASK_NAMES)
     for task in tasks:
         settings.resolve(task, tables)
-    check_json(values, options.deepspeed_config or "DeepSpeed's defaults")
-    device = init_distributed()
+    device = init_distributed(values, options.deepspeed_config or "DeepSpeed's defaults")
     return Sweep(
         tasks=tasks,
         num_seeds=options.seeds,

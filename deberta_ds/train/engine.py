@@ -5,9 +5,12 @@ backward; initial values are set after construction, parameter by parameter, bec
 `zero.Init` an assignment in a constructor is a silent no-op.
 """
 
+import logging
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 
 import deepspeed
 import torch
@@ -18,15 +21,26 @@ from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train.deepspeed_check import CPU_PARTS, check_engine, check_parts
+from deberta_ds.train.deepspeed_check import (
+    CPU_PARTS,
+    check_engine,
+    check_json,
+    check_machine,
+    check_parts,
+)
 from deberta_ds.train.optim import build_optimizer
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 
 
-def init_distributed() -> torch.device:
-    """Join the launcher's process group (or be a group of one); return this rank's device."""
+def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> torch.device:
+    """Join the launcher's process group (or be a group of one); return this rank's device.
+
+    Raises ConfigError on every rank for a DeepSpeed JSON `ds` that cannot work, and warns of what
+    this machine does badly; `place` names its file.
+    """
+    check_json(ds, place)
     if dist.is_distributed():
         return _device()
     os.environ.update(rank_variables(os.environ))
@@ -38,8 +52,11 @@ def init_distributed() -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     deepspeed.init_distributed(verbose=False)
+    warnings_here = check_machine(ds, device.type, place)
     if dist.is_main():
         log.show_choices()
+        for line in warnings_here:
+            logging.getLogger("deberta_ds").warning(line)
     return device
 
 

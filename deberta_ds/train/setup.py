@@ -14,7 +14,7 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.numbers import format_count
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train import deepspeed_check, engine
+from deberta_ds.train import engine
 from deberta_ds.train.check import check_run
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
@@ -38,8 +38,7 @@ def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     `ds_values` is a checked DeepSpeed JSON, `place` names the run file in errors. Raises UserError,
     on every rank.
     """
-    deepspeed_check.check_json(ds_values, place)
-    device = engine.init_distributed()
+    device = engine.init_distributed(ds_values, place)
     check_run(run, ds_values, dist.world_size(), None, place)
     if device.type == "cpu":
         cpu.use_onednn()
