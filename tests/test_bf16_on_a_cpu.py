@@ -1,4 +1,4 @@
-"""16-bit weights on a CPU: how wrong torch's own sums make the gradients, and what to do instead."""
+"""16-bit weights on a CPU: how wrong torch's sums make the gradients, and what to do instead."""
 
 from contextlib import nullcontext
 
@@ -22,7 +22,7 @@ def gradients():
     """{kind: {parameter: gradient}} of one micro-batch of 8,192 tokens."""
     run, _ = config.load(ROOT / "launch/runs/demo.toml", [
         f"--model.vocab_size={VOCABULARY}", "--model.hidden_size=32", "--model.num_heads=2",
-        "--model.intermediate_size=64", "--model.num_layers=2", "--objective.kind=mlm"])
+        "--model.intermediate_size=64", "--model.num_layers=4", "--objective.kind=rtd"])
     random = np.random.default_rng(0)
     rows = []
     for number in range(ROWS):

@@ -40,8 +40,8 @@ def problems(values: dict, tmp_path) -> str:
     ({"zero_optimization": {"overlap_comm": "auto"}}, '"auto" is for other trainers'),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
      "offload_optimizer.nvme_path: missing"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
-     "needs ZeRO stage 3, not 2"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {
+        "device": "nvme", "nvme_path": "/x"}}}, "needs ZeRO stage 3, not 2"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs ZeRO stage 3"),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "stage 1 or 2 or 3, not 0"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}},

@@ -121,8 +121,7 @@ def test_a_disk_that_fills_up_while_a_run_goes_on(server, place):
 
 
 def test_the_autocast_json_trains_and_resumes_bit_for_bit(server, place):
-    """bf16 products with fp32 weights: the losses of an unbroken run, and those of fp32 within 1e-3.
-    """
+    """Products in bf16, weights in fp32: losses are within 1e-3 of fp32's."""
     options = ("--deepspeed_config", str(ROOT / "ds_configs/zero1_autocast_cpu.json"),
                "--config", "run.toml", "--train.steps=6", "--objective.kind=rtd",
                "--model.num_layers=4")
