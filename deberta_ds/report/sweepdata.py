@@ -12,7 +12,7 @@ RESULTS_FILE = "results.json"
 
 Score = Annotated[float, Field(ge=-1, le=1)]
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-Text = Annotated[str, Field(max_length=400)]
+Text = Annotated[str, Field(max_length=2000)]
 
 
 @checked(config=READ, frozen=True)

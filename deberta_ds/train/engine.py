@@ -42,13 +42,13 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
     """
     check_json(ds, place)
     if dist.is_distributed():
-        return _device()
+        return local_device()
     os.environ.update(rank_variables(os.environ))
     if deepspeed.get_accelerator().device_name() == "cpu":
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    device = _device()
+    device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     deepspeed.init_distributed(verbose=False)
@@ -60,7 +60,8 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
     return device
 
 
-def _device() -> torch.device:
+def local_device() -> torch.device:
+    """Return this rank's device."""
     name = deepspeed.get_accelerator().device_name()
     return torch.device("cpu") if name == "cpu" else torch.device(name, dist.local_rank())
 

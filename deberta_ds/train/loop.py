@@ -20,7 +20,7 @@ from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
-from deberta_ds.train import engine
+from deberta_ds.train import engine, machine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.schedule import learning_rate
@@ -267,6 +267,7 @@ class Trainer:
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
         record |= self.speed.read(total["tokens"], self.run.train.steps - self.step)
+        record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
         self.log.metrics(record)
 
     def _evaluate(self) -> None:

@@ -14,7 +14,7 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.numbers import format_count
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train import engine
+from deberta_ds.train import engine, machine
 from deberta_ds.train.check import check_run
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
@@ -113,5 +113,6 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
     record = {"run": config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
               "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
               "world_size": dist.world_size(),
-              "parameters": inputs.num_parameters}
+              "parameters": inputs.num_parameters,
+              "hardware": machine.hardware(engine.local_device()), "commit": machine.commit()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

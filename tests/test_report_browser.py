@@ -1,0 +1,167 @@
+"""The pages in a real browser: hostile text stays text, nothing overflows, the pointer reads out.
+
+Skipped where there is no Chromium (Debian's package `chromium`, or CHROMIUM=path).
+"""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from report_cases import Page, make_records, make_run, make_sweep
+
+from deberta_ds import report
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--hide-scrollbars")
+HOSTILE = [
+    "<script>document.title='owned'</script>",
+    "\"><img src=x onerror=\"document.title='owned'\">",
+    "'><svg onload='document.title=`owned`'></svg>",
+    "</style><script>document.title='owned'</script>",
+    "</title></script><script>document.title='owned'</script>",
+    "{{ 7 * 7 }}{% raw %}${document.title='owned'}",
+    "\" onmouseover=\"document.title='owned'\" x=\"",
+    "javascript:document.title='owned'",
+    "];document.title='owned';[",
+    "&lt;script&gt; &amp; \u202e \x00 \x1b[31m \U0001f600 </p></div></main>",
+]
+
+HOSTILE.append(" ".join(HOSTILE))  # the last one has it all
+
+
+def hostile_run(directory, text, kind="rtd"):
+    records = make_records(steps=60, eval_every=20, resume=30, kind=kind)
+    for record in records:
+        if record["kind"] == "event":
+            record["detail"] = text
+    records += [{"kind": "event", "step": 60, "event": text, "detail": text}]
+    run = make_run(directory, records, text, kind, model={"vocab_size": 9, text: text},
+                   **{text: {text: [text]}})
+    config = json.loads((run / "config.json").read_text())
+    config |= {"origins": {f"{text}.{text}": text, "name": text}, "versions": {text: text},
+               "hardware": text, "commit": text, "fingerprints": {text: text}}  # fmt: skip
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "summary.json").write_text(json.dumps(
+        [{"stage": text, "what": text, "result": text, "seconds": 1}]))
+    hostile_sweep(run / "superglue", text)
+    return run
+
+
+def hostile_sweep(directory, text):
+    shutil.rmtree(directory, ignore_errors=True)
+    make_sweep(directory, model=text, tasks=("RTE", text))
+    path = directory / "results.json"
+    whole = json.loads(path.read_text())
+    spread = whole["tasks"]["RTE"]["score"]
+    for task in whole["tasks"].values():
+        task |= {"labels": [text, text], "metrics": {text: spread},
+                 "diagnostics": {text: {text: spread}}}  # fmt: skip
+    for run in whole["runs"]:
+        run["settings"] = {text: text}
+        run["history"] = [{"epoch": 1.0, text: 0.5}, {"epoch": 2.0, text: 0.6}]
+    path.write_text(json.dumps(whole))
+    return directory
+
+
+def browse(page, *flags, tmp_path):
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags, f"file://{page}"],
+        capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Every kind of page of every hostile text: {name: path}, and the tags of a harmless one."""
+    root = tmp_path_factory.mktemp("pages")
+    found = {}
+    for number, text in enumerate(["harmless", *HOSTILE]):
+        run = hostile_run(root / f"{number}", text)
+        other = hostile_run(root / f"{number}-mlm", text, "mlm")
+        for name, write, inputs in (
+            ("run", report.write_runs, [run]), ("both", report.write_runs, [run, other]),
+            ("sweep", report.write_sweep, [run / "superglue", other / "superglue"]),
+        ):  # fmt: skip
+            found[name, number] = root / f"{name}-{number}.html"
+            write(found[name, number], inputs)
+    return found
+
+
+@pytest.mark.parametrize("name", ["run", "both", "sweep"])
+def test_hostile_text_adds_no_tag_and_no_attribute(pages, name):
+    """Every text reaches every place of a page; its tags and attributes are a harmless page's."""
+    harmless = Page(pages[name, 0].read_text())
+    for number, text in enumerate(HOSTILE, start=1):
+        page = Page(pages[name, number].read_text())
+        assert page.tags == harmless.tags and page.attributes == harmless.attributes
+        assert text.replace("\x00", "") in page.text.replace("\x00", "")
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@pytest.mark.parametrize("name", ["run", "both", "sweep"])
+def test_hostile_text_does_not_run_in_a_browser(pages, name, tmp_path):
+    dom = browse(pages[name, len(HOSTILE)], "--dump-dom", "--virtual-time-budget=1000",
+                 tmp_path=tmp_path)
+    title = re.search(r"<title>(.*?)</title>", dom, re.S)[1]
+    assert title != "owned" and HOSTILE[7] in title and dom.count("<script") == 1
+    assert not re.search(r"<(img|iframe|object)\b|<svg[^>]*onload", dom)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_script_that_was_smuggled_in_would_not_run(pages, tmp_path):
+    """The second wall: the page's policy knows its one script by hash."""
+    page = tmp_path / "changed.html"
+    evil = "<script>document.title='owned'</script><b onclick='1' id=b></b>"
+    text = pages["run", 0].read_text()
+    page.write_text(text.replace("<main>", "<main>" + evil))
+    assert "<title>owned" not in browse(page, "--dump-dom", tmp_path=tmp_path)
+    bare = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    page.write_text(bare.replace("<main>", "<main>" + evil))
+    assert "<title>owned" in browse(page, "--dump-dom", tmp_path=tmp_path)  # the test can fail
+
+
+PROBE = """
+<script>
+addEventListener('load', () => {
+  const wide = [], inside = document.documentElement.clientWidth;
+  for (const element of document.querySelectorAll('main *')) {
+    if (element.closest('.scroll, svg, summary')) continue;
+    const box = element.getBoundingClientRect();
+    if (box.width && (box.right > inside + 1 || box.left < -1))
+      wide.push(element.tagName + '.' + element.className + ' ' + element.textContent.slice(0, 30));
+  }
+  const plot = document.querySelector('.plot'), box = plot.getBoundingClientRect();
+  plot.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + box.width / 2,
+                                                      clientY: box.top + 9}));
+  const spill = [...document.querySelectorAll('.plot .y')].filter((label) =>
+    label.getBoundingClientRect().left < label.closest('.card').getBoundingClientRect().left);
+  document.title = 'PROBE' + btoa(unescape(encodeURIComponent(JSON.stringify({
+    wide, tip: plot.querySelector('.tip').textContent, spill: spill.map((s) => s.textContent),
+    hints: document.querySelectorAll('.wider').length, width: inside}))));
+});
+</script>
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@pytest.mark.parametrize("width", [1400, 390])
+def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, width):
+    """On a desk and on a phone."""
+    run = make_run(tmp_path / "run", name="a-rather-long-name-of-a-run-without-a-space" * 2)
+    page = tmp_path / "page.html"
+    report.write_runs(page, [run])
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    page.write_text(text.replace("</main>", "</main>" + PROBE))
+    dom = browse(page, f"--window-size={width},2000", "--dump-dom", "--virtual-time-budget=2000",
+                 tmp_path=tmp_path)
+    found = json.loads(base64.b64decode(re.search(r"<title>PROBE(.*?)</title>", dom)[1]))
+    assert found["wide"] == [] and found["spill"] == [] and found["width"] == width
+    assert re.match(r"step \d+.*training ?.*held out", found["tip"]), found["tip"]
+    assert (found["hints"] > 0) == (width == 390)
