@@ -87,7 +87,7 @@ def _several(metric: Metric, runs: list[Run]) -> Drawing:
 
 
 def _course(metric: Metric, headline: str, runs: list[Run]) -> list[Drawing]:
-    series = [Series(run.name if len(runs) > 1 else "training", points,
+    series = [Series(run.name if len(runs) > 1 else "", points,
                      f"run{n}" if len(runs) > 1 else "main", "plain")
               for n, run in enumerate(runs) if (points := run.points("train", metric.key))]
     if not series:
