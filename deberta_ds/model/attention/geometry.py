@@ -2,14 +2,16 @@
 
 Sources: the log buckets of DeBERTa v2/v3 (`make_log_bucket_position`, official
 `DeBERTa/deberta/da_utils.py`) and the plain clamp of DeBERTa v1 (He et al. 2021, section 3.1).
-The table is built in float64 on the CPU and shipped as integers: a distance such as 511 lands
-exactly on an integer before `ceil`, so a device's fast logarithm must never decide a bucket.
+The table is built on the CPU and shipped as integers: a distance such as 511 lands exactly on an
+integer before `ceil`, so a device's fast logarithm must never decide a bucket. The official code
+computes in fp32, and rounds to the other side of such an integer for a few geometries: the same
+steps are taken here in fp32, each of them correctly rounded.
 """
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 
@@ -50,27 +52,31 @@ class Geometry:
         return table[distances.clamp(-limit, limit) + limit]
 
 
-def _bucket(distance: int, geometry: Geometry) -> int:
-    """Return the signed bucket of one distance (v1: the distance itself)."""
+def _buckets(geometry: Geometry) -> np.ndarray:
+    """Return the bucket of each distance 0..M (v1: the distance itself)."""
+    sizes = np.arange(geometry.max_relative + 1)
     if not geometry.position_buckets:
-        return distance
-    middle = geometry.position_buckets // 2
-    last = geometry.max_relative - 1
-    size = min(abs(distance), last)
-    if size > middle:
-        share = math.log(size / middle) / math.log(last / middle)
-        size = math.ceil(share * (middle - 1)) + middle
-    return -size if distance < 0 else size
+        return sizes
+    middle, last = geometry.position_buckets // 2, geometry.max_relative - 1
+    sizes = np.minimum(sizes, last)
+    far = sizes > middle
+    if far.any():
+        share = _log(sizes[far] / middle) / _log(last / middle) * np.float32(middle - 1)
+        sizes[far] = np.ceil(share) + np.float32(middle)
+    return sizes
+
+
+def _log(ratios) -> np.ndarray:
+    """Return the fp32 logarithm of ratios rounded to fp32; the one of float64 rounds correctly."""
+    return np.log(np.float32(ratios).astype(np.float64)).astype(np.float32)
 
 
 @lru_cache(maxsize=64)
 def _slot_table(geometry: Geometry, device: torch.device) -> torch.Tensor:
     """Return the slots of distances -M..M as int64 on `device`."""
-    limit, span = geometry.max_relative, geometry.span
-    slots = [
-        min(max(_bucket(distance, geometry) + span, 0), 2 * span - 1)
-        for distance in range(-limit, limit + 1)
-    ]
+    buckets, span = _buckets(geometry), geometry.span
+    signed = np.concatenate([-buckets[:0:-1], buckets])
+    slots = (signed + span).clip(0, 2 * span - 1)
     return torch.tensor(slots, dtype=torch.int64, device=device)
 
 
