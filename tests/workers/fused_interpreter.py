@@ -15,12 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from attention_cases import SMALL_BUCKETS, V1, V3, relative_errors, run
 from attention_cases import Case as ContiguousCase
+from interpret_bf16 import patch
 
 from deberta_ds.model.attention import attend
 from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
 from deberta_ds.model.attention.fused import bands, ops
 
 ops._CHUNK_ROWS = 64  # short rows, too, take several chunks
+patch()
 
 PIECES = torch.tensor([[1] * 20 + [2] * 66 + [3] * 9 + [0] * 5])
 HOLES = PIECES.clamp(max=1)
@@ -55,6 +57,10 @@ SHORT = {
     "picked beyond the band": (Case(SMALL_BUCKETS, BANDS, num_queries=35, heads=1), "float32"),
     "no term": (Case(V3, ones(33), heads=1, terms="none"), "float32"),
     "one token": (Case(V3, ones(1), heads=1), "float32"),
+    "v3 in bf16": (Case(V3, ones(100), heads=1, dropout=0.1), "bfloat16"),
+    "packed in bf16": (Case(SMALL_BUCKETS, PIECES, heads=1, size=32), "bfloat16"),
+    "beyond the band in bf16": (Case(SMALL_BUCKETS, ones(300), heads=1), "bfloat16"),
+    "picked in bf16": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1), "bfloat16"),
 }
 
 
@@ -69,7 +75,8 @@ def random_cases(count: int) -> dict:
         geometry = (V3, V1, SMALL_BUCKETS)[number % 3]
         queries = length // 4 if number % 4 == 2 else None
         case = Case(geometry, segments, num_queries=queries or None, heads=1, dropout=0.1)
-        cases[f"random {number} of {length}"] = (case, "float16" if number % 5 == 3 else "float32")
+        dtype = ("float32", "bfloat16", "float32", "float16", "bfloat16")[number % 5]
+        cases[f"random {number} of {length}"] = (case, dtype)
     return cases
 
 

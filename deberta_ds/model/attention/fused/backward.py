@@ -30,11 +30,11 @@ def _query_step(
     v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
     segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=-1)
     allowed = (segment_i[:, None] == segment_j[None, :]) & (segment_i != 0)[:, None]
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_BIAS:
         scores += bias
-    scores = tl.where(allowed, scores * (scale * LOG2_E), float("-inf"))
-    probs = tl.exp2(scores - lse[:, None])
+    scores = tl.where(allowed, scores, float("-inf"))
+    probs = tl.exp2(scores * LOG2_E - lse[:, None])
     d_probs = tl.dot(grad, tl.trans(v), input_precision=PRECISION) * keep_scale
     if DROPOUT:
         words_j = tl.load(K_WORDS + j, mask=in_keys, other=0)
@@ -147,11 +147,11 @@ def _key_step(
     delta = tl.load(DELTA + i, mask=in_rows, other=0.0)
     segment_i = tl.load(Q_SEGMENT + i, mask=in_rows, other=-1)
     allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
     if HAS_BIAS:
         scores += bias
-    scores = tl.where(allowed, scores * (scale * LOG2_E), float("-inf"))
-    probs = tl.exp2(scores - lse[None, :])
+    scores = tl.where(allowed, scores, float("-inf"))
+    probs = tl.exp2(scores * LOG2_E - lse[None, :])
     d_probs = tl.dot(v, tl.trans(grad), input_precision=PRECISION) * keep_scale
     kept = probs * keep_scale
     if DROPOUT:

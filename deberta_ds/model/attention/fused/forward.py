@@ -31,14 +31,14 @@ def _step(
     k = tl.load(K + j[None, :] * k_n + d[:, None], mask=in_keys[None, :], other=0.0)
     segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=-1)
     allowed = (segment_i[:, None] == segment_j[None, :]) & (segment_i != 0)[:, None]
-    scores = tl.dot(q, k, input_precision=PRECISION)
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if HAS_BIAS:
         scores += bias
-    scores = tl.where(allowed, scores * (scale * LOG2_E), float("-inf"))
+    scores = tl.where(allowed, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    probs = tl.exp2(scores - shift[:, None])
-    shrink = tl.exp2(peak - shift)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2_E
+    probs = tl.exp2(scores * LOG2_E - shift[:, None])
+    shrink = tl.exp2(peak * LOG2_E - shift)
     total = total * shrink + tl.sum(probs, 1)
     if DROPOUT:
         words_j = tl.load(K_WORDS + j, mask=in_keys, other=0)
@@ -108,7 +108,7 @@ def forward_kernel(
     safe = tl.where(seen, total, 1.0)
     acc = acc * (keep_scale / safe)[:, None]
     # A query without keys: output 0, and +inf makes its probabilities 0 in backward.
-    lse = tl.where(seen, peak + tl.log2(safe), float("inf"))
+    lse = tl.where(seen, peak * LOG2_E + tl.log2(safe), float("inf"))
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     tl.store(OUT + own_rows, acc.to(OUT.dtype.element_ty), mask=in_rows[:, None])
     tl.store(LSE + wide * NQ + i, lse, mask=in_rows)

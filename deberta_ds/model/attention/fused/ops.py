@@ -47,7 +47,7 @@ def fused_attention(
     band = make_band(reach, k.shape[2])
     out = torch.empty(batch, queries, heads, size, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked)
+    terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
     tile = _tile(q, k, "forward", picked)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), out, lse,
@@ -91,7 +91,7 @@ def fused_attention_backward(
     delta = torch.empty_like(lse)
     dq, dk, dv = (torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
                   for x in (q, k, v))  # fmt: skip
-    terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked)
+    terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
     d_key, d_query = (_Term(torch.empty_like(x.plane), torch.empty_like(x.ends)) for x in terms)
     written = d_query.plane
     if picked and query_table is not None:
@@ -141,23 +141,25 @@ fused_attention.register_autograd(_backward, setup_context=_save)
 
 
 class _Term(NamedTuple):
-    """One position term, or its gradient, as the flash kernels see it."""
+    """One position term, scaled, or the gradient of the unscaled one, for the flash kernels."""
 
     plane: Tensor  # [B,H,rows,W]: the pairs within the band
     ends: Tensor  # fp32 [2,B,H,rows]: the terms of all pairs before and behind it
 
 
-def _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked):
+def _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale):
     """Return the content-to-position and the position-to-content term."""
     keys = k.shape[2]
     return (
-        _term(q, key_table, query_facts[1:], keys, band, picked),
-        _term(k, query_table, key_facts, keys, band, False),
+        _term(q, key_table, query_facts[1:], keys, band, picked, scale),
+        _term(k, query_table, key_facts, keys, band, False, scale),
     )
 
 
-def _term(x: Tensor, table: Tensor | None, facts, keys: int, band: Band, picked: bool) -> _Term:
-    """Return x . T; placeholders for an absent term. facts: position, piece start and stop."""
+def _term(
+    x: Tensor, table: Tensor | None, facts, keys: int, band: Band, picked: bool, scale: float
+) -> _Term:
+    """Return scale x . T; placeholders for an absent term. facts: position, piece start, stop."""
     batch, heads, rows, _ = x.shape
     if table is None:
         return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
@@ -165,7 +167,7 @@ def _term(x: Tensor, table: Tensor | None, facts, keys: int, band: Band, picked:
     ends = x.new_empty(2, batch, heads, rows if band.far else 0, dtype=torch.float32)
     tile = tiles.choose_product(_capability(x), x.shape[-1], "plane")
     planes.plane_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
-        x, table, plane, ends, *facts, *x.stride()[:3], rows, keys, heads, band.span,
+        x, table, plane, ends, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
         PICKED=picked, FAR=band.far, **_product_constants(x, tile),
     )  # fmt: skip
     return _Term(plane, ends)

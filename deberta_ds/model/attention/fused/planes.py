@@ -1,8 +1,9 @@
 """Triton kernels between rows of vectors and dense position planes: skewed matrix products.
 
-A plane holds one position term: PLANE[r, y - base] = x_r . T[y - p_r + RADIUS] for the columns y of
-the band of row r (see `bands`), T being the relative table with one row per distance and p_r the
-column of row r. That is the product x T^T with every row shifted by p_r, so the kernels below do
+A plane holds one position term as it is added to a score, scaled, or fp16 would overflow long before
+the scores do: PLANE[r, y - base] = scale x_r . T[y - p_r + RADIUS] for the columns y of the band of
+row r (see `bands`), T being the relative table with one row per distance and p_r the column of row r.
+That is the product x T^T with every row shifted by p_r, so the kernels below do
 plain products and shift where they store (the plane) or load (its gradient). One writer per
 element, no atomics, no zero-fill: outside of a row's own piece nothing is written or read.
 
@@ -42,7 +43,7 @@ def _table_rows(position, low, high, radius):
 
 @triton.jit(do_not_specialize=VARIES)
 def plane_kernel(
-    X, TABLE, PLANE, ENDS, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN,
+    X, TABLE, PLANE, ENDS, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
     PICKED: tl.constexpr, FAR: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +66,7 @@ def plane_kernel(
     )
     if FAR:
         ends = ENDS + bh.to(tl.int64) * N + r
-        wide = x.to(tl.float32)
+        wide = x.to(tl.float32) * scale
         low_end = tl.load(table + d).to(tl.float32)
         high_end = tl.load(table + (2 * radius - 1) * D + d).to(tl.float32)
         tl.store(ends, tl.sum(wide * low_end[None, :], 1), mask=inside)
@@ -77,7 +78,7 @@ def plane_kernel(
         t = tl.load(
             table + c[None, :] * D + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0
         )
-        term = tl.dot(x, t, input_precision=PRECISION)
+        term = tl.dot(x, t, input_precision=PRECISION) * scale
         column = c[None, :] + (position - radius)[:, None]
         tl.store(
             plane + ((r * width - base + position - radius)[:, None] + c[None, :]),

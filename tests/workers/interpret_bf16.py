@@ -1,0 +1,38 @@
+"""Make Triton's interpreter right in bf16, whose values it keeps as raw 16-bit words.
+
+As it comes (Triton 3.6 and 3.9) it multiplies the words themselves in `tl.dot`, truncates where the
+hardware rounds to nearest even, and converts integers to words.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def patch() -> None:
+    """Replace the two functions that are wrong; idempotent is not needed, call it once."""
+    create_dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def right_dot(self, a, b, d, *rest):
+        return create_dot(self, _widened(a), _widened(b), d, *rest)
+
+    def right_cast(self, src, dst_type):
+        target = dst_type.scalar
+        if target == tl.bfloat16 and src.dtype.scalar != tl.bfloat16:
+            return TensorHandle(_rounded(src.data), tl.bfloat16)
+        return cast(self, _widened(src), dst_type) if target != tl.bfloat16 else src
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = right_dot, right_cast
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    words = torch.from_numpy(np.ascontiguousarray(handle.data).view(np.int16))
+    return TensorHandle(words.view(torch.bfloat16).float().numpy(), tl.float32)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    narrow = torch.from_numpy(np.ascontiguousarray(values)).float().bfloat16()
+    return narrow.view(torch.int16).numpy().view(np.uint16)

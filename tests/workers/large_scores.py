@@ -1,0 +1,54 @@
+"""Fused fp16 attention in Triton's interpreter at scores of standard deviation 1 to 3000.
+
+Prints one JSON line a deviation: relative errors of the context and of every gradient, ours and
+those of Hugging Face's module in fp16, against float64. A process of its own, because
+TRITON_INTERPRET must be set before Triton is first imported.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from attention_cases import relative_errors
+
+from benchmarks.peers import GEOMETRY, hugging_face, make_problem, ours
+from deberta_ds.model.attention import attend
+
+DEVIATIONS = (1, 4, 16, 64, 3000)
+
+
+def main() -> None:
+    for deviation in DEVIATIONS:
+        problem = make_problem(1, 100, 1, 64, torch.float64, "cpu", 0.0)
+        v = problem.v_BHLD
+        with torch.no_grad():  # each of the three terms of a score is a product of two of these
+            for leaf in problem.leaves:
+                leaf.mul_(1.0 if leaf is v else deviation**0.5)
+                leaf.copy_(leaf.half())
+        truth = run(ours("reference"), problem, torch.float64)
+        line = {"deviation": deviation}
+        for name, peer in (("ours", fused), ("theirs", hugging_face)):
+            line[name] = relative_errors(run(peer, problem, torch.float16), truth)
+        print(json.dumps(line), flush=True)
+
+
+def fused(problem):
+    segments = torch.ones(1, problem.q_BHLD.shape[2], dtype=torch.int32)
+    return lambda: attend(*problem.leaves, geometry=GEOMETRY, segments=segments, mode="fused")
+
+
+def run(peer, problem, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the context and all gradients."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in problem.leaves]
+    grad = problem.grad_BLHD.to(dtype)
+    context = peer(type(problem)(*leaves, grad, problem.dropout))()
+    return [context, *torch.autograd.grad(context, leaves, grad)]
+
+
+if __name__ == "__main__":
+    main()
