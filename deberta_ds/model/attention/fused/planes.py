@@ -1,11 +1,11 @@
 """Triton kernels between rows of vectors and dense position planes: skewed matrix products.
 
-A plane holds one position term as it is added to a score, scaled, or fp16 would overflow long before
-the scores do: PLANE[r, y - base] = scale x_r . T[y - p_r + RADIUS] for the columns y of the band of
-row r (see `bands`), T being the relative table with one row per distance and p_r the column of row r.
-That is the product x T^T with every row shifted by p_r, so the kernels below do
-plain products and shift where they store (the plane) or load (its gradient). One writer per
-element, no atomics, no zero-fill: outside of a row's own piece nothing is written or read.
+A plane holds one position term as it is added to a score (scaled: in fp16 it would overflow long
+before the scores do): PLANE[r, y - base] = scale x_r . T[y - p_r + RADIUS] for the columns y of the
+band of row r (see `bands`), T being the relative table with one row per distance and p_r the column
+of row r. That is the product x T^T with every row shifted by p_r, so the kernels below do plain
+products and shift where they store (the plane) or load (its gradient). One writer per element, no
+atomics, no zero-fill: outside of a row's own piece nothing is written or read.
 
 Both terms are the same: rows are queries and columns keys for content-to-position, and the other
 way round for position-to-content.
