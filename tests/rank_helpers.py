@@ -7,6 +7,7 @@ be killed.
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
@@ -66,6 +67,9 @@ def run(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAI
 
 
 def _rank_main(script: str, arguments: list[str], env: dict[str, str], log: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -1,5 +1,9 @@
 """The same rows in the same order for every world size, worker count and micro-batch size."""
 
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
@@ -71,3 +75,20 @@ def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     with pytest.raises(UserError) as caught:
         list(loader)
     assert "00001-000.npy" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_workers_ignore_what_asks_a_run_to_stop_and_say_what_ended_them(dataset):
+    before = set(multiprocessing.active_children())
+    loader = build_loader(
+        dataset, start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
+        num_workers=1, num_steps=400,
+    )
+    next(loader)
+    worker, = set(multiprocessing.active_children()) - before
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(worker.pid, number)
+    for _ in range(50):
+        next(loader)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"data.workers = 1\): it was ended by SIGKILL"):
+        list(loader)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -10,18 +11,23 @@ import pytest
 import rank_helpers
 from launching import ROOT, deepspeed_json, make_run
 
-from deberta_ds.cluster import watchdog
+from deberta_ds.cluster import lock, watchdog
 from deberta_ds.cluster.signals import EXIT_REQUEUE
 from deberta_ds.cluster.watchdog import EXIT_STUCK, Watchdog
+from deberta_ds.config import DataConfig
 from deberta_ds.records import read_metrics
 from deberta_ds.train import spikes
 from deberta_ds.train.spikes import SpikeRule
+
+sys.path.insert(0, str(ROOT / "tests/faults"))
+import signal_table  # noqa: E402
 
 
 @pytest.fixture
 def job(tmp_path):
     """Return the arguments of a run that would take minutes, and its directory."""
-    run_file = make_run(tmp_path, steps="2000", save_every="2000", eval_every="2000")
+    run_file = make_run(tmp_path, steps="2000", save_every="2000", eval_every="2000",
+                        workers=str(DataConfig.workers))
     ds_file = deepspeed_json(tmp_path / "ds.json", 3)
     return ["--config", str(run_file), "--deepspeed_config", str(ds_file)], tmp_path
 
@@ -194,11 +200,42 @@ def test_the_shipped_fp16_scale_settles_after_two_overflows(passed_over):
     assert losses[-1] < losses[2]
 
 
+@pytest.mark.parametrize(("launcher", "what", "code"), [
+    ("python", "SIGTERM to the group", EXIT_REQUEUE),
+    ("python", "Ctrl-C", EXIT_REQUEUE),
+    ("deepspeed", "SIGTERM to the launcher", 128 + signal.SIGTERM)])
+@pytest.mark.multi
 @pytest.mark.slow
-def test_ctrl_c_ends_with_130(job):
+def test_a_signal_saves_with_the_shipped_workers(tmp_path, launcher, what, code):
+    """The loader's worker gets the signal, too; DeepSpeed's launcher ends and leaves its ranks."""
+    result = signal_table.trial(launcher, what, DataConfig.workers, tmp_path)
+    text = (tmp_path / "log").read_text()
+    assert (result.exit_code, result.saved_step) == (code, result.last_step), text[-4000:]
+    assert result.last_step >= 3 and result.left_running == 0
+    assert "Traceback" not in text and "the same command goes on from here" in text
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once_and_says_where_the_run_goes_on(tmp_path):
+    result = signal_table.trial("python", "Ctrl-C twice", DataConfig.workers, tmp_path)
+    text = (tmp_path / "log").read_text()
+    assert (result.exit_code, result.saved_step, result.left_running) == (130, 0, 0), text[-4000:]
+    assert "The same command goes on from step 0" in text and "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_out_dir(job):
     arguments, root = job
-    process, = rank_helpers.start(1, [*arguments, "--train.global_batch_rows=2"], root / "log")
-    wait_for_step(3, [process], root)
-    os.kill(process.pid, signal.SIGINT)
-    assert rank_helpers.wait([process]) == [130]
-    assert (root / "log").read_text().endswith("interrupted\n")
+    arguments.append("--train.global_batch_rows=2")
+    first = rank_helpers.start(1, arguments, root / "log")
+    wait_for_step(2, first, root)
+    second = rank_helpers.wait(rank_helpers.start(1, arguments, root / "second.log"))
+    text = (root / "second.log").read_text()
+    assert second == [2] and "another job writes there" in text and "Traceback" not in text
+    assert f"process {first[0].pid} on" in text
+    rank_helpers.kill(first)
+    assert (root / "out" / lock.NAME).exists()
+    third = rank_helpers.wait(rank_helpers.start(1, [*arguments, "--train.stop_after=2"],
+                                                 root / "third.log"))
+    assert third == [0], (root / "third.log").read_text()[-4000:]
+    assert not (root / "out" / lock.NAME).exists()

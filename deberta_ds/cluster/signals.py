@@ -1,38 +1,102 @@
-"""Pre-emption: a signal asks for a checkpoint at the next step boundary and an exit that requeues.
+"""Requests to stop: the step is finished, a checkpoint is written, and the exit code asks for more.
 
 SIGTERM is what schedulers and spot instances send before they take a machine, SIGUSR1 what Slurm
-sends ahead of the time limit (`#SBATCH --signal=USR1@300`). The handler only raises a flag; the
-loop adds the flag to the step's own collective, so that all ranks stop after the same step even if
-only one of them was told.
+can send ahead of a time limit, SIGINT is Ctrl-C. A second Ctrl-C ends the process at once. A rank
+whose launcher is gone asks as well: nobody would start it again, and nobody could stop it.
+
+The loop adds the request to the step's own collective, so that all ranks stop after the same step
+even if only one of them was told. Signals are read from a descriptor by a thread, because Python
+runs handlers in the main thread only, which may be waiting in a collective for ever.
 """
 
+import multiprocessing
+import os
+import select
 import signal
+import sys
+import threading
+import time
+
+from deberta_ds.cluster.launcher import Launcher
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again
+EXIT_INTERRUPTED = 130  # what a shell makes of a process that SIGINT ended
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_LOOK_SECONDS = 1.0  # between two looks for the launcher
+_ECHO_SECONDS = 1.0  # a terminal and a launcher both pass on one Ctrl-C
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal."""
+    """Whether this process was asked to stop, and by what."""
 
     def __init__(self):
-        self.signal_name = ""
+        self.reason = ""
+        self.resumes_from = "step 0"  # where the run would go on if it ended now
+        self._interrupted_at = 0.0
+        self._launcher = Launcher()
 
     def __bool__(self) -> bool:
-        return bool(self.signal_name)
+        return bool(self.reason)
 
-    def _receive(self, number: int, _frame) -> None:
-        self.signal_name = signal.Signals(number).name
+    def _watch(self, descriptor: int) -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while True:
+            if poll.poll(1000 * _LOOK_SECONDS):
+                for number in os.read(descriptor, 64):
+                    if number in _SIGNALS:
+                        self._receive(signal.Signals(number))
+            elif not self.reason and (gone := self._launcher.gone()):
+                self._ask(f"the end of its launcher ({gone})")
+
+    def _receive(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            if self._interrupted_at and now - self._interrupted_at > _ECHO_SECONDS:
+                _say(f"interrupted twice: ended at once. The same command goes on from "
+                     f"{self.resumes_from}")
+                for child in multiprocessing.active_children():  # loaders, before they complain
+                    child.kill()
+                os._exit(EXIT_INTERRUPTED)
+            self._interrupted_at = self._interrupted_at or now
+        if not self.reason:
+            self._ask(number.name)
+
+    def _ask(self, reason: str) -> None:
+        self.reason = reason
+        once_more = "; Ctrl-C once more ends it at once" if reason == "SIGINT" else ""
+        _say(f"asked to stop by {reason}: the step is finished and saved{once_more}")
 
 
 def listen() -> StopRequest:
-    """Return a request that becomes true when SIGTERM or SIGUSR1 arrives; main thread only.
+    """Return a request that becomes true when a signal arrives; main thread only.
 
-    Loader processes forked later inherit the handler. That is wanted: a signal to the whole job
-    must not end them before the last step is made.
+    The loader's workers must ignore these signals (data/loader.py): launchers send them to the
+    whole process group, and the last step still needs its rows.
     """
     request = StopRequest()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in _SIGNALS:
-        signal.signal(number, request._receive)
+        # A shell has its background jobs ignore Ctrl-C, which is meant for the one in front.
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _noted_by_descriptor)
+    threading.Thread(target=request._watch, args=(read_end,), name="signals", daemon=True).start()
     return request
+
+
+def ignore() -> None:
+    """Ignore every signal that `listen` takes for a request: for processes that the ranks start."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _noted_by_descriptor(_number: int, _frame) -> None:
+    """Python writes to the wakeup descriptor only for signals that have a handler."""
+
+
+def _say(text: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)

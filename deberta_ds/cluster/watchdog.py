@@ -25,13 +25,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from deberta_ds.cluster import ending
 from deberta_ds.cluster.reach import Door, Knock
 from deberta_ds.errors import UserError
 
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h: restart from the last checkpoint
 DIRECTORY = "heartbeats"
 
-_TICKS = 20  # heartbeats in train.watchdog_seconds
+TICKS = 20  # heartbeats in train.watchdog_seconds
 _LIMIT_SHARE = 0.7  # of train.watchdog_seconds; the rest is for reading and reporting
 _READ_TICKS = 3  # heartbeats between the two readings
 _SLOW_STEPS = 4  # times the slowest ordinary step
@@ -56,11 +57,12 @@ class Watchdog:
     def __init__(self, out_dir: str | Path, seconds: float, rank: int, world_size: int, step: int):
         self._directory = Path(out_dir) / DIRECTORY
         self._rank, self._world_size = rank, world_size
-        self._seconds, self._interval = seconds, seconds / _TICKS
+        self._seconds, self._interval = seconds, seconds / TICKS
         self._step, self._tick = step, 0
         self._progress = time.monotonic()  # when the last step ended
         self._slowest = 0.0
         self._factor = _PATIENCE  # the first step compiles, connects and warms up
+        self._bad_hosts: set[str] = set()
         self._ended = threading.Event()
         self._door = Door() if seconds else None  # no watch, no open port
 
@@ -124,6 +126,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=file, all_threads=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         if fatal:
+            ending.record(EXIT_STUCK, self._bad_hosts)
             self._ended.wait(2 * self._interval)  # the other live ranks are reporting, too
             self._exit()
 
@@ -151,7 +154,9 @@ class Watchdog:
             name = f"rank {rank} on {beat.host} (pid {beat.pid})"
             if rank != self._rank and before.get(rank) == beat:
                 lines.append(f"{name}: SILENT: frozen, dead or cut off; last step {beat.step}")
+                self._bad_hosts.add(beat.host)
             elif beat.host in lost:
+                self._bad_hosts.add(beat.host)
                 lines.append(f"{name}: NOT REACHED over the network; last step {beat.step}")
             elif beat.step < newest:
                 lines.append(f"{name}: alive but BEHIND; last step {beat.step} of {newest}")

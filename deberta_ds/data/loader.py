@@ -7,8 +7,12 @@ the rows themselves are functions of their number.
 Where a row takes long to read (a network file system), threads read the next rows meanwhile: their
 numbers are known. Batches come from the workers as NumPy arrays: torch would pass each tensor as a
 descriptor, and a worker that has none left would leave the training process waiting for ever.
+
+Workers ignore the signals that ask a run to stop: a launcher sends them to every process, and the
+last step still needs its rows. The rank ends its workers; they end by themselves when it is gone.
 """
 
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from deberta_ds.cluster import signals
 from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
@@ -54,6 +59,7 @@ def build_loader(
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_ignore_signals,
     )
     return _unwrap(loader)
 
@@ -129,20 +135,39 @@ def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
     return batch
 
 
+def _ignore_signals(_worker: int) -> None:
+    signals.ignore()
+
+
 def _unwrap(loader: DataLoader) -> Iterator[Batch]:
+    # torch's own handler raises in the middle of a step, wherever the main thread is just then.
+    handler = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
+    if loader.num_workers:
+        signal.signal(signal.SIGCHLD, handler)
     while True:
         try:
             batch = next(batches, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise UserError(
-                f"a loader process has died: {error}. Killed for its memory? Lower data.workers; "
-                "run the same command again to go on from the last checkpoint"
-            ) from error
+        except (RuntimeError, OSError, EOFError) as error:
+            raise _why_a_worker_died(batches) or error from None
         if batch is None:
             return
         if isinstance(batch, UserError):
             raise batch
         yield batch.as_tensors()
+
+
+def _why_a_worker_died(batches) -> UserError | None:
+    """Return what ended a worker of the DataLoader's iterator, or None if all live."""
+    workers = getattr(batches, "_workers", [])
+    for worker in workers:
+        worker.join(1.0)  # its connections break a moment before it has an exit code
+    codes = [worker.exitcode for worker in workers]
+    code = next((code for code in codes if code is not None), None)
+    if code is None:
+        return None
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return UserError(
+        f"a loader process has died (data.workers = {len(codes)}): it {how}. SIGKILL is usually the "
+        "kernel, for its memory: lower data.workers (0: the rank itself reads), and run the same "
+        "command again to go on from the last checkpoint")

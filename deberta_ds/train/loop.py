@@ -10,8 +10,7 @@ import time
 import torch
 
 from deberta_ds import config, deepspeed_config, dist
-from deberta_ds.cluster import signals
-from deberta_ds.cluster.watchdog import Watchdog
+from deberta_ds.cluster import ending, lock, signals, watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
@@ -49,6 +48,17 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Returns the exit code: 0, or signals.EXIT_REQUEUE if a signal asked to stop.
     """
     stop_request = signals.listen()
+    engine.init_distributed()
+    with lock.held(run.out_dir, run.train.watchdog_seconds / watchdog.TICKS):
+        stopped = _pretrain(run, ds_values, resume, place, origins, stop_request)
+    if stopped and dist.is_main():
+        ending.record(signals.EXIT_REQUEUE)
+    return signals.EXIT_REQUEUE if stopped else 0
+
+
+def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins: dict[str, str],
+              stop_request: signals.StopRequest) -> bool:
+    """Train; return whether a signal stopped the run before its end."""
     inputs = prepare(run, ds_values, place)
     found = checkpoint.find(run.out_dir, resume)
     record = checkpoint.read_run_file(found.path) if found.path else None
@@ -85,7 +95,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     with trainer.watchdog.watch():
         stopped = trainer.run_to_end()
     log.close()
-    return signals.EXIT_REQUEUE if stopped else 0
+    return stopped
 
 
 def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -160,11 +170,12 @@ class Trainer:
                                 peak_flops(model_engine.device, precision),
                                 dist.world_size())
         self.stop_request = stop_request
+        stop_request.resumes_from = f"step {self.step:,}"
         self.spikes = SpikeRule(run.train.spike_sigmas,
                                 record.get("recent_losses", []) if record else [])
         self.bad_steps_in_a_row = 0
-        self.watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds, dist.rank(),
-                                 dist.world_size(), self.step)
+        self.watchdog = watchdog.Watchdog(run.out_dir, run.train.watchdog_seconds, dist.rank(),
+                                          dist.world_size(), self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
         self.since_line: dict[str, float] = record.get("since_line", {}) if record else {}
 
@@ -197,8 +208,9 @@ class Trainer:
             if result.stop or self.step == end:
                 dist.together(self.log.check)
             if result.stop and self.step < end:
-                self.log_event("stop", f"asked to by {self.stop_request.signal_name or 'a signal'}"
-                               f"; exit code {signals.EXIT_REQUEUE}: run again to go on")
+                why = self.stop_request.reason or "another rank"
+                self.log_event("stop", f"asked to by {why}; saved, exit code "
+                               f"{signals.EXIT_REQUEUE}: the same command goes on from here")
                 return True
         if end < train.steps:
             self.log_event("stop", f"train.stop_after = {end}; run again to go on")
@@ -293,5 +305,6 @@ class Trainer:
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience():
             path = checkpoint.save(self.engine, run.out_dir, self.step, record, run.train.keep)
+        self.stop_request.resumes_from = f"step {self.step:,}"
         self.log_event("save", str(path))
         self.speed.start()

@@ -6,6 +6,8 @@
 #   INTERFACE   network interface between the hosts          (default eth0)
 #   MASTER_PORT                                              (default 29500)
 #   MPIRUN_ARGS more options, such as --allow-run-as-root
+#
+# mpirun kills what has not ended one second after SIGTERM; a step and a save take longer.
 set -eu
 HOSTS=$1
 shift
@@ -16,7 +18,7 @@ ranks=$(tr ',' '\n' <<< "$HOSTS" | awk -F: '{n += (NF > 1 ? $2 : 1)} END {print 
 
 # shellcheck disable=SC2086  # MPIRUN_ARGS is a list of words
 exec mpirun ${MPIRUN_ARGS:-} -np "$ranks" --host "$HOSTS" -wdir "$PWD" \
-    --mca btl_tcp_if_include "$INTERFACE" \
+    --mca btl_tcp_if_include "$INTERFACE" --mca odls_base_sigkill_timeout 600 \
     -x PATH -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ${DS_ACCELERATOR:+-x DS_ACCELERATOR} \
     -x NCCL_SOCKET_IFNAME="$INTERFACE" -x GLOO_SOCKET_IFNAME="$INTERFACE" \
     -x MASTER_ADDR="${first%%:*}" -x MASTER_PORT="${MASTER_PORT:-29500}" \

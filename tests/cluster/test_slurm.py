@@ -1,7 +1,9 @@
 """Slurm on two fake hosts: srun, `deepspeed --launcher slurm`, and sbatch with requeue."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import pytest
 from cluster_jobs import ENVIRONMENT, arguments, needs, run, wait_for
 from launching import ROOT, losses
 
-pytestmark = [needs("sbatch", "slurm-wlm munge"),
-              pytest.mark.skipif("SLURM_TESTS" not in os.environ,
-                                 reason="set SLURM_TESTS=1 (two minutes)")]
+from deberta_ds.config import DataConfig
+
+pytestmark = needs("sbatch", "slurm-wlm munge")
+more_launchers = pytest.mark.skipif("SLURM_TESTS" not in os.environ,
+                                    reason="set SLURM_TESTS=1 (a minute)")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +26,7 @@ def cluster(work):
         yield hosts, start_slurm(hosts, work)
 
 
+@more_launchers
 def test_srun(cluster, work, one_host):
     hosts, environment = cluster
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--kill-on-bad-exit=1",
@@ -30,6 +35,7 @@ def test_srun(cluster, work, one_host):
     assert losses(work / "srun") == one_host
 
 
+@more_launchers
 def test_deepspeed_over_slurm(cluster, work, one_host):
     hosts, environment = cluster
     command = ["deepspeed", "--hostfile", str(work / "hostfile"), "--launcher", "slurm",
@@ -39,25 +45,49 @@ def test_deepspeed_over_slurm(cluster, work, one_host):
     assert losses(work / "deepspeed-slurm") == one_host
 
 
+class Batch:
+    """A job of the shipped script with the shipped `data.workers`."""
+
+    def __init__(self, cluster, work: Path, name: str, *more: str):
+        self.hosts, self.environment = cluster
+        self.out, self.log = work / name, work / f"{name}.log"
+        self.log.touch()
+        self.number = self.on_host1(
+            "sbatch", "--chdir", str(ROOT), "--output", str(self.log), "--time=10",
+            "launch/cluster/slurm.sbatch", *arguments(work, name), "--train.steps=2000",
+            "--train.save_every=1000", f"--data.workers={DataConfig.workers}", *more).split()[-1]
+        wait_for(lambda: len(losses(self.out)) > 1, self.log)
+
+    def on_host1(self, *command: str) -> str:
+        return subprocess.run(self.hosts.command("host1", command, ROOT), env=self.environment,
+                              text=True, capture_output=True, check=True).stdout
+
+    def show(self, key: str) -> str:
+        return re.search(rf"{key}=(\S+)", self.on_host1("scontrol", "show", "job", self.number))[1]
+
+
 def test_sbatch_saves_on_sigterm_and_requeues(cluster, work, one_host):
-    hosts, environment = cluster
-    out, log = work / "slurm", work / "slurm.log"
-
-    def on_host1(*command: str) -> str:
-        return subprocess.run(hosts.command("host1", command, ROOT), env=environment, text=True,
-                              capture_output=True, check=True).stdout
-
-    log.touch()
-    job = on_host1("sbatch", "--chdir", str(ROOT), "--output", str(log), "--time=5",
-                   "launch/cluster/slurm.sbatch", *arguments(work, "slurm"), "--train.steps=2000",
-                   "--train.save_every=1000").split()[-1]
-    wait_for(lambda: len(losses(out)) > 1, log)
-    on_host1("scancel", "--signal=TERM", job)
-    wait_for(lambda: "back into the queue" in log.read_text(), log)
-    wait_for(lambda: "resume at step" in log.read_text(), log)
-    on_host1("scancel", job)
-    found = losses(out)
+    job = Batch(cluster, work, "slurm")
+    job.on_host1("scancel", "--signal=TERM", job.number)
+    wait_for(lambda: "back into the queue" in job.log.read_text(), job.log)
+    wait_for(lambda: job.show("JobState") == "PENDING", job.log)
+    job.on_host1("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    wait_for(lambda: "resume at step" in job.log.read_text(), job.log)
+    job.on_host1("scancel", job.number)
+    found = losses(job.out)
     assert all(found[step] == one_host[step] for step in one_host if step in found)
+
+
+def test_sbatch_requeues_without_the_host_of_a_frozen_rank(cluster, work):
+    job = Batch(cluster, work, "frozen", "--train.watchdog_seconds=10")
+    rank = subprocess.run(job.hosts.command("host2", ["pgrep", "-of", "launch/pretrain.py"], ROOT),
+                          text=True, capture_output=True, check=True).stdout.split()[0]
+    subprocess.run(job.hosts.command("host2", ["kill", f"-{signal.SIGSTOP}", rank], ROOT),
+                   check=True)
+    wait_for(lambda: "back into the queue without host2" in job.log.read_text(), job.log)
+    wait_for(lambda: job.show("JobState") == "PENDING" and job.show("ExcNodeList") == "host2",
+             job.log)
+    job.on_host1("scancel", job.number)
 
 
 SLURM_CONF = """ClusterName=test

@@ -1,0 +1,149 @@
+"""One job per out_dir: OUT/run.lock names the process that writes there.
+
+A killed job leaves its lock behind. On the same machine the kernel knows whether that process still
+runs (its id and its start time). From another machine its job's heartbeats are watched: if none of
+them moves, the job is dead and the lock is taken over. Clocks are never compared.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from deberta_ds import dist
+from deberta_ds.cluster import process
+from deberta_ds.errors import UserError
+from deberta_ds.files import write_atomic
+
+NAME = "run.lock"
+HEARTBEATS = "heartbeats"
+
+_BEATS = 5  # heartbeats' time in which a living job's must move
+_SLACK_SECONDS = 5.0  # for a slow file system
+_SETTLE_SECONDS = 1.0  # two jobs that take over one stale lock: the later one has it
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The first rank of a job: what its lock says."""
+
+    host: str
+    machine: str
+    pid: int
+    started: int  # of the process, as its kernel counts
+    since: str  # for people
+    beat_seconds: float  # between two heartbeats of the job; 0: it has none
+
+    @property
+    def job(self) -> str:
+        """A name for the job that no other job has."""
+        return f"{self.host}:{self.pid}:{self.started}"
+
+
+def this_process(beat_seconds: float) -> Holder:
+    mine = process.look()
+    return Holder(socket.gethostname(), process.machine(), mine.pid, mine.started,
+                  time.strftime("%Y-%m-%d %H:%M:%S"), beat_seconds)
+
+
+@contextmanager
+def held(out_dir: str | Path, beat_seconds: float) -> Iterator[str]:
+    """Hold `out_dir` for this job and yield the job's name; call on every rank.
+
+    UserError on every rank if another job has it.
+    """
+    mine = dist.broadcast_object(this_process(beat_seconds))
+    path = Path(out_dir) / NAME
+    dist.together(lambda: take(path, mine) if dist.is_main() else None)
+    try:
+        yield mine.job
+    finally:
+        with suppress(UserError, OSError):
+            if dist.is_main() and _read(path) == mine:
+                path.unlink()
+
+
+def take(path: Path, mine: Holder) -> None:
+    """Write the lock `path`; raises UserError if a live job holds it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while not _create(path, mine):
+            holder = _read(path)
+            if holder is None:
+                continue
+            if _lives(holder, path):
+                raise UserError(
+                    f"{path.parent}: another job writes there: process {holder.pid} on "
+                    f"{holder.host}, since {holder.since}; wait for its end, stop it, or choose "
+                    f"another out_dir. (If that job is gone for certain, delete {path})")
+            if _read(path) == holder:
+                _take_over(path, mine)
+                return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; choose an out_dir that can"
+                        ) from None
+
+
+def _create(path: Path, mine: Holder) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with open(descriptor, "w") as file:
+        file.write(json.dumps(asdict(mine)) + "\n")
+    return True
+
+
+def _take_over(path: Path, mine: Holder) -> None:
+    write_atomic(path, json.dumps(asdict(mine)) + "\n")
+    time.sleep(_SETTLE_SECONDS)
+    if _read(path) != mine:
+        raise UserError(f"{path.parent}: another job was started there at the same moment; "
+                        "choose another out_dir")
+
+
+def _read(path: Path) -> Holder | None:
+    """Return what a lock says, None if there is none; raises UserError if it is damaged."""
+    deadline = time.monotonic() + 2.0  # it is created first, and then written
+    while True:
+        try:
+            text = path.read_text()
+            return Holder(**json.loads(text))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            if time.monotonic() > deadline:
+                raise UserError(f"{path}: damaged; delete it if no job writes to {path.parent}"
+                                ) from None
+        time.sleep(0.05)
+
+
+def _lives(holder: Holder, path: Path) -> bool:
+    if holder.machine == process.machine():
+        return process.Process(holder.pid, holder.started, 0, "").lives()
+    if not holder.beat_seconds:
+        return True  # train.watchdog_seconds = 0: nothing can be known from here
+    deadline = time.monotonic() + _BEATS * holder.beat_seconds + _SLACK_SECONDS
+    before = _beats(path.parent / HEARTBEATS, holder.job)
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, holder.beat_seconds))
+        if _beats(path.parent / HEARTBEATS, holder.job) != before:
+            return True
+    return False
+
+
+def _beats(directory: Path, job: str) -> dict[str, str]:
+    """Return {file: text} of the heartbeats of one job."""
+    texts = {}
+    for file in sorted(directory.glob("host-*")):
+        try:
+            text = file.read_text()
+        except OSError:
+            continue
+        if job in text:
+            texts[file.name] = text
+    return texts

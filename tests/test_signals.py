@@ -1,0 +1,221 @@
+"""Requests to stop, the launcher that is gone, the lock of an out_dir; without a training run."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from launching import ENVIRONMENT
+
+from deberta_ds.cluster import ending, lock, process
+from deberta_ds.cluster.launcher import is_launcher
+from deberta_ds.errors import UserError
+
+LISTENER = """
+import hashlib, sys, time
+from deberta_ds.cluster import signals
+request = signals.listen()
+print("ready", flush=True)
+if "busy" in sys.argv:  # in C, where no Python handler runs
+    hashlib.pbkdf2_hmac("sha1", b"", b"", 10**9)
+while not request:
+    time.sleep(0.01)
+print(request.reason, flush=True)
+"""
+
+
+def listener(*words: str, ignored: bool = False) -> subprocess.Popen:
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+    child = subprocess.Popen([sys.executable, "-c", LISTENER, *words], env=ENVIRONMENT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_is_a_request(number):
+    child = listener()
+    child.send_signal(number)
+    out, err = child.communicate(timeout=60)
+    assert out == f"{number.name}\n" and f"asked to stop by {number.name}" in err
+
+
+def test_a_second_ctrl_c_ends_a_rank_that_hangs_in_c():
+    child = listener("busy")
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    child.send_signal(signal.SIGINT)  # the launcher's echo of the first one
+    time.sleep(1.2)
+    assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and "The same command goes on from step 0" in err
+
+
+def test_a_background_job_goes_on_ignoring_ctrl_c():
+    child = listener(ignored=True)
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=60)[0] == "SIGTERM\n"
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ("/venv/bin/python3.11 /venv/bin/deepspeed --num_gpus=2 launch/pretrain.py", True),
+    ("/venv/bin/python -u -m deepspeed.launcher.launch --world_info=x launch/pretrain.py", True),
+    ("python -m torch.distributed.run --standalone launch/pretrain.py", True),
+    ("/usr/bin/mpirun -np 2 python launch/pretrain.py", True),
+    ("orted -mca ess env", True),
+    ("slurmstepd: [12.0]", True),
+    ("python launch/pretrain.py --config deepspeed", False),
+    ("python -m pytest tests/deepspeed", False),
+    ("bash deepspeed.sh", False),
+    ("-bash", False),
+])
+def test_which_command_lines_are_launchers(words, expected):
+    assert is_launcher(words.split(" ") if "[" not in words else [words]) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_orphan_notices_that_its_launcher_is_gone(tmp_path, level):
+    """Level 1 is the parent; level 2 its parent, as DeepSpeed's runner is."""
+    inner = tmp_path / "torchrun"
+    inner.write_text("import subprocess, sys, os\nprint(os.getpid(), flush=True)\n"
+                     f"subprocess.run([sys.executable, '-c', {LISTENER!r}])\n")
+    outer = tmp_path / "deepspeed"
+    outer.write_text("import subprocess, sys, os\nprint(os.getpid(), flush=True)\n"
+                     f"subprocess.run([sys.executable, {str(inner)!r}])\n")
+    started = subprocess.Popen([sys.executable, str(outer)], env=ENVIRONMENT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    pids = [int(started.stdout.readline()) for _ in range(2)]
+    assert started.stdout.readline() == "ready\n"
+    os.kill(pids[2 - level], signal.SIGKILL)
+    reason = started.stdout.readline()
+    started.wait()
+    name = ("torchrun", "deepspeed")[level - 1]
+    assert reason == f"the end of its launcher ({name}, pid {pids[2 - level]})\n"
+
+
+def test_a_process_is_its_id_and_its_start():
+    me = process.look()
+    assert me.pid == os.getpid() and me.parent == os.getppid() and me.lives()
+    assert not replace(me, started=me.started - 1).lives()
+    child = subprocess.Popen(["true"])
+    seen = process.look(child.pid)
+    while process.look(child.pid).state != "Z":
+        time.sleep(0.01)
+    assert not seen.lives()
+    child.wait()
+    assert process.look(child.pid) is None
+
+
+def dead_holder() -> lock.Holder:
+    """A holder of this machine whose process has ended."""
+    child = subprocess.Popen(["sleep", "100"])
+    seen = process.look(child.pid)
+    child.kill()
+    child.wait()
+    return replace(lock.this_process(3.0), pid=seen.pid, started=seen.started)
+
+
+def write(path, holder: lock.Holder) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(asdict(holder)))
+
+
+def test_a_live_job_keeps_its_out_dir(tmp_path):
+    path = tmp_path / "out" / lock.NAME
+    with lock.held(path.parent, 3.0) as job:
+        assert job == lock.this_process(3.0).job
+        with pytest.raises(UserError, match="another job writes there") as caught:
+            lock.take(path, lock.this_process(3.0))
+        assert f"process {os.getpid()} on" in str(caught.value) and "\n" not in str(caught.value)
+    assert not path.exists()
+
+
+def test_the_lock_of_a_killed_job_is_taken_over(tmp_path):
+    write(tmp_path / lock.NAME, dead_holder())
+    with lock.held(tmp_path, 3.0) as job:
+        assert job in lock.Holder(**json.loads((tmp_path / lock.NAME).read_text())).job
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_lock_of_another_machine_is_judged_by_its_heartbeats(tmp_path, monkeypatch, alive):
+    monkeypatch.setattr(lock, "_SLACK_SECONDS", 0.5)
+    path = tmp_path / lock.NAME
+    other = replace(lock.this_process(0.1), host="elsewhere", machine="another boot")
+    write(path, other)
+    beats = tmp_path / lock.HEARTBEATS / "host-00000"
+    beats.parent.mkdir()
+    text = (f"import sys, time\nfor tick in range(600):\n    open({str(beats)!r}, 'w').write("
+            f"f'{other.job if alive else 'elsewhere:1:1'} {{tick}}')\n    time.sleep(0.1)\n")
+    writer = subprocess.Popen([sys.executable, "-c", text])
+    try:
+        while not beats.exists():
+            time.sleep(0.01)
+        if alive:
+            with pytest.raises(UserError, match="on elsewhere"):
+                lock.take(path, lock.this_process(3.0))
+        else:  # another job's heart beats there
+            lock.take(path, lock.this_process(3.0))
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_without_heartbeats_another_machine_is_believed_to_live(tmp_path):
+    write(tmp_path / lock.NAME, replace(lock.this_process(0.0), machine="another boot"))
+    with pytest.raises(UserError, match="delete "):
+        lock.take(tmp_path / lock.NAME, lock.this_process(3.0))
+
+
+def test_a_damaged_lock_and_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / lock.NAME).write_text("{")
+    with pytest.raises(UserError, match="run.lock: damaged"):
+        lock.take(tmp_path / lock.NAME, lock.this_process(3.0))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        lock.take(tmp_path / "file" / lock.NAME, lock.this_process(3.0))
+
+
+def _contend(path, gate, winners) -> None:
+    gate.wait()
+    try:
+        lock.take(path, lock.this_process(3.0))
+        winners.put(os.getpid())
+        time.sleep(3)
+    except UserError:
+        winners.put(None)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_eight_jobs_at_once_one_has_the_out_dir(tmp_path, stale):
+    path = tmp_path / lock.NAME
+    if stale:
+        write(path, dead_holder())
+    context = multiprocessing.get_context("fork")
+    gate, winners = context.Barrier(8), context.Queue()
+    jobs = [context.Process(target=_contend, args=(path, gate, winners)) for _ in range(8)]
+    for job in jobs:
+        job.start()
+    found = [winners.get(timeout=60) for _ in jobs]
+    for job in jobs:
+        job.join()
+    assert sum(winner is not None for winner in found) == 1
+
+
+def test_how_a_job_ended_is_written_for_its_script(tmp_path, monkeypatch):
+    ending.record(75)  # nobody asked
+    monkeypatch.setenv(ending.VARIABLE, str(tmp_path / "end"))
+    ending.record(75)
+    assert (tmp_path / "end").read_text() == "75\n"
+    ending.record(70, {"node7", "node3"})
+    assert (tmp_path / "end").read_text() == "70 node3,node7\n"
+    monkeypatch.setenv(ending.VARIABLE, "/proc/none/end")
+    ending.record(75)
