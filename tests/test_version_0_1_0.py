@@ -35,6 +35,8 @@ def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
     """1e-5 relative: another processor's matrix products round otherwise; on one they are equal."""
     assert len(found) == len(expected) > 0
     for ours, old in zip(found, expected, strict=True):
+        if "masked_loss" in ours:  # a masked LM's own numbers were called the generator's
+            old = {key.replace("generator_", "masked_"): value for key, value in old.items()}
         lost = {key: value for key, value in old.items() if key not in ours}
         assert not lost, f"no longer logged: {lost}"
         assert {key: ours[key] for key in old} == pytest.approx(old, rel=1e-5, abs=1e-7)

@@ -33,20 +33,23 @@ def mask_row(
     mask: MaskConfig,
     mask_id: int,
     rng: np.random.Generator,
+    cut_words: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
     `word_start` and `special` are bool tables over the tokenizer's ids (pad, cls, sep, unk and mask
     are special). Of the chosen tokens `mask_share` become [MASK], `random_share` a random ordinary
     id, the rest stay. Labels are the original ids there and -100 elsewhere. A row with any word
-    gets at least one target.
+    gets at least one target. `cut_words` False is version 0.1.0's rule: long words stay whole.
     """
     special_L = special[ids]
     budget = max(1, round(mask.rate * int(np.count_nonzero(ids))))
     if mask.selection == "deberta_window":
         return _deberta_window(ids, word_start, special_L, mask, budget, mask_id,
                                random.Random(int(rng.integers(1 << 63))))
-    starts, lengths = cut_long_words(*word_spans(ids, word_start, special_L), budget)
+    starts, lengths = word_spans(ids, word_start, special_L)
+    if cut_words:
+        starts, lengths = cut_long_words(starts, lengths, budget)
     if mask.max_ngram == 1:
         words = _choose_words(lengths, budget, rng)
     else:

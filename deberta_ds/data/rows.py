@@ -6,8 +6,8 @@
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere
 
 The rules have a version, which a checkpoint keeps: runs begun with version 0.1.0 go on under rules
-1. Those have the mixture's table of 1024 slots, parts of a corpus by position, and evaluation rows
-from the front of the held-out corpus.
+1. Those have the mixture's table of 1024 slots, parts of a corpus by position, evaluation rows from
+the front of the held-out corpus, and masks in which long words stay whole.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class RowDataset:
         for corpus in self._corpora:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)
-        official = mask.selection == "deberta_window"
+        official = mask.selection == "deberta_window" and rules > 1
         self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
         self._cls_id, self._sep_id = tokenizer.cls_id, tokenizer.sep_id
@@ -146,7 +146,8 @@ class RowDataset:
             )
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
-            ids, self._word_start, self._special, self.mask, self._mask_id, rng
+            ids, self._word_start, self._special, self.mask, self._mask_id, rng,
+            cut_words=self.rules > 1
         )
         return Row(g, input_ids, labels, segments, positions)
 

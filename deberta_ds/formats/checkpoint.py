@@ -28,7 +28,7 @@ from deberta_ds.formats.shards import SWAP_FILE, CheckpointError, ShardedState
 from deberta_ds.formats.tensors import save_pickle
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, objective_of
 
 DIRECTORY = "checkpoints"
 MANIFEST, RUN_FILE, TAG = "manifest.json", "run.json", "zero"
@@ -306,13 +306,18 @@ def load(engine, path: str | Path) -> None:
         if loaded is None:  # DeepSpeed's way to say that it found nothing
             raise CheckpointError(f"{path}: DeepSpeed found no checkpoint in it")
     else:
-        restore(engine, ShardedState(Path(path) / TAG, stage, _plain_order(record)))
+        restore(engine, _open_state(Path(path) / TAG, record))
     dist.barrier()
 
 
-def _plain_order(record: dict) -> list[str]:
-    """Return the names of a run's parameters in the order of its optimizer."""
+def _open_state(directory: Path, record: dict) -> ShardedState:
     run = from_dict(record["config"])
+    return ShardedState(directory, zero_stage(record["deepspeed"]), _plain_order(run),
+                        objective_of(run).RENAMED)
+
+
+def _plain_order(run: RunConfig) -> list[str]:
+    """Return the names of a run's parameters in the order of its optimizer."""
     model = on_meta(build_model, run)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = decay_groups(model, run.optim.weight_decay)
@@ -333,7 +338,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
         raise CheckpointError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
     record = read_run_file(path)
     run = from_dict(record["config"], str(path / RUN_FILE))
-    state = ShardedState(path / TAG, zero_stage(record["deepspeed"]), _plain_order(record))
+    state = _open_state(path / TAG, record)
     whole = {name: state.read_whole(name) for name in state.shapes}
     whole |= {name: whole[owner] for name, owner in state.shared.items()}
     return whole | {name: buffer.float() for name, buffer in state.buffers.items()}, run

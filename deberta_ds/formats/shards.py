@@ -60,28 +60,33 @@ def read_file(path: Path) -> dict:
 class ShardedState:
     """The parameters, optimizer state, buffers and counters of one verified checkpoint."""
 
-    def __init__(self, directory: str | Path, stage: int, plain_order: list[str] = ()):
+    def __init__(self, directory: str | Path, stage: int, plain_order: list[str] = (),
+                 renamed: dict[str, str] | None = None):
         """`directory` holds DeepSpeed's files of ZeRO stage `stage`.
 
         Stage 0 saves its optimizer state by number, not by name: `plain_order` gives the names in
-        the optimizer's order. Raises CheckpointError for files of a layout that is not known.
+        the optimizer's order. `renamed` gives the names of older versions, {prefix in the files:
+        prefix now}. Raises CheckpointError for files of a layout that is not known.
         """
         self.directory, self.stage = Path(directory), stage
-        self._plain_order = list(plain_order)
+        self._plain_order, self._renamed = list(plain_order), renamed or {}
         self._opened: dict[int, tuple[list[Tensor], dict]] = {}
         self._optimizer_files = self._by_rank("*zero_pp_rank_*_optim_states.pt")
         model = read_file(self._model_file())
+        model["module"] = self._names_now(model["module"] or {})
+        model["buffer_names"] = list(self._names_now(dict.fromkeys(model["buffer_names"])))
         self.counters = {name: model[name]
                          for name in ("global_steps", "global_samples", "skipped_steps")}
         self.buffers = {name: model["module"][name] for name in model["buffer_names"]}
-        self.shared = dict(model["shared_params"] or {})
+        self.shared = {name: self._name_now(owner) for name, owner in
+                       self._names_now(model["shared_params"] or {}).items()}
         if stage == 0:
             self._plain = model
             self.shapes = {name: tuple(model["module"][name].shape) for name in self._plain_order}
             self.pieces = {name: [Piece(0, index, 0, 0, math.prod(self.shapes[name]))]
                            for index, name in enumerate(self._plain_order)}
         else:
-            groups = model["param_shapes"]
+            groups = [self._names_now(group) for group in model["param_shapes"]]
             self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
             self.pieces = (self._pieces_of_stage3(groups) if stage == 3
                            else self._pieces_of_stage12())
@@ -119,6 +124,15 @@ class ShardedState:
         """Return a parameter's fp32 weights in its own shape."""
         return self.read(name, MASTER).reshape(self.shapes[name])
 
+    def _names_now(self, by_name: dict) -> dict:
+        return {self._name_now(name): value for name, value in by_name.items()}
+
+    def _name_now(self, name: str) -> str:
+        for then, now in self._renamed.items():
+            if name.startswith(then):
+                return now + name.removeprefix(then)
+        return name
+
     def _model_file(self) -> Path:
         if self.stage < 3:
             return self.directory / "mp_rank_00_model_states.pt"
@@ -152,7 +166,7 @@ class ShardedState:
         for rank, path in enumerate(self._optimizer_files):
             mappings = read_file(path)["optimizer_state_dict"]["param_slice_mappings"]
             for group, mapping in enumerate(mappings):
-                for name, fragment in mapping.items():
+                for name, fragment in self._names_now(mapping).items():
                     before = pieces.setdefault(name, [])
                     start = before[-1].start + before[-1].count if before else 0
                     before.append(Piece(rank, group, fragment.start, start, fragment.numel))

@@ -22,6 +22,7 @@ from deberta_ds.objectives.base import (
 
 METRICS = masked_metrics("masked", "Masked-token", on_console="loss")
 HEADS = {"main": "mlm_head."}
+RENAMED = {"generator.": "masked_lm."}
 
 
 def encoders(run: RunConfig) -> dict[str, ModelConfig]:
@@ -40,11 +41,11 @@ class MlmModel(nn.Module):
         super().__init__()
         self.valid_vocab = valid_vocab
         self.words = WordEmbedding(config.vocab_size, config.hidden_size)
-        self.generator = MaskedLm(config, checkpoint_layers)
+        self.masked_lm = MaskedLm(config, checkpoint_layers)
 
     def forward(self, batch, norm: Tensors) -> tuple[Tensor, Tensors, Tensors]:
         """Return (sum of losses / norm["targets"], sums over this batch, no view)."""
-        loss_sum, num_correct, _ = self.generator(self.words, batch, valid_vocab=self.valid_vocab)
+        loss_sum, num_correct, _ = self.masked_lm(self.words, batch, valid_vocab=self.valid_vocab)
         sums = {"masked_loss": loss_sum, "masked_correct": num_correct}
         return _loss(sums, norm), {name: value.detach() for name, value in sums.items()}, {}
 
@@ -75,8 +76,8 @@ def headline(scores: Numbers) -> str:
 
 
 def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
-    return {"main": masked_lm_tensors(state, "generator.")}, []
+    return {"main": masked_lm_tensors(state, "masked_lm.")}, []
 
 
 def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
-    return masked_lm_parameters(networks["main"], "generator."), []
+    return masked_lm_parameters(networks["main"], "masked_lm."), []

@@ -54,6 +54,7 @@ METRICS = (
            "discriminator", ("chance", lambda r: 1 - r["prior_accuracy"])),
 )  # fmt: skip
 HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
+RENAMED: dict[str, str] = {}
 
 
 def encoders(run: RunConfig) -> dict[str, ModelConfig]:
