@@ -1,5 +1,9 @@
 #!/usr/bin/env python
-"""Find duplicate documents out of core; give the directory to tokenize_corpus.py --duplicates."""
+"""Find duplicate documents out of core; give the directory to tokenize_corpus.py --duplicates.
+
+Name the inputs of all corpora of a mixture at once: each corpus then leaves out its own share, and
+of several equal documents the first in the order of the inputs stays.
+"""
 
 from options import add_input_options, add_workers, parser_for, read_options
 

@@ -8,7 +8,7 @@ those of a second stage that goes on where a run stopped: no row repeats.
 
 from typing import TYPE_CHECKING
 
-from options import parser_for
+from options import natural, parser_for, positive
 
 from deberta_ds.errors import UserError, exit_cleanly
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="packed corpus directories")
-    parser.add_argument("--seq_len", type=int, required=True, help="tokens in a row")
+    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
     parser.add_argument("--temperature", type=float, default=1.0, help="1: natural shares")
     parser.add_argument("--weights", type=float, nargs="+", help="shares, instead of a temperature")
-    parser.add_argument("--rows", type=int, default=0, help="rows of the run; 0: one epoch in sum")
+    parser.add_argument("--rows", type=natural, default=0,
+                        help="rows of the run; 0: one epoch in sum")
     parser.add_argument("--after", nargs="+", default=[], metavar="RUN",
                         help="out_dir or checkpoint of each earlier stage, oldest first")
     parser.add_argument("--part", type=float, nargs=2, metavar=("FROM", "TO"),

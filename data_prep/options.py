@@ -16,12 +16,44 @@ def parser_for(description: str) -> argparse.ArgumentParser:
     )
 
 
+def positive(text: str) -> int:
+    """Type of an option: a whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a whole number above 0")
+    return value
+
+
+def natural(text: str) -> int:
+    """Type of an option: a whole number, 0 for what the option's help says."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def share(text: str) -> float:
+    """Type of an option: a share in (0, 1)."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Type of an option: a share in [0, 1]."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0 .. 1")
+    return value
+
+
 def add_input_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what the inputs are and what a document is."""
     parser.add_argument(
         "inputs", nargs="+",
         help="files, directories, patterns, remote URLs or hub:NAME[@CONFIG][#SPLIT]; .txt .md "
-        ".jsonl (also .gz .zst), .parquet, .arrow",
+        ".jsonl .csv .tsv (also .gz .zst .xz .bz2 .lz4), .parquet, .arrow, directories of datasets",
     )
     parser.add_argument(
         "--documents", default="file",
@@ -33,9 +65,11 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         "--label_from_directory", action="store_true", help="count by the name of the directory"
     )
     parser.add_argument(
-        "--max_document_bytes", type=int, default=1 << 26, help="longer ones are bad documents"
+        "--max_document_bytes", type=positive, default=1 << 26, help="longer ones are bad documents"
     )
-    parser.add_argument("--unit_bytes", type=int, default=0, help="size of a work unit; 0: chosen")
+    parser.add_argument(
+        "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: chosen"
+    )
 
 
 def read_options(args: argparse.Namespace) -> "ReadOptions":
@@ -51,5 +85,5 @@ def read_options(args: argparse.Namespace) -> "ReadOptions":
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add --workers; under mpirun the ranks are the workers instead."""
     parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes"
+        "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes"
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Plan the rows of a tokenized corpus for one or more sequence lengths."""
 
-from options import add_workers, parser_for
+from options import add_workers, parser_for, positive
 
 from deberta_ds.errors import exit_cleanly
 
@@ -10,7 +10,8 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="directories made by tokenize_corpus.py")
     parser.add_argument("--tokenizer", required=True, help="spm.model (for word starts)")
-    parser.add_argument("--seq_len", type=int, nargs="+", required=True, help="tokens in a row")
+    parser.add_argument("--seq_len", type=positive, nargs="+", required=True,
+                        help="tokens in a row")
     add_workers(parser)
     args = parser.parse_args()
 

@@ -4,7 +4,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from options import parser_for
+from options import fraction, natural, parser_for, positive, share
 
 from deberta_ds.errors import exit_cleanly
 
@@ -20,14 +20,14 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", help="corpus directory")
     parser.add_argument("--tokenizer", required=True, help="spm.model")
-    parser.add_argument("--seq_len", type=int, required=True, help="tokens in a row")
-    parser.add_argument("--rows", type=int, default=2, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="first row number of the run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the run")
-    parser.add_argument("--rate", type=float, default=0.15, help="share of tokens masked")
-    parser.add_argument("--max_ngram", type=int, default=1, help="longest span of words")
-    parser.add_argument("--mask_share", type=float, default=1.0, help="targets shown as [MASK]")
-    parser.add_argument("--random_share", type=float, default=0.0, help="targets replaced")
+    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
+    parser.add_argument("--rows", type=positive, default=2, help="how many")
+    parser.add_argument("--first", type=natural, default=0, help="first row number of the run")
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the run")
+    parser.add_argument("--rate", type=share, default=0.15, help="share of tokens masked")
+    parser.add_argument("--max_ngram", type=positive, default=1, help="longest span of words")
+    parser.add_argument("--mask_share", type=fraction, default=1.0, help="targets shown as [MASK]")
+    parser.add_argument("--random_share", type=fraction, default=0.0, help="targets replaced")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
                         help="colours; without them targets stand in braces")
     args = parser.parse_args()

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from options import parser_for
+from options import parser_for, positive
 
 from deberta_ds.errors import exit_cleanly
 
@@ -12,7 +12,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="corpus directories")
     parser.add_argument("--tokenizer", required=True, help="spm.model")
-    parser.add_argument("--top", type=int, default=20, help="most frequent pieces to list")
+    parser.add_argument("--top", type=positive, default=20, help="most frequent pieces to list")
     parser.add_argument("--pictures", help="directory for one PNG a corpus")
     args = parser.parse_args()
 

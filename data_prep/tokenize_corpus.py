@@ -6,7 +6,16 @@ data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of
 same command again after a crash and only what is missing is done.
 """
 
-from options import add_input_options, add_workers, parser_for, read_options
+from options import (
+    add_input_options,
+    add_workers,
+    fraction,
+    natural,
+    parser_for,
+    positive,
+    read_options,
+    share,
+)
 
 from deberta_ds.errors import exit_cleanly
 
@@ -17,15 +26,20 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="directory of the corpus")
     parser.add_argument("--tokenizer", required=True, help="spm.model")
     parser.add_argument("--heldout_out", help="directory of a held-out corpus, if one is wanted")
-    parser.add_argument("--heldout_share", type=float, default=0.01,
+    parser.add_argument("--heldout_share", type=share, default=0.01,
                         help="share of documents held out, by a hash of their text")
-    parser.add_argument("--min_characters", type=int, default=1, help="shorter ones are left out")
-    parser.add_argument("--min_letter_share", type=float, default=0.0,
+    parser.add_argument("--drop_heldout", action="store_true",
+                        help="leave out what --heldout_share holds out: in the other corpora of a "
+                        "mixture, lest copies of held-out documents stay there")
+    parser.add_argument("--min_characters", type=positive, default=1,
+                        help="shorter ones are left out")
+    parser.add_argument("--min_letter_share", type=fraction, default=0.0,
                         help="documents with fewer letters are left out")
-    parser.add_argument("--max_bad", type=int, default=0,
+    parser.add_argument("--max_bad", type=natural, default=0,
                         help="unreadable documents allowed (left out, counted, the first named)")
     parser.add_argument("--duplicates", default="",
-                        help="directory made by dedup.py for the same inputs: leave them out")
+                        help="directory made by dedup.py over these inputs, and others: leave "
+                        "them out")
     add_workers(parser)
     args = parser.parse_args()
 
@@ -37,8 +51,8 @@ def main() -> None:
     manifests = tokenize_corpus(
         plan_units(args.inputs, read, args.unit_bytes), args.out, Tokenizer(args.tokenizer),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
-        heldout_out=args.heldout_out,
-        heldout_share=args.heldout_share if args.heldout_out else 0.0,
+        heldout_out=args.heldout_out, heldout_share=args.heldout_share,
+        drop_heldout=args.drop_heldout,
         duplicates=args.duplicates, workers=args.workers,
     )
     for directory, manifest in manifests.items():

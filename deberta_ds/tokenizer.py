@@ -28,7 +28,7 @@ SPACE_MARK = "\u2581"
 SPECIAL_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 MASK_PIECE = "[MASK]"
 _FIRST_BYTES_OF_A_WORD = range(0xE2, 0xF5)
-_UNSPACED_SCRIPTS = (
+UNSPACED_SCRIPTS = (
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x0F00, 0x0FFF),  # Tibetan
     (0x1000, 0x109F),  # Myanmar
@@ -175,7 +175,7 @@ def piece_starts_word(piece: str) -> bool:
     if category[0] in "PS" and first != "_":
         return True
     code = ord(first)
-    return any(low <= code <= high for low, high in _UNSPACED_SCRIPTS)
+    return any(low <= code <= high for low, high in UNSPACED_SCRIPTS)
 
 
 def starts_official_word(piece: str) -> bool:

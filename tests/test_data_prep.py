@@ -22,15 +22,16 @@ from tqdm import tqdm
 
 from deberta_ds.data import shards
 from deberta_ds.data.corpus import Corpus, map_array
-from deberta_ds.data.prep.dedup import find_duplicates, similar_to_earlier
+from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
+from deberta_ds.data.prep.near import similar_to_earlier, similarity
 from deberta_ds.data.prep.pack import pack_corpus
 from deberta_ds.data.prep.stats import corpus_stats, stats_text
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.prep.train_spm import train_tokenizer
-from deberta_ds.data.prep.units import _drive, no_space_as_user_error
+from deberta_ds.data.prep.units import _drive, job, no_space_as_user_error
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.errors import UserError
 
@@ -212,10 +213,77 @@ def test_duplicates_are_the_ones_a_set_finds(tmp_path):
     tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ, clean=CleanOptions(),
                     duplicates=str(found))
     assert stored_texts(tmp_path / "out") == unique
-    other = plan_units([str(tmp_path / "text.jsonl")], READ, 9_000)
-    with pytest.raises(UserError, match="other inputs"):
-        tokenize_corpus(other, tmp_path / "out2", tiny_tokenizer(), read=READ,
-                        clean=CleanOptions(), duplicates=str(found))
+    other = plan_units([str(tmp_path / "text.jsonl")], READ, 9_000)  # other units, same documents
+    tokenize_corpus(other, tmp_path / "out2", tiny_tokenizer(), read=READ, clean=CleanOptions(),
+                    duplicates=str(found))
+    assert stored_texts(tmp_path / "out2") == unique
+
+
+def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
+    """They would drop unique documents in silence."""
+    write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3 + ["another one"])
+    write_json_lines(tmp_path / "other.jsonl", ["not searched"])
+
+    def tokenized(found, name="text.jsonl", read=READ, out="out"):
+        units = plan_units([str(tmp_path / name)], read)
+        return tokenize_corpus(units, tmp_path / out, tiny_tokenizer(), read=read,
+                               clean=CleanOptions(), duplicates=str(tmp_path / found))
+
+    units = plan_units([str(tmp_path / "text.jsonl")], READ)
+    find_duplicates(units, tmp_path / "found", read=READ)
+    with pytest.raises(UserError, match="other reading options"):
+        tokenized("found", read=ReadOptions(documents="line"))
+    with pytest.raises(UserError, match="not among the inputs"):
+        tokenized("found", "other.jsonl")
+    tokenized("found")
+    both = plan_units([str(tmp_path / "text.jsonl"), str(tmp_path / "other.jsonl")], READ)
+    find_duplicates(both, tmp_path / "found2", read=READ)
+    with pytest.raises(UserError, match="other inputs or options"):
+        tokenized("found2")  # into a finished directory: not the old result in silence
+    write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3 + ["another 1ne"])
+    with pytest.raises(UserError, match="changed since"):  # at the same size
+        tokenized("found", out="out3")
+    with pytest.raises(UserError, match="inputs that have changed"):
+        tokenize(tmp_path / "text.jsonl", tmp_path / "out")
+    (tmp_path / "found" / "places.npy").write_bytes(b"")
+    with pytest.raises(UserError, match="places.npy: 0 bytes"):
+        tokenized("found")
+    with pytest.raises(UserError, match="named twice"):
+        find_duplicates(both + both, tmp_path / "found3", read=READ)
+
+
+def test_duplicates_across_corpora_leave_once(tmp_path):
+    """Mixtures need one corpus a source: search all at once, each leaves out its own."""
+    first, second = random_documents(60, seed=1), random_documents(60, seed=2)
+    write_json_lines(tmp_path / "web.jsonl", first + second[:20])
+    write_json_lines(tmp_path / "wiki.jsonl", second + first[:10])
+    inputs = [str(tmp_path / name) for name in ("web.jsonl", "wiki.jsonl")]
+    find_duplicates(plan_units(inputs, READ, 4000), tmp_path / "found", read=READ)
+    for name in ("web", "wiki"):
+        units = plan_units([str(tmp_path / f"{name}.jsonl")], READ)
+        tokenize_corpus(units, tmp_path / name, tiny_tokenizer(), read=READ,
+                        clean=CleanOptions(), duplicates=str(tmp_path / "found"))
+    web, wiki = stored_texts(tmp_path / "web"), stored_texts(tmp_path / "wiki")
+    assert not set(web) & set(wiki) and len(set(web)) == len(web) and len(set(wiki)) == len(wiki)
+    assert set(web) | set(wiki) == {normalise(text) for text in first + second}
+
+
+def test_held_out_documents_leave_the_other_corpora_too(tmp_path):
+    texts = [f"document number {number} of this test" for number in range(300)]
+    write_json_lines(tmp_path / "web.jsonl", texts)
+    write_json_lines(tmp_path / "wiki.jsonl", texts[100:] + ["only here"])
+    tokenize(tmp_path / "web.jsonl", tmp_path / "web", heldout_out=tmp_path / "heldout",
+             heldout_share=0.2)
+    done = tokenize(tmp_path / "wiki.jsonl", tmp_path / "wiki", heldout_share=0.2,
+                    drop_heldout=True)
+    held_out, wiki = stored_texts(tmp_path / "heldout"), stored_texts(tmp_path / "wiki")
+    assert len(held_out) > 30 and not set(held_out) & set(wiki)
+    dropped = done[str(tmp_path / "wiki")].counts["held_out"]
+    assert dropped == len(set(held_out) & set(texts[100:])) > 20
+    for problem in ({"heldout_share": 2.0, "heldout_out": tmp_path / "x"},
+                    {"heldout_share": 0.1, "heldout_out": tmp_path / "y"}):
+        with pytest.raises(UserError, match="held-out"):
+            tokenize(tmp_path / "web.jsonl", tmp_path / "y", **problem)
 
 
 def test_near_duplicates(tmp_path):
@@ -236,8 +304,91 @@ def test_near_duplicates_are_found_behind_a_stranger_in_their_band():
     third = second.copy()
     third[:20] += 1  # 108 of 128 entries agree
     signatures = np.stack([stranger, second, third, third, stranger])
-    assert similar_to_earlier(signatures, 0.8) == [2, 3, 4]
-    assert similar_to_earlier(signatures, 0.85) == [3, 4]
+    sets = [np.sort(part) for part in (stranger, second, third, third, stranger)]
+    exact = len(set(second) & set(third)) / len(set(second) | set(third))
+    assert similarity(sets[1], sets[2]) == exact == 108 / 148
+    assert similar_to_earlier(signatures, sets, 0.72) == [2, 3, 4]
+    assert similar_to_earlier(signatures, sets, 0.74) == [3, 4]
+
+
+@pytest.mark.parametrize("size", [10, 1000, 1023, 1024, 1025, 5000])
+def test_similarity_of_sketches(size):
+    generator = np.random.default_rng(size)
+    hashes = np.unique(generator.integers(1 << 32, size=2 * size, dtype=np.uint32))
+    generator.shuffle(hashes)
+    first, second = set(hashes[:size].tolist()), set(hashes[size // 5 : size + size // 5].tolist())
+    sketches = [np.array(sorted(part), dtype="<u4")[:1024] for part in (first, second)]
+    exact = len(first & second) / len(first | second)
+    assert abs(similarity(*sketches) - exact) <= (0 if size < 1024 else 0.05)
+    assert similarity(sketches[0], sketches[0]) == 1.0
+
+
+def test_near_duplicates_in_scripts_without_spaces(tmp_path):
+    """A text without spaces was one word, hence one 5-gram, hence never similar to another."""
+    pytest.importorskip("datasketch")
+    generator = random.Random(0)
+    scripts = {"zh": (0x4E00, 0x5FFF), "ja": (0x3041, 0x30FA), "th": (0x0E01, 0x0E2E),
+               "lo": (0x0E81, 0x0E82), "bo": (0x0F40, 0x0F68), "my": (0x1000, 0x1020)}
+    originals, changed = [], []
+    for low, high in scripts.values():
+        for _ in range(10):
+            text = "".join(chr(generator.randint(low, high)) for _ in range(300))
+            originals.append(text)
+            changed.append(text[:150] + "。" + text[151:])
+    write_json_lines(tmp_path / "text.jsonl", originals + changed)
+    units = plan_units([str(tmp_path / "text.jsonl")], READ)
+    counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=0.8)
+    assert counts["exact"] == 0 and counts["near"] >= 59
+
+
+def test_near_duplicates_are_decided_by_their_sets(tmp_path):
+    """Pairs just above and below the threshold; estimates by signatures missed a quarter."""
+    pytest.importorskip("datasketch")
+    generator = random.Random(1)
+    words = [f"w{number}" for number in range(5000)]
+    originals, changed, similar = [], [], 0
+    for number in range(150):
+        text = generator.choices(words, k=200)
+        other = list(text)
+        for place in generator.sample(range(200), 1 + number % 8):
+            other[place] = "changed"
+        sets = [{tuple(part[i : i + 5]) for i in range(196)} for part in (text, other)]
+        similar += len(sets[0] & sets[1]) / len(sets[0] | sets[1]) >= 0.8
+        originals.append(" ".join(text))
+        changed.append(" ".join(other))
+    write_json_lines(tmp_path / "text.jsonl", originals + changed)
+    units = plan_units([str(tmp_path / "text.jsonl")], READ, 40_000)
+    counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=0.8)
+    assert 40 < similar < 110 and similar - 1 <= counts["near"] <= similar
+
+
+def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
+    """The second deleted the files of the first."""
+    out = tmp_path / "out"
+    with job(out, {"version": 1}, finished="manifest.json"):
+        for work in (lambda: tokenize(text_file, out),
+                     lambda: find_duplicates(plan_units([str(text_file)], READ), out, read=READ)):
+            with pytest.raises(UserError, match=r"another command is at work here \(pid \d+ on"):
+                work()
+    shutil.rmtree(out)
+    tokenize(text_file, out)
+    assert not (out / ".lock").exists()
+
+
+def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
+    code = ("import sys, os, signal; from deberta_ds.data.prep.units import job\n"
+            "with job(sys.argv[1], {}, finished='x'): os.kill(os.getpid(), signal.SIGKILL)")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")])
+    assert (tmp_path / "out" / ".lock").exists()
+    with job(tmp_path / "out", {}, finished="x") as is_done:
+        assert not is_done
+
+
+def test_mpirun_without_its_pool_is_an_error(text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delitem(sys.modules, "mpi4py.futures", raising=False)
+    with pytest.raises(UserError, match="mpirun -n N python -m mpi4py.futures"):
+        tokenize(text_file, tmp_path / "out")
 
 
 def test_bad_documents_stop_or_are_counted(tmp_path):

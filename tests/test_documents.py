@@ -1,7 +1,12 @@
 """Readers: every format, every split, and bad input named by file and line."""
 
+import bz2
+import codecs
+import csv
 import gzip
 import json
+import lzma
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -195,3 +200,119 @@ def test_many_small_files_share_units(tmp_path):
     units = plan_units([str(tmp_path)], ReadOptions())
     assert len(units) == 1 and len(units[0]) == 300
     assert texts_of([tmp_path]) == [f"document {number}" for number in range(300)]
+
+
+def test_more_formats_give_the_same_documents(tmp_path):
+    for name, opener in (("a.jsonl.xz", lzma.open), ("b.jsonl.bz2", bz2.open)):
+        with opener(tmp_path / name, "wb") as file:
+            file.write(json_lines())
+        assert texts_of([tmp_path / name]) == TEXTS
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9])
+        with pytest.raises(UserError, match=f"{name}: damaged or cut short"):
+            texts_of([tmp_path / name])
+        (tmp_path / name).unlink()
+    rows = [("id", "text"), *((str(n), text) for n, text in enumerate(TEXTS)), ("9", 'a, "b"\nc')]
+    for name, delimiter in (("c.csv", ","), ("d.tsv", "\t"), ("e.csv.gz", ",")):
+        opener = gzip.open if name.endswith("gz") else open
+        with opener(tmp_path / name, "wt", newline="", encoding="utf-8-sig") as file:
+            csv.writer(file, delimiter=delimiter).writerows(rows)
+        assert texts_of([tmp_path / name]) == [*TEXTS, 'a, "b"\nc'], name
+    with pytest.raises(UserError, match=r"no column 'body' \(found: id, text\)"):
+        texts_of([tmp_path / "c.csv"], text_key="body")
+    (tmp_path / "c.csv").write_text('text\n"open quote')
+    with pytest.raises(UserError, match="c.csv: "):
+        texts_of([tmp_path / "c.csv"])
+
+
+def test_lz4_is_read_or_asked_for(tmp_path):
+    lz4 = pytest.importorskip("lz4.frame")
+    (tmp_path / "a.jsonl.lz4").write_bytes(lz4.compress(json_lines()))
+    assert texts_of([tmp_path / "a.jsonl.lz4"]) == TEXTS
+
+
+def test_a_saved_dataset_is_its_arrow_files(tmp_path):
+    """Its state.json was read as a corpus, and its rows twice."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one", num_shards=2)
+    assert texts_of([tmp_path / "one"]) == TEXTS
+    both = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": TEXTS})
+                                 for name in ("train", "validation")})
+    both.save_to_disk(tmp_path / "both")
+    assert texts_of([tmp_path / "both"]) == TEXTS * 2
+
+
+def test_long_windows_and_byte_order_marks(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=29)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    stream = compressor.compressobj()  # without the size in its header, as `zstd --long=29` < pipe
+    data = stream.compress(json_lines(TEXTS * 3)) + stream.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(data)
+    assert texts_of([tmp_path / "a.jsonl.zst"]) == TEXTS * 3
+    (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8 + json_lines())
+    assert texts_of([tmp_path / "b.jsonl"]) == TEXTS
+
+
+def test_damaged_and_empty_tables_are_named(tmp_path):
+    table = pyarrow.table({"text": TEXTS * 50})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    with pyarrow.ipc.new_file(str(tmp_path / "t.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("t.parquet", "t.arrow"):
+        data = (tmp_path / name).read_bytes()
+        for damaged in (data[: len(data) // 2], data[:20] + b"x" * 40 + data[60:], b"", b"x" * 99):
+            (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(UserError, match=name):
+                texts_of([tmp_path / name])
+                raise UserError(f"{name}: harmless damage")
+    pyarrow.parquet.write_table(table.slice(0, 0), tmp_path / "none.parquet")
+    assert texts_of([tmp_path / "none.parquet"]) == []
+
+
+def test_files_of_unknown_kinds_are_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.pdf").write_bytes(b"%PDF")
+    (tmp_path / "c").write_bytes(b"?")
+    assert texts_of([tmp_path]) == ["text"]
+    assert "2 files of unknown kind passed over" in (note := capsys.readouterr().err)
+    assert "b.pdf" in note and str(tmp_path / "c") in note
+
+
+def test_labels_of_parquet_and_streams(tmp_path):
+    (tmp_path / "fr").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "fr" / "a.parquet")
+    read = ReadOptions(label_from_directory=True)
+    assert [d.label for d in read_unit(plan_units([str(tmp_path)], read)[0], read)] == ["fr"]
+    with pytest.raises(UserError, match="no directories to count by"):
+        plan_units(["hub:some/name"], read)
+
+
+def test_remote_problems_are_one_error(tmp_path, monkeypatch):
+    import fsspec
+
+    for name in ("a.jsonl", "b.jsonl", "c.pdf"):
+        with fsspec.open(f"memory://pattern/{name}", "wb") as file:
+            file.write(json_lines())
+    assert texts_of(["memory://pattern/*.jsonl"]) == TEXTS * 2
+    with pytest.raises(UserError, match="no such file"):
+        texts_of(["memory://pattern/*.txt"])
+    for missing in ("s3fs", "aiohttp", "gcsfs"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    for name in ("s3://bucket/a.jsonl", "gs://bucket/a.jsonl", "nosuch://host/a.jsonl"):
+        with pytest.raises(UserError, match=name):
+            texts_of([name])
+
+
+def test_null_text_is_called_null(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n')
+    problems, _ = problems_of(tmp_path / "a.jsonl")
+    assert "no string under 'text' but null" in problems[0]
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (-5, 0), (1, -1)])
+def test_useless_sizes_are_refused(tmp_path, sizes):
+    """--max_document_bytes 0 left out all documents and reported success."""
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match="must be positive"):
+        plan_units([str(tmp_path)], ReadOptions(max_document_bytes=sizes[0]), sizes[1])

@@ -1,19 +1,25 @@
 """Rows as functions of (seed, g), and refusal of damaged corpora."""
 
 import json
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import make_corpus, random_documents, tiny_tokenizer
+from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data.batch import check_batch, collate
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
+from deberta_ds.files import xxh3
 from deberta_ds.tokenizer import Tokenizer
 
 SEQ_LEN = 64
+ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 @pytest.fixture
@@ -185,3 +191,69 @@ def test_names_the_missing_corpus_and_length(corpus, tmp_path):
 def test_tokenizer_survives_pickling():
     clone: Tokenizer = pickle.loads(pickle.dumps(tiny_tokenizer()))
     assert clone.encode("The fox") == tiny_tokenizer().encode("The fox")
+
+
+@pytest.mark.parametrize(("name", "place", "value"), [
+    ("00001-000.npy", 128, 4_000_000_000), ("00001-000.npy", 132, 4_000_000_000),
+    ("00001-000.npy", 132, 0), ("00001-000.npy", 132, 63), ("00001-000.starts.npy", 136, 7_000_000),
+    ("00001-000.starts.npy", 132, 0), ("00001-000.starts.npy", 128, 4_000_000_000),
+])
+def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name, place, value):
+    """Under verify = sizes it passed, gave any tokens, and ended as "loss is nan"."""
+    path = corpus / "rows-64" / name
+    data = bytearray(path.read_bytes())
+    data[place : place + 4] = int(value).to_bytes(4, "little")
+    path.write_bytes(data)
+    dataset = dataset_of(corpus)
+    with pytest.raises(UserError, match=r"00001-000.npy: row \d+ of this plan.*pack.py"):
+        for g in range(dataset.num_rows[str(corpus)]):
+            dataset[g]
+    # With a manifest that agrees, as after a copy of the wrong plan, full verification finds it.
+    manifest = corpus / "rows-64" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    for shard in values["shards"]:
+        if shard["name"] == "00001-000":
+            key = "starts_xxh3" if "starts" in name else "xxh3"
+            shard[key] = xxh3(path)
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"00001-000.npy: row \d+ of this plan.*pack.py"):
+        dataset_of(corpus, verify="full")
+
+
+def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_error(corpus):
+    """A memory map would have killed the process (SIGBUS)."""
+    dataset = dataset_of(corpus)
+    shard = corpus / "tokens" / "00001-000.npy"
+    shard.write_bytes(shard.read_bytes()[:200])
+    with pytest.raises(UserError, match=r"00001-000.npy: ends at byte \d+, cut short"):
+        for g in range(dataset.num_rows[str(corpus)]):
+            dataset[g]
+
+
+MANY_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.rows import RowDataset
+from deberta_ds.tokenizer import Tokenizer
+sources = [SourceConfig(path=path) for path in sys.argv[2:]]
+dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
+for workers in (0, 2):
+    batches = build_loader(dataset, start_row=0, global_batch_rows=8, micro_batch_rows=4, rank=0,
+                           world_size=1, num_workers=workers, num_steps=20)
+    print(sum(int(batch.input_ids.sum()) for batch in batches))
+"""
+
+
+def test_more_files_than_descriptors(tmp_path):
+    """Several sources under a low `ulimit -n`: an error, or with workers a wait for ever."""
+    tokens = [[10 + n % 50] * 40 for n in range(60)]
+    paths = [str(make_corpus(tmp_path / name, tokens, tiny_tokenizer(), (64,), shards=30))
+             for name in ("a", "b", "c")]
+    command = [sys.executable, "-c", MANY_FILES, tokenizer_path(), *paths]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": ROOT}, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split()
+    assert first == second

@@ -13,6 +13,8 @@ import json
 import shutil
 from pathlib import Path
 
+from deberta_ds.data.prep.spm_rules import RULES_NAME
+from deberta_ds.data.prep.text import is_removed
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path, write_atomic
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
@@ -23,6 +25,9 @@ KNOWN_FILES = (SPM, JSON, SETTINGS, "special_tokens_map.json", "added_tokens.jso
                "merges.txt", "bpe_encoder.bin", "dict.txt", "vocab.txt")
 # A class of all characters that Python and our tokenizer take for white space.
 _SPACES = "[" + "".join(f"\\x{{{code:X}}}" for code in range(0x3001) if chr(code).isspace()) + "]"
+# What the text rules remove, but NUL, which SentencePiece cannot name.
+_REMOVED = "[" + "".join(f"\\x{{{code:X}}}" for code in range(1, 0x10000)
+                         if is_removed(chr(code))) + "]"
 _NAMES = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]",
           "mask_token": "[MASK]", "bos_token": "[CLS]", "eos_token": "[SEP]"}
 
@@ -71,7 +76,10 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     fast = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=tokenizer.unk_id,
                                                byte_fallback=trainer.byte_fallback))
     steps = [normalizers.Replace(tokenizers.Regex(_SPACES), " ")]
-    if rules.precompiled_charsmap:
+    if rules.name == RULES_NAME:  # `Precompiled` leaves clusters of 6 bytes and more uncomposed
+        steps += [normalizers.Replace(tokenizers.Regex(_REMOVED), ""),
+                  normalizers.Replace(SPACE_MARK, "_"), normalizers.NFC()]
+    elif rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
         marks = tokenizers.Regex(f"[ {SPACE_MARK}]+")

@@ -1,44 +1,45 @@
-"""Find duplicate documents out of core: exact ones by hash, near ones by MinHash.
+"""Find duplicate documents out of core: exact ones by hash, near ones by their 5-grams (near.py).
 
-Stage "hash": each work unit writes the 128-bit hashes of its normalised documents, sorted. Stage
-"bucket": each range of hashes is read from every unit's file (a binary search in a memory map), and
-of each group of equal hashes all but the first document, in input order, are duplicates. Memory is
-one bucket. tokenize_corpus leaves the duplicates out.
+Stage "hash": each work unit writes tables of at most PART_DOCUMENTS documents: 128-bit hashes of
+the normalised texts, sorted; for near duplicates also signatures, sketches and band keys. Stage
+"exact": each range of hashes is read from every table, and of each group of equal hashes all but
+the first document, in input order, are duplicates. Stage "near" does the same with band keys, and
+compares the documents of a group. Memory is one part or one bucket.
 
-Near duplicates (optional, package datasketch) add stage "near": MinHash signatures of word 5-grams,
-cut into bands. A document is dropped if it shares a band with an earlier document and the share of
-equal signature entries, an estimate of the Jaccard similarity, reaches the threshold. Of the
-documents that share a band it is compared with each earlier one that is no duplicate itself, up to
-1,024 of them. Bands are chosen for recall, since the signatures decide: at a threshold of 0.8, 16
-bands of 8 entries meet 95 % of the pairs of similarity 0.8 and 99.4 % of those of 0.85.
+Findings name documents by input file and place in it (byte offset or row), so tokenize_corpus can
+leave them out of any subset of the inputs, in any units: duplicates across corpora are found by one
+call over all of them.
 """
 
 import hashlib
 import json
-from array import array
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from deberta_ds.data.corpus import map_array
+from deberta_ds.data.corpus import check_file, map_array
+from deberta_ds.data.prep import near
 from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
-from deberta_ds.data.prep.units import close_job, open_job, run_units
+from deberta_ds.data.prep.units import job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
+from deberta_ds.files import write_atomic, xxh3
 
-BUCKET_DOCUMENTS = 1 << 21  # documents in one bucket: about 200 MB
-PERMUTATIONS, SHINGLE_WORDS = 128, 5
-_ERROR_WEIGHTS = (0.05, 0.95)  # of a needless comparison and of a pair never compared
-_REPRESENTATIVES = 1024  # bounds the comparisons where a band is shared by very many documents
-_HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("index", "<u4")])
-_FOUND = np.dtype([("unit", "<u4"), ("index", "<u4")])
+FINDINGS_VERSION = 2
+PART_DOCUMENTS = 1 << 16  # of one table: 70 MB with all that near duplicates need
+BUCKET_DOCUMENTS = 1 << 21  # hashes in one bucket: about 200 MB
+NEAR_BUCKET_KEYS = 1 << 18
+_HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<u8")])
+_BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
+_FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
+_AGAIN = "run data_prep/dedup.py again, into a new directory"
+_OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes")
 
 
 def find_duplicates(
@@ -51,211 +52,251 @@ def find_duplicates(
 ) -> dict[str, int]:
     """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts."""
     out = Path(out)
-    if near_threshold and not 0.3 <= near_threshold < 1:
-        raise UserError(f"near threshold {near_threshold} must be in [0.3, 1)")
-    bands = near_bands(near_threshold) if near_threshold else (0, 0)
-    plan = {
-        "units": units_digest(units), "read": asdict(read), "text_rules": TEXT_RULES_VERSION,
-        "near_threshold": near_threshold,
-    } | ({"bands": list(bands)} if near_threshold else {})
-    if not open_job(out, plan, finished=MANIFEST):
-        jobs = {f"hash-{number:05d}": (str(out), number, unit, read, bands)
-                for number, unit in enumerate(units)}
-        hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash")
-        documents = sum(result["documents"] for result in hashed)
-        count = max(1, -(-documents // BUCKET_DOCUMENTS))
-        jobs = {f"exact-{bucket:05d}": (str(out), len(units), bucket, count)
-                for bucket in range(count)}
-        exact = run_units(out, exact_bucket, jobs, workers=workers, label="exact")
-        near_count = -(-documents * bands[0] // BUCKET_DOCUMENTS)  # each document once a band
-        jobs = {f"near-{bucket:05d}": (str(out), len(units), bucket, near_count, near_threshold)
-                for bucket in range(near_count)}
-        run_units(out, near_bucket, jobs, workers=workers, label="near")
-        counts = {"documents": documents, "exact": sum(r["found"] for r in exact), "near": 0}
-        if near_threshold:
-            total = sum(len(duplicates_of(out, number)) for number in range(len(units)))
-            counts["near"] = total - counts["exact"]
-        manifest = {"version": 1, "units": plan["units"], "buckets": count, "counts": counts}
-        write_atomic(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    close_job(out)
+    bands = near.near_bands(near_threshold) if near_threshold else (0, 0)
+    files = input_files(units)
+    description = {
+        "version": FINDINGS_VERSION, "units": units_digest(units), "read": asdict(read),
+        "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold, "bands": list(bands),
+    }
+    with job(out, description, finished=MANIFEST) as is_done:
+        if not is_done:
+            manifest = {"version": FINDINGS_VERSION, "read": _dividing(read),
+                        "text_rules": TEXT_RULES_VERSION, "inputs": files}
+            manifest |= _search(out, units, list(files), read, near_threshold, bands, workers)
+            write_atomic(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return json.loads((out / MANIFEST).read_bytes())["counts"]
 
 
+def _search(out: Path, units: list, files: list[str], read: ReadOptions, threshold: float,
+            bands: tuple[int, int], workers: int) -> dict:
+    """Run all stages and return the counts and checksums of what was found."""
+    numbers = {path: number for number, path in enumerate(files)}
+    jobs = {f"hash-{number:05d}": (str(out), number, unit, read, bands,
+                                   {e.source: numbers[e.source] for e in unit})
+            for number, unit in enumerate(units)}
+    hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash")
+    tables = [name for result in hashed for name in result["tables"]]
+    documents = sum(result["documents"] for result in hashed)
+    exact = -(-documents // BUCKET_DOCUMENTS)
+    jobs = {f"exact-{bucket:05d}": (str(out), tables, bucket, exact) for bucket in range(exact)}
+    run_units(out, exact_bucket, jobs, workers=workers, label="exact")
+    exact_count = _merge_found(out, "exact", len(files))
+    close = -(-documents * bands[0] // NEAR_BUCKET_KEYS)  # each document once a band
+    jobs = {f"near-{bucket:05d}": (str(out), tables, bucket, close, threshold)
+            for bucket in range(close)}
+    run_units(out, near_bucket, jobs, workers=workers, label="near")
+    total = _merge_found(out, "", len(files)) if close else exact_count
+    sums = {name: [(out / f"{name}.npy").stat().st_size, xxh3(out / f"{name}.npy")]
+            for name in ("starts", "places")}
+    return {"files": sums,
+            "counts": {"documents": documents, "exact": exact_count, "near": total - exact_count}}
+
+
+def input_files(units: list[list[Extent]]) -> dict[str, str]:
+    """Return {source: its state} of all inputs in order; UserError if one is named twice."""
+    states: dict[str, str] = {}
+    ends: dict[str, int] = {}
+    for extent in (extent for unit in units for extent in unit):
+        if states.setdefault(extent.source, extent.state) and extent.start < ends.get(
+                extent.source, 0):
+            raise UserError(f"{extent.path}: named twice among the inputs; name it once")
+        ends[extent.source] = extent.end
+    return states
+
+
 def units_digest(units: list[list[Extent]]) -> str:
-    """Return the digest of a plan: it ties a job, and its duplicates, to its inputs."""
+    """Return the digest of work units: it ties a job to its inputs and their states."""
     digest = hashlib.sha256()
     for unit in units:
         for extent in unit:
-            digest.update(f"{extent.path}\0{extent.kind}\0{extent.start}\0{extent.end}\n".encode())
+            digest.update("\0".join(map(str, asdict(extent).values())).encode() + b"\n")
         digest.update(b"\n")
     return digest.hexdigest()
 
 
-def check_duplicates(directory: str | Path, units: list[list[Extent]]) -> None:
-    """UserError unless `directory` holds the finished duplicates of these very units."""
-    path = Path(directory) / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not finished ({error}); run data_prep/dedup.py first") from error
-    if manifest.get("units") != units_digest(units):
-        raise UserError(
-            f"{path}: found for other inputs or reading options; run data_prep/dedup.py with the "
-            "same inputs, --documents and --unit_bytes into a new directory"
-        )
+def _dividing(read: ReadOptions) -> dict:
+    return {name: getattr(read, name) for name in _OPTIONS_THAT_DIVIDE}
 
 
-def duplicates_of(directory: str | Path, unit: int) -> np.ndarray:
-    """Return the sorted numbers of the documents of one unit that are to be left out."""
-    parts = [np.zeros(0, dtype=np.uint32)]
-    for path in sorted((Path(directory) / "found").glob("*.npy")):
-        found = map_array(path)
-        low, high = np.searchsorted(found["unit"], [unit, unit + 1])
-        parts.append(np.array(found["index"][low:high]))
-    return np.unique(np.concatenate(parts))
+class Findings:
+    """Finished duplicates. Attributes: fingerprint (hex) of all that was found."""
+
+    def __init__(self, directory: str | Path):
+        """UserError if `directory` holds none, or damaged ones."""
+        self._directory, path = Path(directory), Path(directory) / MANIFEST
+        try:
+            data = path.read_bytes()
+            self._manifest = json.loads(data)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: not finished ({error}); run data_prep/dedup.py first"
+                            ) from error
+        if self._manifest.get("version") != FINDINGS_VERSION:
+            raise UserError(f"{path}: found by another version of this program; {_AGAIN}")
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        for name, (size, digest) in self._manifest["files"].items():
+            check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)
+        self._numbers = {source: number for number, source in enumerate(self._manifest["inputs"])}
+        self._starts = map_array(self._directory / "starts.npy")
+        self._places = map_array(self._directory / "places.npy")
+
+    def check(self, units: list[list[Extent]], read: ReadOptions) -> None:
+        """UserError unless these inputs, as they are, were searched with the same options."""
+        path, manifest = self._directory / MANIFEST, self._manifest
+        if manifest["read"] != _dividing(read) or manifest["text_rules"] != TEXT_RULES_VERSION:
+            raise UserError(f"{path}: found with other reading options, {manifest['read']}, where "
+                            f"now they are {_dividing(read)}; {_AGAIN}")
+        inputs = manifest["inputs"]
+        for extent in (extent for unit in units for extent in unit):
+            if inputs.get(extent.source) != extent.state:
+                what = "changed since" if extent.source in inputs else "not among the inputs of"
+                raise UserError(f"{extent.path}: {what} the search for duplicates in "
+                                f"{self._directory}; {_AGAIN}")
+
+    def has(self, source: str, where: int) -> bool:
+        """Return whether the document at `where` of an input is a duplicate."""
+        number = self._numbers[source]
+        low, high = int(self._starts[number]), int(self._starts[number + 1])
+        index = bisect_left(self._places, where, low, high)
+        return index < high and int(self._places[index]) == where
 
 
 def hash_unit(
-    out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int]
+    out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int],
+    numbers: dict[str, int],
 ) -> dict:
-    """Write the sorted hashes of one unit's documents (and signatures, if bands are asked for)."""
-    high, low, index = array("Q"), array("Q"), array("I")
-    signature_of = _signer() if bands[0] else None
-    signatures: list[np.ndarray] = []
+    """Write the tables of one unit's documents; return their names and how many documents."""
+    sign = near.signer() if bands[0] else None
+    rows: list[tuple[int, int, int, int]] = []
+    signed: list[tuple[np.ndarray, np.ndarray]] = []
+    tables: list[str] = []
     total = 0
-    for position, text in _texts(unit, read):
+
+    def flush() -> None:
+        if not rows:
+            return
+        name = f"{number:05d}-{len(tables):03d}"
+        table = np.array(rows, dtype=_HASH)
+        order = np.lexsort((table["where"], table["file"], table["low"], table["high"]))
+        save_array(_table(out, "hashes", name), table[order])
+        if sign:
+            _save_signed(out, name, signed, table, bands)
+        tables.append(name)
+        rows.clear()
+        signed.clear()
+
+    for source, where, text in _texts(unit, read):
         total += 1
         if not text:
             continue
         digest = xxhash.xxh3_128_intdigest(text.encode())
-        high.append(digest >> 64)
-        low.append(digest & (1 << 64) - 1)
-        index.append(position)
-        if signature_of:
-            signatures.append(signature_of(text))
-    table = np.empty(len(index), dtype=_HASH)
-    table["high"], table["low"], table["index"] = high, low, index
-    save_array(_table(out, "hashes", number), table[np.lexsort((index, low, high))])
-    if signature_of:
-        stacked = np.array(signatures, dtype="<u4").reshape(-1, PERMUTATIONS)
-        save_array(_table(out, "signatures", number), stacked)
-        save_array(_table(out, "positions", number), np.array(index, dtype="<u4"))
-        save_array(_table(out, "bands", number), _band_table(stacked, bands))
-    return {"documents": total}
+        rows.append((digest >> 64, digest & (1 << 64) - 1, numbers[source], where))
+        if sign:
+            signed.append(sign(text))
+        if len(rows) == PART_DOCUMENTS:
+            flush()
+    flush()
+    return {"documents": total, "tables": tables}
 
 
-def exact_bucket(out: str, num_units: int, bucket: int, count: int) -> dict:
+def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tuple) -> None:
+    signatures = np.array([signature for signature, _ in signed], dtype="<u4")
+    save_array(_table(out, "signatures", name), signatures)
+    save_array(_table(out, "sketches", name), np.concatenate([sketch for _, sketch in signed]))
+    ends = np.cumsum([len(sketch) for _, sketch in signed], dtype="<i8")
+    save_array(_table(out, "sketch_ends", name), ends)
+    found = np.empty(len(signed), dtype=_FOUND)
+    found["file"], found["where"] = table["file"], table["where"]
+    save_array(_table(out, "places", name), found)
+    keys = np.empty(len(signed) * bands[0], dtype=_BAND)
+    for band, values in near.band_keys(signatures, bands):
+        part = keys[band * len(signed) : (band + 1) * len(signed)]
+        part["high"], part["low"], part["row"] = values, band, np.arange(len(signed))
+    order = np.lexsort((keys["row"], keys["low"], keys["high"]))
+    save_array(_table(out, "bands", name), keys[order])
+
+
+def exact_bucket(out: str, tables: list[str], bucket: int, count: int) -> dict:
     """Write the duplicates among the hashes of one bucket; all but the first of each group."""
-    unit, table = _in_hash_order(_bucket_parts(out, "hashes", num_units, bucket, count))
+    parts = [part for _, part in _bucket_parts(out, "hashes", tables, bucket, count)]
+    table = np.concatenate(parts)
+    table = table[np.lexsort((table["where"], table["file"], table["low"], table["high"]))]
     later = np.flatnonzero(_same_as_before(table)) + 1
-    _save_found(out, f"exact-{bucket:05d}", unit[later], table["index"][later])
-    return {"found": len(later)}
+    _save_found(out, f"exact-{bucket:05d}", table["file"][later], table["where"][later])
+    return {}
 
 
-def near_bands(threshold: float) -> tuple[int, int]:
-    """Return (bands, entries of a band) that datasketch finds best for `threshold`."""
-    try:
-        from datasketch import MinHashLSH
-    except ImportError as error:
-        raise UserError(
-            "near-duplicate removal needs the package datasketch: pip install datasketch"
-        ) from error
-    index = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS, weights=_ERROR_WEIGHTS)
-    return index.b, index.r
-
-
-def near_bucket(out: str, num_units: int, bucket: int, count: int, threshold: float) -> dict:
+def near_bucket(out: str, tables: list[str], bucket: int, count: int, threshold: float) -> dict:
     """Write the near duplicates among the band keys of one bucket."""
-    signatures = [map_array(_table(out, "signatures", number)) for number in range(num_units)]
-    positions = [map_array(_table(out, "positions", number)) for number in range(num_units)]
-    unit, table = _in_hash_order(_bucket_parts(out, "bands", num_units, bucket, count))
-    new_key = np.append(True, ~_same_as_before(table))
-    edges = np.append(np.flatnonzero(new_key), len(table))
-    found = []
+    numbers, parts = zip(*_bucket_parts(out, "bands", tables, bucket, count), strict=True)
+    keys = np.concatenate(parts)
+    table_of = np.repeat(np.array(numbers), [len(part) for part in parts])
+    order = np.lexsort((keys["row"], table_of, keys["low"], keys["high"]))
+    keys, table_of = keys[order], table_of[order]
+    same = _same_as_before(keys)
+    shared = np.append(False, same) | np.append(same, False)
+    documents = _Documents(out, tables, table_of[shared], keys["row"][shared])
+    edges = np.append(np.flatnonzero(np.append(True, ~same)), len(keys))
+    found: list[tuple[int, int]] = []
     for group in np.flatnonzero(np.diff(edges) > 1).tolist():
-        first, last = edges[group], edges[group + 1]
-        rows = zip(unit[first:last].tolist(), table["index"][first:last].tolist(), strict=True)
-        later = similar_to_earlier((signatures[number][row] for number, row in rows), threshold)
-        found += [(unit[first + item], positions[unit[first + item]][table["index"][first + item]])
-                  for item in later]
-    pairs = np.array(found, dtype="<u4").reshape(-1, 2)
+        members = range(edges[group], edges[group + 1])
+        items = [documents.index[int(table_of[i]), int(keys["row"][i])] for i in members]
+        later = near.similar_to_earlier(documents.signatures[items],
+                                        [documents.sketches[item] for item in items], threshold)
+        found += [documents.places[items[item]] for item in later]
+    pairs = np.array(found, dtype=np.uint64).reshape(-1, 2)
     _save_found(out, f"near-{bucket:05d}", pairs[:, 0], pairs[:, 1])
-    return {"found": len(pairs)}
+    return {}
 
 
-def similar_to_earlier(signatures: Iterable[np.ndarray], threshold: float) -> list[int]:
-    """Return the numbers of the signatures that agree in at least `threshold` of their entries with
-    an earlier one that is not itself returned.
+class _Documents:
+    """Signatures, sketches and places of some documents, read one table at a time.
+
+    Attributes: index {(table number, row): item}; signatures, sketches, places by item.
     """
-    kept = np.empty((_REPRESENTATIVES, PERMUTATIONS), dtype="<u4")
-    found, count = [], 0
-    for number, signature in enumerate(signatures):
-        if count and (kept[:count] == signature).mean(axis=1).max() >= threshold:
-            found.append(number)
-        elif count < _REPRESENTATIVES:
-            kept[count] = signature
-            count += 1
-    return found
+
+    def __init__(self, out: str, tables: list[str], table_of: np.ndarray, rows: np.ndarray):
+        pairs = np.unique(np.stack([table_of, rows.astype(table_of.dtype)], axis=1), axis=0)
+        self.index = {tuple(pair): item for item, pair in enumerate(pairs.tolist())}
+        self.signatures = np.empty((len(pairs), near.PERMUTATIONS), dtype="<u4")
+        self.sketches: list[np.ndarray] = []
+        self.places: list[tuple[int, int]] = []
+        done = 0
+        for number in np.unique(pairs[:, 0]).tolist():
+            wanted = pairs[pairs[:, 0] == number, 1]
+            name = tables[number]
+            self.signatures[done : done + len(wanted)] = map_array(
+                _table(out, "signatures", name))[wanted]
+            sketches = map_array(_table(out, "sketches", name))
+            ends = np.append(0, map_array(_table(out, "sketch_ends", name)))
+            self.sketches += [np.array(sketches[ends[row] : ends[row + 1]]) for row in wanted]
+            self.places += map_array(_table(out, "places", name))[wanted].tolist()
+            done += len(wanted)
 
 
-def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[int, str]]:
-    """Yield (document number, normalised text; "" where tokenize_corpus will complain)."""
-    for position, document in enumerate(read_unit(unit, read)):
-        try:
-            yield position, "" if document.problem else normalise(document.text)
-        except BadTextError:
-            yield position, ""
-
-
-def _signer():
-    from datasketch import MinHash
-
-    def sign(text: str) -> np.ndarray:
-        words = text.lower().split()
-        shingles = {" ".join(words[i : i + SHINGLE_WORDS])
-                    for i in range(max(1, len(words) - SHINGLE_WORDS + 1))}
-        sketch = MinHash(PERMUTATIONS, seed=1, hashfunc=_hash32)
-        sketch.update_batch([shingle.encode() for shingle in sorted(shingles)])
-        return sketch.hashvalues.astype("<u4")
-
-    return sign
-
-
-_hash32 = partial(xxhash.xxh32_intdigest, seed=0)
-
-
-def _band_table(signatures: np.ndarray, bands: tuple[int, int]) -> np.ndarray:
-    """Return the sorted band keys of one unit: `index` is the row of its signature table."""
-    table = np.empty(len(signatures) * bands[0], dtype=_HASH)
-    for band in range(bands[0]):
-        part = np.ascontiguousarray(signatures[:, band * bands[1] : (band + 1) * bands[1]])
-        rows = table[band * len(signatures) : (band + 1) * len(signatures)]
-        rows["high"] = [xxhash.xxh3_64_intdigest(row.tobytes(), seed=band) for row in part]
-        rows["low"] = band
-        rows["index"] = np.arange(len(signatures))
-    return table[np.lexsort((table["index"], table["low"], table["high"]))]
+def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[str, int, str]]:
+    """Yield (source, place, normalised text; "" where tokenize_corpus will complain)."""
+    for extent in unit:
+        for document in read_unit([extent], read):
+            text = ""
+            if not document.problem:
+                try:
+                    text = normalise(document.text)
+                except BadTextError:
+                    pass
+            yield extent.source, document.where, text
 
 
 def _bucket_parts(
-    out: str, kind: str, num_units: int, bucket: int, count: int
+    out: str, kind: str, tables: list[str], bucket: int, count: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (unit, its rows whose hash lies in the bucket's range)."""
+    """Yield (table number, its rows whose hash lies in the bucket's range)."""
     low_edge, high_edge = bucket * 2**64 // count, (bucket + 1) * 2**64 // count
-    for number in range(num_units):
-        table = map_array(_table(out, kind, number))
+    for number, name in enumerate(tables):
+        table = map_array(_table(out, kind, name))
         low = int(np.searchsorted(table["high"], np.uint64(low_edge)))
         last = bucket + 1 == count
         high = len(table) if last else int(np.searchsorted(table["high"], np.uint64(high_edge)))
         yield number, np.array(table[low:high])
-
-
-def _in_hash_order(parts: Iterator[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (unit, table) of all parts, sorted by hash, then in input order."""
-    numbers, tables = zip(*parts, strict=True)
-    unit = np.repeat(np.array(numbers, dtype="<u4"), [len(table) for table in tables])
-    table = np.concatenate(tables)
-    order = np.lexsort((table["index"], unit, table["low"], table["high"]))
-    return unit[order], table[order]
 
 
 def _same_as_before(table: np.ndarray) -> np.ndarray:
@@ -263,12 +304,24 @@ def _same_as_before(table: np.ndarray) -> np.ndarray:
     return (table["high"][1:] == table["high"][:-1]) & (table["low"][1:] == table["low"][:-1])
 
 
-def _table(out: str, kind: str, number: int) -> Path:
-    return Path(out) / kind / f"{number:05d}.npy"
+def _table(out: str, kind: str, name: str) -> Path:
+    return Path(out) / kind / f"{name}.npy"
 
 
-def _save_found(out: str, name: str, unit: np.ndarray, index: np.ndarray) -> None:
-    found = np.empty(len(unit), dtype=_FOUND)
-    found["unit"], found["index"] = unit, index
-    order = np.lexsort((found["index"], found["unit"]))
+def _save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:
+    found = np.empty(len(file), dtype=_FOUND)
+    found["file"], found["where"] = file, where
+    order = np.lexsort((found["where"], found["file"]))
     save_array(Path(out) / "found" / f"{name}.npy", found[order])
+
+
+def _merge_found(out: Path, kind: str, num_files: int) -> int:
+    """Write starts.npy i64[files + 1] and places.npy u64: the places of file f, sorted, are
+    places[starts[f] : starts[f + 1]]. Return how many. Memory: 36 bytes for each.
+    """
+    tables = [np.array(map_array(path)) for path in sorted((out / "found").glob(f"{kind}*.npy"))]
+    found = np.unique(np.concatenate([np.zeros(0, _FOUND), *tables]))
+    counts = np.bincount(found["file"], minlength=num_files)
+    save_array(out / "starts.npy", np.concatenate([[0], np.cumsum(counts)]).astype("<i8"))
+    save_array(out / "places.npy", found["where"])
+    return len(found)

@@ -1,7 +1,8 @@
 """Files of any size and kind -> work units -> documents, in bounded memory.
 
-Text (.txt, .md), JSON lines (.jsonl), both also as .gz or .zst; .parquet; .arrow; and Hub datasets
-as `hub:NAME[@CONFIG][#SPLIT]`, streamed. Paths may be remote (fsspec). Plain text and JSON lines
+Text (.txt, .md), JSON lines (.jsonl), .csv and .tsv, all also as .gz .zst .xz .bz2 or .lz4;
+.parquet; .arrow and directories that `datasets` has saved; and Hub datasets as
+`hub:NAME[@CONFIG][#SPLIT]`, streamed. Paths may be remote (fsspec). Plain text and JSON lines
 are split into byte ranges, so one file of 100 GB keeps all workers busy; small files share a unit.
 
 A document of a text file is the whole file, a line, a block between blank lines, or what lies
@@ -10,17 +11,19 @@ between lines that match a pattern. A line belongs to the byte range in which it
 
 import glob
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import fsspec
 
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, line_number, open_bytes, open_stream
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TABLE_SUFFIXES = (".csv", ".tsv")
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
 
@@ -37,12 +40,22 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream."""
+    """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream.
+
+    `state` changes when the input does: size and time of modification, or what a remote file
+    system says.
+    """
 
     path: str
     kind: str
     start: int
     end: int
+    state: str = ""
+
+    @property
+    def source(self) -> str:
+        """Return the input that its documents' places are counted in."""
+        return f"{self.path} (shard {self.start})" if self.kind == "stream" else self.path
 
 
 class Document(NamedTuple):  # made in a third of a dataclass's time, once a document
@@ -66,9 +79,19 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
     """Return the work units of `inputs` (files, directories, patterns, URLs, hub: names), in order.
 
     `unit_bytes` 0 chooses a 64th of the input, between 4 and 256 MiB. The result depends on the
-    inputs and options alone. UserError for a missing, empty or unknown input.
+    inputs and options alone. UserError for a missing, empty or unknown input; files of unknown
+    kinds in a directory are passed over and named on stderr.
     """
-    extents = [extent for name in inputs for extent in _whole_inputs(name)]
+    if unit_bytes < 0 or options.max_document_bytes < 1:
+        raise UserError(f"--unit_bytes {unit_bytes} and --max_document_bytes "
+                        f"{options.max_document_bytes}: sizes must be positive (unit_bytes 0: "
+                        "chosen)")
+    passed_over: list[str] = []
+    extents = [extent for name in inputs for extent in _whole_inputs(name, options, passed_over)]
+    if passed_over:
+        more = ", ..." if len(passed_over) > 5 else ""
+        print(f"note: {len(passed_over)} files of unknown kind passed over: "
+              f"{', '.join(passed_over[:5])}{more}", file=sys.stderr, flush=True)
     if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
     total = sum(size for _, size in extents)
@@ -85,54 +108,90 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
     return units
 
 
-def _whole_inputs(name: str) -> Iterator[tuple[Extent, int]]:
+def _whole_inputs(
+    name: str, options: ReadOptions, passed_over: list[str]
+) -> Iterator[tuple[Extent, int]]:
     if name.startswith("hub:"):
+        if options.label_from_directory:
+            raise UserError(f"{name}: a Hub dataset has no directories to count by; give "
+                            "--label_key, or one corpus for each dataset")
         count = open_stream(name).num_shards
         for index in range(count):
             yield Extent(name, "stream", index, count), _LARGEST_UNIT
         return
-    if "://" in name:
-        filesystem, path = fsspec.core.url_to_fs(name)
-        if not filesystem.exists(path):
-            raise UserError(f"{name}: no such file or directory")
-        found = sorted(filesystem.find(path))
-        sizes = [(filesystem.unstrip_protocol(p), filesystem.size(p)) for p in found]
-    else:
-        paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
-        if not paths:
-            raise UserError(f"{name}: no such file or directory")
-        sizes = [item for path in paths for item in _local_files(path)]
-    for path, size in sizes:
+    found = _remote_files(name) if "://" in name else _named_files(name)
+    for path, size, state in found:
         kind = input_kind(path)
+        if kind is None and path == name:
+            raise UserError(
+                f"{path}: unknown kind of file; known are .txt .md .jsonl .csv .tsv (each also .gz "
+                ".zst .xz .bz2 .lz4), .parquet and .arrow"
+            )
         if kind is None:
-            if path == name:
-                raise UserError(
-                    f"{path}: unknown kind of file; known are .txt .md .jsonl (each also .gz "
-                    "and .zst), .parquet and .arrow"
-                )
-            continue
-        yield Extent(path, kind, 0, size), size
+            passed_over.append(path)
+        else:
+            yield Extent(path, kind, 0, size, state), size
 
 
-def _local_files(path: str) -> Iterator[tuple[str, int]]:
+def _named_files(name: str) -> Iterator[tuple[str, int, str]]:
+    paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+    if not paths:
+        raise UserError(f"{name}: no such file or directory")
+    for path in paths:
+        yield from _local_files(path)
+
+
+def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (path, size, state) of a file, or of all below a directory but hidden ones."""
     if not os.path.isdir(path):
-        yield path, os.path.getsize(path)
+        status = os.stat(path)
+        yield path, status.st_size, f"{status.st_size} bytes of {status.st_mtime_ns}"
         return
-    with os.scandir(path) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if not entry.name.startswith("."):
-                yield from _local_files(entry.path)
+    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    names = [name for name in names if name != "dataset_dict.json"]
+    if {"state.json", "dataset_info.json"} <= set(names):  # made by datasets' save_to_disk
+        names = [name for name in names if name.endswith(".arrow")]
+    for name in names:
+        yield from _local_files(os.path.join(path, name))
+
+
+def _remote_files(name: str) -> list[tuple[str, int, str]]:
+    """Return (URL, size, state) of the files that a remote file, directory or pattern names."""
+    try:
+        filesystem, path = fsspec.core.url_to_fs(name)
+        if any(mark in path for mark in "*?["):
+            paths = [p for p in filesystem.glob(path) if filesystem.isfile(p)]
+        else:
+            paths = filesystem.find(path) if filesystem.exists(path) else []
+        details = [filesystem.info(p) for p in sorted(paths)]
+    except ImportError as error:
+        raise UserError(f"{name}: needs another package: {error}") from error
+    except Exception as error:  # each file system has errors of its own, all about this input
+        raise UserError(f"{name}: cannot be listed ({type(error).__name__}: {error})") from error
+    if not details:
+        raise UserError(f"{name}: no such file or directory")
+    for detail in details:
+        if detail.get("size") is None:
+            raise UserError(f"{detail['name']}: its server does not say how long it is; fetch it")
+    return [(filesystem.unstrip_protocol(detail["name"]), detail["size"], _remote_state(detail))
+            for detail in details]
+
+
+def _remote_state(detail: dict) -> str:
+    known = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
+    return f"{detail['size']} bytes, " + ", ".join(str(detail[key]) for key in known
+                                                   if key in detail)
 
 
 def input_kind(path: str) -> str | None:
-    """Return "text", "json", "parquet" or "arrow" by the suffix of `path`, None if unknown."""
+    """Return "text", "json", "table", "parquet" or "arrow" by the suffix of `path`, or None."""
     stem, suffix = os.path.splitext(path)
     if suffix in COMPRESSED_SUFFIXES:
         suffix = os.path.splitext(stem)[1]
-    if suffix in TEXT_SUFFIXES:
-        return "text"
-    if suffix in JSON_SUFFIXES:
-        return "json"
+    for kind, suffixes in (("text", TEXT_SUFFIXES), ("json", JSON_SUFFIXES),
+                           ("table", TABLE_SUFFIXES)):
+        if suffix in suffixes:
+            return kind
     return suffix[1:] if suffix in (".parquet", ".arrow") else None
 
 
@@ -149,14 +208,16 @@ def _split(
     parts = -(-size // limit)
     edges = [size * part // parts for part in range(parts + 1)]
     for start, end in zip(edges, edges[1:], strict=False):
-        yield Extent(extent.path, extent.kind, start, end), end - start
+        yield replace(extent, start=start, end=end), end - start
 
 
 def _split_parquet(extent: Extent) -> Iterator[tuple[Extent, int]]:
     import pyarrow.parquet
 
-    with open_bytes(extent.path) as file:
+    with naming(extent.path), open_bytes(extent.path) as file:
         metadata = pyarrow.parquet.ParquetFile(file).metadata
-        for group in range(metadata.num_row_groups):
-            size = metadata.row_group(group).total_byte_size
-            yield Extent(extent.path, extent.kind, group, group + 1), size
+    if not metadata.num_row_groups:
+        yield replace(extent, end=0), 0
+    for group in range(metadata.num_row_groups):
+        size = metadata.row_group(group).total_byte_size
+        yield replace(extent, start=group, end=group + 1), size

@@ -1,7 +1,9 @@
 """Opening inputs: local or remote (fsspec), plain or compressed, or streamed from the Hub."""
 
+import bz2
 import gzip
 import io
+import lzma
 import re
 
 import fsspec
@@ -9,17 +11,37 @@ import zstandard
 
 from deberta_ds.errors import UserError
 
-COMPRESSED_SUFFIXES = (".gz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
+_LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 
 
 def open_bytes(path: str):
     """Open for reading bytes, decompressing by suffix; local files without detour."""
-    raw = fsspec.open(path, "rb").open() if "://" in path else open(path, "rb")
+    raw = _open_remote(path) if "://" in path else open(path, "rb")
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
     if path.endswith(".zst"):
         return io.BufferedReader(_ZstdFile(raw), 1 << 20)
-    return raw
+    if path.endswith(".xz"):
+        return lzma.LZMAFile(raw)
+    if path.endswith(".bz2"):
+        return bz2.BZ2File(raw)
+    return _open_lz4(raw, path) if path.endswith(".lz4") else raw
+
+
+def _open_remote(path: str):
+    try:
+        return fsspec.open(path, "rb").open()
+    except ImportError as error:
+        raise UserError(f"{path}: needs another package: {error}") from error
+
+
+def _open_lz4(raw, path: str):
+    try:
+        import lz4.frame
+    except ImportError as error:
+        raise UserError(f"{path}: needs the package lz4: pip install lz4") from error
+    return lz4.frame.LZ4FrameFile(raw)
 
 
 class _ZstdFile(io.RawIOBase):
@@ -27,8 +49,7 @@ class _ZstdFile(io.RawIOBase):
 
     def __init__(self, raw):
         self._raw, self._ready = raw, b""
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._inside = False
+        self._frame, self._inside = _zstd_frame(), False
 
     def readable(self) -> bool:
         return True
@@ -38,7 +59,7 @@ class _ZstdFile(io.RawIOBase):
             chunk = b""
             if self._frame.eof:
                 chunk = self._frame.unused_data
-                self._frame, self._inside = zstandard.ZstdDecompressor().decompressobj(), False
+                self._frame, self._inside = _zstd_frame(), False
             chunk = chunk or self._raw.read(1 << 17)
             if not chunk:
                 if self._inside:
@@ -52,6 +73,10 @@ class _ZstdFile(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
+
+
+def _zstd_frame():
+    return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
 
 
 def line_number(path: str, offset: int) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 
 from deberta_ds.data.corpus import check_file, map_array
 from deberta_ds.data.packing import PACKER_VERSION, plan_rows
-from deberta_ds.data.prep.units import close_job, open_job, run_units
+from deberta_ds.data.prep.units import job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
     RowShardInfo,
@@ -38,20 +38,20 @@ def pack_corpus(
     if seq_len < MIN_SEQ_LEN:
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
-    plan = {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
-    if not open_job(directory, plan, finished=MANIFEST):
-        word_starts = tokenizer.word_starts()
-        units = {
-            shard.name: (str(corpus), shard, word_starts, seq_len) for shard in manifest.shards
-        }
-        results = run_units(
-            directory, pack_shard, units, workers=workers, label=f"pack {seq_len}"
-        )
-        hard_cuts = sum(result.pop("hard_cuts") for result in results)
-        shards = tuple(RowShardInfo(**result) for result in results)
-        rows = RowsManifest(seq_len, PACKER_VERSION, fingerprint, hard_cuts, shards)
-        write_manifest(directory, rows)
-    close_job(directory)
+    description = {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
+    with job(directory, description, finished=MANIFEST) as is_done:
+        if not is_done:
+            word_starts = tokenizer.word_starts()
+            units = {
+                shard.name: (str(corpus), shard, word_starts, seq_len) for shard in manifest.shards
+            }
+            results = run_units(
+                directory, pack_shard, units, workers=workers, label=f"pack {seq_len}"
+            )
+            hard_cuts = sum(result.pop("hard_cuts") for result in results)
+            shards = tuple(RowShardInfo(**result) for result in results)
+            rows = RowsManifest(seq_len, PACKER_VERSION, fingerprint, hard_cuts, shards)
+            write_manifest(directory, rows)
     return read_rows_manifest(directory)[0]
 
 

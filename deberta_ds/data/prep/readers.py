@@ -1,8 +1,11 @@
 """One work unit -> its documents, in order and in bounded memory; bad ones carry their problem."""
 
+import codecs
+import csv
 import gzip
 import io
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Iterator
@@ -14,26 +17,32 @@ import zstandard
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 
 _BLOCK_BYTES = 1 << 18
 
 
 def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
     """Yield the documents of one unit in order; unreadable ones have `problem` set."""
-    readers = {"text": _read_lines, "json": _read_lines, "parquet": _read_parquet,
-               "arrow": _read_arrow, "stream": _read_stream}
+    readers = {"text": _read_lines, "json": _read_lines, "table": _read_table,
+               "parquet": _read_parquet, "arrow": _read_arrow, "stream": _read_stream}
     for extent in unit:
-        try:
-            yield from readers[extent.kind](extent, options)
-        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-            raise UserError(
-                f"{extent.path}: damaged or cut short ({error}); fetch the file again"
-            ) from error
+        with naming(extent.path):
+            try:
+                yield from readers[extent.kind](extent, options)
+            except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError,
+                    zstandard.ZstdError) as error:
+                raise UserError(
+                    f"{extent.path}: damaged or cut short ({error}); fetch the file again"
+                ) from error
+
+
+def _directory_label(extent: Extent, options: ReadOptions) -> str:
+    return Path(extent.path).parent.name if options.label_from_directory else ""
 
 
 def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
-    label = Path(extent.path).parent.name if options.label_from_directory else ""
+    label = _directory_label(extent, options)
     with open_bytes(extent.path) as file:
         compressed = extent.path.endswith(COMPRESSED_SUFFIXES)
         end = None if compressed else extent.end
@@ -170,6 +179,8 @@ def _json_document(
     path: str, where: int, line: bytes, problem: str, label: str, options: ReadOptions
 ) -> Document:
     text = ""
+    if where == 0:
+        line = line.removeprefix(codecs.BOM_UTF8)
     if not problem:
         try:
             record = _parse(line.decode("utf-8")) if line.strip() else {options.text_key: ""}
@@ -193,6 +204,8 @@ def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str]:
     if not isinstance(record, dict):
         return "", f"a JSON {type(record).__name__}, not an object", label
     text = record.get(options.text_key)
+    if text is None and options.text_key in record:
+        return "", f"no string under {options.text_key!r} but null", label
     if not isinstance(text, str):
         found = ", ".join(map(str, record)) or "nothing"
         return "", f"no string under {options.text_key!r} (found: {found}); see --text_key", label
@@ -209,9 +222,27 @@ def _columns(options: ReadOptions, available: list[str], path: str) -> list[str]
     return wanted
 
 
+def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
+    """Rows of .csv (comma) or .tsv (tab) with a header; quoted fields may hold line ends."""
+    label = _directory_label(extent, options)
+    delimiter = "\t" if ".tsv" in Path(extent.path).suffixes else ","
+    csv.field_size_limit(min(options.max_document_bytes, 1 << 31 - 1))
+    with (
+        open_bytes(extent.path) as file,
+        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
+    ):
+        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+        _columns(options, list(rows.fieldnames or []), extent.path)
+        for row, record in enumerate(rows):
+            found, problem, named = _fields(record, label, options)
+            yield Document(found, extent.path, row, extent.kind, named, problem)
+
+
 def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     import pyarrow.parquet
 
+    if extent.start == extent.end:
+        return
     with open_bytes(extent.path) as file:
         parquet = pyarrow.parquet.ParquetFile(file)
         columns = _columns(options, parquet.schema_arrow.names, extent.path)
@@ -241,8 +272,9 @@ def _read_arrow(extent: Extent, options: ReadOptions) -> Iterator[Document]:
 
 
 def _read_batch(batch, row: int, extent: Extent, options: ReadOptions) -> Iterator[Document]:
+    directory = _directory_label(extent, options)
     for offset, record in enumerate(batch.to_pylist()):
-        text, problem, label = _fields(record, "", options)
+        text, problem, label = _fields(record, directory, options)
         yield Document(text, extent.path, row + offset, extent.kind, label, problem)
 
 

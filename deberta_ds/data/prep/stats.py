@@ -7,6 +7,7 @@ import numpy as np
 
 from deberta_ds.data.corpus import Corpus, map_array
 from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
+from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
 from deberta_ds.tokenizer import Tokenizer
 
@@ -31,6 +32,9 @@ class CorpusStats:
 def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     """Return the figures of the corpus at `path`; reads every shard once, in bounded memory."""
     manifest, _ = read_manifest(path)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(f"{path}: made with another tokenizer than {tokenizer.path}; give the "
+                        "corpus's own spm.model")
     lengths, frequencies = np.zeros(40, np.int64), np.zeros(manifest.vocab_size, np.int64)
     longest = 0
     for shard in manifest.shards:

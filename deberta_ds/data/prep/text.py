@@ -57,6 +57,11 @@ def normalise_and_count(text: str) -> tuple[str, int]:
     return text, removed
 
 
+def is_removed(character: str) -> bool:
+    """Return whether rule 1 removes a character."""
+    return bool(_REMOVED.match(character))
+
+
 def _is_printable(text: str) -> bool:
     """Return `text.isprintable()`, for ASCII in a fraction of its time."""
     if not text.isascii():

@@ -1,5 +1,6 @@
 """Documents -> token shards, one work unit at a time."""
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from deberta_ds.data.prep.dedup import check_duplicates, duplicates_of, units_digest
+from deberta_ds.data.prep.dedup import Findings, units_digest
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
@@ -19,7 +20,7 @@ from deberta_ds.data.prep.text import (
     letter_share,
     normalise_and_count,
 )
-from deberta_ds.data.prep.units import close_job, open_job, run_units
+from deberta_ds.data.prep.units import job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
     Manifest,
@@ -35,7 +36,8 @@ from deberta_ds.tokenizer import Tokenizer
 SHARD_TOKENS = 1 << 27
 _PROBLEMS_NAMED = 20
 COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
-          "bad", "cut", "removed_characters")
+          "held_out", "bad", "cut", "removed_characters")
+JOB_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -56,40 +58,52 @@ def tokenize_corpus(
     clean: CleanOptions,
     heldout_out: str | Path | None = None,
     heldout_share: float = 0.0,
+    drop_heldout: bool = False,
     duplicates: str = "",
     workers: int = 1,
 ) -> dict[str, Manifest]:
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}.
 
-    `duplicates`: directory made by find_duplicates for the same units. A document is held
-    out by a hash of its text, so the split does not depend on its place. Completed parts of an
-    earlier run of the same job are kept.
+    `duplicates`: directory made by find_duplicates over these inputs (and others). A document is
+    held out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
+    such documents are left out and no held-out corpus is written. Completed parts of an earlier
+    run of the same job are kept.
     """
-    targets = [str(out)] + ([str(heldout_out)] if heldout_share > 0 else [])
-    plan = {
-        "units": units_digest(units),
+    targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
+    _check_heldout(targets, heldout_share, drop_heldout)
+    share = heldout_share if heldout_out or drop_heldout else 0.0
+    found = Findings(duplicates) if duplicates else None
+    if found:
+        found.check(units, read)
+    description = {
+        "version": JOB_VERSION, "units": units_digest(units),
         "tokenizer": tokenizer.sha256, "read": asdict(read), "clean": asdict(clean),
-        "text_rules": TEXT_RULES_VERSION, "heldout_share": heldout_share,
-        "duplicates": bool(duplicates),
+        "text_rules": TEXT_RULES_VERSION, "heldout_share": share,
+        "drop_heldout": drop_heldout, "duplicates": found.fingerprint if found else "",
     }
-    if duplicates:
-        check_duplicates(duplicates, units)
-    finished = [open_job(target, plan, finished=MANIFEST) for target in reversed(targets)]
-    if not all(finished):
-        jobs = {
-            f"{number:05d}": (
-                number, unit, targets, str(tokenizer.path), read, clean, heldout_share,
-                duplicates,
-            )
-            for number, unit in enumerate(units)
-        }
-        results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize")
-        _check_problems(results, clean)
-        for target in reversed(targets):
-            write_manifest(target, _manifest(results, target == targets[0], tokenizer))
-    for target in targets:
-        close_job(target)
+    with ExitStack() as stack:
+        finished = [stack.enter_context(job(target, description, finished=MANIFEST))
+                    for target in reversed(targets)]
+        if not all(finished):
+            jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
+                                      share, duplicates)
+                    for number, unit in enumerate(units)}
+            results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize")
+            _check_problems(results, clean)
+            for target in reversed(targets):
+                write_manifest(target, _manifest(results, target == targets[0], tokenizer))
     return {target: read_manifest(target)[0] for target in targets}
+
+
+def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
+    if len(set(map(os.path.realpath, targets))) < len(targets):
+        raise UserError(f"{targets[0]}: given for the corpus and for the held-out one; give two "
+                        "directories")
+    if (len(targets) > 1 or drop) and not 0 < share < 1:
+        raise UserError(f"held-out share {share}: must be between 0 and 1, and 0.01 is one of a "
+                        "hundred documents")
+    if len(targets) > 1 and drop:
+        raise UserError("held-out documents are either written or dropped; choose one")
 
 
 def tokenize_unit(
@@ -99,18 +113,22 @@ def tokenize_unit(
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tokenizer = _tokenizer(tokenizer_path)
     counts, problems = dict.fromkeys(COUNTS, 0), []
-    dropped = set(duplicates_of(duplicates, number).tolist()) if duplicates else set()
+    found = _findings(duplicates) if duplicates else None
     with ExitStack() as stack:
         writers = [stack.enter_context(_Rolling(target, number, tokenizer)) for target in targets]
-        for index, document in enumerate(read_unit(unit, read)):
-            if index in dropped:
-                counts["duplicate"] += 1
-                continue
-            text = _clean_text(document, clean, counts, problems)
-            if not text:
-                continue
-            held_out = len(writers) > 1 and is_held_out(text, heldout_share)
-            writers[held_out].write(text, document.label, counts)
+        for extent in unit:
+            for document in read_unit([extent], read):
+                if found and found.has(extent.source, document.where):
+                    counts["duplicate"] += 1
+                    continue
+                text = _clean_text(document, clean, counts, problems)
+                if not text:
+                    continue
+                held_out = is_held_out(text, heldout_share)
+                if held_out and len(writers) == 1:
+                    counts["held_out"] += 1
+                    continue
+                writers[held_out].write(text, document.label, counts)
         shards = [writer.finish() for writer in writers]
     return {
         "shards": [[asdict(shard) for shard in written] for written in shards],
@@ -177,6 +195,8 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
             total = labels.setdefault(label, [0, 0, 0])
             labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
     counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
+    if not counts["held_out"]:  # version 0.1.0 had no such count: equal shards, equal fingerprint
+        del counts["held_out"]
     counts |= {"documents": sum(shard.documents for shard in shards),
                "characters": sum(row[1] for row in labels.values()),
                "tokens": sum(shard.tokens for shard in shards)}
@@ -187,6 +207,11 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
         tokenizer_sha256=tokenizer.sha256, special_ids=special, counts=counts,
         labels=dict(sorted(labels.items())), shards=shards,
     )
+
+
+@cache
+def _findings(directory: str) -> Findings:
+    return Findings(directory)
 
 
 @cache

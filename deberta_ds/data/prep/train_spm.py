@@ -3,11 +3,13 @@
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import sentencepiece
 
 from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.spm_rules import RULES_NAME, normalizer_tsv
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
@@ -26,34 +28,47 @@ def train_tokenizer(
     character_coverage: float = 0.9995,
     threads: int = 2,
 ) -> Tokenizer:
-    """Write the model to `out` and return it: `pieces` pieces, byte fallback, no normaliser.
+    """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
-    Text is normalised by our rules beforehand, so SentencePiece's own normaliser is "identity": it
-    keeps case and width, and decoding gives the text back. Memory is bounded by `sample_bytes`,
-    taken evenly from the start of every unit. UserError if the sample is too small for `pieces`.
+    The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
+    and width; decoding gives normalised text back. Memory is bounded by `sample_bytes`, taken
+    evenly from the start of every unit. UserError if the sample is too small for `pieces`.
     """
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(units, sample_bytes, read),
-            model_writer=model,
-            vocab_size=pieces,
-            model_type="unigram",
-            normalization_rule_name="identity",
-            byte_fallback=True,
-            character_coverage=character_coverage,
-            pad_id=0, bos_id=1, eos_id=2, unk_id=3,
-            pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
-            num_threads=threads,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise UserError(
-            f"SentencePiece cannot make {pieces} pieces from this sample ({error}); ask for fewer "
-            "pieces or give more text"
-        ) from error
-    write_atomic(out, model.getvalue())
+    with TemporaryDirectory() as directory:
+        rules = Path(directory) / "rules.tsv"
+        rules.write_text(normalizer_tsv(), encoding="ascii")
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_sentences(units, sample_bytes, read),
+                model_writer=model,
+                vocab_size=pieces,
+                model_type="unigram",
+                normalization_rule_tsv=str(rules),
+                byte_fallback=True,
+                character_coverage=character_coverage,
+                pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+                pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
+                num_threads=threads,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise UserError(
+                f"SentencePiece cannot make {pieces} pieces from this sample ({error}); ask for "
+                "fewer pieces or give more text"
+            ) from error
+    write_atomic(out, _named(model.getvalue()))
     return Tokenizer(out)
+
+
+def _named(model: bytes) -> bytes:
+    """Return the model with the name of our rules in place of "user_defined", and no path."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    proto.normalizer_spec.name = RULES_NAME
+    proto.normalizer_spec.ClearField("normalization_rule_tsv")
+    return proto.SerializeToString(deterministic=True)
 
 
 def _sentences(units: list[list[Extent]], sample_bytes: int, read: ReadOptions) -> Iterator[str]:

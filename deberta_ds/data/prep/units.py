@@ -1,21 +1,27 @@
 """Work units: done in any order, by any number of workers, each exactly once.
 
-A job is a directory, a plan and a list of named units. A unit writes its files atomically and then
-its marker, `.units/NAME.json`; a restart runs only units without one. The output depends on the
-plan alone, never on the number of workers. Workers are processes (concurrent.futures), or ranks
-under `mpirun -n N python -m mpi4py.futures script.py ...`, where rank 0 works too.
+A job is a directory, a description and a list of named units. A unit writes its files atomically
+and then its marker, `.units/NAME.json`; a restart runs only units without one. The output depends
+on the description alone, never on the number of workers. Workers are processes
+(concurrent.futures), or ranks under `mpirun -n N python -m mpi4py.futures script.py ...`, where
+rank 0 works too.
 """
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
+import platform
 import shutil
 import signal
+import sys
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,34 +31,91 @@ from deberta_ds.files import write_atomic
 
 PLAN = ".job.json"
 MARKERS = ".units"
+LOCK = ".lock"
 _TEMPORARY = ".*.tmp"  # what files.atomic_path writes first
 
 
-def open_job(directory: str | Path, plan: dict, *, finished: str) -> bool:
-    """Prepare `directory` for `plan`; return True if the job is complete already.
+@contextmanager
+def job(directory: str | Path, description: dict, *, finished: str) -> Iterator[bool]:
+    """Context in which this process alone works in `directory`; yields whether the job is done.
 
-    `finished` is the file that is written last. UserError if the directory holds another job's
-    output. Temporary files of a killed run are removed.
+    `description` is JSON of all that decides the output, `finished` the file that is written last.
+    UserError if the directory holds another job's output, or if another process is at work in it.
+    Temporary files of a killed run are removed at the start, markers of units at the end.
     """
     directory = Path(directory)
-    text = json.dumps(plan, sort_keys=True, indent=1) + "\n"
-    plan_path = directory / PLAN
-    if plan_path.exists():
-        if plan_path.read_text(encoding="utf-8") != text:
-            raise UserError(
-                f"{directory}: holds the output of other inputs or options (see {plan_path}); "
-                "remove it or give another directory"
-            )
-    elif directory.exists() and any(not path.match(_TEMPORARY) for path in directory.iterdir()):
-        raise UserError(f"{directory}: not empty and not made by this command; remove it")
-    for leftover in directory.rglob(_TEMPORARY):
-        leftover.unlink(missing_ok=True)
-    if (directory / finished).exists():
-        return True
+    text = json.dumps(description, sort_keys=True, indent=1) + "\n"
+    if (directory / finished).exists() and not (directory / MARKERS).exists():
+        _check_description(directory, text)
+        yield True
+        return
     with no_space_as_user_error(directory):
-        write_atomic(plan_path, text)
-        (directory / MARKERS).mkdir(exist_ok=True)
-    return False
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory)
+    try:
+        _check_description(directory, text)
+        for leftover in directory.rglob(_TEMPORARY):
+            leftover.unlink(missing_ok=True)
+        is_done = (directory / finished).exists()
+        if not is_done:
+            with no_space_as_user_error(directory):
+                write_atomic(directory / PLAN, text)
+                (directory / MARKERS).mkdir(exist_ok=True)
+        yield is_done
+        shutil.rmtree(directory / MARKERS, ignore_errors=True)
+    finally:
+        (directory / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _check_description(directory: Path, text: str) -> None:
+    path = directory / PLAN
+    if path.exists():
+        found = path.read_text(encoding="utf-8")
+        if found == text:
+            return
+        try:
+            version = json.loads(found).get("version")
+        except (ValueError, AttributeError):
+            version = None
+        if version != json.loads(text).get("version"):
+            raise UserError(
+                f"{directory}: the output of another version of this program (see {path}); what "
+                "is finished can be used, but to go on or make it again, give another directory"
+            )
+        raise UserError(
+            f"{directory}: holds the output of other inputs or options, or of inputs that have "
+            f"changed since (see {path}); remove it or give another directory"
+        )
+    if any(entry.name != LOCK and not entry.match(_TEMPORARY) for entry in directory.iterdir()):
+        raise UserError(f"{directory}: not empty and not made by this command; remove it")
+
+
+def _lock(directory: Path) -> int:
+    """Return the descriptor of the lock, which the system gives up when this process dies."""
+    path = directory / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(
+                f"{directory}: another command is at work here ({owner or 'just started'}); let "
+                "it end, or give another directory"
+            ) from None
+        except OSError as error:  # a file system without locks
+            print(f"note: {directory}: cannot be locked ({error.strerror}); run one command at a "
+                  "time here", file=sys.stderr)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.ftruncate(descriptor, 0)
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                os.write(descriptor, 
+                         f"pid {os.getpid()} on {platform.node()} since {since}".encode())
+                return descriptor
+        os.close(descriptor)  # its owner has just ended and removed the file: take a new one
 
 
 def run_units(
@@ -86,11 +149,6 @@ def run_units(
     return [json.loads((markers / f"{name}.json").read_bytes()) for name in units]
 
 
-def close_job(directory: str | Path) -> None:
-    """Remove the markers: call it after the file that completes the job is written."""
-    shutil.rmtree(Path(directory) / MARKERS, ignore_errors=True)
-
-
 def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
     result = function(*args)
     write_atomic(markers / f"{name}.json", json.dumps(result, sort_keys=True) + "\n")
@@ -109,6 +167,9 @@ def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
 
 
 def _run_mpi(missing: deque, bar: tqdm) -> None:
+    if "mpi4py.futures" not in sys.modules:  # else every rank would do the whole job
+        raise UserError("under mpirun, start it as: mpirun -n N python -m mpi4py.futures "
+                        f"{sys.argv[0]} ... (rank 0 hands out the work)")
     from mpi4py import MPI
     from mpi4py.futures import MPIPoolExecutor
 
