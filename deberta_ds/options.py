@@ -5,6 +5,7 @@ value outside its limits cannot say something else than the code does.
 """
 
 import dataclasses
+import json
 import types
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -90,3 +91,22 @@ def _shown(value: float) -> str:
         return f"{value:g}"
     power = value.bit_length() - 1
     return f"2^{power}" if value == 1 << power else f"{value:,}"
+
+
+def describe(options: list[Option], word: str = "") -> list[str]:
+    """Return lines for a terminal that explain the options whose key contains `word`."""
+    lines = []
+    for option in options:
+        if word in option.key:
+            default = "required" if option.required else f"default {shown_default(option)}"
+            limits = f", {option.limits}" if option.limits else ""
+            lines += [option.key, f"    {option.meaning}", f"    {option.kind}; {default}{limits}"]
+    return lines
+
+
+def shown_default(option: Option) -> str:
+    """Return a default as it is written in a TOML file."""
+    if option.default is None:
+        return "none"
+    value = list(option.default) if isinstance(option.default, tuple) else option.default
+    return json.dumps(value)

@@ -1,7 +1,8 @@
 """Pretrain a DeBERTa: `deepspeed launch/pretrain.py --config RUN.toml --deepspeed_config DS.json`.
 
 Works the same under deepspeed, torchrun, mpirun, srun, or alone. Any value of the run file can be
-overridden: --train.steps=1000
+overridden: --train.steps=1000. `--explain` lists every key of a run file, `--explain lr` those
+with "lr" in them.
 """
 
 import argparse
@@ -16,8 +17,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="TOML", help="what is computed")
-    parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help="how it is run")
+    parser.add_argument("--config", metavar="TOML", help="what is computed: a run file")
+    parser.add_argument("--deepspeed_config", metavar="JSON", help="how it is run")
+    parser.add_argument("--explain", nargs="?", const="", metavar="KEY",
+                        help="say what a key of the run file means, or every key, and stop")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH",
                         help="which checkpoint to go on from (default: the newest whole one)")
     parser.add_argument("--check", action="store_true",
@@ -27,6 +30,10 @@ def main() -> int:
 
     from deberta_ds import config, deepspeed_config
 
+    if options.explain is not None:
+        return explain(options.explain)
+    if not (options.config and options.deepspeed_config):
+        parser.error("--config and --deepspeed_config are needed")
     run, origins = config.load(options.config, overrides)
     ds_values = deepspeed_config.load(options.deepspeed_config)
 
@@ -41,6 +48,22 @@ def main() -> int:
         code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
     dist.destroy()
     return code
+
+
+def explain(word: str) -> int:
+    """Print the keys of a run file that contain `word`, with type, default, limits, meaning."""
+    from deberta_ds.config import RunConfig
+    from deberta_ds.options import describe, options_of
+    from deberta_ds.validation import ConfigError, nearest
+
+    options = options_of(RunConfig)
+    lines = describe(options, word)
+    if not lines:
+        known = [option.key for option in options]
+        raise ConfigError(f"--explain {word}: no key of a run file has this in its name"
+                          f"{nearest(word, known)}")
+    print("\n".join(lines))
+    return 0
 
 
 if __name__ == "__main__":

@@ -119,22 +119,6 @@ def test_clipping_is_always_written(run_file, tmp_path):
     assert deepspeed_config.precision(ds) == "bf16"
 
 
-def test_every_field_of_a_config_has_a_reader():
-    """A knob needs a reader: each field is used by name in the package beside its definition."""
-    import dataclasses
-    from pathlib import Path
-
-    package = Path(config.__file__).parent
-    sources = "\n".join(path.read_text() for path in package.rglob("*.py")
-                        if path.name not in ("config.py", "presets.py"))
-    own = Path(config.__file__).read_text()
-    for name in ("ModelConfig", "MaskConfig", "ObjectiveConfig", "DataConfig", "OptimConfig",
-                 "TrainConfig"):
-        for field in dataclasses.fields(getattr(config, name)):
-            read = f".{field.name}" in sources or own.count(f"self.{field.name}") > 0
-            assert read, f"{name}.{field.name} has no reader"
-
-
 def test_values_of_version_0_1_0_are_understood(run_file):
     """A resumed run, a fine-tuned model and a run file may still say what has another name now."""
     run, _ = config.load(run_file, ['--model.attention="linear"', "--train.compile=false"])

@@ -1,0 +1,67 @@
+"""Write docs/configuration.md from the classes themselves: python docs/make_configuration.py
+
+tests/test_options.py holds that the page is current.
+"""
+
+from pathlib import Path
+
+from deberta_ds.config import MASK_DEFAULTS, RunConfig
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.options import Option, options_of, shown_default
+from deberta_ds.presets import MODELS
+
+PAGE = Path(__file__).with_name("configuration.md")
+HEAD = """# Every option
+
+Made by `python docs/make_configuration.py` from the classes that read the files; do not edit.
+
+A run file is TOML with the sections below, such as `launch/runs/v3_base.toml`. `model.preset` takes
+the values of a published shape (last table). Later wins: default, preset or recipe, file, and
+overrides on the command line: `--train.steps=1000`, `--optim.betas=[0.9, 0.98]`. The DeepSpeed JSON
+is described in [ds_configs/README.md](../ds_configs/README.md). `python launch/pretrain.py
+--explain KEY` prints the same.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts, sections = [HEAD], {}
+    for option in options_of(RunConfig):
+        section = option.key.partition(".")[0] if "." in option.key else "run"
+        sections.setdefault(section, []).append(option)
+    for section, options in sections.items():
+        title = "## The run itself" if section == "run" else f"## [{section}]"
+        parts.append(f"{title}\n\n{_table(options, '' if section == 'run' else section + '.')}")
+        if section == "objective":
+            recipes = [f"`{kind}`: " + ", ".join(f"{key} = {value}" for key, value in mask.items())
+                       for kind, mask in MASK_DEFAULTS.items()]
+            parts.append(f"Defaults of `mask` by kind, as published: {'; '.join(recipes)}.\n")
+    parts.append(
+        "## Fine-tuning settings\n\n`launch/finetune.py` and `launch/superglue.py`: tables [all] "
+        "and [TASK] of a settings file, or `--all.epochs=3`, `--RTE.epochs=4`.\n\n"
+        + _table(options_of(Settings), ""))
+    parts.append("## Presets (`model.preset`)\n\n" + _presets())
+    return "\n".join(parts)
+
+
+def _table(options: list[Option], prefix: str) -> str:
+    rows = ["| key | type | default | limits | meaning |", "|---|---|---|---|---|"]
+    for option in options:
+        default = "(required)" if option.required else f"`{shown_default(option)}`"
+        kind = option.kind.replace("|", "\\|")
+        rows.append(f"| `{option.key.removeprefix(prefix)}` | {kind} | {default} | {option.limits} "
+                    f"| {option.meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def _presets() -> str:
+    keys = list(dict.fromkeys(key for values in MODELS.values() for key in values))
+    rows = [f"| preset | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
+    for name, values in MODELS.items():
+        cells = [str(values.get(key, "")).lower() for key in keys]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

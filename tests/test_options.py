@@ -1,0 +1,55 @@
+"""Options are what they are said to be: the page, --explain and the errors come from one place."""
+
+import ast
+import dataclasses
+import runpy
+from pathlib import Path
+
+import pytest
+
+from deberta_ds import config
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.options import describe, options_of
+
+ROOT = Path(__file__).resolve().parent.parent
+CLASSES = [value for value in vars(config).values()
+           if dataclasses.is_dataclass(value) and value.__module__ == config.__name__] + [Settings]
+
+
+def test_the_page_is_current():
+    made = runpy.run_path(str(ROOT / "docs/make_configuration.py"))
+    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == made["page"](), (
+        "run python docs/make_configuration.py")
+
+
+@pytest.mark.parametrize("cls", [config.RunConfig, Settings])
+def test_every_option_has_a_meaning_and_every_number_limits(cls):
+    for option in options_of(cls):
+        assert option.meaning or option.kind == "section", option.key
+        if option.kind in ("number", "whole number"):
+            assert option.limits, f"{option.key} has no limits"
+
+
+def test_explain_finds_keys_by_a_part_of_their_name():
+    lines = describe(options_of(config.RunConfig), "optim.lr")
+    assert lines == ["optim.lr", "    peak learning rate",
+                     "    number; required, above 0, at most 10"]
+
+
+def attributes_read() -> set[str]:
+    """Return every attribute that some module of the package reads from anything."""
+    found = set()
+    for path in (ROOT / "deberta_ds").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+    return found
+
+
+def test_every_field_of_a_config_has_a_reader():
+    """A knob needs a reader: an expression, not a comment or a string, reads it by name."""
+    read = attributes_read()
+    assert len(CLASSES) == 10, [cls.__name__ for cls in CLASSES]
+    for cls in CLASSES:
+        for field in dataclasses.fields(cls):
+            assert field.name in read, f"{cls.__name__}.{field.name} has no reader"
