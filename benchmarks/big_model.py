@@ -66,7 +66,7 @@ def main() -> None:
         results["resumed_step_is_identical"] = all(
             first[key] == again[key] for key in ("step", "rows_seen", "loss", "grad_norm"))
         results["checkpoint_bytes"] = size_of(scratch / "run/checkpoints")
-        export = [sys.executable, str(ROOT / "launch/export.py"), "--checkpoint",
+        export = [sys.executable, str(ROOT / "launch/export.py"), "--run",
                   str(scratch / "run"), "--out", str(scratch / "hf")]
         results["export"] = measure(export, options.floor, scratch)
         results["export"]["bytes"] = size_of(scratch / "hf")

@@ -1,14 +1,19 @@
 #!/usr/bin/env python
-"""Print rows as the model sees them: pieces, with the masked tokens coloured."""
+"""Print rows as the model sees them: pieces, with the masked tokens coloured.
+
+show.py --config RUN.toml, with overrides as for a run, or show.py CORPUS --tokenizer spm.model
+--seq_len 512 before there is a run file.
+"""
 
 import sys
 from typing import TYPE_CHECKING
 
-from options import fraction, natural, parser_for, positive, share
+from options import natural, parser_for, positive
 
 from deberta_ds.errors import exit_cleanly
 
 if TYPE_CHECKING:
+    from deberta_ds.config import DataConfig, MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
 _MASKED, _REPLACED, _KEPT, _SPECIAL, _PLAIN = (
@@ -18,40 +23,62 @@ _MASKED, _REPLACED, _KEPT, _SPECIAL, _PLAIN = (
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("corpus", help="corpus directory")
-    parser.add_argument("--tokenizer", required=True, help="spm.model")
-    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
+    parser.add_argument("corpus", nargs="?", help="packed corpus directory, without --config")
+    parser.add_argument("--config", metavar="TOML", help="run file: its sources, masks and seed")
+    parser.add_argument("--tokenizer", help="spm.model, for a corpus")
+    parser.add_argument("--seq_len", type=positive, help="tokens in a row, for a corpus")
     parser.add_argument("--rows", type=positive, default=2, help="how many")
     parser.add_argument("--first", type=natural, default=0, help="first row number of the run")
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the run")
-    parser.add_argument("--rate", type=share, default=0.15, help="share of tokens masked")
-    parser.add_argument("--max_ngram", type=positive, default=1, help="longest span of words")
-    parser.add_argument("--mask_share", type=fraction, default=1.0, help="targets shown as [MASK]")
-    parser.add_argument("--random_share", type=fraction, default=0.0, help="targets replaced")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
                         help="colours; without them targets stand in braces")
-    args = parser.parse_args()
+    args, overrides = parser.parse_known_args()
+    if (args.corpus is None) == (args.config is None):
+        parser.error("name either a packed corpus or a run file with --config")
+    if args.corpus and not (args.tokenizer and args.seq_len):
+        parser.error("a corpus needs --tokenizer and --seq_len; a run file has them")
 
-    from deberta_ds.config import MaskConfig, SourceConfig
     from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(args.tokenizer)
-    mask = MaskConfig(rate=args.rate, max_ngram=args.max_ngram, mask_share=args.mask_share,
-                      random_share=args.random_share)
-    dataset = RowDataset([SourceConfig(path=args.corpus)], tokenizer, seq_len=args.seq_len,
-                         seed=args.seed, mask=mask)
+    data, mask = settings_of(args, overrides)
+    tokenizer = Tokenizer(data.tokenizer)
+    dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed, mask=mask,
+                         across_documents=data.across_documents)
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     for g in range(args.first, args.first + args.rows):
         row = dataset[g]
+        source, number = dataset.locate(g)
         real, targets = int((row.segments > 0).sum()), int((row.labels >= 0).sum())
-        print(f"row {g} (row {dataset.locate(g)[1]} of {args.corpus}): {real} of {args.seq_len} "
+        print(f"row {g} (row {number} of {data.sources[source].path}): {real} of {data.seq_len} "
               f"tokens, {int(row.segments.max())} pieces, {targets} targets "
               f"({targets / real:.1%})")
         print(render(row, tokenizer, color), end="\n\n")
     if color:
         print(f"{_MASKED}masked{_PLAIN} {_REPLACED}shown as another{_PLAIN} "
               f"{_KEPT}shown unchanged{_PLAIN} {_SPECIAL}special{_PLAIN}")
+
+
+def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]:
+    """Return the data and mask sections of the run file, or of a run on one corpus.
+
+    Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
+    """
+    from deberta_ds import config
+    from deberta_ds.validation import ConfigError, validate
+
+    if args.config:
+        run, _ = config.load(args.config, overrides)
+        return run.data, run.objective.mask
+    values = {"data": {"sources": [{"path": args.corpus}], "tokenizer": args.tokenizer,
+                       "seq_len": args.seq_len}, "objective": {"mask": {}}}
+    for override in overrides:
+        key, value = config.parse_override(override)
+        if not key.startswith(("data.", "objective.mask.")):
+            raise ConfigError(f"{override}: a corpus alone takes --data.KEY=... and "
+                              "--objective.mask.KEY=...; the rest belongs to a run file")
+        config.set_value(values, key, value)
+    return (validate(config.DataConfig, values["data"], "[data]"),
+            validate(config.MaskConfig, values["objective"]["mask"], "[objective.mask]"))
 
 
 def render(row, tokenizer: "Tokenizer", color: bool) -> str:

@@ -1,10 +1,10 @@
 """Convert a DeBERTa between formats, exactly, and check the result.
 
-    python launch/convert.py SRC DST --to hf|ms|ours
+    python launch/convert.py --model SOURCE --out DIR --to hf|ms|ours
 
-SRC: a Hugging Face directory, a microsoft `.bin` with model_config.json beside it, an official
+SOURCE: a Hugging Face directory, a microsoft `.bin` with model_config.json beside it, an official
 training output (discriminator/ and generator/), our run, checkpoint or consolidated directory.
-DST: a new directory. Nothing is dropped without a line that says so.
+DIR: a new directory. Nothing is dropped without a line that says so.
 """
 
 import argparse
@@ -13,15 +13,16 @@ from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", metavar="SRC")
-    parser.add_argument("out", metavar="DST")
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="SOURCE")
+    parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True)
     arguments = parser.parse_args()
 
     from deberta_ds.formats.convert import convert
 
-    summary = convert(arguments.source, arguments.out, arguments.to)
+    summary = convert(arguments.model, arguments.out, arguments.to)
     for line in (*summary.notes, *summary.findings()):
         print(f"  {line}")
     print(f"wrote {arguments.out}")

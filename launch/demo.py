@@ -151,7 +151,7 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str) -> None:
 
 
 def export(demo: Demo) -> None:
-    seconds = demo.run("python", "launch/export.py", "--checkpoint", OUT, "--out", OUT / "hf")
+    seconds = demo.run("python", "launch/export.py", "--run", OUT, "--out", OUT / "hf")
     size = (OUT / "hf/model.safetensors").stat().st_size / 1e6
     demo.note("export", "AutoModel and AutoTokenizer agree with ours", f"{size:.1f} MB", seconds)
 

@@ -1,6 +1,6 @@
 """Score a pretraining checkpoint on held-out rows: both networks, beside their baselines.
 
-    python launch/evaluate.py --checkpoint runs/v3_base [--data shards/other] [--rows 1000]
+    python launch/evaluate.py --run runs/v3_base [--data shards/other] [--rows 1000]
 
 One process, in fp32; any ZeRO stage and world size of the checkpoint. Masks and samples are fixed,
 so scores of different checkpoints compare.
@@ -15,7 +15,9 @@ from deberta_ds.errors import UserError, exit_cleanly
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, help="run or checkpoint directory")
+    run_group = parser.add_mutually_exclusive_group(required=True)
+    run_group.add_argument("--run", help="run or checkpoint directory")
+    run_group.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
     parser.add_argument("--data", help="packed corpus (default: the run's data.eval)")
     parser.add_argument("--tokenizer", help="spm.model (default: the run's)")
     parser.add_argument("--rows", type=int, help="how many rows (default: the run's)")
@@ -30,10 +32,10 @@ def main() -> None:
     from deberta_ds.train.evaluate import evaluate
     from deberta_ds.train.setup import EVAL_SEED
 
-    state, run = load_whole_state(options.checkpoint)
+    state, run = load_whole_state(options.run)
     corpus = options.data or run.data.eval
     if not corpus:
-        raise UserError(f"{options.checkpoint}: the run has no data.eval; name a packed corpus "
+        raise UserError(f"{options.run}: the run has no data.eval; name a packed corpus "
                         "with --data")
     tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
     rows = eval_rows(corpus, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,

@@ -1,10 +1,11 @@
 """Export a training run to a Hugging Face directory, and check it.
 
-    python launch/export.py --checkpoint OUT/checkpoints/step-NNNNNNNN --out DIR
+    python launch/export.py --run runs/v3_base --out DIR
 
-`--checkpoint OUT` takes the run's newest checkpoint. The discriminator is merged (generator's words
-+ delta, in fp32); the generator goes to DIR/generator with its enhanced mask decoder's position
-table in a side file. The directory appears only if AutoModel loads it with the same hidden states.
+`--run` takes a run's out_dir (its newest checkpoint) or one of its checkpoints/step-NNNNNNNN. The
+discriminator is merged (generator's words + delta, in fp32); the generator goes to DIR/generator
+with its enhanced mask decoder's position table in a side file. The directory appears only if
+AutoModel loads it with the same hidden states.
 """
 
 import argparse
@@ -13,14 +14,17 @@ from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--out", required=True)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    run = parser.add_mutually_exclusive_group(required=True)
+    run.add_argument("--run", help="run or checkpoint directory")
+    run.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
+    parser.add_argument("--out", required=True, help="new directory")
     arguments = parser.parse_args()
 
     from deberta_ds.formats.convert import convert
 
-    summary = convert(arguments.checkpoint, arguments.out, "hf")
+    summary = convert(arguments.run, arguments.out, "hf")
     for note in summary.notes:
         if not note.startswith(("main: kept", "generator: kept", "copied")):
             print(f"  {note}")
@@ -28,7 +32,7 @@ def main() -> None:
     print(f"  kept aside: {aside} tensors that transformers' classes have no place for")
     for line in summary.findings():
         print(f"  {line}")
-    print(f"exported {arguments.checkpoint} to {arguments.out}")
+    print(f"exported {arguments.run} to {arguments.out}")
 
 
 if __name__ == "__main__":

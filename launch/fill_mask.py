@@ -1,6 +1,6 @@
 """Fill the masked words of a text, with the enhanced mask decoder.
 
-    python launch/fill_mask.py MODEL "Paris is the [MASK] of France."
+    python launch/fill_mask.py --model MODEL "Paris is the [MASK] of France."
 
 MODEL: a run, a checkpoint, an exported directory (its generator is used), or a converted one.
 """
@@ -11,8 +11,9 @@ from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", metavar="MODEL")
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
     parser.add_argument("texts", metavar="TEXT", nargs="+")
     parser.add_argument("--top", type=int, default=5, help="proposals for each mask")
     arguments = parser.parse_args()

@@ -11,9 +11,10 @@ from tests.fuzz.setting import prepare, pretrain
 PREPARE = ("--tokenizer", "spm.model", "--workers", "1")
 WRITERS = {  # every command that writes: what it writes first
     "pretrain": (pretrain("--out_dir=new"), "new/config.json"),
-    "export": (Command("launch/export.py", ("--checkpoint", "out", "--out", "new")),
+    "export": (Command("launch/export.py", ("--run", "out", "--out", "new")),
                "model.safetensors"),
-    "convert to microsoft": (Command("launch/convert.py", ("hf", "new", "--to", "ms")),
+    "convert to microsoft": (Command("launch/convert.py",
+                                     ("--model", "hf", "--out", "new", "--to", "ms")),
                              "pytorch_model.bin"),
     "finetune": (Command("launch/finetune.py", (
         "--task", "CB", "--model", "hf", "--data", "superglue", "--any_size", "--out", "new",

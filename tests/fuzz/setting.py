@@ -72,7 +72,7 @@ def prepare(root: Path, server: Server) -> Setting:
     shutil.copytree(ROOT / "tests/fixtures/superglue", root / "superglue")
     command = pretrain()
     _run(server, root, command.script, *command.arguments)
-    _run(server, root, "launch/export.py", "--checkpoint", "out", "--out", "hf")
+    _run(server, root, "launch/export.py", "--run", "out", "--out", "hf")
     return Setting(root)
 
 
