@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
 
-from deberta_ds.model.attention import dispatch  # noqa: E402
+from deberta_ds.model.attention import dispatch, selfcheck  # noqa: E402
 from deberta_ds.model.attention.fused import tiles  # noqa: E402
+from deberta_ds.model.attention.reference import reference_attention  # noqa: E402
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[1]
@@ -40,7 +42,7 @@ def check(lines: list[dict]) -> None:
 def test_interpreter_equals_the_reference():
     lines = run_worker("fused_interpreter.py", timeout=300)
     check(lines)
-    assert len(lines) == 17
+    assert len(lines) == 19
     assert [line["repeats"] for line in lines if "repeats" in line] == [True]
 
 
@@ -82,15 +84,69 @@ def test_every_tile_is_in_the_table():
                     assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
 
 
-def test_choice_of_implementation(monkeypatch):
+@pytest.fixture
+def card(monkeypatch):
+    """Function that pretends to have a card of some capability, whose check ends as told."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch._choose.cache_clear()
+
+    def pretend(capability=(9, 0), passed=True):
+        verdict = selfcheck.Verdict(passed, "checked" if passed else "keys off by 1.0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(selfcheck, "check", lambda *_arguments: verdict)
+        dispatch._choose.cache_clear()
+
+    yield pretend
+    dispatch._choose.cache_clear()
+
+
+def test_choice_of_implementation(card):
+    card()
     half, single = torch.bfloat16, torch.float32
-    assert dispatch._choose("auto", "cpu", half, 64) == "tiled"
-    assert dispatch._choose("auto", "cuda", half, 64) == "fused"
-    assert dispatch._choose("auto", "cuda", half, 48) == "tiled"
-    assert dispatch._choose("auto", "cuda", single, 64) == "tiled"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert dispatch._choose("auto", cpu, half, 64, False) == "tiled"
+    assert dispatch._choose("auto", cuda, half, 64, False) == "fused"
+    assert dispatch._choose("auto", cuda, half, 48, False) == "tiled"
+    assert dispatch._choose("auto", cuda, single, 64, False) == "tiled"
     with pytest.raises(ValueError, match="no GPU"):
-        dispatch._choose("fused", "cpu", half, 64)
+        dispatch._choose("fused", cpu, half, 64, False)
     with pytest.raises(ValueError, match="head size 48"):
-        dispatch._choose("fused", "cuda", half, 48)
+        dispatch._choose("fused", cuda, half, 48, False)
+    with pytest.raises(ValueError, match="in fp32 its tiles do not fit"):
+        dispatch._choose("fused", cuda, single, 64, False)
+
+
+def test_old_card_and_failed_check_fall_back_with_the_reason(card, caplog):
+    cuda = torch.device("cuda", 0)
+    caplog.set_level("INFO", logger="deberta_ds")
+    card(capability=(7, 5))
+    assert dispatch._choose("auto", cuda, torch.float16, 64, False) == "tiled"
+    assert "compute capability 8.0" in caplog.text
+    card(passed=False)
+    assert dispatch._choose("auto", cuda, torch.bfloat16, 64, True) == "tiled"
+    assert "keys off by 1.0" in caplog.text
+
+
+def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def fused(*tensors, wrong=lambda context: context, **options):
+        calls.append(options)
+        return wrong(reference_attention(*tensors, **options))
+
+    def check(function, dtype=torch.bfloat16, long=False):
+        return selfcheck.check(torch.device("cpu"), dtype, 16, long, function)
+
+    for wrong, named in ((lambda c: c * 1.1, "off by 1.0e-01"), (lambda c: c * torch.nan, "nan"),
+                         (lambda c: c[:, :1], "RuntimeError")):  # fmt: skip
+        verdict = check(partial(fused, wrong=wrong))
+        assert not verdict.passed and named in verdict.text
+    assert not selfcheck.results_file().exists()
+    assert check(fused).passed and len(calls) > 3
+    before = len(calls)
+    assert check(fused).passed and len(calls) == before  # from the file
+    assert check(fused, torch.float16).passed and check(fused, long=True).passed
+    assert len(calls) == before + 3  # two cases of short rows, one of long ones
+    selfcheck.results_file().write_text("not json")
+    assert check(fused).passed and len(calls) == before + 5

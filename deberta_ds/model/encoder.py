@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.model.attention import Geometry, attend
+from deberta_ds.model.columns import at_columns
 from deberta_ds.model.embeddings import InputBlock
 
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
@@ -120,8 +121,7 @@ class Layer(nn.Module):
         memory = self.attention.project_memory(hidden_BLC, relative_SC)
         if decoder is None:
             return self._block(hidden_BLC, memory, segments_BL, None)
-        columns_BMC = decoder.columns_BM.unsqueeze(-1).expand(-1, -1, hidden_BLC.size(-1))
-        queries_BMC = decoder.position_vectors_BMC + hidden_BLC.gather(1, columns_BMC)
+        queries_BMC = decoder.position_vectors_BMC + at_columns(hidden_BLC, decoder.columns_BM)
         for _ in range(2):
             queries_BMC = self._block(queries_BMC, memory, segments_BL, decoder.columns_BM)
         return queries_BMC

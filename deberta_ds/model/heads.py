@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.config import ModelConfig
+from deberta_ds.model.columns import at_columns
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import DecoderQueries, Trunk
 
@@ -60,7 +61,7 @@ class MaskedLm(nn.Module):
             decoder = DecoderQueries(vectors, columns_BM)
         hidden = self.trunk(words(batch.input_ids), batch.segments, batch.positions, decoder)
         if decoder is None:
-            hidden = hidden.gather(1, columns_BM.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
+            hidden = at_columns(hidden, columns_BM)
         return hidden.flatten(0, 1)[batch.target_index]
 
 
@@ -79,6 +80,6 @@ class ReplacedTokenHead(nn.Module):
     def forward(self, hidden_BLC: Tensor, positions_BL: Tensor) -> Tensor:
         """Return logits [B, L] in fp32; `positions_BL` counts from each piece's [CLS]."""
         columns_BL = torch.arange(hidden_BLC.size(1), device=hidden_BLC.device) - positions_BL
-        cls_BLC = hidden_BLC.gather(1, columns_BL.unsqueeze(-1).expand_as(hidden_BLC))
+        cls_BLC = at_columns(hidden_BLC, columns_BL)
         hidden_BLC = F.gelu(self.dense(self.norm(cls_BLC + hidden_BLC)))
         return self.classifier(hidden_BLC).squeeze(-1).float()

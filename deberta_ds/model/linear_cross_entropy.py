@@ -15,11 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # fp32 logits held at once when the caller names no chunk: on the CPU 2 MiB, which stay in cache.
 _CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
+_ALIGNED_IDS = 128
+_SUM_BLOCK = 64
 _KEPT_LOGITS = 1 << 24  # up to this many products are kept for backward
 
 
@@ -63,8 +66,7 @@ def linear_cross_entropy(
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
-    held = _CPU_CHUNK_LOGITS if device == "cpu" else _CHUNK_LOGITS
-    chunk = chunk or max(1024, held // max(1, hidden_TC.shape[0]))
+    chunk = chunk or _chunk_for(hidden_TC.shape[0], device)
     return _LinearCrossEntropy.apply(
         hidden_TC,
         weight_VC,
@@ -73,6 +75,14 @@ def linear_cross_entropy(
         None if uniforms_T is None else _Draw(uniforms_T, temperature),
         _Vocabulary(size, min(chunk, size)),
     )
+
+
+def _chunk_for(rows: int, device: str) -> int:
+    """Return how many ids to handle at once."""
+    if device == "cpu":
+        return max(1024, _CPU_CHUNK_LOGITS // max(1, rows))
+    # A GPU's products of other widths take an unaligned path, several times slower.
+    return max(1024, _CHUNK_LOGITS // max(1, rows) // _ALIGNED_IDS * _ALIGNED_IDS)
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,7 @@ def _sample(
     logits_of(number, rows): logits of the chosen rows in one chunk. float64 throughout: an fp32
     cumulative sum over 128,000 ids would bias rare ids.
     """
-    cumulative_TK = masses_TK.double().softmax(-1).cumsum(-1)
+    cumulative_TK = _running_sums(masses_TK.double().softmax(-1))
     last = cumulative_TK.shape[1] - 1
     uniforms_T1 = draw.uniforms_T.double()[:, None]
     chunk_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True).clamp_(max=last)
@@ -217,6 +227,23 @@ def _sample(
         first += count
         if count:
             probs = (logits_of(number, rows).double() / draw.temperature).softmax(-1)
-            column = torch.searchsorted(probs.cumsum(-1), inside_T1[rows], right=True)[:, 0]
+            column = torch.searchsorted(_running_sums(probs), inside_T1[rows], right=True)[:, 0]
             sampled_T[rows] = column.clamp_(max=end - start - 1) + start
     return sampled_T
+
+
+def _running_sums(values_TN: Tensor) -> Tensor:
+    """Return the cumulative sums of each row: products with triangles, first of blocks.
+
+    torch's own on a GPU may add in another order in another run.
+    """
+    size = values_TN.shape[1]
+    padded_TN = F.pad(values_TN, (0, -size % _SUM_BLOCK))
+    blocks_TKX = padded_TN.unflatten(1, (padded_TN.shape[1] // _SUM_BLOCK, _SUM_BLOCK))
+    inside_TKX = blocks_TKX @ _triangle(_SUM_BLOCK, values_TN, 0)
+    before_TK = inside_TKX[:, :, -1] @ _triangle(inside_TKX.shape[1], values_TN, 1)
+    return (inside_TKX + before_TK[:, :, None]).flatten(1)[:, :size].contiguous()
+
+
+def _triangle(size: int, like: Tensor, diagonal: int) -> Tensor:
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).triu_(diagonal)

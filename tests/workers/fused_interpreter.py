@@ -28,6 +28,8 @@ PIECES = torch.tensor([[1] * 20 + [2] * 66 + [3] * 9 + [0] * 5])
 HOLES = PIECES.clamp(max=1)
 HOLES[0, 30] = 0
 
+NEGATIVE = torch.where(PIECES == 2, -1, PIECES)  # a piece may have any number but 0
+
 BANDS = torch.tensor([[1] * 30 + [2] * 265])
 
 
@@ -56,6 +58,8 @@ SHORT = {
     "query term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="query"), "float16"),
     "picked beyond the band": (Case(SMALL_BUCKETS, BANDS, num_queries=35, heads=1), "float32"),
     "no term": (Case(V3, ones(33), heads=1, terms="none"), "float32"),
+    "negative segments": (Case(V1, NEGATIVE, heads=1), "float32"),
+    "contiguous": (ContiguousCase(V3, ones(40), heads=2), "float32"),
     "one token": (Case(V3, ones(1), heads=1), "float32"),
     "v3 in bf16": (Case(V3, ones(100), heads=1, dropout=0.1), "bfloat16"),
     "packed in bf16": (Case(SMALL_BUCKETS, PIECES, heads=1, size=32), "bfloat16"),
@@ -99,9 +103,10 @@ def read_mask_back() -> list[float]:
 def check_operator() -> dict:
     """Return what torch says of the operator: its schema, its fake kernel, its autograd."""
     generator = torch.Generator().manual_seed(29)
-    planes = [torch.randn(1, 9, 1, 16, generator=generator).transpose(1, 2) for _ in range(3)]
+    planes = [torch.randn(1, 9, 2, 16, generator=generator).transpose(1, 2) for _ in range(3)]
+    planes[1] = planes[1].contiguous()  # the fake kernel must know the gradient's layout
     rows = 2 * bands.make_band(16, 9).radius(9)
-    tables = [torch.randn(1, rows, 16, generator=generator) for _ in range(2)]
+    tables = [torch.randn(2, rows, 16, generator=generator) for _ in range(2)]
     columns = torch.arange(9, dtype=torch.int32)[None]
     one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
     facts = torch.stack([one, columns, one - 1, nine]), torch.stack([one, one - 1, nine])

@@ -11,12 +11,15 @@ from functools import lru_cache
 import torch
 
 from deberta_ds.errors import UserError
+from deberta_ds.model.attention import selfcheck
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.attention.tiled import tiled_attention
 
 MODES = ("auto", "reference", "tiled", "fused")
 FUSED_SIZES = (16, 32, 64, 128)  # head sizes; tl.dot needs 16
+OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
+SHORT_ROW = 512  # longer rows may have pairs beyond the reach of the relative table
 _LOG = logging.getLogger("deberta_ds")
 
 
@@ -51,7 +54,9 @@ def attend(
         raise ValueError("attention dropout needs a seed")
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
-    chosen = _choose(mode, q_BHQD.device.type, q_BHQD.dtype, q_BHQD.shape[-1])
+    chosen = _choose(
+        mode, q_BHQD.device, q_BHQD.dtype, q_BHQD.shape[-1], k_BHLD.shape[2] > SHORT_ROW
+    )
     run = _implementation(chosen)
     return run(
         q_BHQD,
@@ -76,25 +81,34 @@ def _implementation(name: str):
 
 
 @lru_cache
-def _choose(mode: str, device: str, dtype: torch.dtype, size: int) -> str:
+def _choose(mode: str, device: torch.device, dtype: torch.dtype, size: int, long: bool) -> str:
     """Return the implementation's name, and say it once in the log."""
     if mode not in MODES:
         raise UserError(f"attention = {mode!r}: choose one of {', '.join(MODES)}")
     obstacle = _why_not_fused(device, dtype, size)
     if mode == "fused" and obstacle:
         raise UserError(f"attention = 'fused' cannot run here: {obstacle}; use 'auto' or 'tiled'")
-    chosen = mode
+    chosen, reason = mode, ""
     if mode == "auto":
-        half = device == "cuda" and dtype != torch.float32
-        chosen = "fused" if half and not obstacle else "tiled"
-    reason = f" (not fused: {obstacle})" if mode == "auto" and obstacle else ""
-    _LOG.info("attention: %s on %s, asked for: %s%s", chosen, device, mode, reason)
+        chosen, reason = _choose_itself(obstacle, device, dtype, size, long)
+    _LOG.info("attention: %s on %s, asked for: %s%s", chosen, device.type, mode, reason)
     return chosen
 
 
-def _why_not_fused(device: str, dtype: torch.dtype, size: int) -> str:
+def _choose_itself(obstacle: str, device, dtype, size: int, long: bool) -> tuple[str, str]:
+    """Return the implementation that suits the device and is right on it, and why."""
+    if obstacle or device.type != "cuda":
+        return "tiled", f" (not fused: {obstacle})" if obstacle else ""
+    verdict = selfcheck.check(device, dtype, size, long, _implementation("fused"))
+    if not verdict.passed:
+        return "tiled", f" (not fused: it fails its check on this card: {verdict.text})"
+    return "fused", f" ({verdict.text})"
+
+
+def _why_not_fused(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """Return what keeps the Triton kernels from running, or an empty string."""
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
         return "no GPU"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -102,4 +116,10 @@ def _why_not_fused(device: str, dtype: torch.dtype, size: int) -> str:
         return f"head size {size} is not one of {FUSED_SIZES}"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{dtype} is not supported"
+    if interpreted:
+        return ""
+    if dtype == torch.float32:
+        return "in fp32 its tiles do not fit into registers; it takes bf16 and fp16"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return "the card has no compute capability {}.{}".format(*OLDEST)
     return ""

@@ -37,7 +37,7 @@ def fused_path(
         words = dropout_words(seed, batch, heads, queries, keys, device)
     else:
         words = (torch.empty(0, dtype=torch.int32, device=device),) * 2
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), ops.on_device_of(q_BHQD):
         key_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
         query_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
         planes = [_rows_contiguous(x.to(dtype)) for x in (q_BHQD, k_BHLD, v_BHLD)]

@@ -28,7 +28,7 @@ def _query_step(
     in_keys = j < NK
     k = tl.load(K + j[:, None] * k_n + d[None, :], mask=in_keys[:, None], other=0.0)
     v = tl.load(V + j[:, None] * v_n + d[None, :], mask=in_keys[:, None], other=0.0)
-    segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=-1)
+    segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=0)
     allowed = (segment_i[:, None] == segment_j[None, :]) & (segment_i != 0)[:, None]
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_BIAS:
@@ -145,7 +145,7 @@ def _key_step(
     grad = tl.load(GRAD + (i[:, None] * g_n + d[None, :]), mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + i, mask=in_rows, other=float("inf"))
     delta = tl.load(DELTA + i, mask=in_rows, other=0.0)
-    segment_i = tl.load(Q_SEGMENT + i, mask=in_rows, other=-1)
+    segment_i = tl.load(Q_SEGMENT + i, mask=in_rows, other=0)
     allowed = (segment_j[:, None] == segment_i[None, :]) & (segment_j != 0)[:, None]
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
     if HAS_BIAS:

@@ -29,7 +29,7 @@ def _step(
     d = tl.arange(0, D)
     in_keys = j < NK
     k = tl.load(K + j[None, :] * k_n + d[:, None], mask=in_keys[None, :], other=0.0)
-    segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=-1)
+    segment_j = tl.load(K_SEGMENT + j, mask=in_keys, other=0)
     allowed = (segment_i[:, None] == segment_j[None, :]) & (segment_i != 0)[:, None]
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if HAS_BIAS:

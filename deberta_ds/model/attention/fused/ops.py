@@ -4,6 +4,7 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an exp
 columns of a plane.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -89,8 +90,7 @@ def fused_attention_backward(
     batch, heads, queries, _ = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
     delta = torch.empty_like(lse)
-    dq, dk, dv = (torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
-                  for x in (q, k, v))  # fmt: skip
+    dq, dk, dv = _row_gradients(q, k, v)
     terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
     d_key, d_query = (_Term(torch.empty_like(x.plane), torch.empty_like(x.ends)) for x in terms)
     written = d_query.plane
@@ -120,9 +120,17 @@ def fused_attention_backward(
 
 @fused_attention_backward.register_fake
 def _(grad, out, lse, q, k, v, key_table, query_table, *_rest):
-    rows = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
+    rows = [x.transpose(1, 2) for x in _row_gradients(q, k, v)]
     tables = (key_table, query_table)
     return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
+
+
+def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return new tensors [B,rows,H,D] for the gradients of q, k and v."""
+    return [
+        torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
+        for x in (q, k, v)
+    ]
 
 
 def _save(ctx, inputs, output):
@@ -132,7 +140,8 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad, _grad_lse):
     out, lse, *tensors = ctx.saved_tensors
-    grads = fused_attention_backward(grad, out, lse, *tensors, *ctx.numbers)
+    with on_device_of(grad):
+        grads = fused_attention_backward(grad, out, lse, *tensors, *ctx.numbers)
     d_tables = [None if t is None else g for t, g in zip(tensors[3:5], grads[3:], strict=True)]
     return *grads[:3], *d_tables, *[None] * 8
 
@@ -206,6 +215,11 @@ def _spread(d_scores: Tensor, d_plane: Tensor, positions: Tensor, band: Band) ->
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Return the context for launches: Triton launches on the current device, not the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _capability(x: Tensor) -> tuple[int, int]:

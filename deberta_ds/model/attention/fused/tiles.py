@@ -51,4 +51,5 @@ def choose_product(capability: tuple[int, int], size: int, kind: str) -> Tile:
 
 
 def _architecture(capability: tuple[int, int]) -> str:
-    return "sm90" if capability >= (9, 0) else "sm80"
+    large = (9, 0) <= capability < (12, 0)  # sm_120 has the shared memory of sm_86
+    return "sm90" if large else "sm80"
