@@ -38,6 +38,7 @@ setup(
     extras_require={
         "mpi": ["mpi4py"],
         "neardup": ["datasketch"],
+        "trackers": ["wandb", "mlflow-skinny"],
         "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
     },
 )

@@ -259,6 +259,14 @@ class InitConfig:
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
+class LogConfig:
+    """Services that get the numbers of a run beside metrics.jsonl and TensorBoard."""
+
+    wandb: str = option("project of Weights & Biases (pip install wandb); empty: none", "")
+    mlflow: str = option("experiment of MLflow (pip install mlflow); empty: none", "")
+
+
+@dataclass(config=_STRICT, frozen=True, kw_only=True)
 class RunConfig:
     """Everything that one pretraining run computes."""
 
@@ -270,6 +278,7 @@ class RunConfig:
     optim: OptimConfig
     train: TrainConfig
     init: InitConfig = InitConfig()
+    log: LogConfig = LogConfig()
 
     def __post_init__(self):
         if self.init.words_only and self.objective.kind != "mlm":

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from deberta_ds import config, deepspeed_config, dist
+from deberta_ds import config, deepspeed_config, dist, trackers
 from deberta_ds.cluster import ending, lock, signals, watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
@@ -69,7 +69,7 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         checkpoint.check_layout(record, inputs.ds, str(found.path))
     log = dist.together(lambda: RunLog(
         run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
-        total_steps=run.train.steps))
+        total_steps=run.train.steps, track=trackers.chosen(run.log)))
     for line in describe(run, inputs, origins):
         log.info(line)
     for line in found.passed_over:
