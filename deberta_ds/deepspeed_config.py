@@ -267,7 +267,7 @@ def resolve(run: RunConfig, values: dict, world_size: int) -> dict:
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1 << 62,  # our own log speaks
+        "steps_per_print": None,  # never: our own log speaks
     } | values | {
         "train_batch_size": run.train.global_batch_rows,
         "train_micro_batch_size_per_gpu": run.train.micro_batch_rows,

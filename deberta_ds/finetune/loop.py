@@ -149,7 +149,7 @@ def _engine(job: Job, optim):
     values = {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1 << 62,
+        "steps_per_print": None,
     } | dict(job.deepspeed) | {
         "train_batch_size": shape.micro_rows * shape.accumulation * world,
         "train_micro_batch_size_per_gpu": shape.micro_rows,
