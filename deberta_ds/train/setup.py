@@ -16,6 +16,7 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train import engine, machine
 from deberta_ds.train.check import check_run
+from deberta_ds.train.engine import local_device
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
@@ -114,5 +115,5 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
               "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
               "world_size": dist.world_size(),
               "parameters": inputs.num_parameters,
-              "hardware": machine.hardware(engine.local_device()), "commit": machine.commit()}
+              "hardware": machine.hardware(local_device()), "commit": machine.commit()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")
