@@ -125,14 +125,10 @@ def _forgiving(name: str, begin: Open) -> Open:
     return guarded_begin
 
 
-SERVICES = {"wandb": wandb, "mlflow": mlflow}  # by their field in LogConfig and their package
-
-
 def chosen(log: LogConfig) -> list[Open]:
     """Return TensorBoard and the services that are named; UserError if a library is missing."""
     found = [tensorboard]
-    for name, opener in SERVICES.items():
-        value = getattr(log, name)
+    for name, value, opener in (("wandb", log.wandb, wandb), ("mlflow", log.mlflow, mlflow)):
         if value and importlib.util.find_spec(name) is None:
             raise UserError(f"log.{name} = {value!r}: needs the package {name}; pip install {name}")
         if value:
