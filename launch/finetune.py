@@ -1,8 +1,9 @@
-"""Fine-tune one SuperGLUE task: alone, or on several ranks under deepspeed or torchrun.
+"""Fine-tune one task: alone, or on several ranks under deepspeed or torchrun.
 
     python launch/finetune.py --task RTE --model runs/base/hf --data superglue --out runs/sg
     deepspeed launch/finetune.py --task CB --init_from runs/sg/RTE/seed-1 ... --seeds 5 \\
         --all.epochs=20
+    python launch/finetune.py --task my_task.toml --model runs/base/hf --out runs/mine
 
 Writes OUT/TASK/seed-N/: result.json, model/, val_predictions.jsonl, submission/TASK.jsonl. A
 finished (task, seed) is not run again.
@@ -16,6 +17,7 @@ from deberta_ds.errors import exit_cleanly
 def main() -> None:
     from deberta_ds import dist
     from deberta_ds.finetune import options, sweep
+    from deberta_ds.finetune.own import load_own_task
     from deberta_ds.finetune.tasks import task_named
 
     parser = argparse.ArgumentParser(
@@ -23,15 +25,23 @@ def main() -> None:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--task", required=True,
-                        help="BoolQ, CB, COPA, MultiRC, ReCoRD, RTE, WiC, WSC or MNLI")
+                        help="a task of SuperGLUE or GLUE by name, or a TOML file with a task of "
+                        "your own (docs/finetuning.md)")
     parser.add_argument("--init_from", default="",
                         help="output of another task, whose head is kept where labels match")
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)
     given, overrides = options.parse(parser)
-    task = task_named(given.task)
+    val_share = 0.0
+    if given.task.endswith(".toml"):
+        task, own, labels = load_own_task(given.task)
+        val_share = own.val_share
+        options.say(labels)
+    else:
+        task = task_named(given.task)
     init_from = {task.name: given.init_from} if given.init_from else {}
-    plan = options.build_sweep(given, overrides, (task,), init_from, not given.no_save_model)
+    plan = options.build_sweep(given, overrides, (task,), init_from, not given.no_save_model,
+                               val_share)  # fmt: skip
     results = sweep.run_all(plan)
     options.say("\n" + sweep.table(sweep.summarize(plan.tasks, results)))
     dist.destroy()

@@ -1,4 +1,4 @@
-"""Make or check the SuperGLUE leaderboard zip.
+"""Make or check the leaderboard zip of SuperGLUE or GLUE.
 
     python launch/submit.py --run runs/superglue --data superglue --zip superglue.zip
     python launch/submit.py --check superglue.zip --data superglue
@@ -23,7 +23,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--data", required=True, help="SuperGLUE data: directory, zip or hub")
+    parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE")
+    parser.add_argument("--data", required=True, help="the suite's data: directory, zip or hub")
     parser.add_argument("--run", help="output of launch/superglue.py, or TASK.jsonl files")
     parser.add_argument("--predictions", dest="run", help=argparse.SUPPRESS)  # as in 0.1.0
     parser.add_argument("--zip", help="zip file to write")
@@ -33,35 +34,37 @@ def main() -> None:
     parser.add_argument("--any_size", action="store_true",
                         help="the test files are samples, not the official ones")
 
+    from deberta_ds.finetune import glue_submission, submission
     from deberta_ds.finetune.readers import read_split
     from deberta_ds.finetune.settings import underscored
-    from deberta_ds.finetune.submission import check_zip, refuse_partial, write_zip
-    from deberta_ds.finetune.tasks import TASKS
+    from deberta_ds.finetune.tasks import SUITES
 
     args = parser.parse_args([underscored(text) for text in sys.argv[1:]])
     if bool(args.check) == bool(args.zip and args.run):
         raise UserError("pass either --check ZIP, or --run DIR and --zip ZIP")
-    unknown = set(args.leave_out) - {task.name for task in TASKS}
+    tasks = SUITES[args.suite]
+    unknown = set(args.leave_out) - {task.name for task in tasks}
     if unknown:
         raise UserError(f"--leave_out: no task is called {', '.join(sorted(unknown))}")
     tests = {
         task.name: read_split(task, args.data, "test", any_size=args.any_size).examples
-        for task in TASKS
+        for task in tasks
         if task.name not in args.leave_out
     }
+    maker = glue_submission if args.suite == "GLUE" else submission
     if args.check:
-        check_zip(args.check, tests, args.leave_out)
+        maker.check_zip(args.check, tests, args.leave_out)
         print(f"{args.check}: {len(tests)} files, all as the leaderboard wants them")
         return
-    files = {task.name: prediction_file(Path(args.run), task) for task in TASKS}
+    files = {task.name: prediction_file(Path(args.run), task) for task in tasks}
     found = {name: file for name, file in files.items() if file and name not in args.leave_out}
     missing = [name for name, file in files.items() if file is None or name in args.leave_out]
-    refuse_partial(missing, args.leave_out, args.run)
-    write_zip(args.zip, {name: file.read_text("utf-8") for name, file in found.items()}, tests,
-              args.leave_out)
-    check_zip(args.zip, tests, args.leave_out)
+    submission.refuse_partial(missing, args.leave_out, args.run)
+    maker.write_zip(args.zip, {name: file.read_text("utf-8") for name, file in found.items()},
+                    tests, args.leave_out)
+    maker.check_zip(args.zip, tests, args.leave_out)
     for name, file in found.items():
-        print(f"  {name + '.jsonl':<14} from {file}")
+        print(f"  {name:<8} from {file}")
     print(f"wrote {args.zip}: {len(found)} files, checked")
 
 

@@ -1,4 +1,4 @@
-"""Fine-tune and score a model on all of SuperGLUE, several seeds a task; continue where it stopped.
+"""Fine-tune and score a model on SuperGLUE or GLUE, several seeds a task; go on where it stopped.
 
     deepspeed launch/superglue.py --model runs/base/hf --data superglue --seeds 5 --out runs/sg \\
         --config launch/runs/superglue/base.toml
@@ -18,13 +18,15 @@ def main() -> None:
     from deberta_ds import dist, report
     from deberta_ds.files import write_atomic
     from deberta_ds.finetune import options, sweep
-    from deberta_ds.finetune.tasks import MAIN_TASKS, task_named
+    from deberta_ds.finetune.tasks import SUITES, task_named
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--tasks", nargs="+", default=list(MAIN_TASKS), metavar="TASK")
+    parser.add_argument("--suite", choices=list(SUITES), default="SuperGLUE")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK",
+                        help="default: all of the suite's")
     parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",
                         help="start a task from the output of another, such as CB=runs/MNLI/seed-1")
     parser.add_argument("--save_models", action="store_true", help="keep every run's weights")
@@ -33,9 +35,10 @@ def main() -> None:
     options.add_options(parser)
     given, overrides = options.parse(parser)
     compare = read_results(given.compare) if given.compare else None
+    tasks = tuple(task_named(name) for name in given.tasks)
+    tasks = tasks or tuple(task for task in SUITES[given.suite] if task.predicted_by is None)
     plan = options.build_sweep(
-        given, overrides, tuple(task_named(name) for name in given.tasks),
-        pairs(given.init_from), given.save_models,
+        given, overrides, tasks, pairs(given.init_from), given.save_models,
     )  # fmt: skip
     results = sweep.run_all(plan)
     summary = sweep.summarize(plan.tasks, results)

@@ -99,7 +99,7 @@ def test_macro_f1_is_sklearns_over_three_fixed_classes(pairs):
     wanted = sklearn_metrics.f1_score(
         gold, guess, labels=[0, 1, 2], average="macro", zero_division=0
     )
-    assert metrics.macro_f1(labelled(gold), guess) == pytest.approx(wanted)
+    assert metrics.macro_f1(labelled(gold), guess, "abc") == pytest.approx(wanted)
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,7 +115,7 @@ def test_binary_metrics_are_sklearns(pairs):
 
 
 def test_an_absent_class_still_counts_in_cb():
-    assert metrics.macro_f1(labelled([0, 2]), [0, 2]) == pytest.approx(2 / 3)
+    assert metrics.macro_f1(labelled([0, 2]), [0, 2], "abc") == pytest.approx(2 / 3)
 
 
 def test_a_question_without_a_true_answer_counts_in_em():

@@ -244,5 +244,5 @@ def test_fewglue_samples_are_read_only_when_allowed():
 
 def test_names_are_the_leaderboards():
     assert len(SUBMITTED_FILES) == 10 and "AX-b.jsonl" in SUBMITTED_FILES
-    with pytest.raises(UserError, match="unknown task 'QQP'"):
-        task_named("QQP")
+    with pytest.raises(UserError, match="unknown task 'QQX'"):
+        task_named("QQX")

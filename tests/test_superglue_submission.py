@@ -191,7 +191,7 @@ def test_any_swapped_dropped_or_doubled_lines_are_refused(tmp_path_factory, data
 def test_a_partial_zip_must_be_asked_for_by_name(tmp_path):
     some = texts()
     del some["ReCoRD"], some["AX-g"]
-    with pytest.raises(UserError, match="no predictions for ReCoRD, AX-g.*--leave-out ReCoRD AX-g"):
+    with pytest.raises(UserError, match="no predictions for ReCoRD, AX-g.*--leave_out ReCoRD AX-g"):
         write_zip(tmp_path / "p.zip", some, TESTS)
     with pytest.raises(UserError, match="no predictions for AX-g"):
         write_zip(tmp_path / "p.zip", some, TESTS, ["ReCoRD"])
@@ -213,7 +213,7 @@ def submit(*arguments: str) -> subprocess.CompletedProcess:
 def test_the_command_makes_checks_and_refuses(tmp_path):
     for name, text in texts().items():
         (tmp_path / f"{name}.jsonl").write_text(text)
-    made = submit("--predictions", str(tmp_path), "--data", str(SAMPLE), "--any-size",
+    made = submit("--predictions", str(tmp_path), "--data", str(SAMPLE), "--any_size",
                   "--zip", str(tmp_path / "out.zip"))  # fmt: skip
     assert made.returncode == 0, made.stderr
     assert "10 files, checked" in made.stdout

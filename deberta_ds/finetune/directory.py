@@ -6,7 +6,10 @@
                                          directory as whole
 
     head        transformers class (v2, v3; Deberta... for v1)    tensors beside the encoder's
-    classify    DebertaV2ForSequenceClassification                 pooler.dense.*, classifier.*
+    classify, multilabel, regress
+                DebertaV2ForSequenceClassification                 pooler.dense.*, classifier.*
+    tags        DebertaV2ForTokenClassification (a word's label    classifier.*
+                is that of its first token)
     choice      DebertaV2ForMultipleChoice; v1 has none: one label pooler.dense.*, classifier.*
                 of DebertaForSequenceClassification
     words       none (AutoModel loads the encoder):                head.attention.*,
@@ -42,7 +45,11 @@ from deberta_ds.validation import validate
 FACTS = "finetuned.json"
 _FORMAT = 2  # 0.1.0 wrote no number
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
-_HUGGING_FACE_CLASSES = {"classify": "ForSequenceClassification", "choice": "ForMultipleChoice"}
+_CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
+            "regress": "ForSequenceClassification", "choice": "ForMultipleChoice",
+            "tags": "ForTokenClassification"}  # fmt: skip
+_PROBLEMS = {"classify": "single_label_classification", "regress": "regression",
+             "multilabel": "multi_label_classification"}  # fmt: skip
 _CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
 
 
@@ -99,7 +106,7 @@ def class_name(task: Task, kind: str) -> str | None:
     """Return the transformers class that computes the task's scores, None if there is none."""
     if task.head == "choice" and kind == configs.V1:
         return "DebertaForSequenceClassification"
-    end = _HUGGING_FACE_CLASSES.get(task.head)
+    end = _CLASSES.get(task.head)
     return _CLASS_PREFIX[kind] + end if end else None
 
 
@@ -114,8 +121,8 @@ def _head_values(task: Task, settings: Settings, name: str | None) -> dict:
         "pooler_dropout": 0.0,
         "cls_dropout": settings.head_dropout,
     }
-    if task.head == "classify":
-        values["problem_type"] = "single_label_classification"
+    if task.head in _PROBLEMS:
+        values["problem_type"] = _PROBLEMS[task.head]
     return values
 
 

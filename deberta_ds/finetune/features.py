@@ -20,7 +20,7 @@ from deberta_ds.finetune.layouts import PLACEHOLDER, Example
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
-_WINDOWED = ("multirc", "record")
+_WINDOWED = ("multirc", "record", "tags")
 _UNCUT = ("wic", "wsc")
 _MIN_FIRST_TOKENS = 8
 
@@ -33,8 +33,8 @@ class Feature:
     sequences: tuple[tuple[int, ...], ...]
     spans: tuple[tuple[int, int, int, int], ...]
     num_slots: int
-    label: int  # -1: unknown
-    slot_labels: tuple[float, ...]  # ReCoRD: 1 for a mention of an answer
+    label: int | float | tuple[int, ...]  # -1: unknown; several labels: 0 or 1 for each
+    slot_labels: tuple[float, ...]  # ReCoRD: 1 for a mention of an answer; tags: the class
     cut_tokens: int  # tokens of the first text that the model never sees
 
     @property
@@ -96,16 +96,28 @@ class _Encoder:
             spans += [(len(sequences) + row, *rest) for row, *rest in row_spans]
             sequences += rows
             cut += lost
-        answers = set(example.gold)
+        label, slot_labels = self.labels(example)
         return Feature(
             position=position,
             sequences=tuple(map(tuple, sequences)),
             spans=tuple(spans),
             num_slots=len(example.spans),
-            label=-1 if example.label is None else example.label,
-            slot_labels=tuple(float(name in answers) for name in example.names),
+            label=label,
+            slot_labels=slot_labels,
             cut_tokens=cut,
         )
+
+    def labels(self, example: Example):
+        """Return (label, label of every slot); where the file has none, what stands for that."""
+        head, label = self.task.head, example.label
+        if head == "tags":
+            unknown = (-1,) * len(example.spans)
+            return -1, tuple(map(float, unknown if label is None else label))
+        if head == "multilabel" and label is None:
+            return (0,) * len(self.task.labels), ()
+        answers = set(example.gold)
+        slots = tuple(float(name in answers) for name in example.names)
+        return -1 if label is None else label, slots
 
     def needed(self, example: Example) -> int:
         """Return the least max_length at which nothing is lost that must be seen together."""

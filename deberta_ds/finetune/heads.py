@@ -2,6 +2,7 @@
 
 Classification is microsoft/DeBERTa's context pooler (apps/models/sequence_classification.py); WSC
 pools its spans by self-attention and WiC adds [CLS] (jiant modules/span_modules.py, models.py);
+tags are read off each word's first token (transformers' token classification);
 ReCoRD scores every mention, pooled by attention against [CLS], in one pass (apps/models/
 record_qa.py). Scores of an example that was read in several windows are averaged.
 
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 
 from deberta_ds.finetune.features import FeatureBatch
 from deberta_ds.finetune.sift import Sift, adversarial_divergence
-from deberta_ds.finetune.tasks import Task
+from deberta_ds.finetune.tasks import HeadKind, Task
 from deberta_ds.model.backbone import Backbone
 
 
 class TaskOutput(NamedTuple):
-    """`loss_sum` adds up the examples' losses times their weights; `scores` are [E, N] or [K].
+    """`loss_sum` adds up the examples' losses times their weights; `scores` are [E, N], of
+    mentions [K], of tags [K, N].
 
     `adversarial_sum` is SiFT's part of the loss before its weight, 0 without.
     """
@@ -39,25 +41,30 @@ class TaskModel(nn.Module):
         self.backbone = backbone
         self.head = build_head(task, backbone.config.hidden_size, dropout)
         self.sift = sift
+        self.kind = task.head
 
     def forward(self, batch: FeatureBatch) -> TaskOutput:
-        """Return summed fp32 loss and fp32 scores; ReCoRD's loss is the mean over its mentions.
+        """Return summed fp32 loss and fp32 scores.
 
         In training with `sift`, the loss has the adversarial divergence times its weight added.
         """
         sums_RLC = self.sums(batch)
         scores = self.scores(sums_RLC, batch)
-        loss = loss_sum(scores, batch)
+        loss = loss_sum(self.kind, scores, batch)
         adversarial = torch.zeros_like(loss)
         if self.training and self.sift:
-            parts = adversarial_divergence(
-                lambda vectors_RLC: self.scores(vectors_RLC, batch), sums_RLC, scores, self.sift
-            )
-            if scores.ndim == 1:
-                parts = mean_by(parts, batch.slot_example_K, batch.weights_E.numel())
+            parts = by_example(self.kind, self._divergence(sums_RLC, scores, batch), batch)
             adversarial = (parts * batch.weights_E).sum()
             loss = loss + self.sift.weight * adversarial
         return TaskOutput(loss, scores, adversarial.detach())
+
+    def _divergence(self, sums_RLC: Tensor, scores: Tensor, batch: FeatureBatch) -> Tensor:
+        """Return SiFT's divergence of every row of `scores`; of several labels, of every score."""
+        flat = torch.flatten if self.kind == "multilabel" else lambda values: values
+        return adversarial_divergence(
+            lambda vectors_RLC: flat(self.scores(vectors_RLC, batch)), sums_RLC, flat(scores),
+            self.sift,
+        )  # fmt: skip
 
     def sums(self, batch: FeatureBatch) -> Tensor:
         """Return what the input block normalizes: word vectors (+ absolute positions)."""
@@ -77,7 +84,9 @@ class TaskModel(nn.Module):
 def build_head(task: Task, hidden_size: int, dropout: float) -> nn.Module:
     """Return the head of `task`, not yet initialized."""
     if task.head == "choice":
-        return ClassifyHead(hidden_size, 1, dropout)
+        return ClassifyHead(hidden_size, 1, dropout, choices=True)
+    if task.head == "tags":
+        return TagHead(hidden_size, len(task.labels), dropout)
     if task.head == "mentions":
         return MentionHead(hidden_size, dropout)
     if task.head in ("words", "spans"):
@@ -86,14 +95,30 @@ def build_head(task: Task, hidden_size: int, dropout: float) -> nn.Module:
     return ClassifyHead(hidden_size, len(task.labels), dropout)
 
 
-def loss_sum(scores: Tensor, batch: FeatureBatch) -> Tensor:
-    """Return the weighted sum over examples of cross-entropy (or of the mean mention BCE)."""
-    if scores.ndim == 2:
-        losses_E = F.cross_entropy(scores, batch.labels_E, reduction="none", ignore_index=-1)
-        return (losses_E * batch.weights_E).sum()
-    losses_K = F.binary_cross_entropy_with_logits(scores, batch.slot_labels_K, reduction="none")
-    losses_E = mean_by(losses_K, batch.slot_example_K, batch.weights_E.numel())
-    return (losses_E * batch.weights_E).sum()
+def loss_sum(kind: HeadKind, scores: Tensor, batch: FeatureBatch) -> Tensor:
+    """Return the sum over examples of their loss times their weight.
+
+    Cross-entropy; of a number the squared error; of labels, mentions or tags the mean of theirs.
+    """
+    labels = batch.labels_E
+    if kind == "regress":
+        losses = (scores[:, 0] - labels.float()).square()
+    elif kind == "multilabel":
+        losses = F.binary_cross_entropy_with_logits(scores, labels.float(), reduction="none")
+    elif kind == "mentions":
+        losses = F.binary_cross_entropy_with_logits(scores, batch.slot_labels_K, reduction="none")
+    else:
+        targets = batch.slot_labels_K.long() if kind == "tags" else labels
+        losses = F.cross_entropy(scores, targets, reduction="none", ignore_index=-1)
+    return (by_example(kind, losses, batch) * batch.weights_E).sum()
+
+
+def by_example(kind: HeadKind, values: Tensor, batch: FeatureBatch) -> Tensor:
+    """Return the mean of `values` over what an example has several of: labels, mentions, tags."""
+    num_examples = batch.weights_E.numel()
+    if kind in ("tags", "mentions"):
+        return mean_by(values, batch.slot_example_K, num_examples)
+    return values.view(num_examples, -1).mean(-1)
 
 
 def mean_by(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
@@ -116,10 +141,11 @@ class ContextPooler(nn.Module):
 
 
 class ClassifyHead(nn.Module):
-    """One label per example, averaged over windows; with one output, one score per sequence."""
+    """Scores per example, averaged over windows; with `choices`, one score per sequence."""
 
-    def __init__(self, hidden_size: int, num_labels: int, dropout: float):
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, choices: bool = False):
         super().__init__()
+        self.choices = choices
         # The official configuration for SuperGLUE sets the pooler's own dropout to 0.
         self.pooler = ContextPooler(hidden_size, hidden_size, 0.0)
         self.dropout = nn.Dropout(dropout)
@@ -127,8 +153,8 @@ class ClassifyHead(nn.Module):
 
     def forward(self, hidden_RLC: Tensor, batch: FeatureBatch) -> Tensor:
         scores_RN = self.classifier(self.dropout(self.pooler(hidden_RLC[:, 0])))
-        num_examples = batch.labels_E.numel()
-        if self.classifier.out_features == 1:  # choices: the rows of an example are alternatives
+        num_examples = batch.weights_E.numel()
+        if self.choices:  # the rows of an example are alternatives
             return scores_RN.view(num_examples, -1)
         return mean_by(scores_RN, batch.example_R, num_examples)
 
@@ -161,10 +187,24 @@ class SpanPairHead(nn.Module):
     def forward(self, hidden_RLC: Tensor, batch: FeatureBatch) -> Tensor:
         tokens_STC, real_ST = span_tokens(hidden_RLC, batch)
         pooled_SC = attend_spans(tokens_STC, self.attention(tokens_STC).squeeze(-1), real_ST)
-        parts = pooled_SC.view(batch.labels_E.numel(), -1)
+        parts = pooled_SC.view(batch.weights_E.numel(), -1)
         if self.with_cls:
             parts = torch.cat([hidden_RLC[:, 0], parts], dim=-1)
         return self.classifier(self.dropout(parts))
+
+
+class TagHead(nn.Module):
+    """One label per word, from its first token; averaged over the windows that show it."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden_size, num_labels)
+
+    def forward(self, hidden_RLC: Tensor, batch: FeatureBatch) -> Tensor:
+        words_SC = hidden_RLC[batch.span_row_S, batch.span_start_S]
+        scores_SN = self.classifier(self.dropout(words_SC))
+        return mean_by(scores_SN, batch.span_slot_S, batch.slot_example_K.numel())
 
 
 class MentionHead(nn.Module):

@@ -1,4 +1,4 @@
-"""SuperGLUE as the Hugging Face Hub keeps it (parquet) -> the objects of the official JSON lines.
+"""SuperGLUE and GLUE as the Hugging Face Hub keeps them -> the objects of the official JSON lines.
 
 The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
 numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
@@ -15,12 +15,17 @@ HUB = "hub"
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
+def hub_split(task: Task, split: str) -> str:
+    """Return what the Hub calls a split."""
+    return task.hub_splits.get(split, _SPLITS[split])
+
+
 def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
     """Return (place, row) of a split downloaded from the Hub; needs network once."""
     from datasets import load_dataset
 
     repository = task.hub_repository
-    name = "validation_matched" if task.name == "MNLI" and split == "val" else _SPLITS[split]
+    name = hub_split(task, split)
     try:
         table = load_dataset(repository, task.hub, split=name)
     except (OSError, ValueError, ConnectionError) as error:
@@ -73,10 +78,16 @@ def _flat(task: Task, row: dict) -> dict:
     if task.name == "WSC":
         names = ("span1_index", "span1_text", "span2_index", "span2_text")
         line["target"] = {name: line.pop(name) for name in names}
-    if row["label"] != -1:
-        line["label"] = task.hub_labels[row["label"]] if task.hub_labels else (
-            bool(row["label"]) if type(task.values[0]) is bool else row["label"]
-        )  # fmt: skip
+    if row["label"] == -1:
+        return line
+    if task.head == "regress":
+        return line | {"label": float(row["label"])}
+    number = row["label"]
+    if type(number) is not int or not 0 <= number < len(task.labels):
+        raise ValueError(f"label {number!r} is no class number")
+    if task.hub_labels:
+        number = task.labels.index(task.hub_labels[number])
+    line["label"] = (task.values or task.labels)[number]
     return line
 
 

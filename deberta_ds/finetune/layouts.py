@@ -6,6 +6,7 @@ sentence2), ReCoRD marks every entity mention of the passage. Character spans ar
 here; ReCoRD's files count the last character in.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,8 +34,10 @@ class Example:
 
     key: tuple[int, ...]  # (idx,); MultiRC: (passage, question, answer); ReCoRD: (query, passage)
     sequences: tuple[tuple[str, ...], ...]  # one; COPA: one for each choice
-    label: int | None = None  # class index; None where the file has none
-    spans: tuple[TextSpan, ...] = ()  # WiC and WSC: two; ReCoRD: every mention
+    # Class index; of a regression a number, of several labels 0 or 1 for each, of tags the class of
+    # each word. None where the file has none.
+    label: int | float | tuple[int, ...] | None = None
+    spans: tuple[TextSpan, ...] = ()  # WiC and WSC: two; ReCoRD: every mention; tags: every word
     names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
     gold: tuple[str, ...] = ()  # ReCoRD: the answer strings
     place: str = field(default="", compare=False)  # file and line it was read from
@@ -50,9 +53,9 @@ class Line:
         self.value = value
 
     def fail(self, problem: str):
-        raise UserError(f"{self.place}: {problem}\n  expected format: {self.task.line}")
+        raise UserError(f"{self.place}: {problem}\n  expected format: {line_format(self.task)}")
 
-    def get(self, name: str, kind: type) -> Any:
+    def get(self, name: str, kind: type, may_be_blank: bool = False) -> Any:
         """Return field `name`, which must be of exactly `kind` (a bool is not an int)."""
         where = f"{self.key}{name}"
         if name not in self.value:
@@ -61,7 +64,7 @@ class Line:
         if type(value) is not kind:
             self.fail(f'field "{where}" must be {_NAMES[kind]}, found {_show(value)}')
         if kind is str:
-            self.check_text(where, value, may_be_blank=name == "word")
+            self.check_text(where, value, may_be_blank or name == "word")
         return value
 
     def check_text(self, where: str, text: str, may_be_blank: bool = False) -> None:
@@ -89,22 +92,40 @@ class Line:
         values = self.get(name, list)
         return Line(self.task, self.place, values[position], f"{self.key}{name}[{position}].")
 
-    def label(self, needed: bool) -> int | None:
-        """Return the class index of field "label"; None if absent and not `needed`."""
+    def label(self, needed: bool) -> int | float | None:
+        """Return field "label" as class index or number; None if absent and not `needed`."""
         if "label" not in self.value and not needed:
             return None
-        kind = type(self.task.values[0])
-        if "label" not in self.value or type(self.value["label"]) is not kind:
-            self.get("label", kind)
-        value = self.value["label"]
-        if value not in self.task.values:
-            wanted = ", ".join(_show(known) for known in self.task.values)
-            self.fail(f'field "{self.key}label" must be one of {wanted}, found {_show(value)}')
-        return self.task.values.index(value)
+        if self.task.head == "regress":
+            value = self.value.get("label")
+            if type(value) not in (int, float) or not math.isfinite(value):
+                self.get("label", float)
+                self.fail(f'field "{self.key}label" must be a finite number, found {_show(value)}')
+            return float(value)
+        return self.class_index("label", self.value.get("label"))
+
+    def class_index(self, where: str, value: Any) -> int:
+        """Return the class index of a label in field `where`."""
+        values = self.task.values or self.task.labels
+        if "label" not in self.value or type(value) is not type(values[0]):
+            self.get("label", type(values[0]) if where == "label" else list)
+            self.fail(f'field "{where}" must be {_NAMES[type(values[0])]}, found {_show(value)}')
+        if value not in values:
+            wanted = ", ".join(_show(known) for known in values)
+            self.fail(f'field "{self.key}{where}" must be one of {wanted}, found {_show(value)}')
+        return values.index(value)
 
 
-_NAMES = {str: "a string", int: "an integer", bool: "true or false", list: "a list",
-          dict: "a JSON object"}  # fmt: skip
+_NAMES = {str: "a string", float: "a number", int: "an integer", bool: "true or false",
+          list: "a list", dict: "a JSON object"}  # fmt: skip
+
+
+def line_format(task: Task) -> str:
+    """Return a line in the format that is expected."""
+    if task.line:
+        return task.line
+    fields = [task.columns.get(name, name) for name in (*task.texts, *task.choices, "label")]
+    return ", ".join(fields)
 
 
 def _show(value: Any) -> str:
@@ -122,9 +143,74 @@ def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]
     return [replace(example, place=place) for example in found]
 
 
-def _pair(line: Line, labelled: bool) -> list[Example]:
-    first, second = (line.get(name, str) for name in line.task.texts)
-    return [Example((line.index(),), ((first, second),), line.label(labelled))]
+def _texts(line: Line, labelled: bool) -> list[Example]:
+    blank = line.task.may_be_blank
+    sequence = tuple(line.get(name, str, blank) for name in line.task.texts)
+    if not any(text.strip() for text in sequence):
+        line.fail(f"{' and '.join(line.task.texts)}: nothing to read")
+    if line.task.head != "multilabel":
+        return [Example((line.index(),), (sequence,), line.label(labelled))]
+    label = None
+    if labelled or "label" in line.value:
+        chosen = {line.class_index("label", part) for part in line.get("label", list)}
+        label = tuple(int(number in chosen) for number in range(len(line.task.labels)))
+    return [Example((line.index(),), (sequence,), label)]
+
+
+def _choices(line: Line, labelled: bool) -> list[Example]:
+    """One answer of several: the text, then what follows it and the answer in one piece."""
+    task = line.task
+    first, *rest = (line.get(name, str) for name in task.texts)
+    fields = task.choices
+    if len(fields) == 1:
+        answers = line.get(fields[0], list)
+        if not all(isinstance(answer, str) for answer in answers):
+            line.fail(f'field "{fields[0]}" must be a list of strings')
+    else:
+        answers = [line.get(name, str) for name in fields]
+    for answer in answers:
+        line.check_text(", ".join(fields), answer)
+    if len(answers) != len(task.labels):
+        line.fail(f'field "{fields[0]}" has {len(answers)} answers, not {len(task.labels)}')
+    sequences = tuple((first, " ".join([*rest, answer])) for answer in answers)
+    label = None
+    if labelled or "label" in line.value:
+        label = _choice(line, answers)
+    return [Example((line.index(),), sequences, label)]
+
+
+def _choice(line: Line, answers: list[str]) -> int:
+    """Return which answer is right: by its number from 0, its letter, or its text."""
+    value = line.value.get("label")
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(answers)]
+    if type(value) is int and 0 <= value < len(answers):
+        return value
+    if isinstance(value, str) and value in answers:
+        return answers.index(value)
+    if isinstance(value, str) and value and value in letters:
+        return letters.index(value)
+    line.fail(f'field "label" must be a number from 0 to {len(answers) - 1}, a letter from A to '
+              f"{letters[-1]}, or the answer itself; found {_show(value)}")
+
+
+def _tags(line: Line, labelled: bool) -> list[Example]:
+    words = line.get(line.task.texts[0], list)
+    spans, start = [], 0
+    for word in words:
+        if not isinstance(word, str):
+            line.fail(f'field "{line.task.texts[0]}" must be a list of strings')
+        line.check_text(line.task.texts[0], word)
+        spans.append(TextSpan(0, start, start + len(word)))
+        start += len(word) + 1
+    if not words:
+        line.fail(f'field "{line.task.texts[0]}" has no word')
+    label = None
+    if labelled or "label" in line.value:
+        tags = line.get("label", list)
+        if len(tags) != len(words):
+            line.fail(f"{len(tags)} tags for {len(words)} words")
+        label = tuple(line.class_index("label", tag) for tag in tags)
+    return [Example((line.index(),), ((" ".join(words),),), label, tuple(spans))]
 
 
 def _copa(line: Line, labelled: bool) -> list[Example]:
@@ -274,7 +360,9 @@ def _trimmed(words: list[tuple[str, int]], part: list[str]) -> tuple[int, int]:
 
 
 _PARSERS: dict[str, Callable[[Line, bool], list[Example]]] = {
-    "pair": _pair,
+    "texts": _texts,
+    "choices": _choices,
+    "tags": _tags,
     "copa": _copa,
     "multirc": _multirc,
     "record": _record,

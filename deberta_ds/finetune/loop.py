@@ -8,7 +8,7 @@ of ranks and micro-batches (slots that are left over carry weight 0).
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,10 @@ from deberta_ds.train.step import seed_step
 
 @dataclass(frozen=True)
 class Job:
-    """One (task, seed) run. `tests` holds test splits by task name, the diagnostics' included."""
+    """One (task, seed) run.
+
+    `tests` are splits to predict, `diagnostics` labelled ones to score, both by task name.
+    """
 
     task: Task
     seed: int
@@ -45,6 +48,7 @@ class Job:
     out: Path  # the run's own directory
     deepspeed: Mapping  # checked DeepSpeed JSON
     device: torch.device
+    diagnostics: Mapping[str, Split] = field(default_factory=dict)
     init_from: str = ""  # a fine-tuned directory of another task
     keep_model: bool = True
     say: Callable[[str], None] = print
@@ -86,7 +90,7 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
     num_evals = settings.epochs * settings.evals_per_epoch
     evals = {max(1, round(total_steps * (i + 1) / num_evals)) for i in range(num_evals)}
     history: list[dict] = []
-    best, best_step, since_best = -1.0, 0, 0
+    best, best_step, since_best = -math.inf, 0, 0
     losses, began = [], time.monotonic()
     for step in range(total_steps):
         set_learning_rate(engine, learning_rate(optim, step, total_steps))

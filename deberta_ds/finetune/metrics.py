@@ -1,22 +1,26 @@
-"""SuperGLUE's metrics as the official code computes them; every value is a share in [0, 1].
+"""The metrics of SuperGLUE and GLUE as the official code computes them, and of own tasks.
 
-(AX-b's correlation is in [-1, 1].) Sources: jiant/tasks/tasks.py (CB), huggingface/datasets
-metrics/super_glue (MultiRC, AX-b) and record_evaluation.py (ReCoRD), jiant
-metrics/winogender_metrics.py (AX-g). A third MultiRC number, which differs between all code bases,
-is not scored and not computed here.
+Every value is a share in [0, 1] (correlations: in [-1, 1]), and more is better. Sources:
+jiant/tasks/tasks.py (CB), huggingface/datasets metrics/super_glue (MultiRC, AX-b), metrics/glue and
+record_evaluation.py (ReCoRD), jiant metrics/winogender_metrics.py (AX-g), chakki-works/seqeval
+metrics/sequence_labeling.py. A third MultiRC number, which differs between all code bases, is not
+scored and not computed here.
 """
 
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.tasks import MAIN_TASKS, Task
 
-Prediction = int | str  # a class index; for ReCoRD the answer string
+# In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
+# word; for ReCoRD the answer string.
+Prediction = int | float | str | tuple[int, ...]
 
 
 def score(
@@ -25,7 +29,11 @@ def score(
     """Return every metric of `task` by name, over the whole split (never over one rank's share)."""
     if len(examples) != len(predictions):
         raise AssertionError(f"{len(predictions)} predictions for {len(examples)} examples")
-    return {name: _METRICS[name](examples, predictions) for name in task.metrics}
+    found = {}
+    for name in task.metrics:
+        labels = {"labels": task.labels} if name in _BY_LABEL else {}
+        found[name] = _METRICS[name](examples, predictions, **labels)
+    return found
 
 
 def task_score(task: Task, metrics: Mapping[str, float]) -> float:
@@ -39,16 +47,28 @@ def leaderboard_mean(scores: Mapping[str, float]) -> float:
 
 
 def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
-    """Return the best constant predictions (of ReCoRD: the passage's most mentioned entity)."""
+    """Return the best constant predictions (of ReCoRD: the passage's most mentioned entity).
+
+    Of a number that is the mean, of several labels the majority of each, of tags the commonest one.
+    """
     if task.layout == "record":
         return [Counter(example.names).most_common(1)[0][0] for example in examples]
+    if task.head == "regress":
+        return [float(np.mean([example.label for example in examples]))] * len(examples)
+    if task.head == "multilabel":
+        shares = np.mean([example.label for example in examples], axis=0)
+        return [tuple((shares > 0.5).astype(int).tolist())] * len(examples)
+    if task.head == "tags":
+        (tag, _), *_ = Counter(tag for example in examples for tag in example.label).most_common(1)
+        return [(tag,) * len(example.label) for example in examples]
     constants = [[label] * len(examples) for label in range(len(task.labels))]
     return max(constants, key=lambda guess: task_score(task, score(task, examples, guess)))
 
 
 def is_failed(task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]) -> bool:
     """Return whether a run failed: constant predictions, or no better than `baseline`."""
-    if len(set(predictions)) == 1 and len(predictions) > 1:
+    kinds = {tag for guess in predictions for tag in guess} if task.head == "tags" else predictions
+    if len(set(kinds)) == 1 and len(predictions) > 1:
         return True
     guess = task_score(task, score(task, examples, baseline(task, examples)))
     return task_score(task, score(task, examples, predictions)) <= guess
@@ -79,14 +99,97 @@ def _binary_f1(gold: np.ndarray, predicted: np.ndarray) -> float:
     return 2 * hits / total if hits else 0.0
 
 
-def macro_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return CB's F1: the mean of the one-against-rest F1 of all three classes, present or not."""
+def macro_f1(
+    examples: Sequence[Example], predictions: Sequence[Prediction], labels: Sequence[str]
+) -> float:
+    """Return the mean of the one-against-rest F1 of all classes, present or not (CB's rule).
+
+    Of several labels: the mean of the F1 of each.
+    """
     gold, predicted = _gold(examples), np.asarray(predictions)
-    return float(np.mean([_binary_f1(gold == label, predicted == label) for label in range(3)]))
+    if gold.ndim == 1:
+        classes = np.arange(len(labels))
+        gold, predicted = gold[:, None] == classes, predicted[:, None] == classes
+    pairs = zip(gold.T == 1, predicted.T == 1, strict=True)
+    return float(np.mean([_binary_f1(*pair) for pair in pairs]))
+
+
+def micro_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return the F1 of several labels, over every label of every example pooled."""
+    return _binary_f1(_gold(examples) == 1, np.asarray(predictions) == 1)
+
+
+def exact_labels(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return the share of examples whose labels are all right."""
+    return float(np.mean((_gold(examples) == np.asarray(predictions)).all(-1)))
+
+
+def matthews_multi(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return the correlation over any number of classes (GLUE's AX); 0 for a constant."""
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(_gold(examples), np.asarray(predictions)))
+
+
+def pearson(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return the linear correlation of two numbers; 0 for a constant."""
+    gold, guess = _gold(examples) - _gold(examples).mean(), np.asarray(predictions, dtype=float)
+    guess = guess - guess.mean()
+    scale = float(np.sqrt((gold**2).sum() * (guess**2).sum()))
+    return float((gold * guess).sum() / scale) if scale > 1e-12 else 0.0
+
+
+def spearman(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return the linear correlation of the ranks; equal numbers share their mean rank."""
+    from scipy.stats import rankdata
+
+    ranks = [replace(e, label=r) for e, r in zip(examples, rankdata(_gold(examples)), strict=True)]
+    return pearson(ranks, rankdata(predictions))
+
+
+def tag_accuracy(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return the share of words with the right tag."""
+    right = [a == b for example, guess in zip(examples, predictions, strict=True)
+             for a, b in zip(example.label, guess, strict=True)]  # fmt: skip
+    return float(np.mean(right))
+
+
+def span_f1(
+    examples: Sequence[Example], predictions: Sequence[Prediction], labels: Sequence[str]
+) -> float:
+    """Return the F1 of whole spans (seqeval's default, CoNLL-2003's conlleval): kind and both ends
+    must agree; micro-averaged over kinds."""
+    gold, guess = set(), set()
+    for number, (example, prediction) in enumerate(zip(examples, predictions, strict=True)):
+        gold |= {(number, *span) for span in spans_of([labels[tag] for tag in example.label])}
+        guess |= {(number, *span) for span in spans_of([labels[tag] for tag in prediction])}
+    shared = len(gold & guess)
+    return 2 * shared / (len(gold) + len(guess)) if shared else 0.0
+
+
+def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return (kind, first word, end word) of the spans that IOB1, IOB2 or IOBES tags mark.
+
+    A span starts at B-, S-, a change of kind, after E- or S-, or at an I- or E- after O; tags
+    without a dash are kinds of their own.
+    """
+    spans: list[tuple[str, int, int]] = []
+    last_prefix, last_kind, start = "O", "", 0
+    for word, tag in enumerate([*tags, "O"]):
+        prefix, _, kind = tag.partition("-") if tag[1:2] == "-" else ("I", "", tag)
+        if tag == "O":
+            prefix, kind = "O", ""
+        inside = (last_prefix in "BI" and prefix in "IE" and kind == last_kind)
+        if last_prefix != "O" and not inside:
+            spans.append((last_kind, start, word))
+        if prefix != "O" and not inside:
+            start = word
+        last_prefix, last_kind = prefix, kind
+    return spans
 
 
 def f1a(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return MultiRC's F1 of label 1 over all answers of the split pooled."""
+    """Return the F1 of label 1 over the split pooled (MultiRC's answers, MRPC, QQP)."""
     return _binary_f1(_gold(examples) == 1, np.asarray(predictions) == 1)
 
 
@@ -150,12 +253,22 @@ def gender_parity(examples: Sequence[Example], predictions: Sequence[Prediction]
     return float(np.mean(even == odd))
 
 
-_METRICS: dict[str, Callable[[Sequence[Example], Sequence[Prediction]], float]] = {
+_METRICS: dict[str, Callable[..., float]] = {
     "accuracy": accuracy,
     "macro_f1": macro_f1,
     "f1a": f1a,
+    "binary_f1": f1a,
+    "micro_f1": micro_f1,
+    "exact_labels": exact_labels,
+    "matthews_multi": matthews_multi,
+    "pearson": pearson,
+    "spearman": spearman,
+    "tag_accuracy": tag_accuracy,
+    "span_f1": span_f1,
     "em": exact_match,
     "f1": record_f1,
     "matthews": matthews,
     "gender_parity": gender_parity,
 }
+_BY_LABEL = ("macro_f1", "span_f1")  # metrics that must know all labels
+METRIC_NAMES = tuple(_METRICS)

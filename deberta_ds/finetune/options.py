@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True,
         help="run or checkpoint of ours, Hugging Face directory, random:PRESET or random:DIRECTORY")
-    add("--data", required=True, help="SuperGLUE data: directory, zip, or hub")
+    add("--data", default="", help="data of SuperGLUE or GLUE: directory, zip, or hub")
     add("--out", required=True, type=Path, help="results go to OUT/TASK/seed-N/")
     add("--seeds", type=int, default=1, help="how many seeds: 1 .. SEEDS")
     add("--config", metavar="TOML",
@@ -50,7 +50,7 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str
 
 def build_sweep(
     options: argparse.Namespace, overrides: list[str], tasks: tuple[Task, ...],
-    init_from: dict[str, str], keep_models: bool,
+    init_from: dict[str, str], keep_models: bool, val_share: float = 0.0,
 ) -> Sweep:  # fmt: skip
     """Join the process group and return the sweep that the command line asks for."""
     if options.seeds < 1:
@@ -61,10 +61,13 @@ def build_sweep(
                 f"{task.name} has no training data; the {task.predicted_by} model predicts it: "
                 f"run --task {task.predicted_by}"
             )
+    own = [task.name for task in tasks if task.name not in TASK_NAMES]
+    if not options.data and len(own) < len(tasks):
+        raise UserError("--data: name the directory of the benchmark's files, a zip, or hub")
     values = deepspeed_config.load(options.deepspeed_config) if options.deepspeed_config else {}
     if options.sift:
         overrides = [f"--{settings.ALL}.sift_weight={SIFT_WEIGHT}", *overrides]
-    tables = settings.load(options.config, overrides, TASK_NAMES)
+    tables = settings.load(options.config, overrides, (*TASK_NAMES, *own))
     for task in tasks:
         settings.resolve(task, tables)
     device = init_distributed(values, options.deepspeed_config or "DeepSpeed's defaults")
@@ -72,13 +75,14 @@ def build_sweep(
         tasks=tasks,
         num_seeds=options.seeds,
         start=open_start(options.model, options.tokenizer),
-        data=options.data,
+        data=options.data or ".",
         out=options.out,
         deepspeed=values,
         device=device,
         settings=tables,
         init_from=init_from,
         carved=tuple(task_named(name).name for name in options.carve_train),
+        val_share=val_share,
         any_size=options.any_size,
         predict_test=not options.skip_test,
         keep_models=keep_models,

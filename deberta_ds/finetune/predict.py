@@ -50,13 +50,28 @@ def score_split(
 
 def num_scores(task: Task, example: Example) -> int:
     """Return how many scores the head of `task` gives `example`."""
-    return len(example.spans) if task.head == "mentions" else len(task.labels)
+    if task.head == "mentions":
+        return len(example.spans)
+    if task.head == "tags":
+        return len(example.spans) * len(task.labels)
+    return len(example.sequences) if task.head == "choice" else len(task.labels)
 
 
 def predictions_of(
     task: Task, examples: Sequence[Example], scores: Sequence[np.ndarray]
 ) -> list[Prediction]:
-    """Return the best class of each example; of ReCoRD, the string of the best mention."""
+    """Return what is predicted of each example, in the form of `Example.label`.
+
+    A class, a number, 0 or 1 for each of several labels (score above 0), the class of each word;
+    of ReCoRD, the string of the best mention.
+    """
+    if task.head == "regress":
+        return [float(values[0]) for values in scores]
+    if task.head == "multilabel":
+        return [tuple((values > 0).astype(int).tolist()) for values in scores]
+    if task.head == "tags":
+        words = [values.reshape(-1, len(task.labels)) for values in scores]
+        return [tuple(values.argmax(-1).tolist()) for values in words]
     best = [int(np.argmax(values)) for values in scores]
     if task.head != "mentions":
         return best

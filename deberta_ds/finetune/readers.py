@@ -5,19 +5,21 @@ that stopped early is otherwise a good file with fewer lines), unless the caller
 is a sample.
 """
 
-import json
+import io
+import os
 import random
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from deberta_ds.errors import UserError
-from deberta_ds.finetune.hub import HUB, official_lines, read_hub, read_parquet
-from deberta_ds.finetune.layouts import Example, examples_of
-from deberta_ds.finetune.tasks import MNLI, Task
+from deberta_ds.errors import UserError, naming
+from deberta_ds.finetune.hub import HUB, hub_split, official_lines, read_hub, read_parquet
+from deberta_ds.finetune.layouts import Example, examples_of, line_format
+from deberta_ds.finetune.tables import json_of, read_table, text_lines, to_line
+from deberta_ds.finetune.tasks import Task
 
 _COMBINED = "combined.zip"
 
@@ -51,7 +53,7 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             examples.append(example)
     official = task.count(split)
     if not examples:
-        raise UserError(f"{source}: the file is empty\n  expected format: {task.line}")
+        raise UserError(f"{source}: the file is empty\n  expected format: {line_format(task)}")
     if official is not None and len(examples) != official and not any_size:
         raise UserError(
             f"{source}: {len(examples)} predictions, but the official {task.name} {split} has "
@@ -117,32 +119,38 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     elif root.is_dir():
         file = root / name
         if file.is_file():
-            return str(file), _jsonl(str(file), _read(file))
-        tsv = root / task.name / _MNLI_FILES.get(split, "")
-        if task is MNLI and tsv.is_file():
-            return str(tsv), _mnli_tsv(tsv)
+            return str(file), _jsonl_file(file)
         tried.append(str(file))
+        if split in task.files:
+            table = Path(os.path.normpath(root / task.name / task.files[split]))
+            if table.is_file():
+                return str(table), table_lines(task, table, split)
+            tried.append(str(table))
         archives = [root / f"{task.name}.zip", root / _COMBINED]
-        parquet = sorted((root / task.hub).glob(f"{_PARQUET[split]}-*.parquet"))
-        if parquet:
-            place = f"{root / task.hub}/{_PARQUET[split]}-*.parquet"
+        parquet = sorted((root / task.hub).glob(f"{hub_split(task, split)}-*.parquet"))
+        if task.hub and parquet:
+            place = f"{root / task.hub}/{hub_split(task, split)}-*.parquet"
             return place, official_lines(task, read_parquet(parquet, place))
     else:
-        raise UserError(f"{root}: no such directory or zip of SuperGLUE data")
+        raise UserError(f"{root}: no such directory or zip of task data")
     for archive in archives:
         tried.append(f"{archive}!{name}")
         if archive.is_file() and (found := _member(archive, name)) is not None:
-            return f"{archive}!{name}", _jsonl(f"{archive}!{name}", found)
+            return f"{archive}!{name}", _json_values(io.BytesIO(found), f"{archive}!{name}")
     raise UserError(
         f"{task.name} {split} is not there: looked for {', '.join(tried)} and "
-        f"{root / task.hub}/{_PARQUET[split]}-*.parquet. Unpack "
-        f"https://dl.fbaipublicfiles.com/glue/superglue/data/v2/{task.name}.zip there, or use "
-        f"--data {HUB} on a machine with network\n  expected format: {task.line}"
+        f"{root / task.hub}/{hub_split(task, split)}-*.parquet. Unpack the official "
+        f"{task.name}.zip there, or use --data {HUB} on a machine with network\n"
+        f"  expected format: {line_format(task)}"
     )
 
 
-_PARQUET = {"train": "train", "val": "validation", "test": "test"}
-_MNLI_FILES = {"train": "train.tsv", "val": "dev_matched.tsv", "test": "test_matched.tsv"}
+def table_lines(task: Task, table: Path, split: str) -> Iterator[tuple[str, Any]]:
+    """Yield (place, line) of a table; a test table of GLUE has a header where others have none."""
+    headless = task.headless if split != "test" else ()
+    broken = task.broken_rows if split == "train" else 0
+    for number, (place, row) in enumerate(read_table(table, headless, broken)):
+        yield place, to_line(task, place, row, number)
 
 
 def _member(archive: Path, name: str) -> bytes | None:
@@ -158,48 +166,12 @@ def _member(archive: Path, name: str) -> bytes | None:
     return None
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-
-
-def _jsonl(source: str, data: bytes) -> Iterator[tuple[str, Any]]:
-    text = _decoded(source, data)
-    # Not splitlines(): a passage may hold U+2028, which is no line end in JSON lines.
-    for number, line in enumerate(text.split("\n"), start=1):
+def _json_values(file: BinaryIO, source: str) -> Iterator[tuple[str, Any]]:
+    for place, line in text_lines(file, source):
         if line.strip():
-            try:
-                yield f"{source}:{number}", json.loads(line)
-            except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-                raise UserError(
-                    f"{source}:{number}: not a JSON object ({error}); a line cut short means a "
-                    "download that stopped"
-                ) from error
+            yield place, json_of(place, line)
 
 
-def _decoded(source: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UserError(f"{source}:{line}: not UTF-8 text ({error.reason}); save the file as "
-                        "UTF-8") from error  # fmt: skip
-
-
-def _mnli_tsv(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield GLUE's MNLI file as lines of the premise/hypothesis format (last column: the label)."""
-    lines = _decoded(str(path), _read(path)).removesuffix("\n").split("\n")
-    rows = (line.removesuffix("\r").split("\t") for line in lines)  # GLUE's files quote nothing
-    header = next(rows)
-    if "sentence1" not in header or "sentence2" not in header:
-        raise UserError(f"{path}:1: no columns sentence1 and sentence2; this is not GLUE's MNLI")
-    first, second = header.index("sentence1"), header.index("sentence2")
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise UserError(f"{path}:{number}: {len(row)} columns, the header has {len(header)}")
-        line = {"premise": row[first], "hypothesis": row[second], "idx": number - 2}
-        if header[-1] == "gold_label":
-            line["label"] = row[-1]
-        yield f"{path}:{number}", line
+def _jsonl_file(path: Path) -> Iterator[tuple[str, Any]]:
+    with naming(path), open(path, "rb") as file:
+        yield from _json_values(file, str(path))

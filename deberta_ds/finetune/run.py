@@ -31,6 +31,7 @@ from deberta_ds.finetune.submission import render
 from deberta_ds.formats.tensors import read_json
 
 RESULT = "result.json"
+_ONE_LABEL = ("classify", "choice", "words", "spans")
 
 
 def run(job: Job) -> dict:
@@ -77,7 +78,7 @@ def check_splits(jobs: Sequence[Job]) -> None:
     problems = []
     for job in jobs:
         positions = job.start.config.max_position if job.start.config.absolute_input else None
-        for split in (job.train, job.val, *job.tests.values()):
+        for split in (job.train, job.val, *job.tests.values(), *job.diagnostics.values()):
             option = f"Set --{job.task.name}.max_length="
             too_few = f"{job.start.name} has {positions} absolute positions"
             try:
@@ -132,20 +133,24 @@ def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
         "failed": metrics.is_failed(job.task, examples, guesses),
         "diagnostics": {},
     }
-    if job.task.head != "mentions":
+    if job.task.head in _ONE_LABEL:
         result["confusion"] = metrics.confusion(job.task, examples, guesses)
     if dist.is_main():
         _write_predictions(job.out / "val_predictions.jsonl", examples, guesses, scores)
+    for name, split in job.diagnostics.items():
+        answers = _answers(job, model, split)
+        result["diagnostics"][name] = metrics.score(split.task, split.examples, answers)
     for name, test in job.tests.items():
-        answers = predictions_of(
-            test.task, test.examples, _scores(job, model, test, encode_split(job, test))
-        )
-        if test.task.predicted_by:
-            result["diagnostics"][name] = metrics.score(test.task, test.examples, answers)
+        answers = _answers(job, model, test)
         if dist.is_main():
             text = render(test.task, test.examples, answers)
             write_atomic(job.out / "submission" / f"{name}.jsonl", text)
     return result
+
+
+def _answers(job: Job, model, split: Split) -> list[metrics.Prediction]:
+    scores = _scores(job, model, split, encode_split(job, split))
+    return predictions_of(split.task, split.examples, scores)
 
 
 def _scores(job: Job, model, split: Split, features: Sequence[Feature]) -> list[np.ndarray]:

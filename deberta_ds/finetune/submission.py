@@ -27,14 +27,22 @@ def render(task: Task, examples: Sequence[Example], predictions: Sequence[Predic
         lines = _nest(task, pairs)
     else:
         lines = [
-            {"idx": example.key[0], "label": _written(task, prediction)}
+            {"idx": example.key[0], "label": as_written(task, prediction)}
             for example, prediction in pairs
         ]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def _written(task: Task, prediction: Prediction) -> int | str:
-    return prediction if task.layout == "record" else task.submitted[prediction]
+def as_written(task: Task, prediction: Prediction) -> Any:
+    """Return a prediction as the leaderboard, or the task's own files, write it."""
+    names = task.submitted or task.labels
+    if task.head == "tags":
+        return [names[tag] for tag in prediction]
+    if task.head == "multilabel":
+        return [name for name, chosen in zip(names, prediction, strict=True) if chosen]
+    if task.head in ("regress", "mentions"):
+        return prediction if task.head == "mentions" else round(prediction, 4)
+    return names[prediction]
 
 
 def _nest(task: Task, pairs: Sequence[tuple[Example, Prediction]]) -> list[dict]:
@@ -42,7 +50,7 @@ def _nest(task: Task, pairs: Sequence[tuple[Example, Prediction]]) -> list[dict]
     for example, prediction in pairs:
         passage, question, answer = example.key
         answers = passages.setdefault(passage, {}).setdefault(question, [])
-        answers.append({"idx": answer, "label": _written(task, prediction)})
+        answers.append({"idx": answer, "label": as_written(task, prediction)})
     return [
         {
             "idx": passage,
@@ -83,7 +91,7 @@ def refuse_partial(missing: Sequence[str], left_out: Sequence[str], place: str) 
     unnamed = [name for name in missing if name not in left_out]
     if unnamed:
         raise UserError(
-            f"{place}: no predictions for {', '.join(unnamed)}; the leaderboard takes all ten "
+            f"{place}: no predictions for {', '.join(unnamed)}; the leaderboard takes all "
             f"files or none. For a partial zip, name them: --leave_out {' '.join(unnamed)}"
         )
     present = [name for name in left_out if name not in missing]

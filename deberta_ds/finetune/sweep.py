@@ -16,12 +16,11 @@ from deberta_ds import dist
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune.directory import find_finetuned
 from deberta_ds.finetune.loop import DivergedError, Job
-from deberta_ds.finetune.metrics import leaderboard_mean
 from deberta_ds.finetune.models import Start
 from deberta_ds.finetune.readers import Split, carve, has_split, read_split
 from deberta_ds.finetune.run import RESULT, check_splits, finished, run
 from deberta_ds.finetune.settings import resolve
-from deberta_ds.finetune.tasks import MAIN_TASKS, Task, diagnostics_of
+from deberta_ds.finetune.tasks import TASK_NAMES, Task, diagnostics_of, suite_of
 
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
 _CARVE_SEED = 0
@@ -42,6 +41,7 @@ class Sweep:
     settings: Mapping[str, Mapping] = field(default_factory=dict)
     init_from: Mapping[str, str] | None = None  # task name -> fine-tuned directory
     carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
+    val_share: float = 0.0  # of the train split of an own task without a val split
     any_size: bool = False
     predict_test: bool = True
     keep_models: bool = True
@@ -54,13 +54,14 @@ def run_all(sweep: Sweep) -> list[dict]:
     settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
     jobs = []
     for task in sweep.tasks:
-        train, val, tests = splits[task.name]
+        train, val, tests, diagnostics = splits[task.name]
         init_from = (sweep.init_from or {}).get(task.name, "")
         init_from = str(find_finetuned(init_from)) if init_from else ""
         jobs += [
             Job(
                 task=task, seed=seed, settings=settings[task.name], start=sweep.start,
-                train=train, val=val, tests=tests, out=sweep.out / task.name / f"seed-{seed}",
+                train=train, val=val, tests=tests, diagnostics=diagnostics,
+                out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
                 init_from=init_from, keep_model=sweep.keep_models, say=sweep.say,
             )
@@ -89,21 +90,42 @@ def _diverged(job: Job, error: DivergedError) -> dict:
     return result
 
 
-def read_task(sweep: Sweep, task: Task) -> tuple[Split, Split, dict[str, Split]]:
-    """Return (train, val, {name: test split}) of `task`; AX-b and AX-g belong to RTE's tests."""
-    val = read_split(task, sweep.data, "val", any_size=sweep.any_size)
+def read_task(
+    sweep: Sweep, task: Task
+) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
+    """Return (train, val, test splits to predict, labelled diagnostics to score) of `task`.
+
+    Both dictionaries are by task name; the diagnostics of RTE are AX-b and AX-g.
+    """
+    def read(name: Task, split: str) -> Split:
+        return read_split(name, sweep.data, split, any_size=sweep.any_size)
+
+    if sweep.val_share and "val" not in task.files:
+        train, val = carve(read(task, "train"), 1 - sweep.val_share, _CARVE_SEED)
+        return train, val, _tests(task, read), {}
+    val = read(task, "val")
     if task.name in sweep.carved:
         train, val = carve(val, CARVED_SHARE, _CARVE_SEED)
     else:
-        train = read_split(task, sweep.data, "train", any_size=sweep.any_size)
-    tests = {}
-    if sweep.predict_test:
-        for test in (task, *diagnostics_of(task.name)):
-            if has_split(test, sweep.data, "test"):
-                tests[test.name] = read_split(test, sweep.data, "test", any_size=sweep.any_size)
-            else:
-                sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
-    return train, val, tests
+        train = read(task, "train")
+    if task.name not in TASK_NAMES:
+        return train, val, _tests(task, read), {}
+    tests, diagnostics = {}, {}
+    for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
+        if test.predicted_by and has_split(test, sweep.data, "val"):
+            diagnostics[test.name] = read(test, "val")
+        if not has_split(test, sweep.data, "test"):
+            sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
+            continue
+        tests[test.name] = read(test, "test")
+        if test.predicted_by and all(e.label is not None for e in tests[test.name].examples):
+            diagnostics[test.name] = tests[test.name]
+    return train, val, tests, diagnostics
+
+
+def _tests(task: Task, read: Callable[[Task, str], Split]) -> dict[str, Split]:
+    """Return {task name: test split} of an own task, empty if its file names none."""
+    return {task.name: read(task, "test")} if "test" in task.files else {}
 
 
 def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
@@ -136,11 +158,10 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
                 if name in names
             },
         }  # fmt: skip
-    main = [name for name in summary if name in MAIN_TASKS]
-    medians = {name: summary[name]["score"]["median"] for name in main}
-    whole = len(main) == len(MAIN_TASKS)
-    mean = leaderboard_mean(medians) if whole else statistics.fmean(medians.values() or [0.0])
-    return {"tasks": summary, "mean": mean, "mean_of": len(main)}
+    suite, main = suite_of(list(summary))
+    medians = [row["score"]["median"] for name, row in summary.items() if name in main]
+    return {"tasks": summary, "mean": statistics.fmean(medians or [0.0]), "mean_of": len(medians),
+            "suite": suite, "suite_tasks": len(main)}  # fmt: skip
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -161,8 +182,9 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
         for diagnostic, values in row["diagnostics"].items():
             text = f"{_medians(values)}  (by the {name} model)"
             rows.append((diagnostic, "", "", "", "", "", "", text))
-    count = summary["mean_of"]
-    what = "the leaderboard's rule" if count == len(MAIN_TASKS) else f"{count} of 8 tasks"
+    what = f"{summary['mean_of']} of {summary['suite_tasks']} tasks of {summary['suite']}"
+    if summary["mean_of"] == summary["suite_tasks"]:
+        what = f"{summary['suite']}: the leaderboard's rule"
     beside = _percent(compare["mean"]) if compare else ""
     rows.append(("mean", "", beside, _percent(summary["mean"]), "", "", "", what))
     widths = (9, 9, 8 if compare else 0, 8, 7, 7, 8)

@@ -10,7 +10,6 @@ from deberta_ds.report.sweepdata import SeedRun, Spread, Sweep, TaskScores
 from deberta_ds.report.tables import Cell, number
 
 NUM_COLORS = 8
-_LEADERBOARD_TASKS = 8
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class TaskCard:
 
 def mean_note(sweep: Sweep) -> str:
     """Return what the mean is of."""
-    if sweep.mean_of == _LEADERBOARD_TASKS:
+    if sweep.mean_of == sweep.suite_tasks:
         return "the leaderboard's rule"
-    return f"{sweep.mean_of} of {_LEADERBOARD_TASKS} tasks"
+    return f"{sweep.mean_of} of {sweep.suite_tasks} tasks"
 
 
 def scores(sweep: Sweep, beside: list[Sweep]) -> Scores:

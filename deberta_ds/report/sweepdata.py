@@ -59,6 +59,8 @@ class Sweep:
     model: str = ""
     mean: Score | None = None
     mean_of: Count = 0
+    suite: Text = "SuperGLUE"
+    suite_tasks: Count = 8  # what the leaderboard's mean is of
     runs: list[SeedRun] = Field(default_factory=list)
 
     def runs_of(self, task: str) -> list[SeedRun]:

@@ -1,0 +1,148 @@
+"""A task of the user's own, described by a TOML file: which columns of which tables are what.
+
+    name = "tickets"
+    kind = "classification"        # or multilabel, regression, choice, tags
+    texts = ["title", "body"]      # columns in the order the model reads them; the first may be cut
+    label = "queue"
+    train = "train.csv"            # paths are relative to the TOML file
+    val = "val.csv"                # or val_share = 0.1 of train
+
+    [settings]                     # as in a settings file
+    epochs = 3
+
+It becomes a `Task`, so that everything after that is what the benchmarks' tasks use.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from deberta_ds.config import option, read_toml
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.metrics import METRIC_NAMES
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetune.tables import label_text, read_table
+from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
+from deberta_ds.validation import nearest, validate
+
+Kind = Literal["classification", "multilabel", "regression", "choice", "tags"]
+_MOST_LABELS = 1000
+# kind: (head, layout, metrics)
+_FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...]]] = {
+    "classification": ("classify", "texts", ("accuracy", "macro_f1")),
+    "multilabel": ("multilabel", "texts", ("micro_f1", "macro_f1")),
+    "regression": ("regress", "texts", ("pearson", "spearman")),
+    "choice": ("choice", "choices", ("accuracy",)),
+    "tags": ("tags", "tags", ("span_f1",)),
+}
+
+
+@dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)
+class OwnTask:
+    """What a task file may say."""
+
+    name: str = option("name of the task and of its directory under --out")
+    kind: Kind = option("what is predicted")
+    texts: tuple[str, ...] = option("columns that are read, the first may be cut", min_length=1)
+    label: str = option("column of the label", "label")
+    choices: tuple[str, ...] = option("of a choice: the answers' columns, or one with a list", ())
+    labels: tuple[str, ...] = option("names of the labels in order; empty: those in train", ())
+    metrics: tuple[str, ...] = option("the score is their mean; empty: the usual of the kind", ())
+    train: str = option("table to train on")
+    val: str = option("table to evaluate on; empty: a share of train", "")
+    val_share: float = option("share of train to evaluate on, where there is no val", 0.1,
+                              gt=0, lt=1)
+    test: str = option("table to predict after training; empty: none", "")
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
+    """Return (task, what the file says, a line on the labels that were found).
+
+    Raises UserError naming the file, the key and what it may be.
+    """
+    path = Path(path)
+    values = read_toml(path, "task file", "the one in docs/finetuning.md")
+    own = validate(OwnTask, values, str(path))
+    _check(own, path)
+    head, layout, metrics = _FORMS[own.kind]
+    files = {split: str((path.parent / name).resolve()) for split, name in
+             (("train", own.train), ("val", own.val), ("test", own.test)) if name}  # fmt: skip
+    labels, said = _labels(own, Path(files["train"]), path)
+    task = Task(
+        name=own.name, head=head, layout=layout, labels=labels, texts=own.texts,
+        choices=own.choices, metrics=own.metrics or metrics, files=files,
+        columns={"label": own.label}, may_be_blank=len(own.texts) > 1, settings=own.settings,
+    )  # fmt: skip
+    return task, own, said
+
+
+def _check(own: OwnTask, path: Path) -> None:
+    if own.name in TASK_NAMES or not own.name.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"{path}: name = {own.name!r} must be letters, digits, - and _, and not a "
+                        "benchmark's task")  # fmt: skip
+    if (own.kind == "choice") != bool(own.choices):
+        raise UserError(f"{path}: choices are needed for kind = \"choice\", and for no other kind")
+    if own.kind == "tags" and len(own.texts) != 1:
+        raise UserError(f"{path}: tags are of one text; texts must name the column of its words")
+    for name in own.metrics:
+        if name not in METRIC_NAMES:
+            raise UserError(f"{path}: metrics: {name!r} is not known{nearest(name, METRIC_NAMES)}; "
+                            f"there are {', '.join(METRIC_NAMES)}")  # fmt: skip
+    validate(Settings, dict(own.settings), f"{path}, [settings]")
+
+
+def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str]:
+    """Return (label names, a line that shows them with their counts in train)."""
+    if own.kind == "regression":
+        return ("score",), f"{own.name}: {own.label} is a number"
+    counts: Counter[str] = Counter()
+    choices = 0
+    for place, row in read_table(train):
+        if own.kind == "choice":
+            first = row.get(own.choices[0])
+            choices = len(first) if len(own.choices) == 1 and first else len(own.choices)
+            break
+        if own.label not in row:
+            raise UserError(f"{place}: no column {own.label!r} (label in {path}); there are "
+                            f"{', '.join(map(str, row))}")  # fmt: skip
+        counts.update(_names(own.kind, row[own.label], place))
+        if len(counts) > _MOST_LABELS:
+            raise UserError(f"{place}: {own.label!r} has more than {_MOST_LABELS} values, so it is "
+                            "no column of labels; is it a regression, or another column?")
+    if own.kind == "choice":
+        labels = tuple(f"choice{number}" for number in range(choices))
+    else:
+        labels = own.labels or tuple(sorted(counts, key=_by_number))
+        if own.kind == "tags" and not own.labels:
+            labels = tuple(sorted(labels, key=lambda label: label != "O"))
+    if len(labels) < (1 if own.kind == "multilabel" else 2):
+        raise UserError(f"{train}: column {own.label!r} has {len(labels)} labels; at least two are "
+                        "needed to learn from")  # fmt: skip
+    shown = [f"{label} ({counts[label]})" if counts else label for label in labels[:20]]
+    more = f" and {len(labels) - 20} more" if len(labels) > 20 else ""
+    return labels, f"{own.name}: {len(labels)} labels: {', '.join(shown)}{more}"
+
+
+def _names(kind: str, value: Any, place: str) -> list[str]:
+    """Return the label names in one cell."""
+    if kind == "tags" and isinstance(value, str):
+        value = value.split()
+    elif kind == "multilabel" and isinstance(value, str):
+        value = value.split(",") if value else []
+    parts = value if isinstance(value, list) else [value]
+    names = [label_text(part) for part in parts]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise UserError(f"{place}: label {name!r} is no name; labels are text, whole numbers "
+                            "or true and false")  # fmt: skip
+    return names
+
+
+def _by_number(label: str) -> tuple[float, str]:
+    return (float(label), "") if label.isdecimal() else (float("inf"), label)

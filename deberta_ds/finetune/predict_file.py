@@ -1,0 +1,106 @@
+"""A table without labels -> a file of predictions: streamed, in order, on any number of ranks.
+
+Rows are read in blocks; a block is encoded, its batches are dealt to the ranks, and the first rank
+writes it before the next one is read, so neither file need fit into memory.
+"""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import expit, softmax
+
+from deberta_ds import dist
+from deberta_ds.errors import UserError
+from deberta_ds.files import atomic_path
+from deberta_ds.finetune.directory import Finetuned
+from deberta_ds.finetune.features import TooLongError, encode
+from deberta_ds.finetune.layouts import Example, examples_of
+from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
+from deberta_ds.finetune.run import finetuned_model
+from deberta_ds.finetune.submission import as_written
+from deberta_ds.finetune.tables import Row, read_table, to_line
+from deberta_ds.finetune.tasks import Task
+
+BLOCK_ROWS = 4096
+_OWN_LINES = ("copa", "multirc", "record", "wic", "wsc")  # layouts that are no plain table
+
+
+def predict_file(
+    saved: Finetuned, data: Path, out: Path, device: torch.device, *, batch_rows: int,
+    max_length: int, keep: Sequence[str] = (),
+) -> int:  # fmt: skip
+    """Write a JSON line for each row of `data` to `out`; return how many.
+
+    A line holds "idx", the columns in `keep`, "prediction" and, where there are classes, their
+    probabilities. Raises UserError naming the row that cannot be read; then `out` is not written.
+    """
+    model = finetuned_model(saved, device)
+    rows = read_table(data)
+    if not dist.is_main():
+        return _on_all_ranks(saved, model, rows, batch_rows, max_length, keep, None)
+    with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        return _on_all_ranks(saved, model, rows, batch_rows, max_length, keep, file)
+
+
+def _on_all_ranks(saved, model, rows: Iterator[Row], batch_rows, max_length, keep, file) -> int:
+    count, cut, began = 0, 0, time.monotonic()
+    device = next(model.parameters()).device
+    while block := list(itertools.islice(rows, BLOCK_ROWS)):
+        examples = list(_examples(saved.task, block, count))
+        try:
+            features = encode(saved.task, examples, saved.tokenizer, max_length=max_length,
+                              window_overlap=saved.settings.window_overlap)  # fmt: skip
+        except TooLongError as error:
+            raise UserError(f"{error}. Set --max_length {error.needed}") from None
+        cut += sum(feature.cut_tokens > 0 for feature in features)
+        sizes = [num_scores(saved.task, example) for example in examples]
+        scores = score_split(model, features, sizes, batch_rows=batch_rows, device=device)
+        count += len(block)
+        if file:
+            lines = _lines(saved.task, examples, scores, block, keep)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            rate = count / (time.monotonic() - began)
+            print(f"  {count:,} rows, {rate:,.0f} a second", file=sys.stderr, flush=True)
+    if file and cut:
+        print(f"  {cut:,} of {count:,} texts were cut at {max_length} tokens", file=sys.stderr)
+    return count
+
+
+def _examples(task: Task, block: Iterable[Row], first: int) -> Iterator[Example]:
+    for number, (place, row) in enumerate(block, start=first):
+        line = dict(row) if task.layout in _OWN_LINES else to_line(task, place, row, number)
+        line.pop("label", None)
+        yield from examples_of(task, place, line, "test")
+
+
+def _lines(
+    task: Task, examples: Sequence[Example], scores: Sequence[np.ndarray], block: Sequence[Row],
+    keep: Sequence[str],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    guesses = predictions_of(task, examples, scores)
+    rows = dict(block)
+    for example, guess, values in zip(examples, guesses, scores, strict=True):
+        line: dict[str, Any] = {"idx": example.key[0] if len(example.key) == 1 else example.key}
+        row = rows[example.place]
+        for name in keep:
+            if name not in row:
+                raise UserError(f"{example.place}: --keep {name}: no such column; there are "
+                                f"{', '.join(map(str, row))}")  # fmt: skip
+            line[name] = row[name]
+        line["prediction"] = as_written(task, guess)
+        if task.head == "multilabel":
+            line["probabilities"] = dict(zip(task.labels, _rounded(expit(values)), strict=True))
+        elif task.head not in ("regress", "tags", "mentions"):
+            line["probabilities"] = dict(zip(task.labels, _rounded(softmax(values)), strict=True))
+        yield line
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [round(float(value), 5) for value in values]

@@ -1,0 +1,50 @@
+"""Predict with a fine-tuned model: one JSON line for each row of a table of any size, in order.
+
+    python launch/predict.py --model runs/mine/tickets/seed-1 --data new.csv --out predictions.jsonl
+    torchrun --nproc_per_node 8 launch/predict.py ...
+
+The table has the columns of the task (.jsonl .csv .tsv .parquet .arrow .conll), labels or not.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from deberta_ds.errors import UserError, exit_cleanly
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--model", required=True, help="fine-tuned model, or the run that wrote it")
+    parser.add_argument("--data", required=True, type=Path, help="table to predict")
+    parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
+    parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
+                        help="columns of the table to repeat beside the predictions")
+    parser.add_argument("--batch_rows", type=int, default=32, help="rows of one forward")
+    parser.add_argument("--max_length", type=int, help="tokens of one row (default: as trained)")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+
+    from deberta_ds import dist
+    from deberta_ds.finetune.directory import find_finetuned, load_finetuned
+    from deberta_ds.finetune.predict_file import predict_file
+    from deberta_ds.train.engine import init_distributed
+
+    if given.batch_rows < 1:
+        raise UserError(f"--batch_rows {given.batch_rows}: must be at least 1")
+    saved = load_finetuned(find_finetuned(given.model))
+    device = init_distributed()
+    count = predict_file(
+        saved, given.data, given.out, device, batch_rows=given.batch_rows, keep=given.keep,
+        max_length=given.max_length or saved.settings.max_length,
+    )  # fmt: skip
+    if dist.is_main():
+        print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)
+    dist.destroy()
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -1,0 +1,276 @@
+"""A task of one's own: every kind of table and label, learned by heart, predicted from a file."""
+
+import csv
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from superglue_helpers import tiny_start
+
+from deberta_ds.errors import UserError
+from deberta_ds.finetune import sweep
+from deberta_ds.finetune.directory import load_finetuned
+from deberta_ds.finetune.layouts import Example, TextSpan
+from deberta_ds.finetune.metrics import span_f1, spans_of
+from deberta_ds.finetune.own import load_own_task
+from deberta_ds.finetune.predict_file import predict_file
+from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.settings import load
+from deberta_ds.finetune.tables import read_table
+from deberta_ds.finetune.tasks import TASK_NAMES
+
+DICE = random.Random(4)
+WORDS = "stone oven bread river house cat dog moon train paper glass winter song".split()
+TAGS = {"cat": "B-ANIMAL", "dog": "B-ANIMAL", "moon": "B-SKY"}
+
+
+def rows_of(kind: str, count: int = 32) -> list[dict]:
+    """Return rows whose label only the words tell."""
+    rows = []
+    for number in range(count):
+        words = [DICE.choice(WORDS) for _ in range(6)] + [f"n{number}"]
+        row = {"words": " ".join(words), "extra": "about it"}
+        animals = [word for word in words if word in ("cat", "dog")]
+        if kind == "classification":
+            row["label"] = "animal" if animals else "thing"
+        elif kind == "multilabel":
+            row["label"] = sorted({word for word in words if word in ("cat", "moon", "oven")})
+        elif kind == "regression":
+            row["label"] = len(animals) / 2
+        elif kind == "choice":
+            row["options"] = [f"it is {animal}" for animal in ("cat", "dog", "moon")]
+            DICE.shuffle(row["options"])
+            row["label"] = "ABC"[row["options"].index("it is dog")]
+        else:
+            row["words"] = words
+            row["label"] = [TAGS.get(word, "O") for word in words]
+        rows.append(row)
+    return rows
+
+
+def write_task(directory: Path, kind: str, rows: list[dict], settings: str = "", **more) -> Path:
+    directory.mkdir(exist_ok=True)
+    table = directory / "train.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"name": "mine", "kind": kind, "train": "train.jsonl", "val": "train.jsonl"}
+    values["texts"] = ["words"] if kind in ("tags", "choice") else ["words", "extra"]
+    if kind == "choice":
+        values["choices"] = ["options"]
+    values |= more
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    path = directory / "task.toml"
+    path.write_text("\n".join(lines) + f"\n[settings]\n{settings}\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    from deberta_ds import dist
+    from deberta_ds.train.engine import init_distributed
+
+    kept = dict(os.environ)
+    init_distributed()
+    yield
+    dist.destroy()
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+BY_HEART = """epochs = 40
+batch_rows = 8
+learning_rate = 3e-3
+warmup_share = 0.1
+weight_decay = 0.0
+dropout = 0.0
+head_dropout = 0.0
+patience = 8
+evals_per_epoch = 1"""
+
+
+def train(path: Path, out: Path, *overrides: str) -> dict:
+    task, own, _ = load_own_task(path)
+    plan = sweep.Sweep(
+        tasks=(task,), num_seeds=1, start=tiny_start(), data=".", out=out, deepspeed={},
+        device=torch.device("cpu"), settings=load(None, overrides, (*TASK_NAMES, task.name)),
+        val_share=own.val_share, say=lambda text: None,
+    )  # fmt: skip
+    (result,) = sweep.run_all(plan)
+    return result
+
+
+@pytest.mark.parametrize("kind", ["classification", "multilabel", "regression", "choice", "tags"])
+def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_group, tmp_path, kind):
+    rows = rows_of(kind)
+    # Ranks of equal numbers cannot be learned, so a regression is not scored by Spearman here.
+    more = {"metrics": ["pearson"]} if kind == "regression" else {}
+    result = train(write_task(tmp_path, kind, rows, BY_HEART, **more), tmp_path / "out")
+    assert result["score"] >= (0.999 if kind == "regression" else 1.0), result["history"][-1]
+    assert not result["failed"] and result["score"] > result["baseline"]
+    saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
+    table = tmp_path / "new.jsonl"
+    table.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
+    out = tmp_path / "predictions.jsonl"
+    count = predict_file(saved, table, out, torch.device("cpu"), batch_rows=5, max_length=64,
+                         keep=["id"])  # fmt: skip
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert count == len(lines) == 32 and [line["id"] for line in lines] == list(range(32))
+    for line, row in zip(lines, rows, strict=True):
+        wanted = row["label"]
+        if kind == "choice":
+            wanted = f"choice{'ABC'.index(wanted)}"
+        if kind == "regression":
+            assert line["prediction"] == pytest.approx(wanted, abs=0.3)
+        else:
+            assert line["prediction"] == wanted
+    with pytest.raises(UserError, match="--keep idd: no such column; there are words"):
+        predict_file(saved, table, out, torch.device("cpu"), batch_rows=5, max_length=64,
+                     keep=["idd"])  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "head"), [
+    ("multilabel", "AutoModelForSequenceClassification"), ("regression",
+    "AutoModelForSequenceClassification"), ("tags", "AutoModelForTokenClassification"),
+])  # fmt: skip
+def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head):
+    import transformers
+
+    rows = rows_of(kind, 12)
+    train(write_task(tmp_path, kind, rows, "epochs = 1\nlearning_rate = 1e-3"), tmp_path / "out")
+    model = tmp_path / "out" / "mine" / "seed-1" / "model"
+    theirs = getattr(transformers, head).from_pretrained(model).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    scores = [json.loads(line)["scores"] for line in
+              (model.parent / "val_predictions.jsonl").read_text().splitlines()]  # fmt: skip
+    for row, wanted in zip(rows, scores, strict=True):
+        texts = [" ".join(row["words"])] if kind == "tags" else [row["words"], row["extra"]]
+        inputs = tokenizer(*texts, return_tensors="pt", return_offsets_mapping=True)
+        offsets = inputs.pop("offset_mapping")[0].tolist()
+        with torch.no_grad():
+            found = theirs(**inputs).logits[0]
+        if kind == "tags":  # a word's label is that of its first token
+            starts = [len(" ".join(row["words"][:n])) + (n > 0) for n in range(len(row["words"]))]
+            ends = [end for _, end in offsets]
+            found = torch.stack([found[next(i for i, end in enumerate(ends) if end > start)]
+                                 for start in starts]).flatten()  # fmt: skip
+        torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-4, atol=2e-5)
+    problem = {"multilabel": "multi_label_classification", "regression": "regression"}
+    assert theirs.config.problem_type == problem.get(kind)
+
+
+def test_every_kind_of_table_gives_the_same_examples(tmp_path):
+    import pyarrow
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    rows = [{"words": f'He said "{n}", twice\nor so', "extra": "x", "label": n % 3 == 0}
+            for n in range(9)]  # fmt: skip
+    path = write_task(tmp_path, "classification", rows)
+    wanted = read_split(load_own_task(path)[0], ".", "train").examples
+    assert {example.label for example in wanted} == {0, 1}
+    with open(tmp_path / "train.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(row | {"label": str(row["label"]).lower()} for row in rows)
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    pyarrow.feather.write_feather(table, tmp_path / "train.feather")
+    with pyarrow.ipc.new_stream(str(tmp_path / "train.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    for name in ("train.csv", "train.parquet", "train.feather", "train.arrow"):
+        path = write_task(tmp_path, "classification", rows, train=name, val=name)
+        task, _, said = load_own_task(path)
+        assert read_split(task, ".", "train").examples == wanted, name
+        assert said == "mine: 2 labels: false (6), true (3)"
+    (tmp_path / "train.tsv").write_text("words\tlabel\na \"b\tyes\nc\tno\n")
+    path = write_task(tmp_path, "classification", rows, train="train.tsv", texts=["words"])
+    found = read_split(load_own_task(path)[0], ".", "train").examples
+    assert [example.sequences[0][0] for example in found] == ['a "b', "c"]
+
+
+def test_conll_columns_are_sentences(tmp_path):
+    (tmp_path / "train.conll").write_text(
+        "-DOCSTART- -X- O O\n\nEU NNP I-NP B-ORG\nrejects VBZ I-VP O\n\nPeter NNP I-NP B-PER\n")
+    rows = list(read_table(tmp_path / "train.conll"))
+    assert rows[0][1] == {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]}
+    assert rows[1][0].endswith("train.conll:6")
+    path = write_task(tmp_path, "tags", [], train="train.conll", val="train.conll",
+                      texts=["tokens"], label="tags")  # fmt: skip
+    task, _, _ = load_own_task(path)
+    assert task.labels == ("O", "B-ORG", "B-PER")
+    first, _ = read_split(task, ".", "train").examples
+    assert first.label == (1, 0) and first.spans == (TextSpan(0, 0, 2), TextSpan(0, 3, 10))
+
+
+def test_val_is_a_share_of_train_without_a_val_table(process_group, tmp_path):
+    rows = rows_of("classification", 20)
+    path = write_task(tmp_path, "classification", rows, "epochs = 1", val=None, val_share=0.3)
+    result = train(path, tmp_path / "out")
+    assert result["train"][1] == 14 and result["val"][1] == 6
+
+
+# What a user gets wrong, and what is said.
+MISTAKES = [
+    ({"kind": "classify"}, r"kind = 'classify': input should be 'classification'"),
+    ({"texts": []}, "texts = .*must not be empty"),
+    ({"texts": ["word"]}, "no column 'word'; there are words, extra, label"),
+    ({"label": "lable"}, r"no column 'lable' \(label in .*task.toml\); there are words"),
+    ({"train": "tarin.csv"}, r"tarin.csv: no such file"),
+    ({"train": "train.xlsx"}, "train.xlsx: "),
+    ({"lables": ["a"]}, "lables: unknown key; did you mean labels"),
+    ({"labels": ["animal", "thin"]}, "must be one of 'animal', 'thin', found 'thing'"),
+    ({"metrics": ["acuracy"]}, "metrics: 'acuracy' is not known; did you mean accuracy"),
+    ({"choices": ["a"]}, 'choices are needed for kind = "choice", and for no other kind'),
+    ({"kind": "tags", "texts": ["words"]}, r"field \"words\"|tags for|must be"),
+    ({"kind": "regression"}, "must be a number|finite number"),
+    ({"name": "RTE"}, "not a benchmark's task"),
+    ({"val_share": 1.5}, "val_share = 1.5: must be below 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), MISTAKES)
+def test_a_mistake_is_one_clear_error(tmp_path, change, message):
+    path = write_task(tmp_path, "classification", rows_of("classification", 6), **change) \
+        if "kind" not in change else write_task(
+            tmp_path, change["kind"], rows_of("classification", 6),
+            **{k: v for k, v in change.items() if k != "kind"})  # fmt: skip
+    with pytest.raises(UserError, match=message):
+        task, _, _ = load_own_task(path)
+        read_split(task, ".", "train")
+
+
+def test_settings_in_a_task_file_are_checked(tmp_path):
+    rows = rows_of("classification", 6)
+    with pytest.raises(UserError, match="epoch: unknown key; did you mean epochs"):
+        load_own_task(write_task(tmp_path, "classification", rows, "epoch = 3"))
+    with pytest.raises(UserError, match="no such task file"):
+        load_own_task(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(("tags", "spans"), [
+    (["B-PER", "I-PER", "O", "B-LOC"], [("PER", 0, 2), ("LOC", 3, 4)]),
+    (["B-PER", "B-PER"], [("PER", 0, 1), ("PER", 1, 2)]),
+    (["I-PER", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 2)]),  # IOB1, or a slip of IOB2
+    (["B-PER", "I-LOC", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 3)]),
+    (["B-PER", "E-PER", "S-LOC", "S-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
+    (["O", "E-PER", "I-PER"], [("PER", 1, 2), ("PER", 2, 3)]),
+    (["NOUN", "NOUN", "O"], [("NOUN", 0, 2)]),
+    (["O", "O"], []), ([], []),
+])  # fmt: skip
+def test_spans_are_those_of_conlleval(tags, spans):
+    assert spans_of(tags) == spans
+
+
+def test_span_f1_is_seqevals():
+    labels = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+    dice = random.Random(2)
+    gold = [tuple(dice.randrange(5) for _ in range(8)) for _ in range(40)]
+    guess = [tuple(tag if dice.random() < 0.7 else dice.randrange(5) for tag in row)
+             for row in gold]  # fmt: skip
+    found = span_f1([Example((n,), (("x",),), row) for n, row in enumerate(gold)], guess, labels)
+    assert 0.2 < found < 0.9
+    metrics = pytest.importorskip("seqeval.metrics")
+    names = [[[labels[tag] for tag in row] for row in side] for side in (gold, guess)]
+    assert found == pytest.approx(metrics.f1_score(*names))
