@@ -86,7 +86,7 @@ warmup_share = 0.1
 weight_decay = 0.0
 dropout = 0.0
 head_dropout = 0.0
-patience = 8
+patience = 16
 evals_per_epoch = 1"""
 
 
