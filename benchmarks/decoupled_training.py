@@ -53,20 +53,20 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
         seed_step(seed, step, 0, 0)
-        norm = {"targets": batch.num_targets, "tokens": batch.num_tokens}
+        divisors = {"targets": batch.num_targets, "tokens": batch.num_tokens}
         if mode != "decoupled":
-            model(batch, norm)[0].backward()
+            model(batch, divisors)[0].backward()
             nets = [[*generator, *detector]] if mode == "joint" else [generator, detector]
             _update(optimizer, nets, run.optim.clip_norm)
             continue
         generator_sum, _, ids_BL = model._replace_targets(batch)
-        (generator_sum / norm["targets"]).backward()
+        (generator_sum / divisors["targets"]).backward()
         _update(optimizer, [generator], run.optim.clip_norm)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
         logits_BL = model.discriminator(model.words, ids_BL, batch)
         losses_BL = F.binary_cross_entropy_with_logits(
             logits_BL, (ids_BL != original_BL).float(), reduction="none")
-        loss = (losses_BL * (batch.segments > 0)).sum() / norm["tokens"]
+        loss = (losses_BL * (batch.segments > 0)).sum() / divisors["tokens"]
         (run.objective.rtd_weight * loss).backward()
         _update(optimizer, [detector], run.optim.clip_norm)
     return evaluate(model, torch.device("cpu"), held_out, rows)

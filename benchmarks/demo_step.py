@@ -87,10 +87,10 @@ class Trainer:
         embeddings.linear_cross_entropy = self.head
         targets = sum(batch.num_targets for batch in micro_batches)
         tokens = sum(batch.num_tokens for batch in micro_batches)
-        norm = {"targets": torch.tensor(float(targets)), "tokens": torch.tensor(float(tokens))}
+        divisors = {"targets": torch.tensor(float(targets)), "tokens": torch.tensor(float(tokens))}
         start, total = time.process_time(), 0.0
         for batch in micro_batches:
-            loss = self.model(batch, norm)[0]
+            loss = self.model(batch, divisors)[0]
             loss.backward()
             total += loss.item()
         optim = self.run.optim

@@ -54,8 +54,8 @@ def make_batch(config: ModelConfig, rows: int, length: int) -> Batch:
 
 def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: Batch):
     """Return (module, function that returns the loss)."""
-    norm = {"targets": torch.tensor(float(batch.num_targets), device=batch.rows.device)}
-    norm["tokens"] = torch.tensor(float(batch.num_tokens), device=batch.rows.device)
+    divisors = {"targets": torch.tensor(float(batch.num_targets), device=batch.rows.device)}
+    divisors["tokens"] = torch.tensor(float(batch.num_tokens), device=batch.rows.device)
     if objective == "mlm":
         model = MlmModel(config)
     else:
@@ -64,7 +64,7 @@ def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: 
         model = RtdModel(config, generator, settings, sampling_seed=0)
     init_parameters(model, 0.02, 0)
     model.to(batch.rows.device)
-    return model, lambda: model(batch, norm)[0]
+    return model, lambda: model(batch, divisors)[0]
 
 
 def _values(config: ModelConfig) -> dict:

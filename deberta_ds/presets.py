@@ -1,6 +1,6 @@
 """The public DeBERTa models by name: values for ModelConfig.
 
-Sources: the released configuration files and microsoft/DeBERTa experiments (numerics 1.2). A
+Sources: the released configuration files and microsoft/DeBERTa experiments/. A
 generator has its discriminator's width and half its depth. tests/test_presets.py holds the exact
 parameter count of each.
 """

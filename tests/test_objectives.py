@@ -39,9 +39,9 @@ def model_of(sharing: str) -> RtdModel:
 def gradients(sharing: str, rows, of: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of E_G and of the discriminator's own table for one of the losses."""
     model, batch = model_of(sharing), collate(rows)
-    norm = {"targets": NEVER, "tokens": NEVER}
-    norm[{"generator": "targets", "discriminator": "tokens"}[of]] = torch.tensor(100.0)
-    model(batch, norm)[0].backward()
+    divisors = {"targets": NEVER, "tokens": NEVER}
+    divisors[{"generator": "targets", "discriminator": "tokens"}[of]] = torch.tensor(100.0)
+    model(batch, divisors)[0].backward()
     own = None if sharing == "es" else model.discriminator.words.weight.grad
     return model.words.weight.grad, own
 

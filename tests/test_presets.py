@@ -1,4 +1,4 @@
-"""Exact parameter counts of the public models (numerics 1.3: counted from the official code)."""
+"""Exact parameter counts of the public models (counted from the official code)."""
 
 import dataclasses
 

@@ -2,7 +2,8 @@
 
 A foreign configuration that our encoder does not compute (token types, factorized embeddings,
 position-to-position attention ...) is refused with the key that asks for it; nothing is ignored.
-Sources: numerics 1.1, 1.2, 10.2.
+Sources: transformers' configuration_deberta*.py, microsoft/DeBERTa deberta/config.py, and the
+config.json files of the released models.
 """
 
 import json

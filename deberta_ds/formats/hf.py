@@ -7,7 +7,7 @@
     DIR/generator/                         the same for the generator, as DebertaV2ForMaskedLM
 
 transformers has no enhanced mask decoder: its masked-LM class gives other logits than the model was
-trained with (numerics 10.2). `deberta_ds.analysis.fill_mask` reads the side file and runs it.
+trained with. `deberta_ds.analysis.fill_mask` reads the side file and runs it.
 """
 
 import json

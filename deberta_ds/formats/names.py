@@ -1,8 +1,9 @@
 """One table of parameter names: ours <-> microsoft/DeBERTa and Hugging Face.
 
-Both use the same names for v2/v3 (numerics 10.1, 10.2), so one table serves both; Hugging Face's v1
-class alone packs query, key and value of each head into one `in_proj` (numerics 2.5), which
-`pack_v1` and `unpack_v1` translate to and from the microsoft form.
+Both use the same names for v2/v3 (transformers modeling_deberta_v2.py, microsoft/DeBERTa
+deberta/bert.py), so one table serves both; Hugging Face's v1 class alone packs query, key and value
+of each head into one `in_proj`, which `pack_v1` and `unpack_v1` translate to and from the microsoft
+form.
 
 Our names here are those of one network: a word table, a trunk and whatever heads it has
 (`words.weight`, `trunk.*`, `positions.weight`, `mlm_head.*`, `rtd_head.*`, `words.delta`). Heads of

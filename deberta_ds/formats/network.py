@@ -133,7 +133,8 @@ def derive_words(release: Release) -> None:
     """Make the discriminator's word table whole: E_G + delta, wherever both are known.
 
     Files of the official training hold `weight` one optimizer step behind `_weight`, or before the
-    first step none at all (numerics 5.3), so the sum is formed anew, in fp32.
+    first step none at all (microsoft/DeBERTa apps/tasks/rtd_task.py), so the sum is formed anew, in
+    fp32.
     """
     main, generator = release.main, release.generator
     for table, place in (("words", "word table"), ("positions", "position table")):

@@ -6,7 +6,7 @@ Formats, told apart by their files:
                 directories, microsoft pairs, official training output (discriminator/, generator/)
 
 Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
-reader serves both and goes by the names of the tensors. Sources: numerics 5.3, 10.1, 10.2.
+reader serves both and goes by the names of the tensors.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The tokenizer files of a published directory: spm.model, and what AutoTokenizer needs.
 
 transformers 5 rebuilds `DebertaV2Tokenizer` from the pieces alone: the SentencePiece normalizer and
-the byte fallback are lost, and ids differ from those the model was trained on (numerics 2.6). So
+the byte fallback are lost, and ids differ from those the model was trained on. So
 `tokenizer.json` is written here from spm.model itself, with every step of the original, and is
 loaded as a plain `PreTrainedTokenizerFast`, which takes it as it stands.
 

@@ -59,10 +59,10 @@ MINIMAL_PAIRS = Metric(
 class Objective(Protocol):
     """The functions of an objective's module, in the order in which a run meets them.
 
-    Its model's `forward(batch, norm)` returns (loss to backpropagate, {name: detached sum over the
-    batch}, {name: flat detached tensor that `scores` wants of every token}). `norm` holds what the
-    means divide by: "targets" and "tokens" of the whole step, so that the loss is the exact mean
-    over a step at any world size and micro-batch.
+    Its model's `forward(batch, divisors)` returns (loss to backpropagate, {name: detached sum over
+    the batch}, {name: flat detached tensor that `scores` wants of every token}). `divisors` holds
+    what sums are divided by: "targets" and "tokens" of the whole step, so that the loss is the
+    exact mean over a step at any world size and micro-batch.
     """
 
     METRICS: tuple[Metric, ...]

@@ -43,15 +43,15 @@ class MlmModel(nn.Module):
         self.words = WordEmbedding(config.vocab_size, config.hidden_size)
         self.masked_lm = MaskedLm(config, checkpoint_layers)
 
-    def forward(self, batch, norm: Tensors) -> tuple[Tensor, Tensors, Tensors]:
-        """Return (sum of losses / norm["targets"], sums over this batch, no view)."""
+    def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+        """Return (sum of losses / divisors["targets"], sums over this batch, no view)."""
         loss_sum, num_correct, _ = self.masked_lm(self.words, batch, valid_vocab=self.valid_vocab)
         sums = {"masked_loss": loss_sum, "masked_correct": num_correct}
-        return _loss(sums, norm), {name: value.detach() for name, value in sums.items()}, {}
+        return _loss(sums, divisors), {name: value.detach() for name, value in sums.items()}, {}
 
 
-def _loss(sums: dict, norm: dict):
-    return sums["masked_loss"] / norm["targets"]
+def _loss(sums: dict, divisors: dict):
+    return sums["masked_loss"] / divisors["targets"]
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> MlmModel:

@@ -108,7 +108,7 @@ class RtdModel(nn.Module):
         self.generator = MaskedLm(generator_config, checkpoint_layers)
         self.discriminator = Discriminator(config, objective.embedding_sharing, checkpoint_layers)
 
-    def forward(self, batch, norm: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+    def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
         """Return (L_G + lambda L_D, sums over this batch, the discriminator's view).
 
         The view holds the logits (fp32) of the real tokens, [N], and which of them are replaced; a
@@ -127,7 +127,7 @@ class RtdModel(nn.Module):
             "discriminator_correct": (((logits_BL > 0) == replaced_BL) & real_BL).sum(),
             "replaced": replaced_BL.sum(),
         }
-        loss = _loss(sums, norm, self.objective.rtd_weight)
+        loss = _loss(sums, divisors, self.objective.rtd_weight)
         view = {}
         if not self.training:  # picking the real tokens waits for the device
             view = {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
@@ -153,10 +153,10 @@ class RtdModel(nn.Module):
         return (starts_B1 + batch.target_positions).flatten()[batch.target_index]
 
 
-def _loss(sums: dict, norm: dict, rtd_weight: float):
+def _loss(sums: dict, divisors: dict, rtd_weight: float):
     """Return L_G + lambda L_D: the loss that is trained, and the one that is logged."""
-    return sums["generator_loss"] / norm["targets"] \
-        + rtd_weight * sums["discriminator_loss"] / norm["tokens"]
+    return sums["generator_loss"] / divisors["targets"] \
+        + rtd_weight * sums["discriminator_loss"] / divisors["tokens"]
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> RtdModel:

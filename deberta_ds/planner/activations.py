@@ -86,12 +86,12 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> dict[int, int]:
     finally:
         torch.set_default_dtype(default)
     batch = _full_batch(run)
-    norm = {"targets": torch.ones(()), "tokens": torch.ones(())}
+    divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
     parameters = list(model.parameters())
     with _LiveBytes(parameters) as live:
         for parameter in parameters:  # each is reduced and freed as soon as it is there
             parameter.register_post_accumulate_grad_hook(live.finish_gradient)
-        loss, *_ = model(batch, norm)
+        loss, *_ = model(batch, divisors)
         loss.backward()
     return live.points
 

@@ -29,14 +29,14 @@ def evaluate(model, objective: Objective, device: torch.device, rows: list[Row],
     batches = [collate(rows[start:start + micro_batch_rows])
                for start in range(0, len(rows), micro_batch_rows)]
     turns = math.ceil(len(batches) / dist.world_size())
-    norm = {name: one.to(device) for name, one in _ONE.items()}
+    divisors = {name: one.to(device) for name, one in _ONE.items()}
     totals: dict[str, float] = {"targets": 0.0, "tokens": 0.0}
     views: dict[str, list[Tensor]] = {}
     model.eval()
     for turn in range(turns):
         number = turn * dist.world_size() + dist.rank()
         batch = batches[min(number, len(batches) - 1)].to(device)
-        _, sums, view = model(batch, norm)
+        _, sums, view = model(batch, divisors)
         if number >= len(batches):
             continue
         totals["targets"] += batch.num_targets

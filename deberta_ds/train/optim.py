@@ -1,7 +1,7 @@
 """The optimizers.
 
 AdamW is PyTorch's. `AdamUncorrected` is the official XAdam: Adam without bias correction, decoupled
-weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py; numerics 7.1), which
+weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py), which
 AdamW cannot express.
 """
 

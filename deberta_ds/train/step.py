@@ -56,13 +56,13 @@ def train_step(engine, batches: list, *, step: int, seed: int,
     counts = count_over_ranks(batches, engine.device)
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
     share = dist.world_size() * len(batches)
-    norm = {name: (count / share).float() for name, count in counts.items()}
+    divisors = {name: (count / share).float() for name, count in counts.items()}
     totals: dict[str, Tensor] = {}
     whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
 
     def run_micro_batch(micro_step: int) -> tuple[Tensor, dict[str, Tensor]]:
         seed_step(seed, step, micro_step, dist.rank())
-        loss, sums, _ = engine(batches[micro_step].to(engine.device), norm)
+        loss, sums, _ = engine(batches[micro_step].to(engine.device), divisors)
         return loss, sums
 
     for micro_step in range(len(batches)):
