@@ -83,7 +83,8 @@ def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
 def _sentence(run: Run) -> str:
     if not run.evals:
         return "Not evaluated yet: the curves below show training rows only."
-    return run.objective.headline(run.scores)
+    # A hyphen at which no line breaks, as in ROC-AUC.
+    return re.sub(r"(?<=[A-Z])-(?=[A-Z])", "\u2011", run.objective.headline(run.scores))
 
 
 def _resumed(run: Run) -> str:
@@ -156,11 +157,11 @@ def _costs(run: Run) -> list[Tile]:
     note = f"{ranks:,} {'rank' if ranks == 1 else 'ranks'} · {_hours(seconds * ranks / 3600)}"
     found = [Tile("seconds", "Training time", format_duration(seconds), note, seconds)]
     if run.saved.hardware:
-        found.append(Tile("hardware", "Hardware", run.saved.hardware, f"{ranks:,} x", None, "",
-                          True))
-    if (peak := run.last("peak_memory_bytes")) is not None:
-        found.append(Tile("peak_memory_bytes", "Peak memory", format_value(peak, "bytes"),
-                          "of the rank that needed most", peak))
+        source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""
+        found.append(Tile("hardware", "Hardware", run.saved.hardware, source, is_name=True))
+    if peaks := [value for _, value in run.points("train", "peak_memory_bytes")]:
+        found.append(Tile("peak_memory_bytes", "Peak memory", format_value(max(peaks), "bytes"),
+                          "of the first rank", max(peaks)))
     if (share := run.last("goodput")) is not None:
         found.append(Tile("goodput", "Goodput", format_value(share, "share"),
                           "of the wall clock went into steps that count", share))

@@ -1,6 +1,7 @@
 """What a run runs on, for its log and its page: hardware, commit of the source, memory."""
 
 import platform
+import re
 import resource
 import subprocess
 from pathlib import Path
@@ -16,8 +17,9 @@ def hardware(device: torch.device) -> str:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    name = re.sub(r"\((R|TM)\)| Processor\b| CPU\b", "", names[0]) if names else ""
+    return " ".join(name.split()) if names else platform.processor() or platform.machine()
 
 
 def commit() -> str:
