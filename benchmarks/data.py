@@ -281,6 +281,70 @@ def measure_loader(args) -> dict:
     return {"loader_tokens_a_second_at_512": best}
 
 
+def measure_shards(args) -> dict:
+    """Rows a core second from 10 to 7,451 shards that hold the same documents, and rows a second
+    where each read and each opening of a file takes 5 ms.
+    """
+    import numpy as np
+
+    from deberta_ds.config import MaskConfig, SourceConfig
+    from deberta_ds.data import reading
+    from deberta_ds.data.loader import build_loader
+    from deberta_ds.data.prep.pack import pack_corpus
+    from deberta_ds.data.rows import RowDataset
+    from deberta_ds.data.shards import Manifest, ShardWriter, write_manifest
+    from deberta_ds.tokenizer import Tokenizer
+
+    _, model = novels(args)
+    tokenizer, rng = Tokenizer(model), np.random.default_rng(0)
+    lengths = rng.integers(50, 1500, 60_000)
+    datasets = {}
+    for shards in (10, 100, 2000, 7451):
+        path = args.scratch / f"shards_{shards}"
+        if not (path / "rows-512" / "manifest.json").exists():
+            infos = []
+            for number, part in enumerate(np.array_split(lengths, shards)):
+                writer = ShardWriter(path, f"{number:05d}-000", np.dtype("<u2"))
+                for length in part:
+                    writer.append(rng.integers(4, tokenizer.mask_id, length).astype("<u2"))
+                infos.append(writer.finish())
+            special = {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": tokenizer.mask_id}
+            write_manifest(path, Manifest("<u2", tokenizer.size, tokenizer.sha256, special, {}, {},
+                                          tuple(infos)))
+            pack_corpus(path, tokenizer, 512)
+        datasets[shards] = RowDataset([SourceConfig(path=str(path))], tokenizer, seq_len=512,
+                                      seed=0, mask=MaskConfig())
+    best: dict = {}
+    for turn in range(5):
+        for shards, dataset in datasets.items():
+            start = time.process_time()
+            for g in range(turn * 20_000, (turn + 1) * 20_000):
+                dataset[g]
+            rate = round(512 * 20_000 / (time.process_time() - start))
+            best[shards] = max(best.get(shards, 0), rate)
+    waits = {"read": os.pread, "open": reading._OpenFile}
+
+    def slow(function):
+        def wait(*arguments):
+            time.sleep(0.005)
+            return function(*arguments)
+        return wait
+
+    reading.os.pread, reading._OpenFile = slow(waits["read"]), slow(waits["open"])
+    slow_rates = {}
+    for micro in (1, 16):
+        reading._open_files.clear()
+        batches = build_loader(datasets[7451], start_row=0, global_batch_rows=16, rank=0,
+                               micro_batch_rows=micro, world_size=1, num_workers=0, num_steps=40)
+        start = time.perf_counter()
+        rows = sum(len(batch.rows) for batch in batches)
+        slow_rates[f"micro-batches of {micro}"] = round(rows / (time.perf_counter() - start))
+    return {"tokens_a_core_second_by_shards": best,
+            "over_10_shards": {shards: round(rate / best[10], 3) for shards, rate in best.items()},
+            "open_files": reading.most_open_files(),
+            "rows_a_second_at_5_ms_an_operation": slow_rates}
+
+
 if __name__ == "__main__":
     main(__doc__, {"memory": measure_memory, "speed": measure_speed, "loader": measure_loader,
-                   "scaling": measure_scaling})
+                   "scaling": measure_scaling, "shards": measure_shards})

@@ -162,44 +162,67 @@ def measure_languages(args) -> dict:
             "all_equal": all(a == b for a, b in same.values()), "rows": inside}
 
 
+SCRIPTS = {"Han": (0x4E00, 0x5FFF), "Kana": (0x3041, 0x30FA), "Thai": (0x0E01, 0x0E2E),
+           "Tibetan": (0x0F40, 0x0F68), "Myanmar": (0x1000, 0x1020)}
+
+
 def measure_near(args) -> dict:
-    """Which near duplicates dedup.py --near 0.8 finds: real paragraphs, and a copy of each with
-    some words replaced, by the true Jaccard similarity of the two.
+    """Which near duplicates dedup.py --near 0.8 finds: documents and a copy of each with some words
+    replaced, by script and by the true Jaccard similarity of the two. Latin: real paragraphs; other
+    scripts: characters drawn by Zipf's law, without spaces, each a word.
     """
-    from deberta_ds.data.prep.dedup import SHINGLE_WORDS, duplicates_of
+    from deberta_ds.data.prep.dedup import Findings
+    from deberta_ds.data.prep.near import SHINGLE_WORDS
     from deberta_ds.data.prep.text import normalise
 
     text, _ = novels(args)
     generator = random.Random(0)
     paragraphs = (normalise(line).lower().split() for line in open(text, encoding="utf-8"))
-    originals = list({tuple(words[:300]): None for words in paragraphs if len(words) >= 150})[:4000]
-    words = sorted({word for original in originals for word in original})
-    copies = []
-    for original in originals:
-        copy, changes = list(original), generator.randint(0, 12)
-        for place in generator.sample(range(len(copy)), changes):
-            copy[place] = generator.choice(words)
-        copies.append(copy)
+    latin = {tuple(words[:300]): None for words in paragraphs if len(words) >= 150}
+    documents = {"Latin": list(latin)[:4000]}
+    for script, (low, high) in SCRIPTS.items():
+        letters = [chr(code) for code in range(low, high)]
+        weights = [1 / rank for rank in range(1, len(letters) + 1)]
+        documents[script] = [
+            tuple(generator.choices(letters, weights, k=generator.randint(150, 300)))
+            for _ in range(1000)]
+    pairs = [(script, original, _with_changes(original, originals, generator))
+             for script, originals in documents.items() for original in originals]
     source, found = args.scratch / "near.jsonl", args.scratch / "near"
-    source.write_text("".join(json.dumps({"text": " ".join(document)}) + "\n"
-                              for document in [*originals, *copies]), encoding="utf-8")
+    with open(source, "w", encoding="utf-8") as file:
+        places = []
+        for side in (1, 2):
+            for pair in pairs:
+                places.append(file.tell())
+                words = (" " if pair[0] == "Latin" else "").join(pair[side])
+                file.write(json.dumps({"text": words}) + "\n")
     shutil.rmtree(found, ignore_errors=True)
     figures = run(PREP / "dedup.py", source, "--out", found, "--near", 0.8, "--unit_bytes", 1 << 30)
-    dropped = set(duplicates_of(found, 0).tolist())
+    findings = Findings(found)
+    dropped = [findings.has(str(source), place) for place in places]
 
     def shingles(document) -> set:
         return {tuple(document[i : i + SHINGLE_WORDS])
                 for i in range(len(document) - SHINGLE_WORDS + 1)}
 
-    bins: dict[str, list[int]] = {}
-    for number, (original, copy) in enumerate(zip(originals, copies, strict=True)):
+    bins: dict[str, dict[str, list[int]]] = {}
+    for number, (script, original, copy) in enumerate(pairs):
         one, other = shingles(original), shingles(copy)
-        row = bins.setdefault(f"{int(len(one & other) / len(one | other) * 20) / 20:.2f}", [0, 0])
-        row[0] += len(originals) + number in dropped
+        similarity = min(int(len(one & other) / len(one | other) * 20) / 20, 0.9)
+        row = bins.setdefault(script, {}).setdefault(f"{max(similarity, 0.65):.2f}", [0, 0])
+        row[0] += dropped[len(pairs) + number]
         row[1] += 1
-    return {"threshold": 0.8, "documents": 2 * len(originals), **figures,
-            "originals dropped": sum(number < len(originals) for number in dropped),
-            "copies dropped, of all, by similarity from": dict(sorted(bins.items()))}
+    return {"threshold": 0.8, "documents": 2 * len(pairs), **figures,
+            "originals dropped": sum(dropped[: len(pairs)]),
+            "copies dropped, of all, by similarity from (0.65: and below; 0.90: and above)":
+                {script: dict(sorted(rows.items())) for script, rows in bins.items()}}
+
+
+def _with_changes(original: tuple, originals: list[tuple], generator: random.Random) -> list[str]:
+    copy = list(original)
+    for place in generator.sample(range(len(copy)), generator.randint(0, 12)):
+        copy[place] = generator.choice(generator.choice(originals))
+    return copy
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import make_corpus, random_documents, tiny_tokenizer
+from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data import reading
@@ -116,3 +119,26 @@ def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
         assert torch.equal(expected[name], found[name])
     assert len(operations) >= 3 * 240  # which is 3.6 s without threads
     assert seconds < 0.5 * 0.005 * len(operations)
+
+
+LEAVES_EARLY = """
+import sys
+from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.rows import RowDataset
+from deberta_ds.tokenizer import Tokenizer
+dataset = RowDataset([SourceConfig(path=sys.argv[2])], Tokenizer(sys.argv[1]), seq_len=64, seed=0,
+                     mask=MaskConfig())
+batches = build_loader(dataset, start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0,
+                       world_size=1, num_workers=2, num_steps=10**6)
+next(batches)
+raise SystemExit(3)
+"""
+
+
+def test_a_run_that_ends_early_does_not_wait_for_its_workers(dataset):
+    """They ignore SIGTERM, which is what Python sends them at exit before it waits for them."""
+    path, = dataset.num_rows
+    command = [sys.executable, "-c", LEAVES_EARLY, tokenizer_path(), path]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 3

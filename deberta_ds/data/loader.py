@@ -9,11 +9,14 @@ numbers are known. Batches come from the workers as NumPy arrays: torch would pa
 descriptor, and a worker that has none left would leave the training process waiting for ever.
 
 Workers ignore the signals that ask a run to stop: a launcher sends them to every process, and the
-last step still needs its rows. The rank ends its workers; they end by themselves when it is gone.
+last step still needs its rows. The rank ends its workers, by SIGKILL where it leaves early (they
+ignore what Python would send at exit); they end by themselves when it is gone.
 """
 
+import atexit
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -145,6 +148,19 @@ def _unwrap(loader: DataLoader) -> Iterator[Batch]:
     batches = iter(loader)
     if loader.num_workers:
         signal.signal(signal.SIGCHLD, handler)
+        atexit.register(_end_workers, weakref.ref(batches))
+    try:
+        yield from _checked(batches)
+    finally:
+        _end_workers(weakref.ref(batches))
+
+
+def _end_workers(reference: weakref.ref) -> None:
+    for worker in getattr(reference(), "_workers", []):
+        worker.kill()
+
+
+def _checked(batches) -> Iterator[Batch]:
     while True:
         try:
             batch = next(batches, None)

@@ -17,7 +17,7 @@ PACKER_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowPlan:
     """`pieces` u32[num_pieces, 2] of (start, length) in row order; row r is
     pieces[starts[r]:starts[r + 1]] with `starts` u32[num_rows + 1].
     """
@@ -27,7 +27,9 @@ class Plan:
     hard_cuts: int
 
 
-def plan_rows(ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, seq_len: int) -> Plan:
+def plan_rows(
+    ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, seq_len: int
+) -> RowPlan:
     """Return the rows of one shard: `ends` i64[documents], `tokens` [n], `word_starts` bool[V]."""
     starts, lengths, hard_cuts = cut_documents(ends, tokens, word_starts, seq_len - FRAME_TOKENS)
     row_of_piece, num_rows = best_fit(lengths + FRAME_TOKENS, seq_len)
@@ -35,7 +37,7 @@ def plan_rows(ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, seq
     pieces = np.stack([starts[order], lengths[order]], axis=1).astype(np.uint32)
     per_row = np.bincount(row_of_piece, minlength=num_rows)
     row_starts = np.concatenate([[0], np.cumsum(per_row)]).astype(np.uint32)
-    return Plan(pieces, row_starts, hard_cuts)
+    return RowPlan(pieces, row_starts, hard_cuts)
 
 
 def cut_documents(

@@ -2,8 +2,8 @@
 
     corpus/
       manifest.json          written last; its sha256 is the corpus fingerprint
-      tokens/NAME.npy        uint16 if vocab_size <= 65536 else uint32; documents back to back,
-                             no special tokens
+      tokens/NAME.npy        uint16 if the tokenizer's size <= 65536 else uint32; documents
+                             back to back, no special tokens
       ends/NAME.npy          int64, cumulative document ends
       rows-512/
         manifest.json        written last; its sha256 joins the fingerprint
@@ -61,7 +61,7 @@ class Manifest:
     """What a corpus directory holds."""
 
     dtype: str
-    vocab_size: int
+    vocab_size: int  # the tokenizer's size; the name in the file is older than that rule
     tokenizer_sha256: str
     special_ids: dict[str, int]
     counts: dict[str, int]
@@ -82,9 +82,9 @@ class RowsManifest:
     version: int = FORMAT_VERSION
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
+def token_dtype(tokenizer_size: int) -> np.dtype:
     """Return the dtype of token shards: uint16 if every id fits, else uint32."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+    return np.dtype("<u2") if tokenizer_size <= 1 << 16 else np.dtype("<u4")
 
 
 def rows_directory(corpus: str | Path, seq_len: int) -> Path:
