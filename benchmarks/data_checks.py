@@ -171,7 +171,7 @@ def measure_near(args) -> dict:
     replaced, by script and by the true Jaccard similarity of the two. Latin: real paragraphs; other
     scripts: characters drawn by Zipf's law, without spaces, each a word.
     """
-    from deberta_ds.data.prep.dedup import Findings
+    from deberta_ds.data.prep.findings import Findings
     from deberta_ds.data.prep.near import SHINGLE_WORDS
     from deberta_ds.data.prep.text import normalise
 

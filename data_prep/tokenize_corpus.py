@@ -37,9 +37,9 @@ def main() -> None:
                         help="documents with fewer letters are left out")
     parser.add_argument("--max_bad", type=natural, default=0,
                         help="unreadable documents allowed (left out, counted, the first named)")
-    parser.add_argument("--duplicates", default="",
-                        help="directory made by dedup.py over these inputs, and others: leave "
-                        "them out")
+    parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
+                        help="directories made by dedup.py and decontaminate.py over these inputs "
+                        "(and others): leave those documents out")
     add_workers(parser)
     args = parser.parse_args()
 
@@ -53,7 +53,7 @@ def main() -> None:
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
         heldout_out=args.heldout_out, heldout_share=args.heldout_share,
         drop_heldout=args.drop_heldout,
-        duplicates=args.duplicates, workers=args.workers,
+        leave_out=args.leave_out, workers=args.workers,
     )
     for directory, manifest in manifests.items():
         left_out = {k: v for k, v in manifest.counts.items()

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from deberta_ds.data import shards
 from deberta_ds.data.corpus import Corpus, map_array
+from deberta_ds.data.prep.contamination import find_contamination
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
@@ -211,11 +212,11 @@ def test_duplicates_are_the_ones_a_set_finds(tmp_path):
     unique = list(dict.fromkeys(normalise(text) for text in texts))
     assert counts == {"documents": 400, "exact": 400 - len(unique), "near": 0}
     tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ, clean=CleanOptions(),
-                    duplicates=str(found))
+                    leave_out=[str(found)])
     assert stored_texts(tmp_path / "out") == unique
     other = plan_units([str(tmp_path / "text.jsonl")], READ, 9_000)  # other units, same documents
     tokenize_corpus(other, tmp_path / "out2", tiny_tokenizer(), read=READ, clean=CleanOptions(),
-                    duplicates=str(found))
+                    leave_out=[str(found)])
     assert stored_texts(tmp_path / "out2") == unique
 
 
@@ -227,7 +228,7 @@ def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
     def tokenized(found, name="text.jsonl", read=READ, out="out"):
         units = plan_units([str(tmp_path / name)], read)
         return tokenize_corpus(units, tmp_path / out, tiny_tokenizer(), read=read,
-                               clean=CleanOptions(), duplicates=str(tmp_path / found))
+                               clean=CleanOptions(), leave_out=[str(tmp_path / found)])
 
     units = plan_units([str(tmp_path / "text.jsonl")], READ)
     find_duplicates(units, tmp_path / "found", read=READ)
@@ -252,6 +253,40 @@ def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
         find_duplicates(both + both, tmp_path / "found3", read=READ)
 
 
+def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
+    examples = [{"passage": {"text": "The tower was built by seven brothers, who never spoke to "
+                             "each other again after it fell.", "n": [1]}, "label": True},
+                {"sentence": "Nobody at the old harbour knew what the sailor said."},
+                {"sentence": "Too short to count."}]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(e) + "\n" for e in examples))
+    (tmp_path / "dev.tsv").write_text("id\tsentence\n1\tA quiet table of words that nobody in "
+                                      "this corpus has ever written down before.\n")
+    texts = random_documents(40)
+    texts[3] += (" Was BUILT by seven brothers who -- never spoke to each other again, after it "
+                 "fell down.")
+    texts[9] = "x " + examples[1]["sentence"].upper() + " y"
+    texts[11] += " The tower was built by seven brothers. Too short to count."
+    write_json_lines(tmp_path / "text.jsonl", texts)
+    units = plan_units([str(tmp_path / "text.jsonl")], READ, 4000)
+    against = [str(tmp_path / "val.jsonl"), str(tmp_path / "dev.tsv")]
+    report = find_contamination(units, against, tmp_path / "found", read=READ, workers=1)
+    assert report.documents == [40, 2]
+    assert list(report.examples.values()) == [[2, 2], [1, 0]]
+    assert "brothers who never spoke" in report.samples[0]["words"]
+    assert report.samples[0]["document"] == f"{tmp_path}/text.jsonl:4"
+    assert report.samples[1]["example"] == f"{against[0]}, example 1"
+    find_duplicates(units, tmp_path / "twice", read=READ)
+    found = [str(tmp_path / "found"), str(tmp_path / "twice")]
+    done = tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ,
+                           clean=CleanOptions(), leave_out=found)
+    kept = [normalise(text) for number, text in enumerate(texts) if number not in (3, 9)]
+    assert stored_texts(tmp_path / "out") == list(dict.fromkeys(kept))
+    assert done[str(tmp_path / "out")].counts["contaminated"] == 2
+    with pytest.raises(UserError, match="no text of 8 words"):
+        (tmp_path / "val.jsonl").write_text('{"a": "b"}\n')
+        find_contamination(units, against[:1], tmp_path / "none", read=READ)
+
+
 def test_duplicates_across_corpora_leave_once(tmp_path):
     """Mixtures need one corpus a source: search all at once, each leaves out its own."""
     first, second = random_documents(60, seed=1), random_documents(60, seed=2)
@@ -262,7 +297,7 @@ def test_duplicates_across_corpora_leave_once(tmp_path):
     for name in ("web", "wiki"):
         units = plan_units([str(tmp_path / f"{name}.jsonl")], READ)
         tokenize_corpus(units, tmp_path / name, tiny_tokenizer(), read=READ,
-                        clean=CleanOptions(), duplicates=str(tmp_path / "found"))
+                        clean=CleanOptions(), leave_out=[str(tmp_path / "found")])
     web, wiki = stored_texts(tmp_path / "web"), stored_texts(tmp_path / "wiki")
     assert not set(web) & set(wiki) and len(set(web)) == len(web) and len(set(wiki)) == len(wiki)
     assert set(web) | set(wiki) == {normalise(text) for text in first + second}

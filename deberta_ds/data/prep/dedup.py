@@ -11,9 +11,7 @@ leave them out of any subset of the inputs, in any units: duplicates across corp
 call over all of them.
 """
 
-import hashlib
 import json
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -21,25 +19,27 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from deberta_ds.data.corpus import check_file, map_array
+from deberta_ds.data.corpus import map_array
 from deberta_ds.data.prep import near
-from deberta_ds.data.prep.documents import Extent, ReadOptions
+from deberta_ds.data.prep.documents import Extent, ReadOptions, units_digest
+from deberta_ds.data.prep.findings import (
+    FINDINGS_VERSION,
+    FOUND,
+    finish_findings,
+    input_files,
+    merge_found,
+    save_found,
+)
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic, xxh3
 
-FINDINGS_VERSION = 2
 PART_DOCUMENTS = 1 << 16  # of one table: 70 MB with all that near duplicates need
 BUCKET_DOCUMENTS = 1 << 21  # hashes in one bucket: about 200 MB
 NEAR_BUCKET_KEYS = 1 << 18
 _HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<u8")])
 _BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
-_FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
-_AGAIN = "run data_prep/dedup.py again, into a new directory"
-_OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes")
 
 
 def find_duplicates(
@@ -53,26 +53,25 @@ def find_duplicates(
     """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts."""
     out = Path(out)
     bands = near.near_bands(near_threshold) if near_threshold else (0, 0)
-    files = input_files(units)
+    numbers = {source: number for number, source in enumerate(input_files(units))}
     description = {
         "version": FINDINGS_VERSION, "units": units_digest(units), "read": asdict(read),
         "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold, "bands": list(bands),
     }
     with job(out, description, finished=MANIFEST) as is_done:
         if not is_done:
-            manifest = {"version": FINDINGS_VERSION, "read": _dividing(read),
-                        "text_rules": TEXT_RULES_VERSION, "inputs": files}
-            manifest |= _search(out, units, list(files), read, near_threshold, bands, workers)
-            write_atomic(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            counts = _search(out, units, numbers, read, near_threshold, bands, workers)
+            finish_findings(out, units, read, "duplicate", counts)
     return json.loads((out / MANIFEST).read_bytes())["counts"]
 
 
-def _search(out: Path, units: list, files: list[str], read: ReadOptions, threshold: float,
-            bands: tuple[int, int], workers: int) -> dict:
-    """Run all stages and return the counts and checksums of what was found."""
-    numbers = {path: number for number, path in enumerate(files)}
+def _search(
+    out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
+    threshold: float, bands: tuple[int, int], workers: int,
+) -> dict[str, int]:
+    """Run all stages and return the counts; `numbers` {source: its place in input order}."""
     jobs = {f"hash-{number:05d}": (str(out), number, unit, read, bands,
-                                   {e.source: numbers[e.source] for e in unit})
+                                   {extent.source: numbers[extent.source] for extent in unit})
             for number, unit in enumerate(units)}
     hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash")
     tables = [name for result in hashed for name in result["tables"]]
@@ -80,84 +79,13 @@ def _search(out: Path, units: list, files: list[str], read: ReadOptions, thresho
     exact = -(-documents // BUCKET_DOCUMENTS)
     jobs = {f"exact-{bucket:05d}": (str(out), tables, bucket, exact) for bucket in range(exact)}
     run_units(out, exact_bucket, jobs, workers=workers, label="exact")
-    exact_count = _merge_found(out, "exact", len(files))
+    exact_count = merge_found(out, "exact", len(numbers))
     close = -(-documents * bands[0] // NEAR_BUCKET_KEYS)  # each document once a band
     jobs = {f"near-{bucket:05d}": (str(out), tables, bucket, close, threshold)
             for bucket in range(close)}
     run_units(out, near_bucket, jobs, workers=workers, label="near")
-    total = _merge_found(out, "", len(files)) if close else exact_count
-    sums = {name: [(out / f"{name}.npy").stat().st_size, xxh3(out / f"{name}.npy")]
-            for name in ("starts", "places")}
-    return {"files": sums,
-            "counts": {"documents": documents, "exact": exact_count, "near": total - exact_count}}
-
-
-def input_files(units: list[list[Extent]]) -> dict[str, str]:
-    """Return {source: its state} of all inputs in order; UserError if one is named twice."""
-    states: dict[str, str] = {}
-    ends: dict[str, int] = {}
-    for extent in (extent for unit in units for extent in unit):
-        if states.setdefault(extent.source, extent.state) and extent.start < ends.get(
-                extent.source, 0):
-            raise UserError(f"{extent.path}: named twice among the inputs; name it once")
-        ends[extent.source] = extent.end
-    return states
-
-
-def units_digest(units: list[list[Extent]]) -> str:
-    """Return the digest of work units: it ties a job to its inputs and their states."""
-    digest = hashlib.sha256()
-    for unit in units:
-        for extent in unit:
-            digest.update("\0".join(map(str, asdict(extent).values())).encode() + b"\n")
-        digest.update(b"\n")
-    return digest.hexdigest()
-
-
-def _dividing(read: ReadOptions) -> dict:
-    return {name: getattr(read, name) for name in _OPTIONS_THAT_DIVIDE}
-
-
-class Findings:
-    """Finished duplicates. Attributes: fingerprint (hex) of all that was found."""
-
-    def __init__(self, directory: str | Path):
-        """UserError if `directory` holds none, or damaged ones."""
-        self._directory, path = Path(directory), Path(directory) / MANIFEST
-        try:
-            data = path.read_bytes()
-            self._manifest = json.loads(data)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: not finished ({error}); run data_prep/dedup.py first"
-                            ) from error
-        if self._manifest.get("version") != FINDINGS_VERSION:
-            raise UserError(f"{path}: found by another version of this program; {_AGAIN}")
-        self.fingerprint = hashlib.sha256(data).hexdigest()
-        for name, (size, digest) in self._manifest["files"].items():
-            check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)
-        self._numbers = {source: number for number, source in enumerate(self._manifest["inputs"])}
-        self._starts = map_array(self._directory / "starts.npy")
-        self._places = map_array(self._directory / "places.npy")
-
-    def check(self, units: list[list[Extent]], read: ReadOptions) -> None:
-        """UserError unless these inputs, as they are, were searched with the same options."""
-        path, manifest = self._directory / MANIFEST, self._manifest
-        if manifest["read"] != _dividing(read) or manifest["text_rules"] != TEXT_RULES_VERSION:
-            raise UserError(f"{path}: found with other reading options, {manifest['read']}, where "
-                            f"now they are {_dividing(read)}; {_AGAIN}")
-        inputs = manifest["inputs"]
-        for extent in (extent for unit in units for extent in unit):
-            if inputs.get(extent.source) != extent.state:
-                what = "changed since" if extent.source in inputs else "not among the inputs of"
-                raise UserError(f"{extent.path}: {what} the search for duplicates in "
-                                f"{self._directory}; {_AGAIN}")
-
-    def has(self, source: str, where: int) -> bool:
-        """Return whether the document at `where` of an input is a duplicate."""
-        number = self._numbers[source]
-        low, high = int(self._starts[number]), int(self._starts[number + 1])
-        index = bisect_left(self._places, where, low, high)
-        return index < high and int(self._places[index]) == where
+    total = merge_found(out, "", len(numbers))
+    return {"documents": documents, "exact": exact_count, "near": total - exact_count}
 
 
 def hash_unit(
@@ -204,7 +132,7 @@ def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tu
     save_array(_table(out, "sketches", name), np.concatenate([sketch for _, sketch in signed]))
     ends = np.cumsum([len(sketch) for _, sketch in signed], dtype="<i8")
     save_array(_table(out, "sketch_ends", name), ends)
-    found = np.empty(len(signed), dtype=_FOUND)
+    found = np.empty(len(signed), dtype=FOUND)
     found["file"], found["where"] = table["file"], table["where"]
     save_array(_table(out, "places", name), found)
     keys = np.empty(len(signed) * bands[0], dtype=_BAND)
@@ -221,7 +149,7 @@ def exact_bucket(out: str, tables: list[str], bucket: int, count: int) -> dict:
     table = np.concatenate(parts)
     table = table[np.lexsort((table["where"], table["file"], table["low"], table["high"]))]
     later = np.flatnonzero(_same_as_before(table)) + 1
-    _save_found(out, f"exact-{bucket:05d}", table["file"][later], table["where"][later])
+    save_found(out, f"exact-{bucket:05d}", table["file"][later], table["where"][later])
     return {}
 
 
@@ -244,7 +172,7 @@ def near_bucket(out: str, tables: list[str], bucket: int, count: int, threshold:
                                         [documents.sketches[item] for item in items], threshold)
         found += [documents.places[items[item]] for item in later]
     pairs = np.array(found, dtype=np.uint64).reshape(-1, 2)
-    _save_found(out, f"near-{bucket:05d}", pairs[:, 0], pairs[:, 1])
+    save_found(out, f"near-{bucket:05d}", pairs[:, 0], pairs[:, 1])
     return {}
 
 
@@ -306,22 +234,3 @@ def _same_as_before(table: np.ndarray) -> np.ndarray:
 
 def _table(out: str, kind: str, name: str) -> Path:
     return Path(out) / kind / f"{name}.npy"
-
-
-def _save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:
-    found = np.empty(len(file), dtype=_FOUND)
-    found["file"], found["where"] = file, where
-    order = np.lexsort((found["where"], found["file"]))
-    save_array(Path(out) / "found" / f"{name}.npy", found[order])
-
-
-def _merge_found(out: Path, kind: str, num_files: int) -> int:
-    """Write starts.npy i64[files + 1] and places.npy u64: the places of file f, sorted, are
-    places[starts[f] : starts[f + 1]]. Return how many. Memory: 36 bytes for each.
-    """
-    tables = [np.array(map_array(path)) for path in sorted((out / "found").glob(f"{kind}*.npy"))]
-    found = np.unique(np.concatenate([np.zeros(0, _FOUND), *tables]))
-    counts = np.bincount(found["file"], minlength=num_files)
-    save_array(out / "starts.npy", np.concatenate([[0], np.cumsum(counts)]).astype("<i8"))
-    save_array(out / "places.npy", found["where"])
-    return len(found)

@@ -10,10 +10,11 @@ between lines that match a pattern. A line belongs to the byte range in which it
 """
 
 import glob
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import fsspec
@@ -106,6 +107,16 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
             units[-1].append(part)
             room -= part_size
     return units
+
+
+def units_digest(units: list[list[Extent]]) -> str:
+    """Return the digest of work units: it ties a job to its inputs and their states."""
+    digest = hashlib.sha256()
+    for unit in units:
+        for extent in unit:
+            digest.update("\0".join(map(str, asdict(extent).values())).encode() + b"\n")
+        digest.update(b"\n")
+    return digest.hexdigest()
 
 
 def _whole_inputs(

@@ -1,6 +1,7 @@
 """Documents -> token shards, one work unit at a time."""
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -9,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from deberta_ds.data.prep.dedup import Findings, units_digest
-from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
+from deberta_ds.data.prep.documents import Document, Extent, ReadOptions, units_digest
+from deberta_ds.data.prep.findings import Findings
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
     ENCODE_CHARACTERS,
@@ -36,7 +37,7 @@ from deberta_ds.tokenizer import Tokenizer
 SHARD_TOKENS = 1 << 27
 _PROBLEMS_NAMED = 20
 COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
-          "held_out", "bad", "cut", "removed_characters")
+          "contaminated", "held_out", "bad", "cut", "removed_characters")
 JOB_VERSION = 2
 
 
@@ -59,34 +60,34 @@ def tokenize_corpus(
     heldout_out: str | Path | None = None,
     heldout_share: float = 0.0,
     drop_heldout: bool = False,
-    duplicates: str = "",
+    leave_out: Sequence[str] = (),
     workers: int = 1,
 ) -> dict[str, Manifest]:
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}.
 
-    `duplicates`: directory made by find_duplicates over these inputs (and others). A document is
-    held out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
+    `leave_out`: directories of findings over these inputs (and others). A document is held
+    out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
     such documents are left out and no held-out corpus is written. Completed parts of an earlier
     run of the same job are kept.
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
     _check_heldout(targets, heldout_share, drop_heldout)
     share = heldout_share if heldout_out or drop_heldout else 0.0
-    found = Findings(duplicates) if duplicates else None
-    if found:
-        found.check(units, read)
+    searches = [Findings(directory) for directory in leave_out]
+    for search in searches:
+        search.check(units, read)
     description = {
         "version": JOB_VERSION, "units": units_digest(units),
         "tokenizer": tokenizer.sha256, "read": asdict(read), "clean": asdict(clean),
         "text_rules": TEXT_RULES_VERSION, "heldout_share": share,
-        "drop_heldout": drop_heldout, "duplicates": found.fingerprint if found else "",
+        "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
     }
     with ExitStack() as stack:
         finished = [stack.enter_context(job(target, description, finished=MANIFEST))
                     for target in reversed(targets)]
         if not all(finished):
             jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
-                                      share, duplicates)
+                                      share, list(leave_out))
                     for number, unit in enumerate(units)}
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize")
             _check_problems(results, clean)
@@ -108,18 +109,20 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
 
 def tokenize_unit(
     number: int, unit: list[Extent], targets: list[str], tokenizer_path: str, read: ReadOptions,
-    clean: CleanOptions, heldout_share: float, duplicates: str,
+    clean: CleanOptions, heldout_share: float, leave_out: list[str],
 ) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tokenizer = _tokenizer(tokenizer_path)
     counts, problems = dict.fromkeys(COUNTS, 0), []
-    found = _findings(duplicates) if duplicates else None
+    searches = [_findings(directory) for directory in leave_out]
     with ExitStack() as stack:
         writers = [stack.enter_context(_Rolling(target, number, tokenizer)) for target in targets]
         for extent in unit:
             for document in read_unit([extent], read):
-                if found and found.has(extent.source, document.where):
-                    counts["duplicate"] += 1
+                reason = next((search.reason for search in searches
+                               if search.has(extent.source, document.where)), "")
+                if reason:
+                    counts[reason] += 1
                     continue
                 text = _clean_text(document, clean, counts, problems)
                 if not text:
@@ -195,8 +198,9 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
             total = labels.setdefault(label, [0, 0, 0])
             labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
     counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
-    if not counts["held_out"]:  # version 0.1.0 had no such count: equal shards, equal fingerprint
-        del counts["held_out"]
+    for name in ("contaminated", "held_out"):
+        if not counts[name]:  # version 0.1.0 had no such count: equal shards, equal fingerprint
+            del counts[name]
     counts |= {"documents": sum(shard.documents for shard in shards),
                "characters": sum(row[1] for row in labels.values()),
                "tokens": sum(shard.tokens for shard in shards)}

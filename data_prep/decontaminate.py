@@ -1,0 +1,38 @@
+#!/usr/bin/env python
+"""Find documents that hold text of evaluation files; give the directory to tokenize_corpus.py.
+
+A document goes if it shares a run of 13 words with an evaluation file (or a whole shorter text of
+at least 8): JSON lines (SuperGLUE, BLiMP), tables (GLUE) or text, with every field in them.
+"""
+
+from options import add_input_options, add_workers, parser_for, positive, read_options
+
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    add_input_options(parser)
+    parser.add_argument("--against", nargs="+", required=True,
+                        help="evaluation files, directories or patterns")
+    parser.add_argument("--out", required=True, help="directory for the findings and report.json")
+    parser.add_argument("--words", type=positive, default=13, help="words of a run")
+    add_workers(parser)
+    args = parser.parse_args()
+
+    from deberta_ds.data.prep.contamination import find_contamination
+    from deberta_ds.data.prep.documents import plan_units
+
+    read = read_options(args)
+    report = find_contamination(plan_units(args.inputs, read, args.unit_bytes), args.against,
+                                args.out, read=read, words=args.words, workers=args.workers)
+    for name, (searched, found) in report.examples.items():
+        print(f"{name}: {found:,} of {searched:,} examples found")
+    for sample in report.samples[:10]:
+        print(f"  {sample['document']}: \"{sample['words']}\" ({sample['example']})")
+    print(f"{args.out}: {report.documents[1]:,} of {report.documents[0]:,} documents contaminated; "
+          f"tokenize_corpus.py --leave_out {args.out} leaves them out")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

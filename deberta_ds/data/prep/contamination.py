@@ -1,0 +1,226 @@
+"""Find documents that hold text of evaluation files: overlap of word n-grams.
+
+The strings of the evaluation files (every text field of JSON lines, every cell of a table, every
+line of text) become n-grams of lower-cased words without punctuation; in scripts written without
+spaces each character is a word. Strings of fewer than n words, but at least SHORTEST, count whole.
+A document that holds one of these n-grams is contaminated. n = 13 is what GPT-3 and others since
+took (Brown et al. 2020, appendix C): shorter ones find idioms, longer ones miss edited copies.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from deberta_ds.data.corpus import map_array
+from deberta_ds.data.prep.documents import Extent, ReadOptions, plan_units, units_digest
+from deberta_ds.data.prep.findings import (
+    FINDINGS_VERSION,
+    finish_findings,
+    input_files,
+    save_found,
+)
+from deberta_ds.data.prep.inputs import open_bytes
+from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
+from deberta_ds.data.prep.units import job, run_units
+from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.errors import UserError, naming
+from deberta_ds.files import write_atomic
+from deberta_ds.tokenizer import UNSPACED_SCRIPTS
+
+SHORTEST = 8  # words: shorter strings are everywhere
+REPORT = "report.json"
+_UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED_SCRIPTS)
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes an n-gram
+_SAMPLES = 5  # documents shown of each unit
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """`examples` {evaluation file: [examples long enough to be searched, examples found]},
+    `documents` [searched, found], `samples` of what was found: place, evaluation file, words.
+    """
+
+    examples: dict[str, list[int]]
+    documents: list[int]
+    samples: list[dict]
+
+
+def find_contamination(
+    units: list[list[Extent]], against: list[str], out: str | Path, *, read: ReadOptions,
+    words: int = 13, workers: int = 1,
+) -> Contamination:
+    """Write the findings of evaluation text in the inputs to `out`; return the report."""
+    if words < SHORTEST:
+        raise UserError(f"--words {words}: shorter n-grams than {SHORTEST} words are in any text")
+    out = Path(out)
+    evaluation = [extent for unit in plan_units(against, ReadOptions()) for extent in unit]
+    numbers = {source: number for number, source in enumerate(input_files(units))}
+    description = {
+        "version": FINDINGS_VERSION, "units": units_digest(units), "read": asdict(read),
+        "text_rules": TEXT_RULES_VERSION, "against": units_digest([evaluation]), "words": words,
+    }
+    with job(out, description, finished=MANIFEST) as is_done:
+        if not is_done:
+            names, searched = _save_grams(out, evaluation, words)
+            jobs = {f"search-{number:05d}": (str(out), number, unit, read, numbers)
+                    for number, unit in enumerate(units)}
+            results = run_units(out, search_unit, jobs, workers=workers, label="search")
+            report = _report(out, names, searched, results)
+            write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
+            counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
+            finish_findings(out, units, read, "contaminated", counts)
+    return Contamination(**json.loads((out / REPORT).read_bytes()))
+
+
+def gram_hashes(words: list[str], count: int) -> np.ndarray:
+    """Return the 64-bit hash of each run of `count` words: u64 [len(words) - count + 1]."""
+    each = np.fromiter(map(_hash_word, words), np.uint64, len(words))
+    total = np.zeros(max(0, len(words) - count + 1), np.uint64)
+    for offset in range(count):
+        total = total * _BASE + each[offset : offset + len(total)]
+    return total
+
+
+def words_of(text: str) -> list[str]:
+    """Return the lower-cased words of `text`, without punctuation."""
+    return _WORD.findall(text.lower())
+
+
+def _hash_word(word: str) -> int:
+    return xxhash.xxh3_64_intdigest(word.encode())
+
+
+def _strings(extent: Extent) -> Iterator[list[str]]:
+    """Yield the texts of each example of an evaluation file."""
+    if extent.kind in ("json", "text"):
+        with naming(extent.path), open_bytes(extent.path) as file:
+            for line in file:
+                if extent.kind == "text":
+                    yield [line.decode("utf-8", "replace")]
+                elif line.strip():
+                    yield list(_texts_in(json.loads(line)))
+    elif extent.kind == "table":
+        with naming(extent.path), open_bytes(extent.path) as file:
+            lines = (line.decode("utf-8", "replace").rstrip("\r\n") for line in file)
+            if ".csv" in Path(extent.path).suffixes:
+                yield from csv.reader(lines)
+            else:  # GLUE's tables quote nothing: a quotation mark is one
+                yield from (line.split("\t") for line in lines)
+    else:
+        raise UserError(f"{extent.path}: evaluation files are JSON lines, tables or text")
+
+
+def _texts_in(value) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(part)
+
+
+def _save_grams(out: Path, extents: list[Extent], count: int) -> tuple[list[str], list[int]]:
+    """Write the n-grams of all examples; return (file names, examples searched for of each).
+
+    grams.npy: sorted hashes; owners.npy: example that each is of first; lengths.npy: words of an
+    n-gram, all that occur; files.npy: number of the first example of each file.
+    """
+    found: dict[int, dict[int, int]] = {}
+    example, names, firsts, searched = 0, [], [], []
+    for extent in extents:
+        names.append(extent.path)
+        firsts.append(example)
+        searched.append(0)
+        for texts in _strings(extent):
+            grams = list(_example_grams(texts, count))
+            for length, gram in grams:
+                found.setdefault(length, {}).setdefault(gram, example)
+            searched[-1] += bool(grams)
+            example += 1
+    if not found:
+        raise UserError("the evaluation files hold no text of "
+                        f"{SHORTEST} words or more: {', '.join(names)}")
+    lengths = sorted(found)
+    for length in lengths:
+        grams = np.fromiter(found[length], np.uint64, len(found[length]))
+        owners = np.fromiter(found[length].values(), np.int64, len(grams))
+        order = np.argsort(grams)
+        save_array(out / f"grams-{length}.npy", grams[order])
+        save_array(out / f"owners-{length}.npy", owners[order])
+    save_array(out / "lengths.npy", np.array(lengths))
+    save_array(out / "files.npy", np.array(firsts))
+    return names, searched
+
+
+def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]]:
+    for text in texts:
+        words = words_of(text)
+        if len(words) >= SHORTEST:
+            length = min(count, len(words))
+            yield from ((length, gram) for gram in gram_hashes(words, length).tolist())
+
+
+def search_unit(
+    out: str, number: int, unit: list[Extent], read: ReadOptions, numbers: dict[str, int]
+) -> dict:
+    """Write the contaminated documents of one unit; return counts, examples met and samples."""
+    directory = Path(out)
+    tables = [(length, map_array(directory / f"grams-{length}.npy"),
+               map_array(directory / f"owners-{length}.npy"))
+              for length in map_array(directory / "lengths.npy").tolist()]
+    places, examples, samples, total = [], set(), [], 0
+    for extent in unit:
+        for document in read_unit([extent], read):
+            total += 1
+            if document.problem:
+                continue
+            try:
+                words = words_of(normalise(document.text))
+            except BadTextError:
+                continue
+            hits = list(_hits(words, tables))
+            if not hits:
+                continue
+            places.append((numbers[extent.source], document.where))
+            examples.update(example for example, _ in hits)
+            if len(samples) < _SAMPLES:
+                samples.append({"document": document.place(), "example": hits[0][0],
+                                "words": hits[0][1]})
+    pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
+    save_found(out, f"contaminated-{number:05d}", pairs[:, 0], pairs[:, 1])
+    return {"documents": total, "found": len(places), "examples": sorted(examples),
+            "samples": samples}
+
+
+def _hits(words: list[str], tables: list) -> Iterator[tuple[int, str]]:
+    """Yield (example, matching words) for each n-gram of `words` that an example has."""
+    for length, grams, owners in tables:
+        hashes = gram_hashes(words, length)
+        index = np.searchsorted(grams, hashes).clip(max=len(grams) - 1)
+        for place in np.flatnonzero(grams[index] == hashes).tolist():
+            yield int(owners[index[place]]), " ".join(words[place : place + length])
+
+
+def _report(out: Path, names: list[str], searched: list[int], results: list[dict]
+            ) -> Contamination:
+    firsts = np.load(out / "files.npy")
+
+    def file_of(example: int) -> int:
+        return int(np.searchsorted(firsts, example, side="right")) - 1
+
+    met = sorted({example for result in results for example in result["examples"]})
+    examples = {name: [count, 0] for name, count in zip(names, searched, strict=True)}
+    for example in met:
+        examples[names[file_of(example)]][1] += 1
+    samples = [sample | {"example": f"{names[file_of(sample['example'])]}, example "
+                                    f"{sample['example'] - int(firsts[file_of(sample['example'])])}"
+                         } for result in results for sample in result["samples"]]
+    return Contamination(examples, [sum(result["documents"] for result in results),
+                                    sum(result["found"] for result in results)], samples[:100])
