@@ -257,7 +257,9 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     examples = [{"passage": {"text": "The tower was built by seven brothers, who never spoke to "
                              "each other again after it fell.", "n": [1]}, "label": True},
                 {"sentence": "Nobody at the old harbour knew what the sailor said."},
-                {"sentence": "Too short to count."}]
+                {"sentence": "Too short to count."},
+                {"question": "What did nobody know?", "passage":
+                 "Nobody at the old harbour knew what the sailor said."}]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(e) + "\n" for e in examples))
     (tmp_path / "dev.tsv").write_text("id\tsentence\n1\tA quiet table of words that nobody in "
                                       "this corpus has ever written down before.\n")
@@ -271,7 +273,7 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     against = [str(tmp_path / "val.jsonl"), str(tmp_path / "dev.tsv")]
     report = find_contamination(units, against, tmp_path / "found", read=READ, workers=1)
     assert report.documents == [40, 2]
-    assert list(report.examples.values()) == [[2, 2], [1, 0]]
+    assert list(report.examples.values()) == [[3, 3], [1, 0]]
     assert "brothers who never spoke" in report.samples[0]["words"]
     assert report.samples[0]["document"] == f"{tmp_path}/text.jsonl:4"
     assert report.samples[1]["example"] == f"{against[0]}, example 1"
