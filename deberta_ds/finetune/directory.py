@@ -38,7 +38,12 @@ from deberta_ds.formats import configs, hf
 from deberta_ds.formats.network import Network
 from deberta_ds.formats.read import read_release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, write_safetensors
-from deberta_ds.formats.tokenizer_files import SPM, find_tokenizer_files, write_tokenizer_files
+from deberta_ds.formats.tokenizer_files import (
+    files_of,
+    find_tokenizer_files,
+    open_tokenizer,
+    write_tokenizer_files,
+)
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.validation import validate
 
@@ -95,8 +100,8 @@ def save_finetuned(
     values = configs.to_hugging_face(config, kind=kind, rest=_head_values(task, settings, name))
     values |= {"architectures": [name or _CLASS_PREFIX[kind] + "Model"], "dtype": "float32"}
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
-    if not (directory / SPM).is_file():
-        write_tokenizer_files({SPM: tokenizer.path}, directory, settings.max_length)
+    if not find_tokenizer_files(directory):
+        write_tokenizer_files(files_of(tokenizer), directory, settings.max_length)
     facts = {"format": _FORMAT, "task": dataclasses.asdict(task),
              "settings": dataclasses.asdict(settings)}  # fmt: skip
     write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
@@ -145,9 +150,7 @@ def load_finetuned(path: str | Path) -> Finetuned:
     for key, value in network.tensors.items():
         own = key.startswith(("words.", "trunk."))
         weights[(BACKBONE if own else HEAD) + key.removeprefix(HEAD)] = value
-    if SPM not in release.tokenizer_files:
-        raise UserError(f"{path}: no {SPM} beside the weights; fine-tune it again")
-    tokenizer = Tokenizer(release.tokenizer_files[SPM])
+    tokenizer = _tokenizer(release.tokenizer_files, path)
     return Finetuned(task, settings, network.config, weights, tokenizer)
 
 
@@ -160,10 +163,15 @@ def _load_first_version(path: Path, facts: dict) -> Finetuned:
     except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"{path}: damaged or not ours ({error}); fine-tune it again") from error
     settings = validate(Settings, dict(task.settings), f"settings of {task.name}")
-    files = find_tokenizer_files(path)
-    if SPM not in files:
-        raise UserError(f"{path}: no {SPM} beside the weights; fine-tune it again")
-    return Finetuned(task, settings, config, weights, Tokenizer(files[SPM]))
+    tokenizer = _tokenizer(find_tokenizer_files(path), path)
+    return Finetuned(task, settings, config, weights, tokenizer)
+
+
+def _tokenizer(files: dict[str, Path], path: Path) -> Tokenizer:
+    tokenizer = open_tokenizer(files)
+    if tokenizer is None:
+        raise UserError(f"{path}: no spm.model beside the weights; fine-tune it again")
+    return tokenizer
 
 
 def find_finetuned(path: str | Path) -> Path:

@@ -17,9 +17,8 @@ from deberta_ds.errors import UserError
 from deberta_ds.formats.network import Network, Release, build_backbone
 from deberta_ds.formats.read import read_release
 from deberta_ds.formats.tensors import read_json
-from deberta_ds.formats.tokenizer_files import SPM
+from deberta_ds.formats.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.tokenizer import Tokenizer
 
 TOLERANCE = 1e-5  # relative to the largest hidden state: fp32 rounding of two summation orders
 SENTENCES = (
@@ -131,9 +130,9 @@ def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:
     """
     import transformers
 
-    if not (out / SPM).is_file():
-        raise UserError(f"{out}: no {SPM}, so there is no tokenizer of ours to compare with")
-    ours = Tokenizer(out / SPM)
+    ours = open_tokenizer(find_tokenizer_files(out))
+    if ours is None:
+        raise UserError(f"{out}: no spm.model, so there is no tokenizer of ours to compare with")
     theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
     special = {"pad": ours.pad_id, "cls": ours.cls_id, "sep": ours.sep_id, "unk": ours.unk_id,
                "mask": ours.mask_id}

@@ -18,7 +18,7 @@ from deberta_ds.formats.microsoft import write_microsoft
 from deberta_ds.formats.network import Network, Release
 from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.read import read_release
-from deberta_ds.formats.tokenizer_files import SPM
+from deberta_ds.formats.tokenizer_files import open_tokenizer
 
 WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
 RECORD = "conversion.json"  # marks a directory as ours to replace, and says where it came from
@@ -119,7 +119,7 @@ def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
         checks += [f"{result.network}: {result.loaded_as}: no missing, no unexpected keys; hidden "
                    f"states differ by {result.relative_error:.1e} relative"
                    for result in check_hugging_face(release, out)]
-        if SPM in release.tokenizer_files:
+        if open_tokenizer(release.tokenizer_files):
             differing = check_tokenizer(out)
             if differing:
                 warnings = [f"AutoTokenizer differs from the training tokenizer on {line}"

@@ -7,7 +7,7 @@ from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
 from deberta_ds.formats.network import Network, build_backbone, build_masked_lm
 from deberta_ds.formats.read import read_release
-from deberta_ds.formats.tokenizer_files import SPM
+from deberta_ds.formats.tokenizer_files import open_tokenizer
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm
@@ -36,8 +36,7 @@ def load_backbone(path: str | Path) -> LoadedModel:
     Raises UserError for a missing, damaged or foreign model.
     """
     release = read_release(path)
-    spm = release.tokenizer_files.get(SPM)
-    tokenizer = Tokenizer(spm) if spm else None
+    tokenizer = open_tokenizer(release.tokenizer_files)
     if tokenizer and tokenizer.size > release.main.config.vocab_size:
         raise UserError(f"{path}: the tokenizer has {tokenizer.size} ids, but the word table only "
                         f"{release.main.config.vocab_size} rows")

@@ -16,7 +16,11 @@ from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs
 from deberta_ds.formats.network import Network, Release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
-from deberta_ds.formats.tokenizer_files import SPM, copy_tokenizer_files, find_tokenizer_files
+from deberta_ds.formats.tokenizer_files import (
+    copy_tokenizer_files,
+    files_of,
+    find_tokenizer_files,
+)
 from deberta_ds.objectives.build import objective_of
 
 MODEL_FILE, FORMAT = "model.json", "deberta_ds-1"
@@ -74,7 +78,7 @@ def read_checkpoint(path: Path) -> Release:
     if not tokenizer.is_file():
         raise UserError(f"{tokenizer}: the run's tokenizer is not there; run this from the "
                         "directory the run was started in")
-    release.tokenizer_files = {SPM: tokenizer}
+    release.tokenizer_files = files_of(tokenizer)
     return release
 
 

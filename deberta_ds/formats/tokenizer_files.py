@@ -37,6 +37,16 @@ def find_tokenizer_files(directory: Path) -> dict[str, Path]:
     return {name: directory / name for name in KNOWN_FILES if (directory / name).is_file()}
 
 
+def open_tokenizer(files: dict[str, Path]) -> Tokenizer | None:
+    """Return the tokenizer among a directory's files; None if there is none that we read."""
+    return Tokenizer(files[SPM]) if SPM in files else None
+
+
+def files_of(tokenizer: Tokenizer | Path) -> dict[str, Path]:
+    """Return {published name: path} of what a tokenizer is made from."""
+    return {SPM: Path(getattr(tokenizer, "path", tokenizer))}
+
+
 def copy_tokenizer_files(files: dict[str, Path], out: Path) -> list[str]:
     """Copy tokenizer files to `out`; return a note for each."""
     notes = []
