@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from deberta_ds.config import InitConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import Row
 from deberta_ds.errors import UserError
-from deberta_ds.formats import check, convert, names
+from deberta_ds.formats import check, configs, convert, names
 from deberta_ds.formats.hf import write_hugging_face
 from deberta_ds.formats.load import load_backbone
 from deberta_ds.formats.microsoft import write_microsoft
@@ -336,3 +337,12 @@ def test_training_output_and_export_are_the_same_release(tmp_path):
     same_networks(release, read_release(tmp_path))
     assert (tmp_path / "generator" / "spm.model").read_bytes() == Path(
         tokenizer_path()).read_bytes()
+
+
+def test_a_position_term_without_a_place_in_the_format_is_refused():
+    values = dataclasses.asdict(run_config("v3", "mlm").model) | {"position_terms": ("c2p", "p2p")}
+    config = types.SimpleNamespace(**values)
+    with pytest.raises(UserError, match="p2p: neither"):
+        configs.to_hugging_face(config, kind=configs.V2, rest={})
+    with pytest.raises(UserError, match="p2p: neither"):
+        configs.to_microsoft(config, {})

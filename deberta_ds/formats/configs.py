@@ -143,6 +143,9 @@ def _refuse_unsupported(values: dict, ours: dict, place: str) -> None:
             raise UserError(f"{place}: {key} = {values[key]!r} is not supported; only {wanted!r}")
 
 
+_TERMS = {"c2p", "p2c"}
+
+
 def _terms(values: dict, place: str) -> tuple[str, ...]:
     given = values.get("pos_att_type") or []
     if isinstance(given, str):
@@ -150,7 +153,7 @@ def _terms(values: dict, place: str) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(term, str) for term in given):
         raise UserError(f"{place}: pos_att_type = {given!r} is not a list of terms")
     terms = tuple(term.strip() for term in given if term.strip() not in ("", "none"))
-    if unknown := set(terms) - {"c2p", "p2c"}:
+    if unknown := set(terms) - _TERMS:
         raise UserError(f"{place}: pos_att_type has {', '.join(sorted(unknown))}; only c2p and p2c "
                         "are defined")
     return terms
@@ -180,6 +183,9 @@ def to_microsoft(config: ModelConfig, rest: dict[str, Any]) -> dict:
 
 
 def _common(config: ModelConfig) -> dict:
+    if unknown := sorted(set(config.position_terms) - _TERMS):
+        raise UserError(f"model.position_terms = {', '.join(unknown)}: neither Hugging Face nor "
+                        "microsoft files have a place for it; such a model stays a checkpoint")
     values = {theirs: getattr(config, ours) for ours, theirs in _SAME_MEANING.items()}
     values |= {key: wanted for key, (_, wanted) in _FIXED.items() if key.startswith(("hid", "ty"))}
     values |= {

@@ -58,8 +58,8 @@ def _position_terms(model: ModelConfig, length: int, query_share: float) -> floa
     if not model.relative_attention:
         return 0.0
     slots = min(length, 2 * model.relative_span)
-    shares = {"c2p": query_share, "p2c": 1.0}
-    return sum(2 * model.hidden_size * slots * shares[term] for term in model.position_terms)
+    shares = [query_share if term == "c2p" else 1.0 for term in model.position_terms]
+    return sum(2 * model.hidden_size * slots * share for share in shares)
 
 
 def _convolution(model: ModelConfig) -> float:
