@@ -38,3 +38,17 @@ def test_rows_without_a_target_are_called_so(tmp_path):
     text = run_badly([*command, f"--data.eval={tmp_path / 'unknown'}", "--train.eval_every=1"],
                      tmp_path / "eval.log")
     assert "data.eval" in text and "masked token" in text
+
+
+def test_what_is_rarely_meant_is_said(tmp_path):
+    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
+    arguments = ["--config", str(run_file), "--deepspeed_config", str(ds), "--check",
+                 "--model.vocab_size=4096", "--train.global_batch_rows=4096",
+                 "--train.steps=5000"]
+    assert wait(start(1, arguments, tmp_path / "log")) == [0], (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    size = tiny_tokenizer().size
+    fitting = -(-size // 64) * 64
+    assert f"WARNING: {4096 - fitting:,} of 4,096 rows of each word table are never used" in text
+    assert f"--model.vocab_size={fitting}" in text
+    assert "one step sees rows twice" in text and "times; beyond a few epochs" in text

@@ -19,6 +19,7 @@ from deberta_ds.train.check import check_run
 from deberta_ds.train.engine import local_device
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
+MANY_EPOCHS = 40  # repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264)
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
@@ -86,6 +87,28 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
                  f"ZeRO-{stage}, {precision}, {dist.world_size()} ranks")
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
+    return lines + _warnings(run, inputs)
+
+
+def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
+    """Return what is allowed and rarely meant: rows nobody uses, rows seen very often."""
+    lines, rows = [], run.train.steps * run.train.global_batch_rows
+    fitting = -(-inputs.tokenizer.size // 64) * 64
+    unused = run.model.vocab_size - fitting
+    if unused > fitting // 10:
+        lines.append(
+            f"WARNING: {unused:,} of {run.model.vocab_size:,} rows of each word table are never "
+            f"used ({format_count(unused * run.model.hidden_size)} parameters): the tokenizer has "
+            f"{inputs.tokenizer.size:,} ids; a new run can be smaller: "
+            f"--model.vocab_size={fitting}")
+    for path, epochs in inputs.dataset.epochs(rows).items():
+        if epochs > MANY_EPOCHS:
+            lines.append(f"WARNING: {path} is seen {epochs:.0f} times; beyond a few epochs new "
+                         "text teaches more than old text again")
+    available = sum(inputs.dataset.num_rows.values())
+    if run.train.global_batch_rows > available:
+        lines.append(f"WARNING: train.global_batch_rows = {run.train.global_batch_rows:,} is more "
+                     f"than the {available:,} rows there are: one step sees rows twice")
     return lines
 
 
