@@ -63,7 +63,7 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]
 
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
-    from deberta_ds import config
+    from deberta_ds import config, toml_files
     from deberta_ds.validation import ConfigError, validate
 
     if args.config:
@@ -72,11 +72,11 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]
     values = {"data": {"sources": [{"path": args.corpus}], "tokenizer": args.tokenizer,
                        "seq_len": args.seq_len}, "objective": {"mask": {}}}
     for override in overrides:
-        key, value = config.parse_override(override)
+        key, value = toml_files.parse_override(override)
         if not key.startswith(("data.", "objective.mask.")):
             raise ConfigError(f"{override}: a corpus alone takes --data.KEY=... and "
                               "--objective.mask.KEY=...; the rest belongs to a run file")
-        config.set_value(values, key, value)
+        toml_files.set_value(values, key, value)
     return (validate(config.DataConfig, values["data"], "[data]"),
             validate(config.MaskConfig, values["objective"]["mask"], "[objective.mask]"))
 

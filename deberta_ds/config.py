@@ -8,13 +8,14 @@ No torch and no deepspeed here: a run can be checked on a login node.
 
 import dataclasses
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from deberta_ds import presets
+from deberta_ds.toml_files import parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
 
 # Numbers are finite, types are exact, unknown keys are errors.
@@ -317,23 +318,18 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def load(path: str | Path, overrides: list[str] = (), models: dict[str, dict] | None = None
-         ) -> tuple[RunConfig, dict[str, str]]:
+def load(path: str | Path, overrides: list[str] = ()) -> tuple[RunConfig, dict[str, str]]:
     """Return (RunConfig, origin of every value) of a TOML file and `--section.key=value` overrides.
 
-    `models` maps preset names to ModelConfig values (default: `presets.MODELS`). Later wins:
-    default, preset, file, override. Raises ConfigError with all problems at once.
+    Later wins: default, preset, file, override. Raises ConfigError with all problems at once.
     """
-    from deberta_ds import presets  # presets build on this module
-
-    models = presets.MODELS if models is None else models
     values = read_toml(path, "run config", "launch/runs/demo.toml")
     origins = {key: str(path) for key in flatten(values)}
     for override in overrides:
         key, value = parse_override(override)
         set_value(values, key, value)
         origins[key] = "command line"
-    _apply_defaults(values, origins, models)
+    _apply_defaults(values, origins)
     _refuse_compile(values, origins, path)
     config = validate(RunConfig, values, str(path))
     for key in flatten(to_dict(config)):
@@ -341,7 +337,7 @@ def load(path: str | Path, overrides: list[str] = (), models: dict[str, dict] | 
     return config, origins
 
 
-def _apply_defaults(values: dict, origins: dict, models: dict[str, dict]) -> None:
+def _apply_defaults(values: dict, origins: dict) -> None:
     init = values.get("init")
     if isinstance(init, dict) and "from" in init:  # no name for a Python attribute
         init["source"] = init.pop("from")
@@ -350,10 +346,10 @@ def _apply_defaults(values: dict, origins: dict, models: dict[str, dict]) -> Non
     if isinstance(model, dict) and "preset" in model:
         name = model.pop("preset")
         origins.pop("model.preset", None)
-        if name not in models:
-            raise ConfigError(f"model.preset = {name!r}: unknown{nearest(name, models)}; "
-                              f"one of {', '.join(models)}")
-        _merge_under(values, origins, "model", models[name], f"preset {name}")
+        if name not in presets.MODELS:
+            raise ConfigError(f"model.preset = {name!r}: unknown{nearest(name, presets.MODELS)}; "
+                              f"one of {', '.join(presets.MODELS)}")
+        _merge_under(values, origins, "model", presets.MODELS[name], f"preset {name}")
     objective = values.get("objective")
     if isinstance(objective, dict) and objective.get("kind") in MASK_DEFAULTS:
         kind = objective["kind"]
@@ -379,38 +375,3 @@ def _merge_under(values: dict, origins: dict, section: str, defaults: dict, orig
         if key not in target:
             target[key] = value
             origins[f"{section}.{key}"] = origin
-
-
-def read_toml(path: str | Path, what: str, example: str) -> dict:
-    """Return the tables of a TOML file; `what` and `example` help a user who named no such file."""
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a {what} is a TOML file, "
-                          f"such as {example}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """Return (dotted key, TOML value) of "--section.key=value"; what is no TOML is a string."""
-    key, separator, value = text.removeprefix("--").partition("=")
-    if not text.startswith("--") or not separator or not key:
-        raise ConfigError(f"{text!r}: not an option; overrides are written --section.key=value")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value  # a bare string
-
-
-def set_value(values: dict, key: str, value: Any) -> None:
-    """Set the value at a dotted key in nested tables, making those that are missing."""
-    *sections, last = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"--{key}: {section} is a value, not a section")
-    values[last] = value

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
-    {"errors", "files", "splitmix", "options", "validation", "config", "presets",
+    {"errors", "files", "splitmix", "options", "toml_files", "validation", "config", "presets",
      "deepspeed_config"},
     {"cpu", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},

@@ -22,12 +22,13 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config import option, read_toml
+from deberta_ds.config import option
 from deberta_ds.errors import UserError
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tables import label_text, read_table
 from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
+from deberta_ds.toml_files import read_toml
 from deberta_ds.validation import nearest, validate
 
 Kind = Literal["classification", "multilabel", "regression", "choice", "tags"]

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config import OptimConfig, option, parse_override, read_toml, set_value
+from deberta_ds.config import OptimConfig, option
 from deberta_ds.finetune.tasks import Task
+from deberta_ds.toml_files import parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
 
 ALL = "all"

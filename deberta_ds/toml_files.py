@@ -1,0 +1,42 @@
+"""TOML files and dotted overrides: what a run file, settings and task files have in common."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.validation import ConfigError
+
+
+def read_toml(path: str | Path, what: str, example: str) -> dict:
+    """Return the tables of a TOML file; `what` and `example` help a user who named no such file."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a {what} is a TOML file, "
+                          f"such as {example}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Return (dotted key, TOML value) of "--section.key=value"; what is no TOML is a string."""
+    key, separator, value = text.removeprefix("--").partition("=")
+    if not text.startswith("--") or not separator or not key:
+        raise ConfigError(f"{text!r}: not an option; overrides are written --section.key=value")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value  # a bare string
+
+
+def set_value(values: dict, key: str, value: Any) -> None:
+    """Set the value at a dotted key in nested tables, making those that are missing."""
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--{key}: {section} is a value, not a section")
+    values[last] = value
