@@ -25,7 +25,7 @@ from launching import make_run  # noqa: E402
 from measure import environment  # noqa: E402
 
 from deberta_ds import config, dist  # noqa: E402
-from deberta_ds.cluster.watchdog import _TICKS, Watchdog  # noqa: E402
+from deberta_ds.cluster.watchdog import TICKS, Watchdog  # noqa: E402
 from deberta_ds.files import write_atomic  # noqa: E402
 from deberta_ds.train import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
@@ -94,7 +94,7 @@ def measure(work: Path, stage: int, rounds: int) -> dict:
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     micro = [next(batches_of(run, inputs, start=0, end=1))]
     spikes = SpikeRule(8.0, [40.0 + number % 7 for number in range(WINDOW)])
-    watchdog = Watchdog(work, WATCHDOG_SECONDS, dist.rank(), dist.world_size(), 0)
+    watchdog = Watchdog(work, WATCHDOG_SECONDS)
 
     def checked() -> None:
         result = train_step(model_engine, micro, step=0, seed=0, ceiling=spikes.ceiling())
@@ -103,20 +103,21 @@ def measure(work: Path, stage: int, rounds: int) -> dict:
 
     steps = {"bare": lambda: bare_step(model_engine, micro, step=0, seed=0), "checked": checked}
     with watchdog.watch():
+        watchdog.join("benchmark")
         in_turn(steps, 2)
         seconds = in_turn(steps, rounds)
         loss = torch.tensor(40.0)
         calls = {"agree": seconds_a_call(lambda: agree(loss, 100.0)),
                  "spike rule": seconds_a_call(lambda: spikes.accept(spikes.ceiling() * 0 + 40.0)),
                  "beat": seconds_a_call(lambda: watchdog.beat(1))}
-        heartbeat = seconds_a_call(watchdog._write)
+        heartbeat = seconds_a_call(watchdog.show_and_look)
     step = statistics.median(seconds["bare"])
     ratios = sorted(c / b for b, c in zip(seconds["bare"], seconds["checked"], strict=True))
     parameters = inputs.num_parameters
     return {"ranks": dist.world_size(), "zero_stage": stage, "parameters": parameters,
             "rounds": rounds, "step_seconds": step, "call_seconds": calls,
-            "heartbeat_seconds": heartbeat, "heartbeats_a_second": _TICKS / WATCHDOG_SECONDS,
-            "share_of_a_step": sum(calls.values()) / step + heartbeat * _TICKS / WATCHDOG_SECONDS,
+            "heartbeat_seconds": heartbeat, "heartbeats_a_second": TICKS / WATCHDOG_SECONDS,
+            "share_of_a_step": sum(calls.values()) / step + heartbeat * TICKS / WATCHDOG_SECONDS,
             "checked_over_bare": statistics.median(ratios),
             "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]}
 

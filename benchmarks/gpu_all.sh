@@ -14,6 +14,11 @@
 #
 # Results go to benchmarks/results/*-cuda.json, and to $OUT when it is set; a part that fails is
 # named at the end and does not keep the others from running.
+case "${1:-}" in -h | --help)
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
+    exit
+    ;;
+esac
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -21,6 +26,7 @@ export TORCH_LOGS=-all PYTHONWARNINGS=ignore
 failed=()
 
 if [ $# -gt 0 ]; then
+  [ -d "$1" ] || { echo "error: $1 is no folder of wheels; see --help" >&2; exit 2; }
   site=$(mktemp -d)
   "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$1"/*.whl || exit 2
   export PYTHONPATH=$site:${PYTHONPATH:-}

@@ -1,12 +1,12 @@
 """The whole road on this machine: corpus, pretraining, resume, export, fine-tuning, page.
 
 `make demo` calls this. It only runs the commands that a user would, and prints each one; everything
-it makes is in runs/demo, which is emptied first.
+it makes is in runs/demo. What an earlier demo left there is moved aside, not deleted.
 """
 
+import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -85,6 +85,10 @@ def _environment() -> dict[str, str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+
     import torch
 
     started = time.monotonic()
@@ -92,8 +96,10 @@ def main() -> None:
     launcher = ("deepspeed", f"--num_gpus={gpus or 2}")
     ds_config = f"ds_configs/zero3_{'bf16' if gpus else 'fp32'}.json"
     demo = Demo()
-    print(f"$ rm -rf {OUT}")
-    shutil.rmtree(OUT, ignore_errors=True)
+    if OUT.exists():
+        aside = OUT.with_name(time.strftime(f"{OUT.name}-%Y%m%d-%H%M%S"))
+        print(f"$ mv {OUT} {aside}")
+        OUT.rename(aside)
     prepare_data(demo)
     pretrain(demo, launcher, ds_config)
     export(demo)

@@ -75,6 +75,7 @@ def _rank_main(script: str, arguments: list[str], env: dict[str, str], log: str)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does
     code = 0
     try:
         runpy.run_path(script, run_name="__main__")

@@ -22,3 +22,14 @@ def record(code: int, hosts: set[str] = frozenset()) -> None:
             write_atomic(path, f"{code} {','.join(sorted(hosts))}".strip() + "\n")
         except OSError:
             pass
+
+
+def record_first(code: int, hosts: set[str]) -> None:
+    """As `record`, unless a rank has already written this code: the first report knows best."""
+    try:
+        with open(os.environ.get(VARIABLE, "")) as file:
+            if file.read().split()[0] == str(code):
+                return
+    except (OSError, IndexError):
+        pass
+    record(code, hosts)

@@ -11,6 +11,8 @@ import selectors
 import socket
 import time
 
+import psutil
+
 _BACKLOG = 4096  # every rank of a large job may ask at once
 
 
@@ -70,7 +72,18 @@ class Knock:
 
 
 def _own_ip() -> str:
-    """Return this host's IPv4 address on the way to the first rank (no packet is sent)."""
+    """Return this host's IPv4 address on the way to the first rank (no packet is sent).
+
+    On the first rank's host that may be a loopback address: Debian's /etc/hosts has 127.0.1.1 for
+    the host's own name. The others could not knock there, so an address of a network card is taken.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return probe.getsockname()[0]
+        address = probe.getsockname()[0]
+    if not address.startswith("127."):
+        return address
+    cards = {name: card.address for name, cards in psutil.net_if_addrs().items() for card in cards
+             if card.family == socket.AF_INET and not card.address.startswith("127.")}
+    named = (os.environ.get(name) for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"))
+    return next((cards[name] for name in named if name in cards),
+                next(iter(cards.values()), address))

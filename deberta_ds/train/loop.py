@@ -10,7 +10,8 @@ import time
 import torch
 
 from deberta_ds import config, deepspeed_config, dist, trackers
-from deberta_ds.cluster import ending, lock, signals, watchdog
+from deberta_ds.cluster import ending, lock, signals
+from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
@@ -48,16 +49,19 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Returns the exit code: 0, or signals.EXIT_REQUEUE if a signal asked to stop.
     """
     stop_request = signals.listen()
-    engine.init_distributed()
-    with lock.held(run.out_dir, run.train.watchdog_seconds / watchdog.TICKS):
-        stopped = _pretrain(run, ds_values, resume, place, origins, stop_request)
+    watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds)
+    with watchdog.watch():
+        engine.init_distributed()
+        with lock.held(run.out_dir, watchdog.interval) as job:
+            watchdog.join(job)
+            stopped = _pretrain(run, ds_values, resume, place, origins, stop_request, watchdog)
     if stopped and dist.is_main():
         ending.record(signals.EXIT_REQUEUE)
     return signals.EXIT_REQUEUE if stopped else 0
 
 
 def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins: dict[str, str],
-              stop_request: signals.StopRequest) -> bool:
+              stop_request: signals.StopRequest, watchdog: Watchdog) -> bool:
     """Train; return whether a signal stopped the run before its end."""
     inputs = prepare(run, ds_values, place)
     found = checkpoint.find(run.out_dir, resume)
@@ -87,13 +91,12 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
     dist.together(lambda: log.truncate(record["step"] if record else 0))
-    trainer = Trainer(run, inputs, model_engine, log, record, stop_request)
+    trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog)
     if record:
         trainer.log_event("resume", f"from {found.path}")
     else:
         trainer.log_event("start", "from step 0")
-    with trainer.watchdog.watch():
-        stopped = trainer.run_to_end()
+    stopped = trainer.run_to_end()
     log.close()
     return stopped
 
@@ -157,7 +160,7 @@ class Trainer:
     """The loop and what it carries from step to step."""
 
     def __init__(self, run: RunConfig, inputs: Inputs, model_engine, log: RunLog,
-                 record: dict | None, stop_request: signals.StopRequest):
+                 record: dict | None, stop_request: signals.StopRequest, watchdog: Watchdog):
         """`record` is run.json of the checkpoint that was loaded; None at step 0."""
         self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
         self.objective = objective_of(run)
@@ -174,8 +177,8 @@ class Trainer:
         self.spikes = SpikeRule(run.train.spike_sigmas,
                                 record.get("recent_losses", []) if record else [])
         self.bad_steps_in_a_row = 0
-        self.watchdog = watchdog.Watchdog(run.out_dir, run.train.watchdog_seconds, dist.rank(),
-                                          dist.world_size(), self.step)
+        self.watchdog = watchdog
+        watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
         self.since_line: dict[str, float] = record.get("since_line", {}) if record else {}
 

@@ -8,8 +8,18 @@
 #   MPIRUN_ARGS more options, such as --allow-run-as-root
 #
 # mpirun kills what has not ended one second after SIGTERM; a step and a save take longer.
+case "${1:-}" in -h | --help)
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
+    exit
+    ;;
+esac
 set -eu
-HOSTS=$1
+HOSTS=${1:-}
+case "$HOSTS" in "" | -*)
+    echo "error: the first word must be the hosts, such as node1:8,node2:8; see --help" >&2
+    exit 2
+    ;;
+esac
 shift
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 INTERFACE=${INTERFACE:-eth0}

@@ -9,10 +9,20 @@
 #
 # The rendezvous store is a process of its own, so that no compute host is special. The first
 # variable mends torch 2.13, whose agents wait for each other for ever when a host comes back.
+case "${1:-}" in -h | --help)
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
+    exit
+    ;;
+esac
 set -eu
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+case "${1:-}" in "" | -*)
+    echo "error: the first word must be store or LOGIN:PORT; see --help" >&2
+    exit 2
+    ;;
+esac
 if [ "$1" = store ]; then
     exec "$PYTHON" -c "
 import signal, sys

@@ -103,4 +103,5 @@ def test_the_watchdog_names_a_host_whose_link_is_down(hosts, work):
     for text in texts[:2]:
         assert re.search(r"rank 2 on host3 \(pid \d+\): NOT REACHED", text), text[-4000:]
         assert not re.search(r"rank [01] on host[12] .*NOT REACHED", text)
-    assert "rank 0 on host1" in texts[2] and "rank 1 on host2" in texts[2]
+    assert re.search(r"rank 2 on host3 \(pid \d+\): REACHES NO OTHER HOST", texts[2]), texts[2]
+    assert not re.search(r"rank [01] on host[12] .*(NOT REACHED|SILENT)", texts[2])

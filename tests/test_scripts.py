@@ -1,0 +1,57 @@
+"""Every script answers --help, refuses options that it does not know, and touches nothing."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import rank_helpers
+from launching import ENVIRONMENT, ROOT
+
+DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tests/faults")
+PYTHON = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.py")
+                if '__name__ == "__main__"' in path.read_text())
+SHELL = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.sh"))
+UNKNOWN = "--no_such_option"
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def ask(path: Path, word: str, directory: Path) -> tuple[int, str]:
+    """Return (exit code, output) of `path word` run in `directory`."""
+    if path.suffix == ".sh":
+        done = subprocess.run([str(path), word], cwd=directory, env=ENVIRONMENT, text=True,
+                              capture_output=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+    log = directory.parent / f"{directory.name}.log"
+    log.unlink(missing_ok=True)
+    before = os.getcwd()
+    os.chdir(directory)
+    try:
+        code, = rank_helpers.wait(rank_helpers.start(1, [word], log, path), timeout=120)
+    finally:
+        os.chdir(before)
+    return code, log.read_text()
+
+
+@pytest.mark.parametrize("path", PYTHON + SHELL, ids=name)
+def test_help_and_unknown_options(path, tmp_path):
+    directory = tmp_path / "here"
+    (directory / "runs/demo").mkdir(parents=True)
+    (directory / "runs/demo/report.html").write_text("of an earlier demo")
+    code, text = ask(path, "--help", directory)
+    assert code == 0 and len(text) > 100, text
+    assert "usage:" in text or path.suffix == ".sh"
+    code, text = ask(path, UNKNOWN, directory)
+    assert code == 2 and "Traceback" not in text, text
+    assert "error: " in text
+    found = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*"))
+    assert found == ["runs", "runs/demo", "runs/demo/report.html"]
+
+
+def test_the_walk_finds_the_scripts():
+    names = {name(path) for path in PYTHON + SHELL}
+    assert {"launch/demo.py", "launch/pretrain.py", "data_prep/pack.py",
+            "launch/cluster/openmpi.sh"} <= names and len(names) > 30
