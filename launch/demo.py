@@ -108,7 +108,9 @@ def main() -> None:
     demo.note("whole demo", f"{gpus} GPUs" if gpus else "2 CPU processes",
               f"{format_duration(total)}, peak memory {demo.peak_bytes / 2**30:.1f} GiB", 0.0)
     write_atomic(OUT / "summary.json", json.dumps([asdict(row) for row in demo.rows], indent=1))
-    demo.run("python", "launch/report.py", "--run", OUT)
+    demo.run("python", "launch/report.py", "--run", OUT, "--fill_mask",
+             "Return the [MASK] of the list.",
+             "If it is not a [MASK], raise an error.")
     print_summary(demo.rows)
     print(f"\nThe page with the curves: {OUT / 'report.html'}")
 

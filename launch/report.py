@@ -2,6 +2,7 @@
 
     python launch/report.py --run runs/demo                     # runs/demo/report.html
     python launch/report.py --run runs/es runs/gdes --out compared.html
+    python launch/report.py --run runs/demo --fill_mask "Returns a [MASK] of the object."
     python launch/report.py --superglue runs/superglue [runs/superglue-without-pretraining]
 
 Pages are single files: no script from elsewhere, no network, light and dark.
@@ -10,7 +11,7 @@ Pages are single files: no script from elsewhere, no network, light and dark.
 import argparse
 from pathlib import Path
 
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.errors import UserError, exit_cleanly
 
 
 def main() -> None:
@@ -22,6 +23,8 @@ def main() -> None:
                       help="out_dir of a run; several are compared")
     what.add_argument("--superglue", nargs="+", action="extend", type=Path, metavar="DIRECTORY",
                       help="--out of launch/superglue.py; others are shown beside the first")
+    parser.add_argument("--fill_mask", nargs="+", action="extend", default=[], metavar="TEXT",
+                        help='show what each run puts for the masks: "He was a [MASK] man."')
     parser.add_argument("--out", type=Path, metavar="FILE",
                         help="default: report.html in the first directory")
     options = parser.parse_args()
@@ -30,8 +33,12 @@ def main() -> None:
 
     directories = options.run or options.superglue
     out = options.out or directories[0] / report.PAGE
-    write = report.write_runs if options.run else report.write_sweep
-    write(out, directories)
+    if options.run:
+        report.write_runs(out, directories, options.fill_mask)
+    elif options.fill_mask:
+        raise UserError("--fill_mask is for --run: a fine-tuned model has no masked-LM head")
+    else:
+        report.write_sweep(out, directories)
     print(f"page: {out} ({out.stat().st_size / 1024:.0f} KiB)")
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from report_cases import Page, event, make_records, make_run, make_sweep
@@ -12,6 +13,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.numbers import format_value
 from deberta_ds.report.charts import Chart, Series, draw, summarize
 from deberta_ds.report.rundata import read_run
+from deberta_ds.report.samples import filled_masks
 
 SECTIONS = ["Learning curves", "What was learned", "Course of the run", "Evaluation", "SuperGLUE",
             "From raw text to scores", "Configuration"]  # fmt: skip
@@ -243,3 +245,16 @@ def test_float_noise_is_not_magnified():
     drawing = draw(Chart("x", "x", "", "rate", [Series("x", points, "main", "plain")], last_x=49))
     ys = {pair.split(" ")[1] for pair in drawing.strokes[0].path[1:].split("L")}
     assert len(ys) == 1
+
+
+def test_masks_are_filled_by_the_trained_and_by_an_untrained_network(tmp_path):
+    model = Path(__file__).parent / "fixtures/version_0_1_0/rtd/export"
+    table = filled_masks(model, ["the [MASK] and <b> a [MASK]", "[MASK]"])
+    assert [[cell.text for cell in row[:2]] for row in table.rows] == [
+        ["the [MASK] and <b> a [MASK]", "1"], ["", "2"], ["[MASK]", "1"]]
+    for *_, untrained, trained in table.rows:
+        assert untrained.text != trained.text and trained.text.count("%") == 4
+    page = Page(report.runs_page([read_run(make_run(tmp_path / "run"))], [table]))
+    assert "Masks filled" in page.headings and "<b>" in page.text
+    with pytest.raises(UserError, match=r"no \[MASK\] in the text"):
+        filled_masks(model, ["nothing"])

@@ -8,16 +8,25 @@ from deberta_ds.numbers import format_value
 from deberta_ds.report import curves, facts, sweep, tables
 from deberta_ds.report.pages import render
 from deberta_ds.report.rundata import Run, read_run
+from deberta_ds.report.samples import filled_masks
 from deberta_ds.report.sweepdata import RESULTS_FILE, Sweep, read_sweep
+from deberta_ds.report.tables import Table
 
 PAGE = "report.html"
 MAX_BESIDE = 5  # colors that people tell apart at a glance
 
 
-def write_runs(path: str | Path, directories: list[str | Path]) -> None:
-    """Write the page of one run, or of several side by side; UserError names what is damaged."""
+def write_runs(path: str | Path, directories: list[str | Path],
+               masked_texts: list[str] = ()) -> None:
+    """Write the page of one run, or of several side by side; UserError names what is damaged.
+
+    With `masked_texts` the page shows what each run's newest checkpoint puts for their masks.
+    """
     _check_number("runs", directories)
-    write_atomic(path, runs_page([read_run(directory) for directory in directories]))
+    runs = [read_run(directory) for directory in directories]
+    filled = [filled_masks(directory, masked_texts) if masked_texts else None
+              for directory in directories]
+    write_atomic(path, runs_page(runs, filled))
 
 
 def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
@@ -33,7 +42,7 @@ def _check_number(what: str, directories: list) -> None:
             f"a page shows 1 to {MAX_BESIDE} {what}, {len(directories)} were named")
 
 
-def runs_page(runs: list[Run]) -> str:
+def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
     """Return the page of `runs` as one HTML document."""
     one = runs[0] if len(runs) == 1 else None
     return render(
@@ -44,7 +53,8 @@ def runs_page(runs: list[Run]) -> str:
         comparison=None if one else tables.comparison(runs),
         differences=None if one else tables.differences(runs),
         groups=curves.groups(runs),
-        details=[_details(run) for run in runs],
+        details=[_details(run) | {"filled": table}
+                 for run, table in zip(runs, filled, strict=True)],
     )
 
 
