@@ -5,7 +5,9 @@ import os
 
 import pytest
 
+from tests.fuzz.cases import CLASSES
 from tests.fuzz.commands import ROOT, Command, Server
+from tests.fuzz.judge import try_case
 from tests.fuzz.setting import prepare, pretrain
 
 PREPARE = ("--tokenizer", "spm.model", "--workers", "1")
@@ -49,6 +51,14 @@ def setting(server, tmp_path_factory):
 def place(setting, tmp_path):
     """A directory with whole inputs, to run in and to break."""
     return setting.copy(tmp_path / "here")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_broken_input_is_met_by_a_traceback_a_hang_or_silence(server, setting, tmp_path, name):
+    """A tenth of what `python -m tests.fuzz --cases 1000` tries; its help says what is violated."""
+    results = [try_case(name, seed, setting, server, tmp_path / "case") for seed in range(9)]
+    violations = [str(result) for result in results if result.violation]
+    assert not violations, "\n".join(violations)
 
 
 def one_line(outcome) -> str:
