@@ -346,8 +346,9 @@ def _apply_defaults(values: dict, origins: dict) -> None:
     if isinstance(model, dict) and "preset" in model:
         name = model.pop("preset")
         origins.pop("model.preset", None)
-        if name not in presets.MODELS:
-            raise ConfigError(f"model.preset = {name!r}: unknown{nearest(name, presets.MODELS)}; "
+        if not isinstance(name, str) or name not in presets.MODELS:
+            raise ConfigError(f"model.preset = {name!r}: unknown"
+                              f"{nearest(str(name), presets.MODELS)}; "
                               f"one of {', '.join(presets.MODELS)}")
         _merge_under(values, origins, "model", presets.MODELS[name], f"preset {name}")
     objective = values.get("objective")

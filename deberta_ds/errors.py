@@ -32,8 +32,8 @@ _REMEDIES = {
     errno.ELOOP: "mend the symbolic link",
 }
 # How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
-# TOML, Unicode, NumPy, Arrow and pydantic.
-_DAMAGE = (ValueError, EOFError)
+# TOML, Unicode, NumPy, Arrow and pydantic; an OSError without a number is gzip's or Arrow's.
+_DAMAGE = (ValueError, EOFError, OSError)
 _DAMAGE_NAMES = {"zlib.error", "struct.error", "_csv.Error", "_lzma.LZMAError",
                  "zipfile.BadZipFile", "_pickle.UnpicklingError", "pyarrow.lib.ArrowException",
                  "zstandard.backend_c.ZstdError",
@@ -56,7 +56,7 @@ def user_message(error: BaseException) -> str | None:
         return _system_message(error, error.filename)
     if isinstance(error, MemoryError) or _is_named(error, _NO_MEMORY_NAMES) or (
             isinstance(error, RuntimeError) and any(t in str(error) for t in _NO_MEMORY_TEXTS)):
-        return (f"out of memory ({_first_line(error)}); use smaller batches, a smaller model, "
+        return (f"out of memory ({first_line(error)}); use smaller batches, a smaller model, "
                 "fewer workers, or a larger machine")
     return None
 
@@ -68,13 +68,13 @@ def naming(path: str | Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except OSError as error:
-        raise UserError(_system_message(error, path)) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise UserError(_system_message(error, path)) from error
         if not isinstance(error, _DAMAGE) and not _is_named(error, _DAMAGE_NAMES):
             raise
-        raise UserError(f"{path}: damaged, cut short, or not the kind of file that is wanted here "
-                        f"({_first_line(error)})") from error
+        raise UserError(f"{path}: damaged or cut short, or another kind of file "
+                        f"({first_line(error)}); fetch or make it again") from error
 
 
 def exit_cleanly(main: Callable[[], int | None]) -> None:
@@ -132,13 +132,14 @@ def _output_problem() -> OSError | None:
 
 
 def _system_message(error: OSError, path) -> str:
-    reason = error.strerror or _first_line(error)
+    reason = error.strerror or first_line(error)
     remedy = _REMEDIES.get(error.errno)
     where = f"{path}: " if path else ""
     return f"{where}{reason}{'; ' + remedy if remedy else ''}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its kind if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -10,11 +10,15 @@ finished (task, seed) is not run again.
 """
 
 import argparse
+import os
 
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
+    from deberta_ds.cluster.environment import check_environment
+
+    check_environment(os.environ)
     from deberta_ds import dist
     from deberta_ds.finetune import options, sweep
     from deberta_ds.finetune.own import load_own_task

@@ -29,11 +29,13 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
 
     from deberta_ds import config, deepspeed_config
+    from deberta_ds.cluster.environment import check_environment
 
     if options.explain is not None:
         return explain(options.explain)
     if not (options.config and options.deepspeed_config):
         parser.error("--config and --deepspeed_config are needed")
+    check_environment(os.environ)
     run, origins = config.load(options.config, overrides)
     ds_values = deepspeed_config.load(options.deepspeed_config)
 

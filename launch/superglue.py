@@ -9,12 +9,16 @@ leaderboard: python launch/submit.py --run OUT --data superglue --zip superglue.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from deberta_ds.errors import UserError, exit_cleanly
 
 
 def main() -> None:
+    from deberta_ds.cluster.environment import check_environment
+
+    check_environment(os.environ)
     from deberta_ds import dist, report
     from deberta_ds.files import write_atomic
     from deberta_ds.finetune import options, sweep

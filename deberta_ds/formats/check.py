@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, first_line
 from deberta_ds.formats.network import Network, Release, build_backbone
 from deberta_ds.formats.read import read_release
 from deberta_ds.formats.tensors import read_json
@@ -133,7 +133,13 @@ def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:
     ours = open_tokenizer(find_tokenizer_files(out))
     if ours is None:
         raise UserError(f"{out}: no spm.model, so there is no tokenizer of ours to compare with")
-    theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    except Exception as error:  # whatever its many readers raise: the files came with the model
+        raise UserError(f"{out}: AutoTokenizer cannot read the tokenizer files that came with the "
+                        f"model ({first_line(error)}); delete tokenizer.json, "
+                        "tokenizer_config.json and the like from the source, keep spm.model"
+                        ) from error
     special = {"pad": ours.pad_id, "cls": ours.cls_id, "sep": ours.sep_id, "unk": ours.unk_id,
                "mask": ours.mask_id}
     for name, wanted in special.items():

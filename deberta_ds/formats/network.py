@@ -70,6 +70,10 @@ def check_network(network: Network, place: str) -> None:
                             f"{shape}")
         if not network.tensors[name].is_floating_point():
             raise UserError(f"{place}: {name} holds {network.tensors[name].dtype}, not floats")
+    for name, tensor in network.tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"{place}: {name} holds NaN or infinity: the model diverged, or its "
+                            "file is damaged")
 
 
 def with_zero_key_biases(network: Network) -> dict[str, Tensor]:

@@ -175,6 +175,8 @@ def _problems_between(values: dict) -> list[str]:
             problems.append(f'{where}.device = "nvme": needs ZeRO stage 3, not {stage}')
         if device == "nvme" and not section.get("nvme_path"):
             problems.append(f'{where}.nvme_path: missing; "nvme" needs a fast local directory')
+    if zero.get("allgather_bucket_size", 0) % 2:
+        problems.append("zero_optimization.allgather_bucket_size: must be even")
     if zero.get("zero_hpz_partition_size", 1) != 1 and stage != 3:
         problems.append("zero_optimization.zero_hpz_partition_size: needs ZeRO stage 3")
     return problems

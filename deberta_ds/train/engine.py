@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from deberta_ds import deepspeed_config, dist, log
+from deberta_ds.cluster.environment import check_environment
 from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
+from deberta_ds.errors import UserError, first_line
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.deepspeed_check import (
@@ -44,14 +46,28 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
     if dist.is_distributed():
         return local_device()
     os.environ.update(rank_variables(os.environ))
+    check_environment(os.environ)
     if deepspeed.get_accelerator().device_name() == "cpu":
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = local_device()
     if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only "
+                            f"{torch.cuda.device_count()} GPUs; start fewer ranks on this host")
         torch.cuda.set_device(device)
-    deepspeed.init_distributed(verbose=False)
+    elif os.environ.get("DS_ACCELERATOR") != "cpu" and os.path.exists("/dev/nvidiactl"):
+        raise UserError("this machine has a GPU, but torch finds none; mend CUDA_VISIBLE_DEVICES, "
+                        "install a torch with CUDA, or set DS_ACCELERATOR=cpu to use the CPU")
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
+        raise UserError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
+            f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            f"({first_line(error)}); choose a free MASTER_PORT, and start every rank"
+        ) from error
     warnings_here = check_machine(ds, device.type, place)
     if dist.is_main():
         log.show_choices()
