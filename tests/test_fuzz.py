@@ -12,7 +12,7 @@ from tests.fuzz.setting import prepare, pretrain
 
 PREPARE = ("--tokenizer", "spm.model", "--workers", "1")
 WRITERS = {  # every command that writes: what it writes first
-    "pretrain": (pretrain("--out_dir=new"), "new/config.json"),
+    "pretrain": (pretrain("--out_dir=new"), "new/"),
     "export": (Command("launch/export.py", ("--run", "out", "--out", "new")),
                "model.safetensors"),
     "convert to microsoft": (Command("launch/convert.py",
@@ -27,7 +27,7 @@ WRITERS = {  # every command that writes: what it writes first
         "--html", "new")), "new"),
     "stats": (Command("data_prep/stats.py", ("train", "--pictures", "new", *PREPARE[:2])), "new"),
     "train tokenizer": (Command("data_prep/train_tokenizer.py", (
-        "train.jsonl", "--pieces", "400", "--out", "new")), "new"),
+        "train.jsonl", "--pieces", "400", "--out", "new")), ".tsv"),
     "tokenize": (Command("data_prep/tokenize_corpus.py", ("train.jsonl", "--out", "new", *PREPARE)),
                  "new/.job.json"),
     "pack": (Command("data_prep/pack.py", ("train", "--seq_len", "32", *PREPARE)), "train/rows-32"),

@@ -283,7 +283,7 @@ def model(random: Random, place: Path) -> Case:
     command = random.choice([
         Command("launch/convert.py", ("hf", "new", "--to", "ms")),
         Command("launch/convert.py", ("hf", "new", "--to", "hf")),
-        Command("launch/fill_mask.py", ("hf", "the [MASK] of")),
+        Command("launch/fill_mask.py", ("--model", "hf", "the [MASK] of")),
         pretrain("--out_dir=new", "--init.from=hf", *_BRIEF), _finetune("CB")])
     return Case(command, f"{path.relative_to(place / 'hf')} {change.text}", ("hf",))
 

@@ -37,7 +37,7 @@ def train_tokenizer(
     model = io.BytesIO()
     with TemporaryDirectory() as directory:
         rules = Path(directory) / "rules.tsv"
-        rules.write_text(normalizer_tsv(), encoding="ascii")
+        write_atomic(rules, normalizer_tsv())
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=_sentences(units, sample_bytes, read),
