@@ -268,6 +268,16 @@ class LogConfig:
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What an evaluation measures beside the objective's own scores."""
+
+    minimal_pairs: str = option("minimal pairs that are scored: a file, directory or archive as "
+                                "launch/minimal_pairs.py reads it; empty: none", "")
+    pairs_per_paradigm: int = option("how many of them, drawn once for all runs", 25,
+                                     ge=1, le=1 << 20)
+
+
+@dataclass(config=_STRICT, frozen=True, kw_only=True)
 class RunConfig:
     """Everything that one pretraining run computes."""
 
@@ -280,6 +290,7 @@ class RunConfig:
     train: TrainConfig
     init: InitConfig = InitConfig()
     log: LogConfig = LogConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
 
     def __post_init__(self):
         if self.init.words_only and self.objective.kind != "mlm":

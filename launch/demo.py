@@ -156,6 +156,8 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str) -> None:
     demo.note("discriminator", "on held-out rows",
               f"ROC-AUC {scores['roc_auc']:.3f}, gain over prior "
               f"{scores['discriminator_gain']:+.4f} nats", 0.0)
+    demo.note("minimal pairs", "200 of this project's own, by the discriminator",
+              f"{scores['minimal_pairs']:.1%} (chance: 50.0%)", 0.0)
 
 
 def export(demo: Demo) -> None:

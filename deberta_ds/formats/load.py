@@ -1,16 +1,21 @@
-"""Load a model for use: the encoder that is fine-tuned, its tokenizer, its masked LM."""
+"""Load a model for use: the encoder that is fine-tuned, its tokenizer, its pretraining heads."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
-from deberta_ds.formats.network import Network, build_backbone, build_masked_lm
+from deberta_ds.formats.network import (
+    Network,
+    build_backbone,
+    build_masked_lm,
+    build_replaced_token_head,
+)
 from deberta_ds.formats.read import read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
-from deberta_ds.model.heads import MaskedLm
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.tokenizer import Tokenizer
 
 
@@ -22,12 +27,14 @@ class LoadedModel:
     tokenizer: None where the source has no spm.model (v1 models have a BPE tokenizer).
     masked_lm: (word table, MaskedLm) of the model itself or, if it has no masked-LM head with a
     position table, of the generator beside it; None without either. Its layers are its own.
+    replaced_token_head: of the backbone, where the source has it.
     """
 
     backbone: Backbone
     tokenizer: Tokenizer | None
     model_config: ModelConfig
     masked_lm: tuple[WordEmbedding, MaskedLm] | None
+    replaced_token_head: ReplacedTokenHead | None = None
 
 
 def load_backbone(path: str | Path) -> LoadedModel:
@@ -44,7 +51,9 @@ def load_backbone(path: str | Path) -> LoadedModel:
     for network in (release.main, release.generator):
         if masked_lm is None and network is not None and network.has_masked_lm:
             masked_lm = _own_masked_lm(network)
-    return LoadedModel(build_backbone(release.main), tokenizer, release.main.config, masked_lm)
+    head = build_replaced_token_head(release.main) if release.main.has("rtd_head.") else None
+    return LoadedModel(build_backbone(release.main), tokenizer, release.main.config, masked_lm,
+                       head)
 
 
 def _own_masked_lm(network: Network) -> tuple[WordEmbedding, MaskedLm]:

@@ -128,6 +128,14 @@ def build_masked_lm(network: Network) -> tuple[WordEmbedding, MaskedLm]:
     return words.eval(), masked_lm.eval()
 
 
+def build_replaced_token_head(network: Network) -> ReplacedTokenHead:
+    """Return the discriminator's head in fp32, in evaluation mode."""
+    head = on_meta(ReplacedTokenHead, network.config)
+    head.load_state_dict({name: network.tensors["rtd_head." + name].float()
+                          for name, _ in head.named_parameters()}, assign=True)
+    return head.eval()
+
+
 def _inside_network(name: str) -> str:
     """Return the Network's name of a MaskedLm parameter."""
     return "mlm_head." + name[5:] if name.startswith("head.") else name

@@ -14,9 +14,12 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.data.batch import Batch
+from deberta_ds.tokenizer import Tokenizer
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, float]
+Forward = Callable[[Batch], tuple[Tensors, Tensors]]  # a batch -> its sums and its view
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ class Objective(Protocol):
 
     def scores(self, total: Numbers, view: Tensors) -> Numbers:
         """Return an evaluation's scores, from sums, counts and the concatenated views."""
+
+    def sentence_scores(self, forward: Forward, sentences: list[list[int]], tokenizer: Tokenizer
+                        ) -> list[float]:
+        """Return how probable each sentence, [CLS] ... [SEP], is to the network that is kept.
+
+        The number of calls of `forward` must follow from the number of sentences alone, because
+        under ZeRO-3 all ranks take part in each.
+        """
 
     def headline(self, scores: Numbers) -> str:
         """Return in a sentence what an evaluation's record says was learned."""

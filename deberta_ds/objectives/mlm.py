@@ -10,6 +10,7 @@ from deberta_ds.model import flops
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm
 from deberta_ds.objectives.base import (
+    Forward,
     Numbers,
     Tensors,
     decoder_problem,
@@ -19,6 +20,8 @@ from deberta_ds.objectives.base import (
     masked_metrics,
     masked_scores,
 )
+from deberta_ds.objectives.sentences import masked_copies
+from deberta_ds.tokenizer import Tokenizer
 
 METRICS = masked_metrics("masked", "Masked-token", on_console="loss")
 HEADS = {"main": "mlm_head."}
@@ -69,6 +72,12 @@ def means(run: RunConfig, total: Numbers) -> Numbers:
 
 def scores(total: Numbers, view: Tensors) -> Numbers:
     return masked_scores(total, "masked")
+
+
+def sentence_scores(forward: Forward, sentences: list[list[int]], tokenizer: Tokenizer
+                    ) -> list[float]:
+    """Pseudo-log-likelihood by word: the loss of a batch that holds a sentence's masked copies."""
+    return [-float(forward(masked_copies(ids, tokenizer))[0]["masked_loss"]) for ids in sentences]
 
 
 def headline(scores: Numbers) -> str:

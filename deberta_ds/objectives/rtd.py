@@ -23,6 +23,7 @@ from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
 from deberta_ds.objectives.base import (
+    Forward,
     Metric,
     Numbers,
     Tensors,
@@ -34,6 +35,8 @@ from deberta_ds.objectives.base import (
     masked_scores,
 )
 from deberta_ds.objectives.sampling import token_uniforms
+from deberta_ds.objectives.sentences import SENTENCES_AT_ONCE, padded
+from deberta_ds.tokenizer import Tokenizer
 
 METRICS = (
     *masked_metrics("generator", "Generator", on_console="gen.loss"),
@@ -114,43 +117,47 @@ class RtdModel(nn.Module):
         The view holds the logits (fp32) of the real tokens, [N], and which of them are replaced; a
         sample equal to the original counts as original.
         """
-        generator_sum, num_correct, input_ids_BL = self._replace_targets(batch)
+        generator_sum, num_correct, input_ids_BL = replace_targets(
+            self.words, self.generator, batch, seed=self.sampling_seed,
+            temperature=self.objective.temperature, valid_vocab=self.valid_vocab)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
         replaced_BL, real_BL = input_ids_BL != original_BL, batch.segments > 0
         logits_BL = self.discriminator(self.words, input_ids_BL, batch)
-        losses_BL = F.binary_cross_entropy_with_logits(
-            logits_BL, replaced_BL.float(), reduction="none")
-        sums = {
-            "generator_loss": generator_sum,
-            "generator_correct": num_correct,
-            "discriminator_loss": (losses_BL * real_BL).sum(),
-            "discriminator_correct": (((logits_BL > 0) == replaced_BL) & real_BL).sum(),
-            "replaced": replaced_BL.sum(),
-        }
+        sums = {"generator_loss": generator_sum, "generator_correct": num_correct,
+                **detection_sums(logits_BL, replaced_BL, real_BL)}
         loss = _loss(sums, divisors, self.objective.rtd_weight)
         view = {}
         if not self.training:  # picking the real tokens waits for the device
             view = {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
         return loss, {name: value.detach() for name, value in sums.items()}, view
 
-    def _replace_targets(self, batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (generator loss sum, number correct, ids [B, L] with samples at the targets)."""
-        flat_T = self._target_columns(batch)
-        length = batch.input_ids.size(1)
-        uniforms_T = token_uniforms(self.sampling_seed, batch.rows[flat_T // length],
-                                    flat_T % length)
-        generator_sum, num_correct, sampled_T = self.generator(
-            self.words, batch, uniforms_T=uniforms_T, temperature=self.objective.temperature,
-            valid_vocab=self.valid_vocab)
-        input_ids_BL = batch.input_ids.flatten().index_copy(0, flat_T, sampled_T)
-        return generator_sum, num_correct, input_ids_BL.view_as(batch.input_ids)
 
-    @staticmethod
-    def _target_columns(batch) -> Tensor:
-        """Return flat indices [T] into [B * L] of the real targets."""
-        length = batch.input_ids.size(1)
-        starts_B1 = torch.arange(batch.rows.numel(), device=batch.rows.device)[:, None] * length
-        return (starts_B1 + batch.target_positions).flatten()[batch.target_index]
+def replace_targets(words: WordEmbedding, generator: MaskedLm, batch, *, seed: int,
+                    temperature: float, valid_vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (generator loss sum, number correct, ids [B, L] with samples at the targets)."""
+    flat_T = _target_columns(batch)
+    length = batch.input_ids.size(1)
+    uniforms_T = token_uniforms(seed, batch.rows[flat_T // length], flat_T % length)
+    generator_sum, num_correct, sampled_T = generator(
+        words, batch, uniforms_T=uniforms_T, temperature=temperature, valid_vocab=valid_vocab)
+    input_ids_BL = batch.input_ids.flatten().index_copy(0, flat_T, sampled_T)
+    return generator_sum, num_correct, input_ids_BL.view_as(batch.input_ids)
+
+
+def _target_columns(batch) -> Tensor:
+    """Return flat indices [T] into [B * L] of the real targets."""
+    length = batch.input_ids.size(1)
+    starts_B1 = torch.arange(batch.rows.numel(), device=batch.rows.device)[:, None] * length
+    return (starts_B1 + batch.target_positions).flatten()[batch.target_index]
+
+
+def detection_sums(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
+    """Return the sums over real tokens that the detector's means and scores are made of."""
+    losses_BL = F.binary_cross_entropy_with_logits(
+        logits_BL, replaced_BL.float(), reduction="none")
+    return {"discriminator_loss": (losses_BL * real_BL).sum(),
+            "discriminator_correct": (((logits_BL > 0) == replaced_BL) & real_BL).sum(),
+            "replaced": replaced_BL.sum()}
 
 
 def _loss(sums: dict, divisors: dict, rtd_weight: float):
@@ -205,6 +212,18 @@ def _entropy(share: float) -> float:
     if share <= 0 or share >= 1:
         return 0.0
     return -share * math.log(share) - (1 - share) * math.log(1 - share)
+
+
+def sentence_scores(forward: Forward, sentences: list[list[int]], tokenizer: Tokenizer
+                    ) -> list[float]:
+    """log p(no piece was replaced), from the discriminator's logits of the unmasked sentence."""
+    found = []
+    for start in range(0, len(sentences), SENTENCES_AT_ONCE):
+        some = sentences[start:start + SENTENCES_AT_ONCE]
+        logits_N = forward(padded(some, tokenizer))[1]["logits"]
+        for logits in logits_N.split([len(ids) for ids in some]):
+            found.append(float(F.logsigmoid(-logits[1:-1].double()).sum()))
+    return found
 
 
 def headline(scores: Numbers) -> str:

@@ -26,6 +26,9 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
         problems.append(f"data.seq_len = {run.data.seq_len}: above model.max_position = "
                         f"{model.max_position}, the rows of the absolute position table")
     problems += objective_of(run).problems(run)
+    if run.evaluate.minimal_pairs and not run.data.eval:
+        problems.append("evaluate.minimal_pairs is scored at evaluations, and without data.eval "
+                        "there are none; name a held-out corpus, or leave it out")
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
                         f"{train.steps}")

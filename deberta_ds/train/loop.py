@@ -23,6 +23,7 @@ from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import engine, machine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
+from deberta_ds.train.minimal_pairs import score_minimal_pairs
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import (
     Inputs,
@@ -292,6 +293,9 @@ class Trainer:
         with self.watchdog.patience():
             scores = evaluate(self.engine, self.objective, self.engine.device,
                               self.inputs.held_out, self.run.train.micro_batch_rows)
+            if self.inputs.pairs[0]:
+                scores |= score_minimal_pairs(self.engine, self.objective, self.engine.device,
+                                              *self.inputs.pairs, self.inputs.tokenizer)
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
         self.speed.start()

@@ -17,6 +17,7 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train import engine, machine
 from deberta_ds.train.check import check_run
 from deberta_ds.train.engine import local_device
+from deberta_ds.train.minimal_pairs import Pairs, open_pairs
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 MANY_EPOCHS = 40  # repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264)
@@ -32,6 +33,7 @@ class Inputs:
     held_out: list[Row]
     ds: dict
     num_parameters: int
+    pairs: tuple[Pairs, list[str]]
 
 
 def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
@@ -48,7 +50,8 @@ def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
     num_parameters = count_parameters(on_meta(build_model, run))
-    return Inputs(tokenizer, dataset, held_out, ds, num_parameters)
+    pairs = dist.together(lambda: open_pairs(run, tokenizer))
+    return Inputs(tokenizer, dataset, held_out, ds, num_parameters, pairs)
 
 
 def follow_row_rules(run: RunConfig, inputs: Inputs, record: dict) -> Inputs:

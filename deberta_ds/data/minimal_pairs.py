@@ -1,0 +1,170 @@
+"""Minimal pairs: two sentences of which a model that knows the language prefers the first.
+
+Formats, told apart by the files' names and keys, in a directory, a tar archive or one file:
+    BLiMP   .jsonl with sentence_good, sentence_bad, UID, linguistics_term (Warstadt et al. 2020)
+    own     .jsonl with sentence_good, sentence_bad and, if you like, paradigm and phenomenon
+    Zorro   .txt, named PHENOMENON-PARADIGM.txt: a bad line, then its good one, and so on
+
+A paradigm is a set of pairs made alike; a phenomenon holds paradigms. Without names the paradigm is
+the file's name, and the phenomenon is the paradigm.
+"""
+
+import json
+import random
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deberta_ds.data.prep.text import BadTextError, normalise
+from deberta_ds.errors import UserError
+from deberta_ds.tokenizer import Tokenizer
+
+# Scores that differ by less, relatively, are equal: fp32 resolves no more.
+TIE = 1e-6
+_SUFFIXES = (".jsonl", ".txt")
+# BLiMP's files call two paradigms of its paper's (and its results') argument structure so.
+_SAME_PHENOMENON = {"s-selection": "argument_structure"}
+_KEYS = {"paradigm": ("paradigm", "UID"), "phenomenon": ("phenomenon", "linguistics_term")}
+
+
+@dataclass(frozen=True)
+class MinimalPair:
+    """Two sentences under the text rules of the corpus, and where they belong."""
+
+    good: str
+    bad: str
+    paradigm: str
+    phenomenon: str
+
+
+def read_pairs(path: str | Path) -> list[MinimalPair]:
+    """Return the pairs of `path`, files in the order of their names; UserError names a bad line."""
+    pairs = []
+    for place, name, data in _files(Path(path)):
+        try:
+            lines = data.decode("utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: byte {error.start} is not UTF-8") from None
+        reader = _zorro if name.endswith(".txt") else _jsonl
+        pairs += reader(place, Path(name).stem, [line.removesuffix("\r") for line in lines])
+    if not pairs:
+        raise UserError(f"{path}: no pairs; a .jsonl with sentence_good and sentence_bad, a .txt "
+                        "of Zorro, or a directory or tar archive of such files is expected")
+    _check_names(pairs, str(path))
+    return pairs
+
+
+def sample_pairs(pairs: list[MinimalPair], per_paradigm: int, seed: int = 0) -> list[MinimalPair]:
+    """Return `per_paradigm` pairs of each paradigm (or all it has), drawn with `seed`."""
+    by_paradigm: dict[str, list[MinimalPair]] = {}
+    for pair in pairs:
+        by_paradigm.setdefault(pair.paradigm, []).append(pair)
+    chosen = []
+    for paradigm, found in by_paradigm.items():
+        order = random.Random(f"{seed} {paradigm}").sample(range(len(found)), len(found))
+        chosen += [found[index] for index in sorted(order[:per_paradigm])]
+    return chosen
+
+
+def encode_sentences(sentences: list[str], tokenizer: Tokenizer, longest: int) -> list[list[int]]:
+    """Return [CLS] sentence [SEP] as ids; UserError for one of more than `longest` tokens."""
+    encoded = [[tokenizer.cls_id, *ids, tokenizer.sep_id]
+               for ids in tokenizer.encode_batch(sentences)]
+    for sentence, ids in zip(sentences, encoded, strict=True):
+        if len(ids) > longest:
+            raise UserError(f"a sentence has {len(ids)} tokens, but the model has {longest} "
+                            f"positions: {sentence[:60]!r}...; shorten it or take it out")
+    return encoded
+
+
+def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (place for errors, file name, contents) in the order of the names."""
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and file.suffix in _SUFFIXES and not file.name.startswith("."):
+                yield str(file), file.name, file.read_bytes()
+    elif not path.exists():
+        raise UserError(f"{path}: no such file or directory; name minimal pairs, such as BLiMP's "
+                        "data directory")
+    elif path.suffix in _SUFFIXES:
+        yield str(path), path.name, path.read_bytes()
+    else:
+        yield from _members(path)
+
+
+def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    try:
+        with tarfile.open(path) as archive:
+            members = [member for member in archive.getmembers() if member.isfile()
+                       and Path(member.name).suffix in _SUFFIXES
+                       and not Path(member.name).name.startswith(".")]
+            for member in sorted(members, key=lambda member: member.name):
+                data = archive.extractfile(member).read()
+                yield f"{path}, {member.name}", Path(member.name).name, data
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive "
+                        f"({error})") from None
+
+
+def _jsonl(place: str, stem: str, lines: list[str]) -> list[MinimalPair]:
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        at = f"{place}, line {number}"
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{at}: not a JSON object ({error})") from None
+        if not isinstance(values, dict):
+            raise UserError(f"{at}: must be a JSON object with sentence_good and sentence_bad")
+        good, bad = (_sentence(values.get(key), f"{at}, {key}")
+                     for key in ("sentence_good", "sentence_bad"))
+        paradigm = _name(values, "paradigm", stem, at)
+        pairs.append(MinimalPair(good, bad, paradigm, _name(values, "phenomenon", paradigm, at)))
+    return pairs
+
+
+def _zorro(place: str, stem: str, lines: list[str]) -> list[MinimalPair]:
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    if len(lines) % 2:
+        raise UserError(f"{place}: {len(lines)} lines; Zorro's files hold a bad line and then its "
+                        "good one, so their number is even")
+    sentences = [_sentence(line, f"{place}, line {number}")
+                 for number, line in enumerate(lines, start=1)]
+    phenomenon = stem.rpartition("-")[0] or stem
+    return [MinimalPair(good, bad, stem, phenomenon)
+            for bad, good in zip(sentences[::2], sentences[1::2], strict=True)]
+
+
+def _sentence(value, place: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{place}: must be a sentence, it is {json.dumps(value)[:60]}")
+    try:
+        sentence = normalise(value)
+    except BadTextError as error:
+        raise UserError(f"{place}: {error}") from None
+    if not sentence:
+        raise UserError(f"{place}: is empty; a pair needs two sentences")
+    return sentence
+
+
+def _name(values: dict, what: str, default: str, place: str) -> str:
+    for key in _KEYS[what]:
+        if key in values:
+            if not isinstance(values[key], str) or not values[key]:
+                raise UserError(f"{place}, {key}: must be a name, it is {values[key]!r}")
+            return _SAME_PHENOMENON.get(values[key], values[key])
+    return default
+
+
+def _check_names(pairs: list[MinimalPair], place: str) -> None:
+    """A paradigm belongs to one phenomenon, or its mean would count twice."""
+    known: dict[str, str] = {}
+    for pair in pairs:
+        if known.setdefault(pair.paradigm, pair.phenomenon) != pair.phenomenon:
+            raise UserError(f"{place}: paradigm {pair.paradigm!r} is of phenomenon "
+                            f"{known[pair.paradigm]!r} and of {pair.phenomenon!r}; rename one of "
+                            "the two")

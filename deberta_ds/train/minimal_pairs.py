@@ -1,0 +1,61 @@
+"""Minimal pairs scored while a run trains: the same pairs at every evaluation of every run."""
+
+import math
+
+import torch
+
+from deberta_ds import dist
+from deberta_ds.config import RunConfig
+from deberta_ds.data.minimal_pairs import TIE, encode_sentences, read_pairs, sample_pairs
+from deberta_ds.objectives.base import Objective
+from deberta_ds.tokenizer import Tokenizer
+
+_SEED = 0  # of the sample: the same for every run, so scores compare
+
+Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
+
+
+def open_pairs(run: RunConfig, tokenizer: Tokenizer) -> tuple[Pairs, list[str]]:
+    """Return the encoded pairs that `[evaluate]` names, and the paradigm of each."""
+    if not run.evaluate.minimal_pairs:
+        return [], []
+    pairs = sample_pairs(read_pairs(run.evaluate.minimal_pairs), run.evaluate.pairs_per_paradigm,
+                         _SEED)
+    longest = run.model.max_position
+    good = encode_sentences([pair.good for pair in pairs], tokenizer, longest)
+    bad = encode_sentences([pair.bad for pair in pairs], tokenizer, longest)
+    return list(zip(good, bad, strict=True)), [pair.paradigm for pair in pairs]
+
+
+@torch.no_grad()
+def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs: Pairs,
+                        paradigms: list[str], tokenizer: Tokenizer) -> dict[str, float]:
+    """Return {"minimal_pairs": mean over paradigms of the share won}; call on every rank.
+
+    Rank r takes sentences r, r + W, ...; ranks that have fewer repeat one, so that all make the
+    same number of forwards.
+    """
+    sentences = [ids for pair in pairs for ids in pair]
+    ranks = dist.world_size()
+    turns = math.ceil(len(sentences) / ranks)
+    mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)]
+            for turn in range(turns)]
+    norm = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
+    model.eval()
+    scores = objective.sentence_scores(lambda batch: model(batch.to(device), norm)[1:], mine,
+                                       tokenizer)
+    model.train()
+    by_rank = dist.gather_objects(scores)
+    scores = [by_rank[number % ranks][number // ranks] for number in range(len(sentences))]
+    outcomes: dict[str, list[float]] = {}
+    for paradigm, good, bad in zip(paradigms, scores[::2], scores[1::2], strict=True):
+        outcomes.setdefault(paradigm, []).append(outcome(good, bad))
+    means = [sum(values) / len(values) for values in outcomes.values()]
+    return {"minimal_pairs": sum(means) / len(means)}
+
+
+def outcome(good: float, bad: float) -> float:
+    """Return 1 if the good sentence has the higher score, 0 if the bad one, 0.5 for a tie."""
+    if abs(good - bad) <= TIE * max(abs(good), abs(bad)):
+        return 0.5
+    return float(good > bad)

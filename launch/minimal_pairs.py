@@ -1,0 +1,76 @@
+"""Score a model on minimal pairs: does it prefer the sentence that speakers prefer?
+
+    python launch/minimal_pairs.py --model runs/base --data blimp/data --out runs/base/pairs
+    deepspeed launch/minimal_pairs.py ...            the same result, sooner
+
+MODEL: a run, a checkpoint, an exported directory, or a public model. DATA: a directory, a tar
+archive or a file in BLiMP's or Zorro's format, or JSON lines of your own with sentence_good,
+sentence_bad, paradigm and phenomenon. Every head is asked: a masked LM (or generator) for
+pseudo-log-likelihoods by word and by piece, a discriminator for the probability that nothing was
+replaced.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from deberta_ds.errors import UserError, exit_cleanly
+
+
+def load(path: str):
+    """Return the model at `path` on this rank's GPU, if there is one."""
+    import torch
+
+    from deberta_ds import dist
+    from deberta_ds.formats.load import load_backbone
+
+    model = load_backbone(path)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.local_rank())
+        for module in (model.backbone, *(model.masked_lm or ()), model.replaced_token_head):
+            if module is not None:
+                module.to(device)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="what is scored")
+    parser.add_argument("--data", required=True, help="minimal pairs")
+    parser.add_argument("--out", type=Path, help="directory for minimal_pairs.json and .html")
+    parser.add_argument("--sample", type=int, default=0, metavar="N",
+                        help="score N pairs a paradigm, drawn with --seed (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of --sample")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
+    options = parser.parse_args()
+    if options.sample < 0:
+        raise UserError(f"--sample {options.sample}: must be at least 1, or 0 for all")
+
+    from deberta_ds import dist
+    from deberta_ds.analysis import minimal_pairs, published
+    from deberta_ds.cluster.launcher import rank_variables
+    from deberta_ds.data.minimal_pairs import read_pairs, sample_pairs
+    from deberta_ds.files import write_atomic
+
+    if int(({"WORLD_SIZE": "1"} | rank_variables(os.environ) | os.environ)["WORLD_SIZE"]) > 1:
+        from deberta_ds.train.engine import init_distributed
+
+        init_distributed()
+    pairs, model = dist.together(lambda: (read_pairs(options.data), load(options.model)))
+    if options.sample:
+        pairs = sample_pairs(pairs, options.sample, options.seed)
+    scored = dist.together(lambda: minimal_pairs.score_pairs(model, pairs))
+    result = minimal_pairs.describe(scored, pairs, options.model, options.data)
+    if dist.is_main():
+        print(minimal_pairs.table(result, published.columns(minimal_pairs.phenomena_of(result))))
+        if options.out:
+            path = options.out / "minimal_pairs.json"
+            write_atomic(path, json.dumps(result, indent=1) + "\n")
+            print(f"written: {path}")
+    dist.destroy()
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

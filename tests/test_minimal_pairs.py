@@ -1,0 +1,387 @@
+"""Minimal pairs: readers, scorers against loops in float64, ties, intervals, several ranks."""
+
+import collections
+import dataclasses
+import io
+import json
+import math
+import tarfile
+
+import export_cases
+import numpy as np
+import pytest
+import rank_helpers
+import torch
+import torch.nn.functional as F
+from data_helpers import tiny_tokenizer
+from launching import ROOT
+from test_encoder_parity import FAMILIES, hugging_face, random_values
+
+from deberta_ds.analysis import minimal_pairs, published
+from deberta_ds.analysis.sentence_scores import cut_work, masked_scores, queries_of
+from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, read_pairs, sample_pairs
+from deberta_ds.errors import UserError
+from deberta_ds.formats.load import LoadedModel, load_backbone
+from deberta_ds.formats.ours import write_ours
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.records import read_metrics
+from deberta_ds.tokenizer import piece_starts_word
+from deberta_ds.train.minimal_pairs import score_minimal_pairs
+
+PAIRS = [
+    MinimalPair("The quick foxes jump over it.", "The quick foxes jumps over it.", "a", "one"),
+    MinimalPair("A row holds whole pieces.", "A row hold whole pieces, and words.", "a", "one"),
+    MinimalPair("Unbelievably, it is a long word.", "Unbelievable, it is long word a.", "b", "two"),
+    MinimalPair("Символы и лиса 1917!", "Лиса 1917 и символы!", "c", "two"),
+]
+
+
+def small_config(family: str = "v3"):
+    return dataclasses.replace(FAMILIES[family], vocab_size=640, max_position=64)
+
+
+def masked_model(family: str = "v3") -> LoadedModel:
+    config = small_config(family)
+    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    masked_lm = random_values(MaskedLm(config)).eval()
+    return LoadedModel(Backbone(config), tiny_tokenizer(), config, (words, masked_lm))
+
+
+def discriminator() -> LoadedModel:
+    config = small_config()
+    backbone = random_values(Backbone(config)).eval()
+    head = random_values(ReplacedTokenHead(config)).eval()
+    return LoadedModel(backbone, tiny_tokenizer(), config, None, head)
+
+
+def words_of(ids: list[int]) -> list[range]:
+    """Return the columns of each word between [CLS] and [SEP], from the pieces' text."""
+    pieces = tiny_tokenizer().pieces(ids)
+    starts = [k for k in range(1, len(ids) - 1) if k == 1 or piece_starts_word(pieces[k])]
+    return [range(start, end)
+            for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=True)]
+
+
+def transformers_log_probabilities(model: LoadedModel):
+    """Return a function (ids with masks, column) -> float64 log p [V], from transformers."""
+    words, masked_lm = model.masked_lm
+    tensors = {"words.weight": words.weight.detach()} | {
+        name: value for name, value in masked_lm.state_dict().items() if name.startswith("trunk")}
+    theirs = hugging_face(model.model_config, tensors).double()
+    head, table = masked_lm.head.double(), words.weight.double()
+    positions = masked_lm.positions.weight.double()
+
+    @torch.no_grad()
+    def log_probabilities(ids: list[int], column: int) -> torch.Tensor:
+        inputs = torch.tensor([ids])
+        mask = torch.ones_like(inputs)
+        memory = theirs(inputs, attention_mask=mask, output_hidden_states=True).hidden_states[-2]
+        encoder, query = theirs.encoder, positions[: len(ids)] + memory
+        for _ in range(2):
+            query, _ = encoder.layer[-1](
+                memory, encoder.get_attention_mask(mask), query_states=query,
+                relative_pos=encoder.get_rel_pos(memory),
+                rel_embeddings=encoder.get_rel_embedding())
+        state = head.norm(F.gelu(head.dense(query[0, column])))
+        logits = state @ table.T + head.bias
+        return logits[: model.tokenizer.size].log_softmax(-1)
+
+    return log_probabilities
+
+
+@pytest.mark.parametrize("family", ["v3", "v2_conv"])
+def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(family):
+    model = masked_model(family)
+    found = minimal_pairs.score_pairs(model, PAIRS).scores
+    log_probabilities = transformers_log_probabilities(model)  # turns the heads into float64
+    mask_id = tiny_tokenizer().mask_id
+    several = 0
+    for number, pair in enumerate(PAIRS):
+        for side, sentence in enumerate((pair.good, pair.bad)):
+            ids = encode_sentences([sentence], tiny_tokenizer(), 64)[0]
+            by_word = by_piece = 0.0
+            for word in words_of(ids):
+                several += len(word) > 1
+                for column in word:
+                    hidden = [mask_id if column <= k < word.stop else token
+                              for k, token in enumerate(ids)]
+                    by_word += float(log_probabilities(hidden, column)[ids[column]])
+                    hidden = [mask_id if k == column else token for k, token in enumerate(ids)]
+                    by_piece += float(log_probabilities(hidden, column)[ids[column]])
+            assert found["pll_word"][number, side] == pytest.approx(by_word, rel=1e-5)
+            assert found["pll_piece"][number, side] == pytest.approx(by_piece, rel=1e-5)
+    assert several > 5  # words of several pieces, or the two readings are one
+
+
+def test_originality_equals_a_loop_over_transformers_layers():
+    model = discriminator()
+    found = minimal_pairs.score_pairs(model, PAIRS).scores
+    theirs = hugging_face(model.model_config, model.backbone.state_dict()).double()
+    head = model.replaced_token_head.double()
+    for number, pair in enumerate(PAIRS):
+        rows = []
+        for side, sentence in enumerate((pair.good, pair.bad)):
+            ids = torch.tensor(encode_sentences([sentence], tiny_tokenizer(), 64))
+            with torch.no_grad():
+                states = theirs(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+                mixed = F.gelu(head.dense(head.norm(states[:, :1] + states)))
+                logits = head.classifier(mixed)[0, 1:-1, 0]
+            log_p = [math.log(1 / (1 + math.exp(logit))) for logit in logits.tolist()]
+            assert found["discriminator_sum"][number, side] == pytest.approx(sum(log_p), rel=1e-5)
+            assert found["discriminator_mean"][number, side] == pytest.approx(
+                sum(log_p) / len(log_p), rel=1e-5)
+            rows.append((ids[0, 1:-1].tolist(), log_p))
+        for side, (ids, log_p) in enumerate(rows):
+            other = rows[1 - side][0]
+            start = 0
+            while start < min(len(ids), len(other)) and ids[start] == other[start]:
+                start += 1
+            end = 0
+            while end < min(len(ids), len(other)) - start and ids[-1 - end] == other[-1 - end]:
+                end += 1
+            assert found["discriminator_differing"][number, side] == pytest.approx(
+                sum(log_p[start:len(ids) - end]), rel=1e-5, abs=1e-9)
+
+
+def test_a_model_that_knows_word_frequencies_gives_their_sum():
+    model = masked_model()
+    words, masked_lm = model.masked_lm
+    bias = torch.linspace(-3, 3, 640)
+    with torch.no_grad():
+        words.weight.zero_()
+        masked_lm.head.bias.copy_(bias)
+    found = minimal_pairs.score_pairs(model, PAIRS).scores
+    log_p = bias.double()[: tiny_tokenizer().size].log_softmax(0)
+    for number, pair in enumerate(PAIRS):
+        expected = [float(log_p[tiny_tokenizer().encode(sentence)].sum())
+                    for sentence in (pair.good, pair.bad)]
+        for scorer in ("pll_word", "pll_piece"):
+            assert found[scorer][number] == pytest.approx(expected, rel=1e-6)
+
+
+def constant_discriminator() -> LoadedModel:
+    model = discriminator()
+    with torch.no_grad():
+        model.replaced_token_head.classifier.weight.zero_()
+    return model
+
+
+def test_a_constant_model_gets_exactly_half():
+    swapped = [dataclasses.replace(pair, bad=" ".join(reversed(pair.good.split())))
+               for pair in PAIRS]
+    same_length = [pair for pair in swapped if len(tiny_tokenizer().encode(pair.good))
+                   == len(tiny_tokenizer().encode(pair.bad))]
+    model = masked_model()
+    with torch.no_grad():
+        model.masked_lm[0].weight.zero_()
+        model.masked_lm[1].head.bias.zero_()
+    both = dataclasses.replace(constant_discriminator(), masked_lm=model.masked_lm)
+    assert same_length
+    result = minimal_pairs.summarize(minimal_pairs.score_pairs(both, same_length), same_length)
+    assert set(result) == set(minimal_pairs.SCORERS)
+    for scores in result.values():
+        assert scores["accuracy"] == 0.5 and scores["interval"] == [0.5, 0.5]
+        assert scores["ties"] == len(same_length)
+    # Whatever the lengths, a mean has no preference.
+    result = minimal_pairs.summarize(minimal_pairs.score_pairs(both, PAIRS), PAIRS)
+    assert result["discriminator_mean"]["accuracy"] == 0.5
+
+
+def test_a_tie_counts_half_and_rounding_is_a_tie():
+    scores = np.array([[-3.0, -4.0], [-4.0, -3.0], [-5.0, -5.0], [-5.0, -5.0 - 1e-7], [0.0, 0.0]])
+    assert minimal_pairs.outcomes(scores).tolist() == [1, 0, 0.5, 0.5, 0.5]
+
+
+def test_every_piece_is_asked_once_in_each_reading():
+    sentences = encode_sentences([pair.good for pair in PAIRS], tiny_tokenizer(), 64)
+    queries = queries_of(sentences, tiny_tokenizer())
+    for chosen in (queries.by_word, queries.by_piece):
+        asked = sorted(zip(queries.sentence[chosen], queries.target[chosen], strict=True))
+        assert asked == [(n, k) for n, ids in enumerate(sentences) for k in range(1, len(ids) - 1)]
+    items = [item for work in cut_work(np.array([5, 9, 5, 5]), 10) for item in work.items]
+    assert sorted(items) == [0, 1, 2, 3]
+
+
+def test_scores_do_not_depend_on_the_batch():
+    model = masked_model()
+    sentences = encode_sentences([pair.good for pair in PAIRS], tiny_tokenizer(), 64)
+    queries = queries_of(sentences, tiny_tokenizer())
+    lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
+
+    def scores(batch_tokens):
+        values = np.empty(len(lengths))
+        for work, part in masked_scores(*model.masked_lm, tiny_tokenizer(), sentences, queries,
+                                        cut_work(lengths, batch_tokens)):
+            values[work.items] = part
+        return values
+
+    assert scores(1) == pytest.approx(scores(4096), rel=1e-5)
+
+
+def test_interval_and_means_are_those_of_the_formulas():
+    generator = np.random.default_rng(1)
+    pairs, outcome = [], []
+    for paradigm, phenomenon, share, count in (("p", "x", 0.9, 500), ("q", "x", 0.5, 500),
+                                               ("r", "y", 0.2, 250)):
+        pairs += [MinimalPair("g", "b", paradigm, phenomenon)] * count
+        outcome += (generator.random(count) < share).tolist()
+    scores = np.array([[float(good), 0.5] for good in outcome])
+    scored = minimal_pairs.PairScores({"pll_word": scores}, 0, 0, 1.0)
+    result = minimal_pairs.summarize(scored, pairs)["pll_word"]
+    means = [np.mean(outcome[:500]), np.mean(outcome[500:1000]), np.mean(outcome[1000:])]
+    assert result["accuracy"] == pytest.approx(np.mean(means))
+    assert result["phenomena"]["x"]["accuracy"] == pytest.approx(np.mean(means[:2]))
+    assert result["paradigms"]["r"]["accuracy"] == pytest.approx(means[2])
+    variance = sum(m * (1 - m) / n for m, n in zip(means, (500, 500, 250), strict=True)) / 9
+    half = 1.96 * math.sqrt(variance)
+    assert result["interval"] == pytest.approx([np.mean(means) - half, np.mean(means) + half],
+                                               abs=0.004)
+    assert minimal_pairs.summarize(scored, pairs)["pll_word"] == result
+
+
+def as_jsonl(pairs, **names) -> str:
+    return "".join(json.dumps({
+        "sentence_good": pair.good, "sentence_bad": pair.bad,
+        names.get("paradigm", "paradigm"): pair.paradigm,
+        names.get("phenomenon", "phenomenon"): pair.phenomenon}) + "\n" for pair in pairs)
+
+
+def test_formats_are_read(tmp_path):
+    (tmp_path / "own.jsonl").write_text("\ufeff" + as_jsonl(PAIRS).replace("\n", "\r\n") + "\n")
+    assert read_pairs(tmp_path / "own.jsonl") == PAIRS
+    blimp = tmp_path / "blimp"
+    blimp.mkdir()
+    for pair in PAIRS:
+        with open(blimp / f"{pair.paradigm}.jsonl", "a") as file:
+            file.write(as_jsonl([pair], paradigm="UID", phenomenon="linguistics_term"))
+    assert read_pairs(blimp) == PAIRS
+    with tarfile.open(tmp_path / "blimp.tar.xz", "w:xz") as archive:
+        for name in ("c", "a", "b"):
+            archive.add(blimp / f"{name}.jsonl", f"data/{name}.jsonl")
+        archive.addfile(tarfile.TarInfo("data/README"), io.BytesIO())
+    assert read_pairs(tmp_path / "blimp.tar.xz") == PAIRS
+    (tmp_path / "filler-gap-wh_object.txt").write_text("bad one\ngood one\nbad two\ngood two\n\n")
+    assert read_pairs(tmp_path / "filler-gap-wh_object.txt") == [
+        MinimalPair(f"good {n}", f"bad {n}", "filler-gap-wh_object", "filler-gap")
+        for n in ("one", "two")]
+    (tmp_path / "bare.jsonl").write_text('{"sentence_good": "a  b", "sentence_bad": "b a"}\n')
+    assert read_pairs(tmp_path / "bare.jsonl") == [MinimalPair("a b", "b a", "bare", "bare")]
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("x.jsonl", "{", "line 1: not a JSON object"),
+    ("x.jsonl", "[]", "must be a JSON object"),
+    ("x.jsonl", '{"sentence_good": "a"}', "sentence_bad: must be a sentence, it is null"),
+    ("x.jsonl", '\n{"sentence_good": "a", "sentence_bad": " "}', "line 2, sentence_bad: is empty"),
+    ("x.jsonl", '{"sentence_good": "a", "sentence_bad": "b", "UID": 3}', "UID: must be a name"),
+    ("x.jsonl", '{"sentence_good": "\\ud800", "sentence_bad": "b"}', "sentence_good"),
+    ("x.jsonl", "", "no pairs"),
+    ("x.txt", "one\ntwo\nthree\n", "3 lines"),
+    ("x.tar", "no archive", "neither .jsonl nor .txt nor a whole tar archive"),
+    ("x.jsonl", as_jsonl([PAIRS[0], dataclasses.replace(PAIRS[0], phenomenon="two")]),
+     "is of phenomenon 'one' and of 'two'"),
+])
+def test_bad_pairs_are_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=name.replace(".", r"\.")) as raised:
+        read_pairs(tmp_path / name)
+    assert message in str(raised.value)
+
+
+def test_long_sentences_and_models_without_heads_are_refused():
+    with pytest.raises(UserError, match="the model has 64 positions"):
+        minimal_pairs.score_pairs(masked_model(), [MinimalPair("word " * 90, "a", "p", "q")])
+    bare = dataclasses.replace(masked_model(), masked_lm=None)
+    with pytest.raises(UserError, match="cannot score sentences"):
+        minimal_pairs.score_pairs(bare, PAIRS)
+
+
+def test_sample_takes_as_many_of_each_paradigm():
+    sample = sample_pairs(PAIRS, 1, seed=3)
+    assert [pair.paradigm for pair in sample] == ["a", "b", "c"]
+    assert sample == sample_pairs(PAIRS, 1, seed=3)
+    assert sample_pairs(PAIRS, 9) == PAIRS
+
+
+def test_published_scores_average_to_the_published_overall():
+    scores = json.loads(published._FILE.read_text())["paradigms"]
+    found = published.columns(dict.fromkeys(scores, "all"))
+    overall = [round(100 * column["overall"], 1) for column in found.values()]
+    assert overall == [61.2, 69.8, 69.6, 83.0, 88.6]
+    assert published.columns({"own": "pairs"}) == {}
+
+
+@pytest.mark.parametrize("kind, sharing", [("mlm", "gdes"), ("rtd", "gdes"), ("rtd", "es"),
+                                           ("rtd", "nes")])
+def test_scores_while_training_are_those_of_the_finished_model(tmp_path, kind, sharing):
+    run = export_cases.run_config("v3", kind, embedding_sharing=sharing)
+    model = build_model(run, tiny_tokenizer().size)
+    model.load_state_dict(export_cases.random_state(model))
+    release = export_cases.make_release("v3", kind, embedding_sharing=sharing)
+    write_ours(release, tmp_path / "model")
+    finished = load_backbone(tmp_path / "model")
+    scored = minimal_pairs.score_pairs(finished, PAIRS)
+    name = "pll_word" if kind == "mlm" else "discriminator_sum"
+    ids = [encode_sentences([pair.good, pair.bad], tiny_tokenizer(), 64) for pair in PAIRS]
+    norm = {"targets": torch.ones(()), "tokens": torch.ones(())}
+    with torch.no_grad():
+        model.eval()
+        found = objective_of(run).sentence_scores(
+            lambda batch: model(batch, norm)[1:], [one for pair in ids for one in pair],
+            tiny_tokenizer())
+    assert np.array(found).reshape(-1, 2) == pytest.approx(scored.scores[name], rel=1e-5)
+    shares = score_minimal_pairs(model, objective_of(run), torch.device("cpu"), ids,
+                                 [pair.paradigm for pair in PAIRS], tiny_tokenizer())
+    assert shares == {"minimal_pairs": pytest.approx(
+        minimal_pairs.summarize(scored, PAIRS)[name]["accuracy"])}
+
+
+def test_the_committed_pairs_are_200_in_8_phenomena():
+    pairs = read_pairs(ROOT / "launch/runs/minimal_pairs.jsonl")
+    assert collections.Counter(pair.phenomenon for pair in pairs) == dict.fromkeys(
+        {pair.phenomenon for pair in pairs}, 25)
+    assert len({pair.phenomenon for pair in pairs}) == 8
+    assert len({(pair.good, pair.bad) for pair in pairs}) == 200
+    assert all(pair.good != pair.bad for pair in pairs)
+
+
+@pytest.mark.multi
+def test_two_ranks_score_pairs_while_they_train_under_zero_3(tmp_path):
+    old = ROOT / "tests/fixtures/version_0_1_0"
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(as_jsonl([MinimalPair(f"{word} is here.", f"{word} are here.", word, "p")
+                              for word in ("He", "She", "It")]))
+    found = {}
+    for ranks, stage in ((1, "zero0_fp32"), (2, "zero3_fp32")):
+        out = tmp_path / str(ranks)
+        rank_helpers.run(ranks, [
+            "--config", str(old / "rtd/run.toml"), "--deepspeed_config",
+            str(ROOT / f"ds_configs/{stage}.json"), f"--out_dir={out}", "--train.steps=2",
+            f'--data.sources=[{{path = "{old}/train"}}]', f"--data.eval={old}/heldout",
+            "--train.eval_every=1", f"--data.tokenizer={old}/spm.model", "--optim.warmup_steps=0",
+            "--model.hidden_dropout=0", "--model.attention_dropout=0",  # drawn by rank
+            f"--evaluate.minimal_pairs={data}"], tmp_path / f"log{ranks}")
+        found[ranks] = [record["minimal_pairs"] for record in read_metrics(out / "metrics.jsonl")
+                        if record["kind"] == "eval"]
+    assert found[1] == pytest.approx(found[2]) and len(found[1]) == 2
+
+
+@pytest.mark.multi
+def test_two_ranks_write_what_one_writes(tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    short = [MinimalPair(f"{word} is here.", f"{word} are here.", word, "agreement")
+             for word in ("He", "She", "It", "Nobody", "This")]
+    data.write_text(as_jsonl(short))
+    model = ROOT / "tests/fixtures/version_0_1_0/rtd/export"
+    results = []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        rank_helpers.run(ranks, ["--model", str(model), "--data", str(data), "--out", str(out)],
+                         tmp_path / f"log{ranks}", ROOT / "launch/minimal_pairs.py")
+        results.append(json.loads((out / "minimal_pairs.json").read_text()))
+    assert [result["ranks"] for result in results] == [1, 2]
+    assert results[0]["scorers"] == results[1]["scorers"]
+    assert set(results[0]["scorers"]) == set(minimal_pairs.SCORERS)
