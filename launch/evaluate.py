@@ -3,7 +3,9 @@
     python launch/evaluate.py --run runs/v3_base [--data shards/other] [--rows 1000]
 
 One process, in fp32; any ZeRO stage and world size of the checkpoint. Masks and samples are fixed,
-so scores of different checkpoints compare.
+so scores of different checkpoints compare. The discriminators of different runs do not, because a
+better generator sets a harder task: --generator MODEL scores one on rows that the masked LM or
+generator of MODEL has replaced, whatever run it comes from.
 """
 
 import argparse
@@ -21,6 +23,8 @@ def main() -> None:
     parser.add_argument("--data", help="packed corpus (default: the run's data.eval)")
     parser.add_argument("--tokenizer", help="spm.model (default: the run's)")
     parser.add_argument("--rows", type=int, help="how many rows (default: the run's)")
+    parser.add_argument("--generator", metavar="MODEL",
+                        help="score the discriminator on the replacements of this one")
     options = parser.parse_args()
 
     import torch
@@ -41,6 +45,12 @@ def main() -> None:
     rows = eval_rows(corpus, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
                      eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
                      across_documents=run.data.across_documents)
+    if options.generator:
+        from deberta_ds.analysis.common_generator import score_discriminator
+
+        scores = score_discriminator(options.checkpoint, options.generator, rows)
+        print(json.dumps(scores, indent=1))
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(run, tokenizer.size)
     model.load_state_dict(state)

@@ -1,0 +1,103 @@
+"""How well frozen states tell classes apart: logistic regression by scikit-learn, nothing trained.
+
+What fine-tuning hides (it can learn a task from scratch) a probe shows. States are the mean over
+the pieces of the text, or [CLS]; a pair of texts is one input, [CLS] a [SEP] b [SEP], as in
+fine-tuning. Features are scaled by the training texts, and the strength of the regularization is
+chosen by cross-validation inside them.
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deberta_ds.analysis.sentence_scores import cut_work
+from deberta_ds.data.prep.text import BadTextError, normalise
+from deberta_ds.errors import UserError, naming
+from deberta_ds.formats.load import LoadedModel
+
+_STRENGTHS = np.logspace(-4, 2, 7)
+_DRAWS = 10_000
+
+
+def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[tuple], list]:
+    """Return the texts under `keys` and the labels of a .jsonl; UserError names a bad line."""
+    with naming(path):
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    texts, labels = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            values = json.loads(line)
+            found = [values[key] for key in (*keys, label)]
+            if not all(isinstance(text, str) for text in found[:-1]):
+                raise TypeError("not text")
+            texts.append(tuple(normalise(text) for text in found[:-1]))
+        except (ValueError, KeyError, TypeError, RecursionError, BadTextError) as error:
+            raise UserError(f"{place}: must be a JSON object with text under {', '.join(keys)} and "
+                            f"a label under {label} ({type(error).__name__}: {error})") from None
+        if isinstance(found[-1], bool) or not isinstance(found[-1], str | int):
+            raise UserError(f"{place}: the label must be text or a whole number, it is "
+                            f"{json.dumps(found[-1])[:40]}")
+        labels.append(str(found[-1]))
+    if len(set(labels)) < 2:
+        raise UserError(f"{path}: {len(labels)} examples of {len(set(labels))} classes; a probe "
+                        "needs at least two classes")
+    return texts, labels
+
+
+@torch.no_grad()
+def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray:
+    """Return the pooled last states of each input, fp32 [inputs, hidden]; long ones are cut."""
+    if model.tokenizer is None:
+        raise UserError("no spm.model beside the model; the BPE tokenizer of v1 is not supported")
+    ids = [_encode(model, text) for text in texts]
+    found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
+    for work in cut_work(np.array([len(one) for one in ids])):
+        inputs_BL = torch.tensor([ids[item] for item in work.items],
+                                 device=model.backbone.words.weight.device)
+        states_BLC = model.backbone(inputs_BL, torch.ones_like(inputs_BL, dtype=torch.int32))
+        pooled_BC = states_BLC[:, 0] if pooling == "cls" else states_BLC[:, 1:-1].mean(1)
+        found[work.items] = pooled_BC.cpu().numpy()
+    return found
+
+
+def _encode(model: LoadedModel, text: tuple) -> list[int]:
+    """Return [CLS] a [SEP] (b [SEP]); pieces are taken off the longer text until it fits."""
+    tokenizer = model.tokenizer
+    parts = [tokenizer.encode(part) for part in text]
+    room = model.model_config.max_position - 1 - len(parts)
+    while sum(map(len, parts)) > room:
+        max(parts, key=len).pop()
+    return [tokenizer.cls_id, *(token for part in parts for token in [*part, tokenizer.sep_id])]
+
+
+def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: list) -> dict:
+    """Return accuracy, its 95 % interval over test examples, and the majority baseline."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    counts = {label: train_labels.count(label) for label in set(train_labels)}
+    folds = min(5, *counts.values())
+    if folds < 2:
+        raise UserError("a class has a single training example; a probe needs at least two of each")
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    search = GridSearchCV(pipeline, {"logisticregression__C": _STRENGTHS}, cv=folds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of strengths that are not chosen
+        search.fit(train, train_labels)
+    right = search.predict(test) == np.array(test_labels)
+    draws = np.random.default_rng(0).binomial(len(right), right.mean(), _DRAWS) / len(right)
+    majority = max(counts, key=counts.get)
+    return {"accuracy": float(right.mean()),
+            "interval": [float(value) for value in np.percentile(draws, [2.5, 97.5])],
+            "majority": float(np.mean(np.array(test_labels) == majority)),
+            "strength": float(search.best_params_["logisticregression__C"]),
+            "train": len(train_labels), "test": len(test_labels)}

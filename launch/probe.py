@@ -1,0 +1,44 @@
+"""Probe a frozen encoder: logistic regression on its states, for any classification file.
+
+    python launch/probe.py --model runs/base --train sst2/train.jsonl --test sst2/dev.jsonl \
+        --text sentence
+    python launch/probe.py --model MODEL ... --text premise hypothesis --pooling cls
+
+Files hold one JSON object a line. Prints accuracy with its interval, beside the majority's.
+"""
+
+import argparse
+import json
+
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True,
+                        help="a run, a checkpoint, an exported directory or a public model")
+    parser.add_argument("--train", required=True, metavar="JSONL", help="labelled examples")
+    parser.add_argument("--test", required=True, metavar="JSONL", help="others, to score")
+    parser.add_argument("--text", nargs="+", default=["text"], metavar="KEY",
+                        help="key of the text, or of the two texts of a pair (default: text)")
+    parser.add_argument("--label", default="label", metavar="KEY", help="key of the class")
+    parser.add_argument("--pooling", choices=("mean", "cls"), default="mean",
+                        help="of an input's last states (default: mean)")
+    options = parser.parse_args()
+    if len(options.text) > 2:
+        parser.error("--text takes one key, or the two of a pair")
+
+    from deberta_ds.analysis.probe import features, probe, read_examples
+    from deberta_ds.formats.load import load_backbone
+
+    train, test = (read_examples(path, options.text, options.label)
+                   for path in (options.train, options.test))
+    model = load_backbone(options.model)
+    result = probe(features(model, train[0], options.pooling), train[1],
+                   features(model, test[0], options.pooling), test[1])
+    print(json.dumps({"model": options.model, "pooling": options.pooling} | result, indent=1))
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
