@@ -40,9 +40,9 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     turns = math.ceil(len(sentences) / ranks)
     mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)]
             for turn in range(turns)]
-    norm = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
+    divisors = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
     model.eval()
-    scores = objective.sentence_scores(lambda batch: model(batch.to(device), norm)[1:], mine,
+    scores = objective.sentence_scores(lambda batch: model(batch.to(device), divisors)[1:], mine,
                                        tokenizer)
     model.train()
     by_rank = dist.gather_objects(scores)
