@@ -12,6 +12,8 @@ from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
+from deberta_ds.planner.communication import Traffic, bandwidth, step_seconds, traffic
+from deberta_ds.planner.gpus import GPUS
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
 
 MODELS = {
@@ -77,11 +79,48 @@ def test_table(run_file):
     seconds = 64 * 64 * objective_of(run).flops_per_token(run) / (4 * 989e12 * 0.5)
     assert plain.compute_seconds == pytest.approx(seconds)
     parameters = count_parameters(on_meta(build_model, run))
-    assert plain.communication_seconds == pytest.approx(2 * 2 * parameters / 450e9)
+    sending = 3 * 2 * parameters / (450e9 * 0.95)  # all-reduce of gradients, gather of weights
+    assert plain.communication_seconds == pytest.approx(sending)
+    assert plain.step_seconds == pytest.approx(seconds + sending)  # nothing overlaps
     kept = {c.recompute: c.memory.work for c in choices if c.stage == 1}
     assert kept["none"] > kept["cheap"] > kept["full"]
     with pytest.raises(UserError, match="--gpu h300"):
         make_plan(run, ds, gpu="h300", gpus=4, nodes=1, mfu=0.5)
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("stage, micro_batches, recompute, gradients, weights", [
+    (0, 4, False, 2, 0),  # all-reduce once a step
+    (1, 4, False, 2, 1),
+    (2, 4, False, 8, 1),  # every micro-batch
+    (3, 1, False, 1, 2),  # reduce-scatter; gathered for both passes
+    (3, 4, True, 4, 12),  # and again for the recomputation
+])
+def test_bytes_sent(stage, micro_batches, recompute, gradients, weights):
+    ds = BF16 | {"zero_optimization": {"stage": stage}}
+    sent = traffic(1000, ds, micro_batches, recompute)
+    assert (sent.gradients, sent.weights) == (2 * 1000 * gradients, 2 * 1000 * weights)
+
+
+def test_what_computing_hides():
+    sent, stage1 = Traffic(gradients=60.0, weights=30.0), {"stage": 1}
+    alone = step_seconds(sent, 9.0, 10.0, {"zero_optimization": stage1}, 2)
+    assert alone == 9 + 6 + 3
+    overlapping = {"zero_optimization": stage1 | {"overlap_comm": True}}
+    assert step_seconds(sent, 9.0, 10.0, overlapping, 2) == 9 + (6 - 3) + 3  # the last backward
+    assert step_seconds(sent, 90.0, 10.0, overlapping, 2) == 90 + 3
+    stage3 = {"zero_optimization": {"stage": 3}}
+    assert step_seconds(sent, 8.0, 10.0, stage3, 2) == 9 and step_seconds(
+        sent, 20.0, 10.0, stage3, 2) == 20
+
+
+def test_a_node_of_eight_network_cards_has_their_sum():
+    h100 = GPUS["h100"]
+    assert bandwidth(h100, 8, 1) == pytest.approx(450e9 * 0.95)
+    assert bandwidth(h100, 8, 4) == pytest.approx(380e9)
+    assert bandwidth(h100, 1, 4) == pytest.approx(50e9 * 0.95)
 
 
 @pytest.mark.slow

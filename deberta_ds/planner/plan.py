@@ -12,6 +12,7 @@ with P parameters, N GPUs, w bytes a weight. The update itself needs gradients i
 peak is what is held + the larger of (forward and backward) and (update).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
+from deberta_ds.planner.communication import bandwidth, step_seconds, traffic
 from deberta_ds.planner.gpus import GPUS
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
@@ -60,8 +62,9 @@ class Choice:
     memory: Memory
     fits: bool
     compute_seconds: float  # of a step
-    communication_seconds: float
-    tokens_per_second: float  # of the whole cluster, communication overlapped
+    communication_seconds: float  # of a step, hidden behind computing or not
+    step_seconds: float
+    tokens_per_second: float  # of the whole cluster
     days: float
 
 
@@ -101,18 +104,6 @@ def _width(ds: dict) -> int:
     return 4 if deepspeed_config.precision(ds) == "fp32" else 2
 
 
-def traffic(parameters: int, ds: dict, micro_batches: int, recompute: bool) -> float:
-    """Return bytes that one GPU sends in a step (ring collectives, (N-1)/N taken as 1)."""
-    stage, weights = deepspeed_config.zero_stage(ds), _width(ds) * parameters
-    if stage == 0:
-        return 2 * weights
-    if stage == 1:
-        return 2 * weights  # reduce-scatter gradients, gather weights: once a step
-    if stage == 2:
-        return (micro_batches + 1) * weights
-    return (2 + int(recompute) + 1) * micro_batches * weights  # gathers, then reduce-scatter
-
-
 def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu: float
               ) -> list[Choice]:
     """Return every ZeRO stage x recomputation for `run` on `nodes` x `gpus` of a kind.
@@ -141,10 +132,10 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu:
             # Full recomputation repeats the forward pass: a third of forward + backward.
             seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
             sent = traffic(parameters, staged, accumulation, name != "none")
-            sending = sent / (kind.network if nodes > 1 else kind.link) if ranks > 1 else 0.0
-            step = max(seconds, sending)
+            rate = bandwidth(kind, gpus, nodes) if ranks > 1 else math.inf
+            step = step_seconds(sent, seconds, rate, staged, accumulation)
             choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < kind.memory,
-                                  seconds, sending, tokens / step,
+                                  seconds, sent.total / rate, step, tokens / step,
                                   run.train.steps * step / 86400))
     return choices
 
