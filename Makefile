@@ -12,7 +12,7 @@ export PYTHONUNBUFFERED := 1
 .PHONY: demo test lint setup clean
 
 demo: setup
-	$(BIN)/python launch/demo.py
+	$(BIN)/python launch/demo.py $(DEMO_ARGS)
 
 test: setup
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from deberta_ds.records import read_metrics
 
 OUT = Path("runs/demo")
 CONFIG = "launch/runs/demo.toml"
+SHORT_STEPS = 60
 STOP_SHARE = 0.5  # the first pretraining job stops here, the second one resumes
 
 
@@ -87,7 +88,9 @@ def _environment() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("--short", action="store_true",
+                        help=f"pretrain {SHORT_STEPS} steps only: the road, not the destination")
+    options = parser.parse_args()
 
     import torch
 
@@ -101,7 +104,7 @@ def main() -> None:
         print(f"$ mv {OUT} {aside}")
         OUT.rename(aside)
     prepare_data(demo)
-    pretrain(demo, launcher, ds_config)
+    pretrain(demo, launcher, ds_config, options.short)
     export(demo)
     fine_tune(demo, launcher)
     total = time.monotonic() - started
@@ -137,11 +140,13 @@ def prepare_data(demo: Demo) -> None:
              "128", "--rows", "2")
 
 
-def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str) -> None:
-    command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config)
+def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool) -> None:
+    overrides = [f"--train.steps={SHORT_STEPS}"] if short else []
+    command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config,
+               *overrides)
     from deberta_ds import config
 
-    steps = config.load(CONFIG)[0].train.steps
+    steps = config.load(CONFIG, overrides)[0].train.steps
     stop = int(steps * STOP_SHARE)
     seconds = demo.run(*command, f"--train.stop_after={stop}")
     demo.note("pretraining", f"{Path(ds_config).stem}, stopped on purpose", f"step {stop}", seconds)
