@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Find duplicate documents out of core; give the directory to tokenize_corpus.py --duplicates.
+"""Find duplicate documents out of core; give the directory to tokenize_corpus.py --leave_out.
 
 Name the inputs of all corpora of a mixture at once: each corpus then leaves out its own share, and
 of several equal documents the first in the order of the inputs stays.
 """
 
-from options import add_input_options, add_workers, parser_for, read_options
+from options import add_input_options, add_part, add_workers, parser_for, read_options
 
 from deberta_ds.errors import exit_cleanly
 
@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--near", type=float, default=0.0, metavar="JACCARD",
                         help="also near duplicates of at least this similarity (needs datasketch)")
     add_workers(parser)
+    add_part(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.prep.dedup import find_duplicates
@@ -25,7 +26,11 @@ def main() -> None:
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)
     counts = find_duplicates(units, args.out, read=read, near_threshold=args.near,
-                             workers=args.workers)
+                             workers=args.workers, part=args.part)
+    if not counts:
+        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
+              "without --part")
+        return
     print(f"{args.out}: {counts['documents']:,} documents, {counts['exact']:,} exact and "
           f"{counts['near']:,} near duplicates")
 

@@ -87,3 +87,20 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes"
     )
+
+
+def add_part(parser: argparse.ArgumentParser) -> None:
+    """Add --part, for arrays of jobs without MPI."""
+    parser.add_argument(
+        "--part", type=part_of_array, metavar="I/N",
+        help="do only the I-th of N parts of the work, as job I of an array (Slurm: "
+        "$SLURM_ARRAY_TASK_ID/N from 1); afterwards run the same command without --part",
+    )
+
+
+def part_of_array(text: str) -> tuple[int, int]:
+    """Type of an option: I/N with 1 <= I <= N."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text} is not I/N with 1 <= I <= N, such as 3/8")
+    return int(number), int(count)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Plan the rows of a tokenized corpus for one or more sequence lengths."""
 
-from options import add_workers, parser_for, positive
+from options import add_part, add_workers, parser_for, positive
 
 from deberta_ds.errors import exit_cleanly
 
@@ -13,6 +13,7 @@ def main() -> None:
     parser.add_argument("--seq_len", type=positive, nargs="+", required=True,
                         help="tokens in a row")
     add_workers(parser)
+    add_part(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.prep.pack import pack_corpus
@@ -21,7 +22,11 @@ def main() -> None:
     tokenizer = Tokenizer(args.tokenizer)
     for corpus in args.corpus:
         for seq_len in args.seq_len:
-            manifest = pack_corpus(corpus, tokenizer, seq_len, workers=args.workers)
+            manifest = pack_corpus(corpus, tokenizer, seq_len, workers=args.workers, part=args.part)
+            if manifest is None:
+                print(f"{corpus}/rows-{seq_len}: part {args.part[0]} of {args.part[1]} is done; "
+                      "when all are, run this without --part")
+                continue
             rows = sum(shard.rows for shard in manifest.shards)
             used = sum(shard.tokens + 2 * shard.pieces for shard in manifest.shards)
             fill = used / max(rows * seq_len, 1)

@@ -8,6 +8,7 @@ same command again after a crash and only what is missing is done.
 
 from options import (
     add_input_options,
+    add_part,
     add_workers,
     fraction,
     natural,
@@ -41,6 +42,7 @@ def main() -> None:
                         help="directories made by dedup.py and decontaminate.py over these inputs "
                         "(and others): leave those documents out")
     add_workers(parser)
+    add_part(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.prep.documents import plan_units
@@ -53,8 +55,11 @@ def main() -> None:
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
         heldout_out=args.heldout_out, heldout_share=args.heldout_share,
         drop_heldout=args.drop_heldout,
-        leave_out=args.leave_out, workers=args.workers,
+        leave_out=args.leave_out, workers=args.workers, part=args.part,
     )
+    if args.part:
+        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
+              "without --part")
     for directory, manifest in manifests.items():
         left_out = {k: v for k, v in manifest.counts.items()
                     if v and k not in ("documents", "characters", "tokens")}

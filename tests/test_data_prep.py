@@ -399,6 +399,33 @@ def test_near_duplicates_are_decided_by_their_sets(tmp_path):
     assert 40 < similar < 110 and similar - 1 <= counts["near"] <= similar
 
 
+def test_parts_of_an_array_give_the_same_bytes(text_file, tmp_path):
+    """Jobs of an array share a directory, and none of them finishes it."""
+    units = plan_units([str(text_file)], READ, 20_000)
+    find_duplicates(units, tmp_path / "whole", read=READ)
+    tokenize(text_file, tmp_path / "one")
+    pack_corpus(tmp_path / "one", tiny_tokenizer(), 64)
+    out, found = tmp_path / "out", tmp_path / "found"
+    for part in ((1, 3), (2, 3), (3, 3)):
+        assert tokenize(text_file, out, part=part) == {}
+        assert find_duplicates(units, found, read=READ, part=part) == {}
+        assert not (out / "manifest.json").exists() and not (found / "manifest.json").exists()
+    with job(out, json.loads((out / ".job.json").read_text()), finished="manifest.json",
+             part=(1, 3)):
+        tokenize(text_file, out, part=(2, 3))  # two parts at once
+        for busy in ((1, 3), None):
+            with pytest.raises(UserError, match="another command is at work"):
+                tokenize(text_file, out, part=busy)
+    times = {path: path.stat().st_mtime_ns for path in (out / "tokens").iterdir()}
+    tokenize(text_file, out)
+    assert times == {path: path.stat().st_mtime_ns for path in (out / "tokens").iterdir()}
+    for part in ((1, 2), (2, 2)):
+        assert pack_corpus(out, tiny_tokenizer(), 64, part=part) is None
+    pack_corpus(out, tiny_tokenizer(), 64)
+    find_duplicates(units, found, read=READ)
+    assert tree(out) == tree(tmp_path / "one") and tree(found) == tree(tmp_path / "whole")
+
+
 def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
     """The second deleted the files of the first."""
     out = tmp_path / "out"

@@ -32,7 +32,7 @@ from deberta_ds.data.prep.findings import (
 )
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
-from deberta_ds.data.prep.units import job, run_units
+from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
 
 PART_DOCUMENTS = 1 << 16  # of one table: 70 MB with all that near duplicates need
@@ -49,8 +49,11 @@ def find_duplicates(
     read: ReadOptions,
     near_threshold: float = 0.0,
     workers: int = 1,
+    part: Part = None,
 ) -> dict[str, int]:
-    """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts."""
+    """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts; {}
+    after one part of an array of jobs, which shares out the reading of the inputs.
+    """
     out = Path(out)
     bands = near.near_bands(near_threshold) if near_threshold else (0, 0)
     numbers = {source: number for number, source in enumerate(input_files(units))}
@@ -58,22 +61,26 @@ def find_duplicates(
         "version": FINDINGS_VERSION, "units": units_digest(units), "read": asdict(read),
         "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold, "bands": list(bands),
     }
-    with job(out, description, finished=MANIFEST) as is_done:
+    with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
-            counts = _search(out, units, numbers, read, near_threshold, bands, workers)
+            counts = _search(out, units, numbers, read, near_threshold, bands, workers, part)
+            if not counts:
+                return {}
             finish_findings(out, units, read, "duplicate", counts)
     return json.loads((out / MANIFEST).read_bytes())["counts"]
 
 
 def _search(
     out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
-    threshold: float, bands: tuple[int, int], workers: int,
+    threshold: float, bands: tuple[int, int], workers: int, part: Part,
 ) -> dict[str, int]:
-    """Run all stages and return the counts; `numbers` {source: its place in input order}."""
+    """Run all stages and return the counts, {} after a part; `numbers`: {source: its number}."""
     jobs = {f"hash-{number:05d}": (str(out), number, unit, read, bands,
                                    {extent.source: numbers[extent.source] for extent in unit})
             for number, unit in enumerate(units)}
-    hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash")
+    hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash", part=part)
+    if hashed is None:
+        return {}
     tables = [name for result in hashed for name in result["tables"]]
     documents = sum(result["documents"] for result in hashed)
     exact = -(-documents // BUCKET_DOCUMENTS)

@@ -6,7 +6,7 @@ import numpy as np
 
 from deberta_ds.data.corpus import check_file, map_array
 from deberta_ds.data.packing import PACKER_VERSION, plan_rows
-from deberta_ds.data.prep.units import job, run_units
+from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
     RowShardInfo,
@@ -26,9 +26,11 @@ MIN_SEQ_LEN = 8
 
 
 def pack_corpus(
-    corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1
-) -> RowsManifest:
-    """Write rows-L of `corpus` and return its manifest; does nothing if it is complete."""
+    corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1, part: Part = None
+) -> RowsManifest | None:
+    """Write rows-L of `corpus` and return its manifest; does nothing if it is complete. Returns
+    None after one part of an array of jobs.
+    """
     manifest, fingerprint = read_manifest(corpus)
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
@@ -39,15 +41,18 @@ def pack_corpus(
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
     description = {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
-    with job(directory, description, finished=MANIFEST) as is_done:
+    with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             word_starts = tokenizer.word_starts()
             units = {
                 shard.name: (str(corpus), shard, word_starts, seq_len) for shard in manifest.shards
             }
             results = run_units(
-                directory, pack_shard, units, workers=workers, label=f"pack {seq_len}"
+                directory, pack_shard, units, workers=workers, label=f"pack {seq_len}",
+                part=part,
             )
+            if results is None:
+                return None
             hard_cuts = sum(result.pop("hard_cuts") for result in results)
             shards = tuple(RowShardInfo(**result) for result in results)
             rows = RowsManifest(seq_len, PACKER_VERSION, fingerprint, hard_cuts, shards)

@@ -21,7 +21,7 @@ from deberta_ds.data.prep.text import (
     letter_share,
     normalise_and_count,
 )
-from deberta_ds.data.prep.units import job, run_units
+from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
     Manifest,
@@ -62,8 +62,10 @@ def tokenize_corpus(
     drop_heldout: bool = False,
     leave_out: Sequence[str] = (),
     workers: int = 1,
+    part: Part = None,
 ) -> dict[str, Manifest]:
-    """Write the corpus `out` (and the held-out one) and return {directory: manifest}.
+    """Write the corpus `out` (and the held-out one) and return {directory: manifest}; {} after one
+    part of an array of jobs.
 
     `leave_out`: directories of findings over these inputs (and others). A document is held
     out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
@@ -83,13 +85,16 @@ def tokenize_corpus(
         "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
     }
     with ExitStack() as stack:
-        finished = [stack.enter_context(job(target, description, finished=MANIFEST))
+        finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part))
                     for target in reversed(targets)]
         if not all(finished):
             jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
                                       share, list(leave_out))
                     for number, unit in enumerate(units)}
-            results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize")
+            results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
+                                part=part)
+            if results is None:
+                return {}
             _check_problems(results, clean)
             for target in reversed(targets):
                 write_manifest(target, _manifest(results, target == targets[0], tokenizer))

@@ -4,7 +4,8 @@ A job is a directory, a description and a list of named units. A unit writes its
 and then its marker, `.units/NAME.json`; a restart runs only units without one. The output depends
 on the description alone, never on the number of workers. Workers are processes
 (concurrent.futures), or ranks under `mpirun -n N python -m mpi4py.futures script.py ...`, where
-rank 0 works too.
+rank 0 works too. Or the units are shared out over the jobs of an array: part i of n does its units
+and no more, on any host; the same command without a part then finishes.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -32,12 +33,16 @@ from deberta_ds.files import write_atomic
 PLAN = ".job.json"
 MARKERS = ".units"
 LOCK = ".lock"
+Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
 _TEMPORARY = ".*.tmp"  # what files.atomic_path writes first
 
 
 @contextmanager
-def job(directory: str | Path, description: dict, *, finished: str) -> Iterator[bool]:
-    """Context in which this process alone works in `directory`; yields whether the job is done.
+def job(
+    directory: str | Path, description: dict, *, finished: str, part: Part = None
+) -> Iterator[bool]:
+    """Context in which this process alone (or the parts of an array together) works in `directory`;
+    yields whether the job is done.
 
     `description` is JSON of all that decides the output, `finished` the file that is written last.
     UserError if the directory holds another job's output, or if another process is at work in it.
@@ -51,10 +56,12 @@ def job(directory: str | Path, description: dict, *, finished: str) -> Iterator[
         return
     with no_space_as_user_error(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        lock = _lock(directory)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(_locked(directory, LOCK, shared=part is not None))
+        if part:
+            stack.enter_context(_locked(directory, f"{LOCK}-{part[0]}-of-{part[1]}", shared=False))
         _check_description(directory, text)
-        for leftover in directory.rglob(_TEMPORARY):
+        for leftover in [] if part else directory.rglob(_TEMPORARY):
             leftover.unlink(missing_ok=True)
         is_done = (directory / finished).exists()
         if not is_done:
@@ -62,10 +69,8 @@ def job(directory: str | Path, description: dict, *, finished: str) -> Iterator[
                 write_atomic(directory / PLAN, text)
                 (directory / MARKERS).mkdir(exist_ok=True)
         yield is_done
-        shutil.rmtree(directory / MARKERS, ignore_errors=True)
-    finally:
-        (directory / LOCK).unlink(missing_ok=True)
-        os.close(lock)
+        if not part:
+            shutil.rmtree(directory / MARKERS, ignore_errors=True)
 
 
 def _check_description(directory: Path, text: str) -> None:
@@ -87,33 +92,46 @@ def _check_description(directory: Path, text: str) -> None:
             f"{directory}: holds the output of other inputs or options, or of inputs that have "
             f"changed since (see {path}); remove it or give another directory"
         )
-    if any(entry.name != LOCK and not entry.match(_TEMPORARY) for entry in directory.iterdir()):
+    if any(not entry.name.startswith(LOCK) and not entry.match(_TEMPORARY)
+           for entry in directory.iterdir()):
         raise UserError(f"{directory}: not empty and not made by this command; remove it")
 
 
-def _lock(directory: Path) -> int:
-    """Return the descriptor of the lock, which the system gives up when this process dies."""
-    path = directory / LOCK
+@contextmanager
+def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[None]:
+    """Context that holds a lock, which the system gives up when this process dies."""
+    path = directory / name
+    with no_space_as_user_error(directory):
+        descriptor = _take_lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if not shared:  # other parts may hold it
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take_lock(path: Path, kind: int) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
             raise UserError(
-                f"{directory}: another command is at work here ({owner or 'just started'}); let "
+                f"{path.parent}: another command is at work here ({owner or 'just started'}); let "
                 "it end, or give another directory"
             ) from None
         except OSError as error:  # a file system without locks
-            print(f"note: {directory}: cannot be locked ({error.strerror}); run one command at a "
+            print(f"note: {path.parent}: cannot be locked ({error.strerror}); run one command at a "
                   "time here", file=sys.stderr)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 os.ftruncate(descriptor, 0)
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
-                os.write(descriptor, 
-                         f"pid {os.getpid()} on {platform.node()} since {since}".encode())
+                os.pwrite(descriptor, f"pid {os.getpid()} on {platform.node()} since {since}"
+                          .encode(), 0)
                 return descriptor
         os.close(descriptor)  # its owner has just ended and removed the file: take a new one
 
@@ -125,17 +143,21 @@ def run_units(
     *,
     workers: int,
     label: str,
-) -> list[dict]:
-    """Return `function(*units[name])` for each name, in the order of `units`.
+    part: Part = None,
+) -> list[dict] | None:
+    """Return `function(*units[name])` for each name, in the order of `units`; None for a part, of
+    which only its units are done.
 
     `function` must be importable, write its files atomically, and return a JSON-able dict.
     """
     directory = Path(directory)
     markers = directory / MARKERS
     finished = {path.stem for path in markers.glob("*.json")}
-    missing = deque((markers, name, function, args) for name, args in units.items()
+    first, step = (part[0] - 1, part[1]) if part else (0, 1)
+    mine = list(units.items())[first::step]
+    missing = deque((markers, name, function, args) for name, args in mine
                     if name not in finished)
-    bar = tqdm(total=len(units), initial=len(units) - len(missing), desc=label, unit="unit",
+    bar = tqdm(total=len(mine), initial=len(mine) - len(missing), desc=label, unit="unit",
                disable=None, dynamic_ncols=True, smoothing=0)
     with bar, no_space_as_user_error(directory):
         if _under_mpi():
@@ -146,6 +168,8 @@ def run_units(
             while missing:
                 _run_one(*missing.popleft())
                 bar.update()
+    if part:
+        return None
     return [json.loads((markers / f"{name}.json").read_bytes()) for name in units]
 
 
