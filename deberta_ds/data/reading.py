@@ -2,7 +2,7 @@
 
 Not by memory maps: each would keep a descriptor, touch 128 KiB around a row of 1 KB, and turn an
 error of the file system into a killed process. One cache of open files serves all corpora of a
-process; it keeps to half of the limit of descriptors, which it raises first as far as allowed.
+process; it leaves some of the limit of descriptors, which it raises first as far as allowed.
 """
 
 import errno
@@ -77,10 +77,11 @@ def _open(path: str) -> _OpenFile:
 
 @cache
 def most_open_files() -> int:
-    """Return how many files the cache keeps open: half of the limit, which is raised first."""
+    """Return how many files the cache keeps open: most of the limit, which is raised first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    return (_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) // 2
+    limit = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return limit // 2 if limit < 1024 else limit - max(limit // 8, 256)
