@@ -35,7 +35,7 @@ from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalis
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
 
-PART_DOCUMENTS = 1 << 16  # of one table: 70 MB with all that near duplicates need
+PART_DOCUMENTS = 1 << 15  # of one table: about 100 MB with all that near duplicates need
 BUCKET_DOCUMENTS = 1 << 21  # hashes in one bucket: about 200 MB
 NEAR_BUCKET_KEYS = 1 << 18
 _HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<u8")])
