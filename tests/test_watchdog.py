@@ -138,7 +138,8 @@ def test_one_host_is_read_while_it_lives_and_more_when_it_is_silent(tmp_path, mo
     assert set(reads[20:]) == {"host-00002", "host-00004", "host-00006"}
     silent = [watched.host.name for watched in found.silent(0.05)]
     assert silent == ["node1"]  # node2 has never been seen, so it is not missed
-    assert found.steps()[2] == (HOSTS[1], 19)
+    assert found.steps(0.0)[2] == (HOSTS[1], 19)
+    assert 2 not in found.steps(time.monotonic() - 0.2)  # old news
     beat(tmp_path, 2, 1)  # its last word, read late
     for tick in range(60, 100):
         beat(tmp_path, 3, tick)

@@ -50,6 +50,7 @@ class Watched:
     moves: int = 0  # new heartbeats since it is watched
     silent_seconds: float = 0.0  # in which this process looked, and there was nothing new
     looked_at: float = field(default_factory=time.monotonic)
+    seen_at: float = 0.0  # when `beat` was new
 
 
 class Ring:
@@ -146,16 +147,16 @@ class Ring:
         if beat is not None and beat.job == self._job and beat != watched.beat:
             watched.beat, watched.silent_seconds = beat, 0.0
             watched.moves += 1
+            watched.seen_at = now
         elif watched.beat is not None:
             counted = min(now - watched.looked_at, 2 * self._interval + now - before)
             watched.silent_seconds += counted
         watched.looked_at = now
 
-    def silent(self, seconds: float | None = None) -> list[Watched]:
-        """Return the watched hosts that were silent for longer (default: patience_seconds)."""
-        limit = self.patience_seconds() if seconds is None else seconds
+    def silent(self, seconds: float) -> list[Watched]:
+        """Return the watched hosts that were silent for so long."""
         return [watched for watched in self._others[:self._width]
-                if watched.silent_seconds >= limit]
+                if watched.silent_seconds >= seconds]
 
     def undecided(self) -> bool:
         """Return whether a watched host may have to be named soon, and not yet."""
@@ -163,10 +164,11 @@ class Ring:
         return any(self._is_suspicious(watched) and watched.silent_seconds < limit
                    for watched in self._others[:self._width])
 
-    def steps(self) -> dict[int, tuple[Host, int]]:
-        """Return the last finished step of the ranks on hosts that are watched."""
+    def steps(self, since: float) -> dict[int, tuple[Host, int]]:
+        """Return the last finished step of the ranks on watched hosts with a beat after `since`."""
         return {rank: (watched.host, step) for watched in self._others[:self._width]
-                if watched.beat for rank, step in watched.beat.steps.items()}
+                if watched.beat and watched.seen_at >= since
+                for rank, step in watched.beat.steps.items()}
 
     def addresses(self, most: int = 8) -> dict[str, Host]:
         """Return doors to knock at: of the next hosts, and of others all around the ring."""

@@ -78,7 +78,7 @@ class Watchdog:
         except Exception:
             if self._neighbours:
                 self._ended.wait(_GONE_TICKS * self.interval)
-                lines, _ = self._suspects(2 * self.interval)
+                lines, _ = self._suspects(2 * self.interval, patient=False)
                 self._say(self._report("a collective or a kernel failed", lines))
             raise
         finally:
@@ -182,7 +182,7 @@ class Watchdog:
                 and self._ring and self._ring.undecided():
             due = silence  # a rack is named whole
         if gone or silence > due:
-            lines, hosts = self._suspects(None if self._factor == 1 else self._seconds)
+            lines, hosts = self._suspects(0.0 if self._factor == 1 else self._seconds)
             if lines:
                 return self._report(what, lines), hosts
         if silence > _ALIVE * limit:
@@ -242,20 +242,25 @@ class Watchdog:
         step = self._step
         self._knocker = self._aside(knock)
 
-    def _suspects(self, silent_seconds: float | None) -> tuple[list[str], set[str]]:
-        """Return (a line for each rank that is not alive or not reached, their hosts)."""
+    def _suspects(self, least_seconds: float, patient: bool = True
+                  ) -> tuple[list[str], set[str]]:
+        """Return (a line for each rank that is not alive or not reached, their hosts).
+
+        Silent are those that were so for `least_seconds` and, if `patient`, long enough for a
+        machine or a file system as slow as they lately were.
+        """
         here = socket.gethostname()
         lines, hosts = [], set()
-        local = self._neighbours.patience_seconds() if silent_seconds is None else silent_seconds
-        for rank, problem in self._neighbours.suspects(local).items():
+        patience = self._neighbours.patience_seconds() if patient else 0.0
+        for rank, problem in self._neighbours.suspects(max(least_seconds, patience)).items():
             beat = self._neighbours.ranks[rank].beat
             lines.append(f"rank {rank} on {here} (pid {beat.process.pid}): {problem}; last step "
                          f"{beat.step}")
             hosts.add(here)
         if self._ring is None:
             return lines, hosts
-        silent = self._ring.silent(silent_seconds)
-        for watched in silent:
+        patience = self._ring.patience_seconds() if patient else 0.0
+        for watched in self._ring.silent(max(least_seconds, patience)):
             lines += _lines(watched.host, "SILENT: frozen, dead or cut off", watched.beat.steps)
             hosts.add(watched.host.name)
         step, unreached = self._unreached
@@ -272,7 +277,8 @@ class Watchdog:
         here = socket.gethostname()
         steps = {rank: (here, step) for rank, step in self._neighbours.steps().items()}
         if self._ring:
-            steps |= {rank: (host.name, step) for rank, (host, step) in self._ring.steps().items()}
+            seen = self._ring.steps(self._progress + self._ring.patience_seconds())
+            steps |= {rank: (host.name, step) for rank, (host, step) in seen.items()}
         newest = max((step for _, step in steps.values()), default=0)
         return [f"rank {rank} on {host}: alive but BEHIND; last step {step} of {newest}"
                 for rank, (host, step) in sorted(steps.items()) if step < newest]

@@ -7,7 +7,10 @@
 #   MASTER_PORT                                              (default 29500)
 #   MPIRUN_ARGS more options, such as --allow-run-as-root
 #
-# mpirun kills what has not ended one second after SIGTERM; a step and a save take longer.
+#   SAVE_SECONDS                                             (default 60)
+#
+# mpirun waits SAVE_SECONDS between SIGTERM and SIGKILL, also when all ranks have ended. Its own
+# default is one second; a step and a save take longer.
 case "${1:-}" in -h | --help)
     sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
     exit
@@ -28,7 +31,7 @@ ranks=$(tr ',' '\n' <<< "$HOSTS" | awk -F: '{n += (NF > 1 ? $2 : 1)} END {print 
 
 # shellcheck disable=SC2086  # MPIRUN_ARGS is a list of words
 exec mpirun ${MPIRUN_ARGS:-} -np "$ranks" --host "$HOSTS" -wdir "$PWD" \
-    --mca btl_tcp_if_include "$INTERFACE" --mca odls_base_sigkill_timeout 600 \
+    --mca btl_tcp_if_include "$INTERFACE" --mca odls_base_sigkill_timeout "${SAVE_SECONDS:-60}" \
     -x PATH -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ${DS_ACCELERATOR:+-x DS_ACCELERATOR} \
     -x NCCL_SOCKET_IFNAME="$INTERFACE" -x GLOO_SOCKET_IFNAME="$INTERFACE" \
     -x MASTER_ADDR="${first%%:*}" -x MASTER_PORT="${MASTER_PORT:-29500}" \

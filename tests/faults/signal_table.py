@@ -35,7 +35,7 @@ LAUNCHERS = {
                  "--nproc_per_node=2"],
     "deepspeed": [str(BIN / "deepspeed"), "--num_gpus=2"],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2",
-               "--mca", "odls_base_sigkill_timeout", "300"],
+               "--mca", "odls_base_sigkill_timeout", "60"],
 }
 # What is sent to whom: the launcher alone, its process group (as a terminal and most tools do),
 # or one rank.
@@ -157,7 +157,7 @@ def trial(launcher: str, what: str, workers: int, work: Path) -> Trial:
         wait_for_step(1 if slow else 3, out, process, log)
         started = time.monotonic()
         send(*SIGNALS[what], process, mark)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=240)
         while (left := processes_of(mark)) and time.monotonic() < started + 60:
             time.sleep(0.05)
         seconds = time.monotonic() - started
