@@ -4,6 +4,7 @@ The fixture was made by the old code (its README says how); nothing in it is eve
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,10 @@ import torch
 from launching import ROOT
 from safetensors.torch import load_file
 
+from deberta_ds.files import xxh3
+from deberta_ds.formats.checkpoint import load_whole_state
 from deberta_ds.formats.convert import convert
+from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.read import SIDE_FILE, read_release
 from deberta_ds.formats.relative_rows import TABLE, UNREAD_ROWS
 from deberta_ds.records import read_metrics
@@ -91,3 +95,52 @@ def test_old_export_reads_as_the_checkpoint_it_was_made_of(kind, monkeypatch):
         assert found.config == network.config
         assert found.tensors.keys() == network.tensors.keys()
         assert all(torch.equal(found.tensors[key], network.tensors[key]) for key in found.tensors)
+
+
+class Payload:
+    """A pickle that would create a directory when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def plant(path: Path, name: str, mark: Path) -> None:
+    """Put code into one file of an old checkpoint and make its manifest fit."""
+    values = torch.load(path / name, weights_only=False)
+    torch.save(values | {"planted": Payload(mark)}, path / name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": (path / name).stat().st_size, "xxh3": xxh3(path / name)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_code_in_an_old_checkpoint_is_refused_and_not_run(tmp_path, kind):
+    files = sorted(path.name for path in (OLD / kind / STEP / "zero").iterdir())
+    assert len(files) >= 3
+    for number, name in enumerate(files):
+        path, mark = tmp_path / str(number) / STEP, tmp_path / "ran"
+        shutil.copytree(OLD / kind / STEP, path)
+        plant(path, f"zero/{name}", mark)
+        if kind == "mlm" and name == "zero_pp_rank_1_mp_rank_00_model_states.pt":
+            continue  # nothing in it is ever asked for
+        with pytest.raises(CheckpointError, match="code in it was not run"):
+            load_whole_state(path)
+        assert not mark.exists()
+
+
+@pytest.mark.multi
+def test_code_in_an_old_checkpoint_is_not_run_by_a_resumed_run(tmp_path):
+    path, mark = tmp_path / "out/checkpoints" / STEP, tmp_path / "ran"
+    shutil.copytree(OLD / "rtd" / STEP, path)
+    plant(path, "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt", mark)
+    processes = rank_helpers.start(2, [
+        "--config", str(OLD / "rtd/run.toml"), "--deepspeed_config",
+        str(OLD / "rtd/deepspeed.json"), f"--out_dir={tmp_path / 'out'}",
+        f'--data.sources=[{{path = "{OLD}/train"}}]', f"--data.eval={OLD}/heldout",
+        f"--data.tokenizer={OLD}/spm.model"], tmp_path / "log")
+    codes, text = rank_helpers.wait(processes), (tmp_path / "log").read_text()
+    assert 2 in codes and "code in it was not run" in text and "Traceback" not in text
+    assert not mark.exists()

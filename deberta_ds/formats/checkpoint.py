@@ -1,19 +1,19 @@
 """Sharded checkpoints that are whole or not there.
 
     OUT/checkpoints/step-00000100/
-        zero/...          DeepSpeed's own files, one or more per rank
-        run.json          step, rows seen, corpus fingerprints, resolved configs, versions
-        manifest.json     every file with its size and xxh3; written last
+        rank-00000.safetensors ...   what each rank holds (saved_state.py)
+        layout.json                  where every parameter lies in those files
+        run.json                     step, rows seen, corpus fingerprints, configs, versions
+        spm.model                    the tokenizer
+        manifest.json                every file with its size and xxh3; written last
 
-A directory without manifest.json is a save that never finished. DeepSpeed alone neither notices a
-flipped byte nor a missing `latest` (it would start from scratch), so there is no `latest`, every
-file is verified before a tensor is loaded, and only a verified directory is ever loaded.
+A directory without manifest.json is a save that never finished. There is no `latest` file: every
+file is verified before a tensor is loaded, and only a verified directory is ever loaded. Version
+0.1.0 kept DeepSpeed's own files in zero/ instead of the first two (deepspeed_files.py).
 """
 
 import json
-import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +22,19 @@ import torch
 from deberta_ds import dist
 from deberta_ds.config import RunConfig, from_dict
 from deberta_ds.deepspeed_config import precision, zero_stage
-from deberta_ds.files import sync_directory, write_atomic, xxh3
+from deberta_ds.files import xxh3
+from deberta_ds.formats.deepspeed_files import DeepSpeedState
+from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.restore import restore
-from deberta_ds.formats.shards import SWAP_FILE, CheckpointError, ShardedState
-from deberta_ds.formats.tensors import save_pickle
+from deberta_ds.formats.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.objectives.build import build_model, objective_of
 
 DIRECTORY = "checkpoints"
-MANIFEST, RUN_FILE, TAG = "manifest.json", "run.json", "zero"
+MANIFEST, RUN_FILE = "manifest.json", "run.json"
+VERSION = 2  # of the manifest; 1 is that of version 0.1.0, whose files are in TAG
+TAG = "zero"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -83,134 +86,6 @@ def newest(directory: str | Path) -> Path:
     return finished[-1]
 
 
-def save(engine, out_dir: str | Path, step: int, record: dict, keep: int) -> Path:
-    """Write a checkpoint on all ranks and delete all but the newest `keep`; return its directory.
-
-    `record` goes into run.json with the step. Call on every rank. Raises CheckpointError on every
-    rank if a file cannot be written (disk full); older checkpoints are left alone.
-    """
-    path = path_of(out_dir, step)
-    try:
-        _write(engine, path, {"step": step} | record)
-    except CheckpointError as error:
-        if dist.is_main():
-            shutil.rmtree(path, ignore_errors=True)
-        dist.barrier()
-        raise CheckpointError(
-            f"{path}: cannot be saved: {error}; older checkpoints are untouched. Make room (a save "
-            "needs space for one checkpoint more than train.keep) and run again") from None
-    if dist.is_main():
-        _prune(out_dir, keep)
-    dist.barrier()
-    return path
-
-
-def _write(engine, path: Path, record: dict) -> None:
-    """Write every file of a checkpoint, the manifest last. Raises CheckpointError on all ranks."""
-    _on_main(lambda: _empty(path))
-    _agree(_write_shards(engine, path))
-    _on_main(lambda: write_atomic(path / RUN_FILE, json.dumps(record, indent=1) + "\n"))
-    entries, problem = {}, None
-    try:
-        entries = _describe_my_files(path)
-    except OSError as error:  # fsync is where a full disk may first be noticed
-        problem = str(error)
-    _agree(problem)
-    for part in dist.gather_objects(entries):
-        entries |= part
-    manifest = {"version": 1, "step": record["step"], "files": dict(sorted(entries.items()))}
-    _on_main(lambda: write_atomic(path / MANIFEST, json.dumps(manifest, indent=1) + "\n"))
-    if dist.is_main():
-        sync_directory(path.parent)
-
-
-def _on_main(action) -> None:
-    """Run `action` on rank 0; an OSError there becomes a CheckpointError on every rank."""
-    problem = None
-    if dist.is_main():
-        try:
-            action()
-        except OSError as error:
-            problem = str(error)
-    _agree(problem)
-
-
-def _agree(problem: str | None) -> None:
-    """Raise CheckpointError on every rank if any rank has a problem."""
-    problems = [(rank, text) for rank, text in enumerate(dist.gather_objects(problem)) if text]
-    if problems:
-        raise CheckpointError(f"rank {problems[0][0]}: {problems[0][1]}")
-
-
-def _empty(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
-    path.mkdir(parents=True)
-
-
-def _write_shards(engine, path: Path) -> str | None:
-    """Have DeepSpeed write its files; return what went wrong on this rank.
-
-    DeepSpeed's save has collectives after the writing, so a rank whose write failed must go on to
-    them: an exception would leave the others waiting, or mix up two collectives. For the same
-    reason rank 0 does not copy DeepSpeed's recovery scripts (`load_whole_state` does their work).
-    """
-    problems = []
-    writer = engine.checkpoint_engine
-
-    def save_file(state_dict, path):
-        try:
-            save_pickle(path, state_dict)
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
-
-    writer.save = save_file
-    engine._copy_recovery_script = lambda path: None
-    try:
-        engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
-        _name_swapped_groups(engine, path)
-    except OSError as error:
-        problems.append(str(error))
-    finally:
-        del writer.save, engine._copy_recovery_script
-    return problems[0] if problems else None
-
-
-def _name_swapped_groups(engine, path: Path) -> None:
-    """Write which copied swap files belong to which group, for an optimizer on NVMe."""
-    if not engine.zero_nvme_offload_optimizer():
-        return
-    zero = engine.optimizer
-    names = {group: flat.ds_id for group, flat in enumerate(zero.fp32_partitioned_groups_flat)
-             if zero._swappable_optimizer_subgroup(group)}
-    directory = path / TAG / "offloaded_tensors" / f"rank{dist.rank():02d}"
-    write_atomic(directory / SWAP_FILE, json.dumps(names) + "\n")
-
-
-def _describe_my_files(path: Path) -> dict[str, dict]:
-    """Return {name: size and checksum} of this rank's share of the files, flushed to disk."""
-    files = sorted(p for p in path.rglob("*") if p.is_file())
-    entries = {}
-    for file in files[dist.rank()::dist.world_size()]:
-        with open(file, "rb+") as handle:
-            os.fsync(handle.fileno())
-        entries[file.relative_to(path).as_posix()] = {"bytes": file.stat().st_size,
-                                                      "xxh3": xxh3(file)}
-    return entries
-
-
-def _prune(out_dir: str | Path, keep: int) -> None:
-    """Delete checkpoints older than the newest `keep` whole ones, each manifest first.
-
-    The remains of killed saves that are older than the newest whole one go too.
-    """
-    steps = list_steps(out_dir)
-    whole = list_finished(out_dir)
-    for path in steps[:steps.index(whole[-1])]:
-        if path not in whole[-keep:]:
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-
-
 def find(out_dir: str | Path, resume: str) -> Found:
     """Return what `--resume auto|never|PATH` means for a run; verified, equal on every rank.
 
@@ -218,7 +93,7 @@ def find(out_dir: str | Path, resume: str) -> Found:
     are finished checkpoints but none is whole, if PATH is not whole, or if `never` meets any. A run
     killed in its very first save has an unfinished one only, and starts from step 0.
     """
-    candidates = dist.broadcast_object(list_steps(out_dir))
+    candidates = dist.broadcast_object(list_steps(out_dir) if dist.is_main() else None)
     if resume == "never":
         if candidates:
             raise CheckpointError(f"{out_dir}/{DIRECTORY} holds checkpoints, but --resume never "
@@ -235,7 +110,7 @@ def find(out_dir: str | Path, resume: str) -> Found:
         if not problems:
             return Found(path, tuple(passed_over))
         passed_over.append(f"{path}: {'; '.join(problems)}")
-    if dist.broadcast_object(list_finished(out_dir)):
+    if dist.broadcast_object(list_finished(out_dir) if dist.is_main() else None):
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(passed_over)
                               + "\n  delete them to start from step 0")
     return Found(None, tuple(passed_over))
@@ -243,24 +118,59 @@ def find(out_dir: str | Path, resume: str) -> Found:
 
 def problems_of(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint's files; each rank checks its share, all agree."""
-    mine = _problems_in_share(path, dist.rank(), dist.world_size())
-    every_rank = [problem for part in dist.gather_objects(mine) for problem in part]
-    return list(dict.fromkeys(every_rank))
+    files, problems = dist.broadcast_object(_read_manifest(path) if dist.is_main() else None)
+    names = sorted(files)[dist.rank()::dist.world_size()]
+    problems = problems if dist.is_main() else []
+    mine = problems + [problem for name in names
+                       if (problem := _file_problem(path / name, files[name]))]
+    return [problem for part in dist.gather_objects(mine) for problem in part]
 
 
-def _problems_in_share(path: Path, rank: int, world_size: int) -> list[str]:
+def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
+    """Return ({file: size and checksum}, problems) of a checkpoint's manifest.
+
+    It must name the file of every rank that saved, and every file that is there.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         name = _NAME.fullmatch(path.name)
-        if manifest["version"] != 1 or (name and manifest["step"] != int(name[1])):
+        version, files = manifest["version"], manifest["files"]
+        if name and manifest["step"] != int(name[1]):
             raise ValueError
-        files = manifest["files"]
-        names = sorted(files)[rank::world_size]
-        return [problem for name in names if (problem := _file_problem(path / name, files[name]))]
+        for entry in files.values():
+            int(entry["bytes"]), str(entry["xxh3"])
+        if version == VERSION:
+            wanted = {RUN_FILE, LAYOUT_FILE, *map(rank_file, range(int(manifest["world_size"])))}
+        elif version == 1:
+            wanted = _files_of_version_1(path)
+        else:
+            return {}, [f"manifest.json has version {version}; this program reads 1 and {VERSION}"]
     except FileNotFoundError:
-        return ["no manifest.json: the save did not finish"]
-    except (ValueError, KeyError, TypeError):  # not JSON, or not what we write
-        return ["manifest.json is damaged"]
+        return {}, ["no manifest.json: the save did not finish"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # or not what we write
+        return {}, ["manifest.json is damaged"]
+    there = {file.relative_to(path).as_posix() for file in path.rglob("*")
+             if file.is_file() and not file.name.startswith(".")} - {MANIFEST}
+    unsafe = [name for name in files if ".." in Path(name).parts or Path(name).is_absolute()]
+    problems = [f"manifest.json names {name}, outside the directory" for name in unsafe]
+    problems += [f"manifest.json does not name {name}" for name in
+                 sorted((wanted | there) - files.keys())[:5]]
+    return ({}, problems) if unsafe else (files, problems)
+
+
+def _files_of_version_1(path: Path) -> set[str]:
+    """Return the names of all files that version 0.1.0 wrote, from its run.json."""
+    record = read_run_file(path)
+    stage = zero_stage(record["deepspeed"])
+    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(record["world_size"])]
+    stems = [f"{stem}_model_states.pt" for stem in ranks] if stage == 3 else [
+        "mp_rank_00_model_states.pt"]
+    # BF16_Optimizer and ZeRO-3 in bf16 put "bf16_" before the names of the optimizer's files.
+    written = {file.name for file in (path / TAG).glob("*_optim_states.pt")}
+    for stem in ranks if stage > 0 else []:
+        name = f"{stem}_optim_states.pt"
+        stems.append(f"bf16_{name}" if f"bf16_{name}" in written else name)
+    return {RUN_FILE, *(f"{TAG}/{name}" for name in stems)}
 
 
 def _file_problem(file: Path, entry: dict) -> str | None:
@@ -274,21 +184,6 @@ def _file_problem(file: Path, entry: dict) -> str | None:
     return None
 
 
-def check_layout(record: dict, ds: dict, place: str) -> None:
-    """Raise CheckpointError if the checkpoint cannot be loaded into this world size and stage.
-
-    Between ZeRO-1, 2, 3 and fp32 without ZeRO everything can. Without ZeRO in bf16 or fp16,
-    DeepSpeed keeps its state in a form of its own (and starts Adam at step 1): it alone reads it.
-    """
-    saved = (zero_stage(record["deepspeed"]), precision(record["deepspeed"]))
-    now = (zero_stage(ds), precision(ds))
-    for stage, kind in (saved, now):
-        if stage == 0 and kind != "fp32" and saved != now:
-            raise CheckpointError(
-                f"{place} was written with ZeRO-{saved[0]} in {saved[1]}, this job has "
-                f"ZeRO-{now[0]} in {now[1]}: ZeRO-0 in {kind} goes on as itself only; use ZeRO-1")
-
-
 def layout_changes(record: dict, ds: dict) -> str:
     """Return "2 ranks, ZeRO-3, fp32 -> 1 ranks, ..." if a checkpoint's layout differs, or ""."""
     saved = (f"{record['world_size']} ranks, ZeRO-{zero_stage(record['deepspeed'])}, "
@@ -299,46 +194,43 @@ def layout_changes(record: dict, ds: dict) -> str:
 
 def load(engine, path: str | Path) -> None:
     """Load a verified checkpoint into the engine, whatever world size and stage wrote it."""
-    record = read_run_file(path)
-    stage = zero_stage(record["deepspeed"])
-    if stage == 0 and precision(record["deepspeed"]) != "fp32":
-        loaded, _ = engine.load_checkpoint(str(path), tag=TAG)
-        if loaded is None:  # DeepSpeed's way to say that it found nothing
-            raise CheckpointError(f"{path}: DeepSpeed found no checkpoint in it")
-    else:
-        restore(engine, _open_state(Path(path) / TAG, record))
+    restore(engine, dist.together(lambda: open_state(path)))
     dist.barrier()
 
 
-def _open_state(directory: Path, record: dict) -> ShardedState:
-    run = from_dict(record["config"])
-    return ShardedState(directory, zero_stage(record["deepspeed"]), _plain_order(run),
-                        objective_of(run).RENAMED)
+def open_state(path: str | Path) -> SavedState | DeepSpeedState:
+    """Return the state in a verified checkpoint directory, of this version or 0.1.0."""
+    path = Path(path)
+    if not (path / TAG).is_dir():
+        return SavedState(path)
+    record = read_run_file(path)
+    run = from_dict(record["config"], str(path / RUN_FILE))
+    return DeepSpeedState(path / TAG, zero_stage(record["deepspeed"]), plain_order(run),
+                          objective_of(run).RENAMED)
 
 
-def _plain_order(run: RunConfig) -> list[str]:
+def plain_order(run: RunConfig) -> list[str]:
     """Return the names of a run's parameters in the order of its optimizer."""
     model = on_meta(build_model, run)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = decay_groups(model, run.optim.weight_decay)
+    fixed = {"words.weight"} if run.init.words_only else set()
+    groups = decay_groups(model, run.optim.weight_decay, fixed)
     return [names[id(parameter)] for group in groups for parameter in group["params"]]
 
 
 def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
     """Return (all parameters in fp32 on the CPU, the run's config) of a checkpoint directory.
 
-    Works for every ZeRO stage, on one rank alone. The files are verified first: they are pickles,
-    and only what this system wrote is read.
+    Works for every ZeRO stage, on one rank alone. The files are verified first.
     """
-    path = Path(path)
-    if finished := list_finished(path):  # a run directory: its newest checkpoint
-        path = finished[-1]
-    problems = _problems_in_share(path, rank=0, world_size=1)
+    path = newest(path)
+    files, problems = _read_manifest(path)
+    problems += [problem for name, entry in files.items()
+                 if (problem := _file_problem(path / name, entry))]
     if problems:
         raise CheckpointError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
-    record = read_run_file(path)
-    run = from_dict(record["config"], str(path / RUN_FILE))
-    state = _open_state(path / TAG, record)
+    run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
+    state = open_state(path)
     whole = {name: state.read_whole(name) for name in state.shapes}
-    whole |= {name: whole[owner] for name, owner in state.shared.items()}
+    whole |= {name: whole[owner] for name, owner in state.aliases.items()}
     return whole | {name: buffer.float() for name, buffer in state.buffers.items()}, run

@@ -5,11 +5,14 @@ containers and refuses everything else.
 """
 
 import json
+import os
 import pickle
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +23,9 @@ from deberta_ds.files import atomic_path
 # What the safe unpickler raises on bytes that are no pickle.
 _DAMAGE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError,
            AssertionError, struct.error)
+_SAFETENSORS_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+                      torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
+                      torch.uint8: "U8", torch.bool: "BOOL"}
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 
@@ -99,6 +105,37 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     with atomic_path(path) as temporary:
         save_file(whole, temporary, metadata=metadata)
+
+
+def write_stream(path: Path, described: list[tuple[str, torch.dtype, int]],
+                 tensors: Iterable[tuple[str, Tensor]]) -> dict:
+    """Write flat tensors to a safetensors file, one in memory at a time; return bytes and xxh3.
+
+    `described`: (name, dtype, elements) of each, in the order in which `tensors` gives them. The
+    file is hashed while it is written, and flushed to the disk. OSError where that fails.
+    """
+    header, end = {}, 0
+    for name, dtype, count in described:
+        start, end = end, end + count * dtype.itemsize
+        header[name] = {"dtype": _SAFETENSORS_TYPES[dtype], "shape": [count],
+                        "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    digest, size = xxhash.xxh3_128(), 0
+    with open(path, "wb") as file:
+        def write(data) -> None:
+            nonlocal size
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+
+        write(struct.pack("<Q", len(text)) + text)
+        for (name, dtype, count), (found, tensor) in zip(described, tensors, strict=True):
+            assert (name, dtype, count) == (found, tensor.dtype, tensor.numel()), name
+            write(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "xxh3": digest.hexdigest()}
 
 
 def write_bin(path: Path, tensors: dict[str, Tensor]) -> None:

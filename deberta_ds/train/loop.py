@@ -15,6 +15,8 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
+from deberta_ds.formats.engine_state import check_engine
+from deberta_ds.formats.saving import save
 from deberta_ds.formats.start import initial_tensors
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
@@ -71,7 +73,6 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         inputs = follow_row_rules(run, inputs, record)
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
                        str(found.path))
-        checkpoint.check_layout(record, inputs.ds, str(found.path))
     log = dist.together(lambda: RunLog(
         run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
         total_steps=run.train.steps, track=trackers.chosen(run.log)))
@@ -85,6 +86,7 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         log.info(line)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     del tensors
+    check_engine(model_engine)
     if record:
         checkpoint.load(model_engine, found.path)
         if change := checkpoint.layout_changes(record, inputs.ds):
@@ -124,6 +126,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
     if notes:
         print("\n".join(notes))
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
+    check_engine(model_engine)
     batch = next(batches_of(run, inputs, start=0, end=1))
     counts = count_over_ranks([batch], model_engine.device)
     loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
@@ -311,7 +314,8 @@ class Trainer:
                   "row_rules": self.inputs.dataset.rules,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience():
-            path = checkpoint.save(self.engine, run.out_dir, self.step, record, run.train.keep)
+            path = save(self.engine, run.out_dir, self.step, record, run.train.keep,
+                        self.inputs.tokenizer.path)
         self.stop_request.resumes_from = f"step {self.step:,}"
         self.log_event("save", str(path))
         self.speed.start()

@@ -1,33 +1,29 @@
-"""Read the state of a sharded DeepSpeed checkpoint as if it were one tensor per parameter.
+"""Read checkpoints of version 0.1.0: DeepSpeed's own files, as if one tensor per parameter.
 
 DeepSpeed writes flat buffers, cut by rank; where a parameter lies in them depends on the world size
-and on the ZeRO stage. `ShardedState` maps each parameter to its pieces and reads any slice of it
+and on the ZeRO stage. `DeepSpeedState` maps each parameter to its pieces and reads any slice of it
 through memory maps, so a job of another shape reads just the bytes that it will own, and nothing is
 converted on disk. (DeepSpeed's own converter, `ds_to_universal`, is the oracle in the tests.)
 
-No deepspeed here: the few classes inside its files are read as plain values.
+The files are pickles. No deepspeed here: the few classes inside are read as plain values, and
+anything else is refused without being run.
 """
 
 import json
 import math
+import pickle
 import re
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deberta_ds.errors import UserError
+from deberta_ds.formats.engine_state import MASTER
+from deberta_ds.formats.layout import CheckpointError, Group, Layout, Piece
 
-MASTER = "fp32"  # the key of the fp32 weights beside the optimizer's own keys
 SWAP_FILE = "swapped.json"  # {"group": "name of its swap files"}, written for NVMe offload
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(?:optim|model)_states\.pt")
-
-
-class CheckpointError(UserError):
-    """A checkpoint is missing, broken, or of another run."""
-
-    on_every_rank = True
 
 
 class _Fields:
@@ -40,24 +36,25 @@ _SAFE = [(_Fields, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
          (int, "deepspeed.runtime.zero.config.ZeroStageEnum")]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """`count` elements from `start` of a flattened parameter: where one rank's file has them."""
-
-    rank: int
-    group: int
-    offset: int
-    start: int
-    count: int
-
-
 def read_file(path: Path) -> dict:
     """Return a DeepSpeed file's values; tensors are memory-mapped, classes are not imported."""
-    with torch.serialization.safe_globals(_SAFE):
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        with torch.serialization.safe_globals(_SAFE):
+            values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{path}: refused: the pickle holds more than DeepSpeed writes; code "
+                              "in it was not run. Use an older checkpoint") from None
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError,
+            AssertionError) as error:  # what the safe unpickler raises on bytes that are no pickle
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path}: cannot be read ({reason}); use an older checkpoint"
+                              ) from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds a {type(values).__name__}, not a checkpoint's values")
+    return values
 
 
-class ShardedState:
+class DeepSpeedState:
     """The parameters, optimizer state, buffers and counters of one verified checkpoint."""
 
     def __init__(self, directory: str | Path, stage: int, plain_order: list[str] = (),
@@ -78,19 +75,11 @@ class ShardedState:
         self.counters = {name: model[name]
                          for name in ("global_steps", "global_samples", "skipped_steps")}
         self.buffers = {name: model["module"][name] for name in model["buffer_names"]}
-        self.shared = {name: self._name_now(owner) for name, owner in
-                       self._names_now(model["shared_params"] or {}).items()}
-        if stage == 0:
-            self._plain = model
-            self.shapes = {name: tuple(model["module"][name].shape) for name in self._plain_order}
-            self.pieces = {name: [Piece(0, index, 0, 0, math.prod(self.shapes[name]))]
-                           for index, name in enumerate(self._plain_order)}
-        else:
-            groups = [self._names_now(group) for group in model["param_shapes"]]
-            self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-            self.pieces = (self._pieces_of_stage3(groups) if stage == 3
-                           else self._pieces_of_stage12())
-        self._check_whole()
+        self.aliases = {name: self._name_now(owner) for name, owner in
+                        self._names_now(model["shared_params"] or {}).items()}
+        self._plain = model if stage == 0 else {}
+        self.layout = self._layout_of(model)
+        self.shapes = self.layout.shapes
 
     def state_keys(self, name: str) -> list[str]:
         """Return the optimizer's per-element tensors of a parameter, such as exp_avg."""
@@ -101,23 +90,24 @@ class ShardedState:
         return {key: value for key, value in self._state_of(name).items()
                 if not _per_element(value)}
 
-    def loss_scaler(self) -> dict:
-        """Return the fields of the fp16 loss scaler; empty where there is none."""
+    def loss_scale(self) -> dict:
+        """Return the fields of the fp16 loss scale; empty where there is none."""
         if self.stage == 0:
-            return {}
-        file = read_file(self._optimizer_files[0])
-        return vars(file["optimizer_state_dict"]["loss_scaler"])
+            saved = self._plain["optimizer"]
+            return saved | {"dynamic": saved["dynamic_loss_scale"]} if "cur_scale" in saved else {}
+        scaler = read_file(self._optimizer_files[0])["optimizer_state_dict"].get("loss_scaler")
+        return vars(scaler) if scaler is not None else {}  # BF16_Optimizer has none
 
     def read(self, name: str, key: str, start: int = 0, count: int | None = None) -> Tensor:
         """Return `count` elements from `start` of a flattened parameter's `key` (a copy, 1-D)."""
         count = math.prod(self.shapes[name]) - start if count is None else count
         values = torch.empty(count)
-        for piece in self.pieces[name]:
-            low, high = max(start, piece.start), min(start + count, piece.start + piece.count)
-            if low < high:
-                flat = self._flat(piece, key)
-                begin = piece.offset + low - piece.start
-                values[low - start:high - start] = flat[begin:begin + high - low]
+        for piece in self.layout.pieces(name, start, count):
+            flat = self._flat(piece, key)[piece.offset:piece.offset + piece.count]
+            if flat.numel() != piece.count:
+                raise CheckpointError(f"{self.directory}: the file of rank {piece.rank} is too "
+                                      f"short for {name}; use an older checkpoint")
+            values[piece.start - start:piece.start - start + piece.count] = flat
         return values
 
     def read_whole(self, name: str) -> Tensor:
@@ -145,46 +135,46 @@ class ShardedState:
             raise CheckpointError(f"{self.directory}: has the files of ranks {sorted(files)} only")
         return [files[rank] for rank in range(len(files))]
 
-    def _pieces_of_stage3(self, groups: list[dict]) -> dict[str, list[Piece]]:
-        """Every rank has an equal share of every parameter, the last ones padded."""
+    def _layout_of(self, model: dict) -> Layout:
+        """Return how DeepSpeed has cut the parameters, from the order and shapes that it saved.
+
+        Its own `param_slice_mappings` are not asked: under round_robin_gradients they give the
+        parameters of 0.19.8 each other's places.
+        """
+        if self.stage == 0:  # one buffer for each parameter
+            shapes = {name: tuple(model["module"][name].shape) for name in self._plain_order}
+            groups = tuple(Group((name,), (0,), math.prod(shape)) for name, shape in shapes.items())
+            return Layout(1, "line", shapes, groups)
         world_size = len(self._optimizer_files)
-        pieces = {}
-        for group, shapes in enumerate(groups):
-            offset = 0
-            for name, shape in shapes.items():
-                total = math.prod(shape)
-                share = math.ceil(total / world_size)
-                pieces[name] = [Piece(rank, group, offset, rank * share,
-                                      min(share, total - rank * share))
-                                for rank in range(world_size) if rank * share < total]
-                offset += share
-        return pieces
-
-    def _pieces_of_stage12(self) -> dict[str, list[Piece]]:
-        """Every rank has a stretch of the parameters laid end to end; its file says which."""
-        pieces: dict[str, list[Piece]] = {}
-        for rank, path in enumerate(self._optimizer_files):
-            mappings = read_file(path)["optimizer_state_dict"]["param_slice_mappings"]
-            for group, mapping in enumerate(mappings):
-                for name, fragment in self._names_now(mapping).items():
-                    before = pieces.setdefault(name, [])
-                    start = before[-1].start + before[-1].count if before else 0
-                    before.append(Piece(rank, group, fragment.start, start, fragment.numel))
-        return pieces
-
-    def _check_whole(self) -> None:
-        for name, shape in self.shapes.items():
-            found = sum(piece.count for piece in self.pieces.get(name, ()))
-            if found != math.prod(shape):
-                raise CheckpointError(f"{self.directory}: {found} of the {math.prod(shape)} "
-                                      f"elements of {name} are in its files")
+        by_group = [{name: tuple(shape) for name, shape in self._names_now(group).items()}
+                    for group in model["param_shapes"]]
+        groups, cut = [], "parameter" if self.stage == 3 else "line"
+        paddings, masters = [], []
+        if cut == "line":
+            values = read_file(self._optimizer_files[0])["optimizer_state_dict"]
+            paddings = values.get("param_alignment_paddings") or []
+            masters = values["single_partition_of_fp32_groups"]
+        for number, shapes in enumerate(by_group):
+            sizes = [math.prod(shape) for shape in shapes.values()]
+            if cut == "parameter":
+                sizes = [math.ceil(size / world_size) for size in sizes]
+            elif paddings:
+                sizes = [a + b for a, b in zip(sizes, paddings[number], strict=True)]
+            ends = list(accumulate(sizes))
+            size = ends[-1] if cut == "parameter" else masters[number].numel()
+            groups.append(Group(tuple(shapes), (0, *ends[:-1]), size))
+            if cut == "line" and size * world_size < ends[-1]:
+                raise CheckpointError(f"{self.directory}: the files of {world_size} ranks are not "
+                                      "all of them; use an older checkpoint")
+        shapes = {name: shape for group in by_group for name, shape in group.items()}
+        return Layout(world_size, cut, shapes, tuple(groups))
 
     def _state_of(self, name: str) -> dict:
-        piece = self.pieces[name][0]
-        return self._open(piece.rank)[1].get(piece.group, {})
+        piece = next(self.layout.pieces(name))
+        return self.open(piece.rank)[1].get(piece.group, {})
 
     def _flat(self, piece: Piece, key: str) -> Tensor:
-        masters, states = self._open(piece.rank)
+        masters, states = self.open(piece.rank)
         flat = masters[piece.group] if key == MASTER else states[piece.group][key]
         if flat.numel() == 0:  # DeepSpeed had it on NVMe
             return self._swapped(piece, key)
@@ -196,7 +186,7 @@ class ShardedState:
         path = directory / (f"{name}.tensor.swp" if key == MASTER else f"{key}-{name}.tensor.swp")
         return torch.from_file(str(path), shared=False, size=path.stat().st_size // 4)
 
-    def _open(self, rank: int) -> tuple[list[Tensor], dict]:
+    def open(self, rank: int) -> tuple[list[Tensor], dict]:
         """Return (fp32 flat tensors by group, optimizer state by group) of a rank's file."""
         if rank not in self._opened:
             self._opened[rank] = self._open_file(rank)
@@ -204,8 +194,12 @@ class ShardedState:
 
     def _open_file(self, rank: int) -> tuple[list[Tensor], dict]:
         if self.stage == 0:
+            optimizer = self._plain["optimizer"]
+            if "fp32_groups" in optimizer:  # bf16 or fp16: the module has the rounded weights
+                masters = [master for group in optimizer["fp32_groups"] for master in group]
+                return masters, optimizer["optimizer_state_dict"]["state"]
             module = self._plain["module"]
-            return ([module[name] for name in self._plain_order], self._plain["optimizer"]["state"])
+            return [module[name] for name in self._plain_order], optimizer["state"]
         values = read_file(self._optimizer_files[rank])["optimizer_state_dict"]
         if self.stage == 3:
             return values["fp32_flat_groups"], values["optimizer_state_dict"]["state"]

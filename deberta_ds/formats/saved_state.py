@@ -1,0 +1,170 @@
+"""The files of a checkpoint: what each rank writes, and reading any slice of it again.
+
+    rank-00000.safetensors ...   each rank's buffers: "GROUP.fp32", "GROUP.exp_avg", ...
+    layout.json                  where every parameter lies in them (layout.py), counters, loss
+                                 scale, optimizer scalars
+
+No pickles. A rank writes one file and hashes it while it writes; a reader opens the files of those
+ranks that have what it asks for, and no others.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from deberta_ds import dist
+from deberta_ds.formats.engine_state import (
+    COUNTERS,
+    MASTER,
+    aliases,
+    base_optimizer,
+    buffers,
+    read_loss_scale,
+)
+from deberta_ds.formats.layout import CheckpointError, Layout, layout_from
+from deberta_ds.formats.tensors import read_json
+
+LAYOUT_FILE = "layout.json"
+_BUFFER = "buffer."  # before the names of the module's buffers, in rank 0's file
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def describe_engine(engine, layout: Layout) -> dict:
+    """Return the values of layout.json: all that is not in the ranks' files."""
+    entry = base_optimizer(engine).state.get(next(buffers(engine, layout)).weights, {})
+    scalars = {}
+    for key, value in entry.items():
+        if not _per_element(value):
+            kind = str(value.dtype).removeprefix("torch.") if torch.is_tensor(value) else ""
+            scalars[key] = {"value": value.item() if kind else value, "tensor": kind}
+    return layout.to_values() | {
+        "keys": [key for key, value in entry.items() if _per_element(value)], "scalars": scalars,
+        "counters": {name: getattr(engine, name) for name in COUNTERS},
+        "loss_scale": read_loss_scale(engine), "aliases": aliases(engine),
+        "buffers": {name: tuple(value.shape) for name, value in _kept_buffers(engine.module)}}
+
+
+def described_tensors(engine, layout: Layout) -> list[tuple[str, torch.dtype, int]]:
+    """Return (name, dtype, elements) of what `tensors_of_rank` will give."""
+    first = next(buffers(engine, layout)).weights
+    kinds = {MASTER: first.dtype}
+    kinds |= {key: value.dtype for key, value in base_optimizer(engine).state.get(first, {}).items()
+              if _per_element(value)}
+    described = [(f"{number}.{key}", kind, group.size)
+                 for number, group in enumerate(layout.groups) for key, kind in kinds.items()]
+    if dist.is_main():
+        described += [(_BUFFER + name, value.dtype, value.numel())
+                      for name, value in _kept_buffers(engine.module)]
+    return described
+
+
+def tensors_of_rank(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of this rank's file, each in memory until the next one is asked for."""
+    state = base_optimizer(engine).state
+    if layout.is_replicated:
+        yield from _stretch_of_replica(engine, layout)
+    else:
+        for number, buffer in enumerate(buffers(engine, layout)):
+            size = layout.groups[number].size
+            yield f"{number}.{MASTER}", buffer.weights.detach().view(-1)[:size]
+            for key, value in state.get(buffer.weights, {}).items():
+                if _per_element(value):
+                    yield f"{number}.{key}", value.view(-1)[:size]
+    if dist.is_main():
+        for name, value in _kept_buffers(engine.module):
+            yield _BUFFER + name, value.reshape(-1)
+
+
+def _stretch_of_replica(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's part of a state that every rank has whole."""
+    whole = {buffer.held[0][0]: buffer.weights for buffer in buffers(engine, layout)}
+    state = base_optimizer(engine).state
+    held = list(layout.held_by(dist.rank(), 0))
+    first = next(iter(whole.values()))
+    keys = [key for key, value in state.get(first, {}).items() if _per_element(value)]
+    for key in (MASTER, *keys):
+        flat = first.new_zeros(layout.groups[0].size)
+        for name, piece in held:
+            source = whole[name] if key == MASTER else state[whole[name]][key]
+            flat[piece.offset:piece.offset + piece.count] = source.detach().reshape(-1)[
+                piece.start:piece.start + piece.count]
+        yield f"0.{key}", flat
+
+
+def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    kept = module.state_dict(keep_vars=True).keys()
+    return [(name, value) for name, value in module.named_buffers() if name in kept]
+
+
+def _per_element(value) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0
+
+
+class SavedState:
+    """The parameters, optimizer state, buffers and counters of one verified checkpoint."""
+
+    def __init__(self, directory: str | Path):
+        """Read the map of a checkpoint directory; CheckpointError if it is damaged."""
+        self.directory = Path(directory)
+        place = self.directory / LAYOUT_FILE
+        values = read_json(place)
+        self.layout = layout_from(values, place)
+        self.shapes = self.layout.shapes
+        try:
+            self.counters, self.aliases = dict(values["counters"]), dict(values["aliases"])
+            self._keys, self._loss_scale = list(values["keys"]), dict(values["loss_scale"])
+            self._scalars = {
+                key: torch.tensor(found["value"], dtype=getattr(torch, found["tensor"]))
+                if found["tensor"] else found["value"] for key, found in values["scalars"].items()}
+            shapes = {name: tuple(shape) for name, shape in values["buffers"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise CheckpointError(f"{place}: is not what a save writes; use an older checkpoint"
+                                  ) from None
+        self.opened: dict[int, safe_open] = {}
+        self.buffers = {name: self.open(0).get_tensor(_BUFFER + name).reshape(shape)
+                        for name, shape in shapes.items()}
+
+    def state_keys(self, name: str) -> list[str]:
+        """Return the optimizer's per-element tensors of a parameter, such as exp_avg."""
+        return self._keys
+
+    def scalars(self, name: str) -> dict:
+        """Return the optimizer's other values of a parameter, such as step."""
+        return self._scalars
+
+    def loss_scale(self) -> dict:
+        """Return the fields of the fp16 loss scale; empty where there is none."""
+        return self._loss_scale
+
+    def read(self, name: str, key: str, start: int = 0, count: int | None = None) -> Tensor:
+        """Return `count` elements from `start` of a flattened parameter's `key` (a copy, 1-D)."""
+        parts = []
+        for piece in self.layout.pieces(name, start, count):
+            try:
+                part = self.open(piece.rank).get_slice(f"{piece.group}.{key}")
+                parts.append(part[piece.offset:piece.offset + piece.count])
+            except SafetensorError as error:
+                raise CheckpointError(f"{self.directory / rank_file(piece.rank)}: {error}; use an "
+                                      "older checkpoint") from None
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+
+    def read_whole(self, name: str) -> Tensor:
+        """Return a parameter's fp32 weights in its own shape."""
+        return self.read(name, MASTER).float().reshape(self.shapes[name])
+
+    def open(self, rank: int) -> safe_open:
+        """Return the opened file of a rank."""
+        if rank not in self.opened:
+            path = self.directory / rank_file(rank)
+            try:
+                self.opened[rank] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: cannot be read ({error}); use an older checkpoint"
+                                      ) from None
+        return self.opened[rank]

@@ -1,0 +1,190 @@
+"""Save a checkpoint: every rank its own file, the manifest last.
+
+A save has two halves. `begin_save` takes the state between two steps: in the foreground it writes
+this rank's file at once; in the background it copies the state to host memory (12 bytes a
+parameter over the ranks, freed when the file is written) and a thread writes it while training goes
+on. `finish_save` waits for that, and rank 0 writes the manifest when every rank's file is on disk;
+before that the directory counts as a save that was killed.
+
+Linear in the ranks: a rank hashes its file while it writes it and sends rank 0 the two numbers of
+the manifest; nobody lists or reads what others wrote; old checkpoints are deleted by all.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deberta_ds import dist
+from deberta_ds.files import sync_directory, write_atomic, xxh3
+from deberta_ds.formats.checkpoint import (
+    LAYOUT_FILE,
+    MANIFEST,
+    RUN_FILE,
+    VERSION,
+    list_finished,
+    list_steps,
+    path_of,
+)
+from deberta_ds.formats.engine_state import is_on_disk, layout_of
+from deberta_ds.formats.layout import CheckpointError
+from deberta_ds.formats.saved_state import (
+    describe_engine,
+    described_tensors,
+    rank_file,
+    tensors_of_rank,
+)
+from deberta_ds.formats.tensors import write_stream
+from deberta_ds.formats.tokenizer_files import SPM
+
+
+@dataclass
+class Save:
+    """A checkpoint between `begin_save` and `finish_save`."""
+
+    path: Path
+    step: int
+    keep: int
+    entries: dict[str, dict] = field(default_factory=dict)  # this rank's part of the manifest
+    problem: str = ""  # what went wrong on this rank
+    thread: threading.Thread | None = None
+
+    def is_written(self) -> bool:
+        """Return whether this rank has nothing left to write."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Run `action`; an OSError becomes this rank's problem."""
+        try:
+            action()
+        except OSError as error:
+            self.problem = str(error)
+
+
+def save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
+         tokenizer: str | Path | None = None) -> Path:
+    """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
+    return finish_save(begin_save(engine, out_dir, step, record, keep, tokenizer))
+
+
+def begin_save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
+               tokenizer: str | Path | None = None, *, in_background: bool = False) -> Save:
+    """Begin a checkpoint of the engine's state; call on every rank, between two steps.
+
+    `record` goes into run.json with the step, the tokenizer's file beside it. All but the newest
+    `keep` checkpoints will be deleted. An optimizer on NVMe is always written in the foreground.
+    """
+    one = Save(path_of(out_dir, step), step, keep)
+    if dist.is_main():
+        one.attempt(lambda: _empty(one.path))
+    one.problem = dist.broadcast_object(one.problem)
+    if one.problem:
+        return one
+    layout = layout_of(engine)
+    described, tensors = described_tensors(engine, layout), tensors_of_rank(engine, layout)
+    small = {}
+    if dist.is_main():
+        small = {RUN_FILE: json.dumps({"step": step} | record, indent=1) + "\n",
+                 LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
+    in_background = in_background and not is_on_disk(engine)
+    if in_background:
+        # clone: on a CPU the tensors are the ones that the next step changes
+        tensors = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
+
+    def write() -> None:
+        one.attempt(lambda: _write_my_files(one, described, tensors, small, tokenizer))
+        if in_background:
+            tensors.clear()
+
+    if in_background:
+        one.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        one.thread.start()
+    else:
+        write()
+    return one
+
+
+def finish_save(one: Save) -> Path:
+    """Wait for every rank, write the manifest, delete old checkpoints; return the directory.
+
+    Call on every rank. Raises CheckpointError on every rank if a file could not be written (disk
+    full); older checkpoints are left alone.
+    """
+    if one.thread is not None:
+        one.thread.join()
+    parts = dist.gather_on_main((one.entries, one.problem))
+    if dist.is_main():
+        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(parts) if problem]
+        one.problem = problems[0] if problems else ""
+        if not problems:
+            one.attempt(lambda: _write_manifest(one, [entries for entries, _ in parts]))
+        if one.problem:
+            shutil.rmtree(one.path, ignore_errors=True)
+    one.problem = dist.broadcast_object(one.problem)
+    if one.problem:
+        raise CheckpointError(
+            f"{one.path}: cannot be saved: {one.problem}; older checkpoints are untouched. Make "
+            "room (a save needs space for one checkpoint more than train.keep) and run again")
+    prune(one.path.parent.parent, one.keep)
+    return one.path
+
+
+def _empty(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
+    path.mkdir(parents=True)
+
+
+def _write_my_files(one: Save, described: list, tensors, small: dict[str, str],
+                    tokenizer: str | Path | None) -> None:
+    name = rank_file(dist.rank())
+    one.entries[name] = write_stream(one.path / name, described, tensors)
+    for name, text in small.items():
+        write_atomic(one.path / name, text)
+    if dist.is_main() and tokenizer is not None:
+        write_atomic(one.path / SPM, Path(tokenizer).read_bytes())
+        small = small | {SPM: ""}
+    for name in small:
+        file = one.path / name
+        one.entries[name] = {"bytes": file.stat().st_size, "xxh3": xxh3(file)}
+
+
+def _write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
+    files = {name: entry for part in parts for name, entry in sorted(part.items())}
+    assert {rank_file(rank) for rank in range(dist.world_size())} <= files.keys()
+    manifest = {"version": VERSION, "step": one.step, "world_size": dist.world_size(),
+                "files": files}
+    sync_directory(one.path)
+    write_atomic(one.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    sync_directory(one.path.parent)
+
+
+def prune(out_dir: str | Path, keep: int) -> None:
+    """Delete checkpoints older than the newest `keep` whole ones, each manifest first.
+
+    Call on every rank: each deletes the files of its own number. The remains of killed saves that
+    are older than the newest whole one go too.
+    """
+    doomed = dist.broadcast_object(_take_manifests(out_dir, keep) if dist.is_main() else None)
+    for path, world_size in doomed:
+        for rank in range(dist.rank(), world_size, dist.world_size()):
+            (path / rank_file(rank)).unlink(missing_ok=True)
+    dist.barrier()
+    if dist.is_main():
+        for path, _ in doomed:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _take_manifests(out_dir: str | Path, keep: int) -> list[tuple[Path, int]]:
+    """Delete the manifests of old checkpoints; return (directory, ranks that wrote it) of each."""
+    steps, whole, doomed = list_steps(out_dir), list_finished(out_dir), []
+    for path in steps[:steps.index(whole[-1])]:
+        if path not in whole[-keep:]:
+            try:
+                world_size = int(json.loads((path / MANIFEST).read_text())["world_size"])
+            except (OSError, ValueError, KeyError, TypeError):
+                world_size = 0  # rank 0 deletes what nobody can divide
+            (path / MANIFEST).unlink(missing_ok=True)
+            doomed.append((path, world_size))
+    return doomed
