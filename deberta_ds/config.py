@@ -233,6 +233,10 @@ class TrainConfig:
     eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
     eval_rows: int = option("held-out rows of an evaluation", 256, ge=1, le=1 << 24)
     save_every: int = option("steps between two checkpoints", 1000, ge=1, le=1 << 40)
+    save_minutes: float = option("minutes after which a checkpoint is due too, looked at every "
+                                 "log_every steps; 0: save_every alone", 0.0, ge=0, le=1e6)
+    save_in_background: bool = option("copy the state to host memory and write it while training "
+                                      "goes on (12 bytes a parameter over the ranks)", True)
     keep: int = option("newest checkpoints that are kept", 3, ge=1, le=1 << 20)
     watchdog_seconds: float = option("a stuck or dead rank is named within this time; 0: never",
                                      60.0, ge=0, le=1e6)

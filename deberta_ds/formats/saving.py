@@ -11,6 +11,7 @@ the manifest; nobody lists or reads what others wrote; old checkpoints are delet
 """
 
 import json
+import logging
 import shutil
 import threading
 from collections.abc import Callable
@@ -39,6 +40,8 @@ from deberta_ds.formats.saved_state import (
 from deberta_ds.formats.tensors import write_stream
 from deberta_ds.formats.tokenizer_files import SPM
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Save:
@@ -61,6 +64,9 @@ class Save:
             action()
         except OSError as error:
             self.problem = str(error)
+        except Exception as error:  # a bug of ours, in a thread that nobody would hear
+            self.problem = f"{type(error).__name__}: {error}"
+            log.error("while a checkpoint was written", exc_info=True)
 
 
 def save(engine, out_dir: str | Path, step: int, record: dict, keep: int,

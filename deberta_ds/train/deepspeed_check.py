@@ -32,21 +32,21 @@ CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running
 ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
                 "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
                 "get_global_grad_norm", "gradient_accumulation_steps", "zero_optimization_stage",
-                "zero_nvme_offload_optimizer", "save_checkpoint", "checkpoint_engine.save",
-                "_copy_recovery_script")
-OPTIMIZER_PARTS = {
-    0: ("param_groups", "state"),
-    1: ("param_groups", "overflow", "optimizer.state", "loss_scaler", "bit16_groups",
+                "zero_nvme_offload_optimizer", "dp_world_size")
+_WRAPPER = ("param_groups", "overflow", "optimizer.state")
+OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; formats/engine_state.py reads and writes their state
+    "FP16_UnfusedOptimizer": (*_WRAPPER, "loss_scale_config", "fp16_groups", "fp32_groups"),
+    "BF16_Optimizer": (*_WRAPPER, "bf16_groups", "fp32_groups_flat_partition", "update_lp_params"),
+    "DeepSpeedZeroOptimizer": (
+        *_WRAPPER, "loss_scaler", "round_robin_bit16_groups", "round_robin_bit16_offsets",
         "single_partition_of_fp32_groups", "update_lp_params"),
-    3: ("param_groups", "overflow", "optimizer.state", "loss_scaler", "fp16_groups",
-        "fp32_partitioned_groups_flat", "swap_optimizer", "checkpoint_event_prologue",
-        "checkpoint_event_epilogue", "_swappable_optimizer_subgroup", "_get_param_partition_rank",
-        "_reassign_or_swap_out_partitioned_parameters", "_optimizer_states_and_gradient_swap_in",
-        "_optimizer_states_and_gradient_swap_out"),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        *_WRAPPER, "loss_scaler", "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
+        "checkpoint_event_prologue", "checkpoint_event_epilogue", "_swappable_optimizer_subgroup",
+        "_get_param_partition_rank", "_reassign_or_swap_out_partitioned_parameters",
+        "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
 }
-OPTIMIZER_PARTS[2] = OPTIMIZER_PARTS[1]
-PARAMETER_PARTS = {0: (), 1: ("_hp_mapping",), 2: ("_hp_mapping",),
-                   3: ("ds_id", "ds_shape", "ds_numel", "partition_numel")}
+ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "partition_numel")
 
 
 def check_json(values: dict, place: str) -> None:
@@ -79,12 +79,12 @@ def check_machine(values: dict, device_type: str, place: str) -> list[str]:
 
 def check_engine(engine) -> None:
     """Raise UserError if the engine lacks a part that the code relies on."""
-    stage = int(engine.zero_optimization_stage())
     check_parts("engine", engine, ENGINE_PARTS)
-    if stage or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
-        check_parts("optimizer", engine.optimizer, OPTIMIZER_PARTS[stage])
-    parameter = next(p for p in engine.module.parameters() if p.requires_grad)
-    check_parts("parameter", parameter, PARAMETER_PARTS[stage])
+    parts = OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ("param_groups", "state"))
+    check_parts("optimizer", engine.optimizer, parts)
+    if engine.zero_optimization_stage() == 3:
+        parameter = next(p for p in engine.module.parameters() if p.requires_grad)
+        check_parts("parameter", parameter, ZERO3_PARAMETER_PARTS)
 
 
 def check_parts(owner: str, thing, names: tuple[str, ...]) -> None:

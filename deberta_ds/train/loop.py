@@ -16,7 +16,6 @@ from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_engine
-from deberta_ds.formats.saving import save
 from deberta_ds.formats.start import initial_tensors
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
@@ -26,6 +25,7 @@ from deberta_ds.train import engine, machine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
+from deberta_ds.train.saver import Saver
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import (
     Inputs,
@@ -99,7 +99,11 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         trainer.log_event("resume", f"from {found.path}")
     else:
         trainer.log_event("start", "from step 0")
-    stopped = trainer.run_to_end()
+    try:
+        stopped = trainer.run_to_end()
+    except BadStepError:  # on every rank
+        trainer.finish_save(wait=True)
+        raise
     log.close()
     return stopped
 
@@ -181,6 +185,7 @@ class Trainer:
         self.spikes = SpikeRule(run.train.spike_sigmas,
                                 record.get("recent_losses", []) if record else [])
         self.bad_steps_in_a_row = 0
+        self.saver = Saver(model_engine, run.out_dir, run.train, inputs.tokenizer.path)
         self.watchdog = watchdog
         watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
@@ -210,9 +215,12 @@ class Trainer:
                 self._log_step(rate)
             if self.step % train.eval_every == 0 or self.step == train.steps:
                 self._evaluate()
-            if self.step % train.save_every == 0 or self.step == end or result.stop:
+            self.finish_save(wait=False)
+            if self.saver.is_due(self.step) or self.step == end or result.stop:
                 self._save()
             if result.stop or self.step == end:
+                with self.watchdog.patience():
+                    self.finish_save(wait=True)
                 dist.together(self.log.check)
             if result.stop and self.step < end:
                 why = self.stop_request.reason or "another rank"
@@ -263,6 +271,8 @@ class Trainer:
         if self.run.train.on_spike == "skip":
             self.log_event("skip", f"no update: {problem}", **place)
             return
+        with self.watchdog.patience():
+            self.finish_save(wait=True)
         found = checkpoint.find(self.run.out_dir, "auto")
         if found.path is None:
             raise BadStepError(f"step {self.step}: {problem}, and there is no checkpoint to roll "
@@ -314,8 +324,14 @@ class Trainer:
                   "row_rules": self.inputs.dataset.rules,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience():
-            path = save(self.engine, run.out_dir, self.step, record, run.train.keep,
-                        self.inputs.tokenizer.path)
-        self.stop_request.resumes_from = f"step {self.step:,}"
-        self.log_event("save", str(path))
+            self.finish_save(wait=True)
+            self.saver.begin(self.step, record)
+            self.finish_save(wait=not run.train.save_in_background)
         self.speed.start()
+
+    def finish_save(self, *, wait: bool) -> None:
+        """Make the checkpoint whole that is being written, if all ranks are done with it."""
+        path = self.saver.finish(wait=wait)
+        if path:
+            self.stop_request.resumes_from = f"step {int(path.name[5:]):,}"
+            self.log_event("save", str(path))

@@ -1,0 +1,56 @@
+"""When a checkpoint is due, and the one that is being written while training goes on.
+
+Every decision is equal on all ranks: steps are, and where time decides it is rank 0's clock. While
+a checkpoint is in the background, each step ends with one small all-reduce, so that all ranks see
+at the same step that every file is on the disk, and finish it together.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+
+from deberta_ds import dist
+from deberta_ds.config import TrainConfig
+from deberta_ds.formats.saving import Save, begin_save, finish_save
+
+
+class Saver:
+    """The checkpoints of one run."""
+
+    def __init__(self, engine, out_dir: str | Path, train: TrainConfig, tokenizer: Path):
+        self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
+        self.begun_at = time.monotonic()
+        self.in_background: Save | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after `step`; call on every rank, once a step."""
+        if step % self.train.save_every == 0:
+            return True
+        if not self.train.save_minutes or step % self.train.log_every:
+            return False
+        late = time.monotonic() - self.begun_at >= 60 * self.train.save_minutes
+        return self._any_rank(late and dist.is_main())
+
+    def begin(self, step: int, record: dict) -> None:
+        """Begin a checkpoint; a former one must have been finished."""
+        assert self.in_background is None, "two copies of the state would be in memory"
+        self.begun_at = time.monotonic()
+        self.in_background = begin_save(
+            self.engine, self.out_dir, step, record, self.train.keep, self.tokenizer,
+            in_background=self.train.save_in_background)
+
+    def finish(self, *, wait: bool) -> Path | None:
+        """Return the directory of a checkpoint that is whole now, or None; call on every rank.
+
+        Without `wait`, only if every rank has written its file. Raises CheckpointError.
+        """
+        if self.in_background is None:
+            return None
+        if not wait and self._any_rank(not self.in_background.is_written()):
+            return None
+        one, self.in_background = self.in_background, None
+        return finish_save(one)
+
+    def _any_rank(self, flag: bool) -> bool:
+        return bool(dist.sum_over_ranks(torch.tensor(float(flag), device=self.engine.device)))
