@@ -152,7 +152,7 @@ def test_an_engine_without_a_part_is_refused_by_name(tmp_path):
     rank_helpers.run(1, [str(tmp_path / "out.json")], tmp_path / "log",
                      ROOT / "tests/workers/deepspeed_parts.py")
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found) > 90
+    assert len(found) > 80
     for case, message in found.items():
         name = case.split()[-1]
         assert f"has no {name}, which this program relies on" in message, (case, message)
@@ -162,12 +162,12 @@ def test_every_private_part_that_the_code_uses_is_on_the_list():
     """Names with an underscore, or of DeepSpeed's flat buffers, in the files that reach inside."""
     listed = {part.split(".")[-1] for parts in (
         deepspeed_check.MODULE_PARTS, deepspeed_check.ENGINE_PARTS,
-        *deepspeed_check.OPTIMIZER_PARTS.values(), *deepspeed_check.PARAMETER_PARTS.values())
+        *deepspeed_check.OPTIMIZER_PARTS.values(), deepspeed_check.ZERO3_PARAMETER_PARTS)
         for part in parts}
     owners = {"engine", "zero", "model_engine", "parameter", "writer"}
     used = set()
     for path in (*(PACKAGE / "train").glob("*.py"), PACKAGE / "formats/checkpoint.py",
-                 PACKAGE / "formats/restore.py"):
+                 PACKAGE / "formats/engine_state.py", PACKAGE / "formats/restore.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) \
                     and node.value.id in owners:

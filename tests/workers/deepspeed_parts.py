@@ -40,9 +40,12 @@ def main() -> None:
         engine = build(stage)
         check.check_engine(engine)
         parameter = next(engine.module.parameters())
+        of_wrapper = check.OPTIMIZER_PARTS.get(type(engine.optimizer).__name__, ())
+        assert bool(of_wrapper) == (stage > 0)
+        of_parameter = check.ZERO3_PARAMETER_PARTS if stage == 3 else ()
         for owner, thing, names in (("engine", engine, check.ENGINE_PARTS),
-                                    ("optimizer", engine.optimizer, check.OPTIMIZER_PARTS[stage]),
-                                    ("parameter", parameter, check.PARAMETER_PARTS[stage])):
+                                    ("optimizer", engine.optimizer, of_wrapper),
+                                    ("parameter", parameter, of_parameter)):
             for name in names:
                 found[f"{stage} {owner} {name}"] = complaint(owner, thing, names, name)
     with open(sys.argv[1], "w") as file:
