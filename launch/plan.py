@@ -39,6 +39,9 @@ def main() -> None:
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page
+    from deberta_ds.train.deepspeed_check import check_json
+
+    check_json(ds, options.deepspeed_config)
 
     choices = make_plan(run, ds, gpu=options.gpu, gpus=options.gpus, nodes=options.nodes,
                         mfu=options.mfu)

@@ -86,7 +86,7 @@ def override(random: Random, place: Path) -> Case:
     arguments = (*more, "--out_dir=new", *_BRIEF, text)
     if "\0" in text:
         text, arguments, nonsense = "none", arguments[:-1], False
-    return Case(pretrain(*arguments), f"{kind} {text[:90]}", ("run.toml", key, "--", text[:20]),
+    return Case(pretrain(*arguments), f"{kind} {text[:90]}", ("run.toml", key, "--", str(new)[:20]),
                 nonsense)
 
 
@@ -109,8 +109,11 @@ def deepspeed_json(random: Random, place: Path) -> Case:
                 {"gradient_predivide_factor": 2.0, "prescale_gradients": True}])
         values, change = mutate.tree(random, values)
         path.write_text(json.dumps(values))
-    arguments = ("--out_dir=new", "--train.stop_after=1")
-    return Case(pretrain(*arguments), f"{source.stem}: {change.text}", ("ds.json",),
+    command = pretrain("--out_dir=new", "--train.stop_after=1")
+    if random.random() < 0.2:
+        command = Command("launch/plan.py", ("--config", "run.toml", "--deepspeed_config",
+                                             "ds.json", "--gpu", "h200", "--gpus", "1"))
+    return Case(command, f"{source.stem}: {change.text}", ("ds.json",),
                 change.nonsense)
 
 
