@@ -184,7 +184,8 @@ def main() -> None:
                     measure(shape, dtype, options.device, dropout, options.rounds, chosen)
                 )
                 show(results[-1])
-    print(f"\nwrote {save('attention', options.device, results)}")
+                path = save("attention", options.device, results)  # a time limit may come
+    print(f"\nwrote {path}")
 
 
 if __name__ == "__main__":

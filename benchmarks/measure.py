@@ -13,23 +13,44 @@ from deberta_ds import cpu
 from deberta_ds.files import write_atomic
 
 RESULTS = Path(__file__).parent / "results"
+_EVENT_SECONDS = 0.01
 _PACKAGES = ("torch", "transformers", "deepspeed", "triton", "flashdeberta", "disentangled-flash")
 
 
 def interleaved_minimum(
     variants: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
 ) -> dict[str, float]:
-    """Return the least seconds of each variant over `rounds` rounds, after one warm-up each.
+    """Return the least seconds of each variant over `rounds` rounds, after warming up.
 
-    CPU: process time, which other processes on the machine do not add to. CUDA: event time.
+    CPU: process time, which other processes on the machine do not add to. CUDA: event time of as
+    many calls as take some milliseconds, so that the GPU is timed and not the launches.
     """
+    if device != "cuda":
+        return _least(variants, rounds, _cpu_seconds)
+    _least(variants, 1, _cuda_seconds)
+    calls = {name: max(1, int(_EVENT_SECONDS / seconds))
+             for name, seconds in _least(variants, 1, _cuda_seconds).items()}  # fmt: skip
+    repeated = {name: _repeated(call, calls[name]) for name, call in variants.items()}
+    return {name: seconds / calls[name]
+            for name, seconds in _least(repeated, rounds, _cuda_seconds).items()}  # fmt: skip
+
+
+def _least(variants, rounds: int, seconds_of) -> dict[str, float]:
     best = dict.fromkeys(variants, float("inf"))
     for number in range(rounds + 1):
         for name, call in variants.items():
-            seconds = _cuda_seconds(call) if device == "cuda" else _cpu_seconds(call)
+            seconds = seconds_of(call)
             if number:
                 best[name] = min(best[name], seconds)
     return best
+
+
+def _repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
+    def run():
+        for _ in range(times):
+            call()
+
+    return run
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:

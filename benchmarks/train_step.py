@@ -11,6 +11,7 @@ ways. Writes benchmarks/results/train_step-<device>.json.
 """
 
 import argparse
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -33,6 +34,7 @@ from deberta_ds.presets import MODELS
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 H200_PEAK = 989e12  # dense bf16 FLOP/s
 ONEDNN = "fp32 by oneDNN"
+PEERS = ("Hugging Face", "Hugging Face + fused AdamW")
 PROFILED = 15  # kernels listed by --profile
 
 
@@ -160,35 +162,48 @@ def make_step(model, loss, optimizer, device: str, half: bool):
 
 
 def measure(options, rows: int, length: int) -> dict:
-    """Return the seconds of every variant at one shape."""
+    """Return the seconds of every variant at one shape, and why some have none."""
     config = ModelConfig(**MODELS[options.model])
     generator_layers = options.generator_layers or max(1, config.num_layers // 2)
     batch = make_batch(config, rows, length).to(options.device)
-    steps = {}
     arguments = (config, options.objective, generator_layers, batch)
-    peers = ("Hugging Face", "Hugging Face + fused AdamW")
-    names = ("ours",) if options.ours_only else (*peers, "ours")
-    kinds = kinds_of(options.device)
-    for name in names:
-        torch.manual_seed(0)
-        model, loss = (hugging_face_loss if name in peers else our_loss)(*arguments)
-        fused = {} if name == peers[0] else {"fused": True}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
-        for kind, way in kinds.items():
-            step = make_step(model, loss, optimizer, options.device, kind == "bf16")
-            steps[f"{name}, {kind}"] = way(step)
-    seconds = interleaved_minimum(steps, options.rounds, options.device)
+    names = ("ours",) if options.ours_only else ("ours", *PEERS)
     forward = flops.masked_lm(config, length, MASK_RATE)
     if options.objective == "rtd":
         generator = ModelConfig(**_values(config) | {"num_layers": generator_layers})
         forward = flops.masked_lm(generator, length, MASK_RATE) + flops.detector(config, length)
     result = {"model": options.model, "objective": options.objective, "rows": rows}
-    result |= {"length": length, "flops_per_token": 3 * forward, "seconds": seconds}
-    if options.device == "cuda" and options.ours_only:
-        result["peak_bytes"] = torch.cuda.max_memory_allocated()
-    if options.profile:
-        result["profile"] = profile(steps["ours, bf16"], options.device)
+    result |= {"length": length, "flops_per_token": 3 * forward, "seconds": {}, "absent": {}}
+    on_gpu = options.device == "cuda"  # whose memory holds one variant at a time
+    for group in [[name] for name in names] if on_gpu else [names]:
+        try:
+            _measure_group(options, group, arguments, result)
+        except torch.OutOfMemoryError as reason:
+            result["absent"] |= dict.fromkeys(group, str(reason).splitlines()[0][:160])
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
     return result
+
+
+def _measure_group(options, group, arguments: tuple, result: dict) -> None:
+    """Build and time some variants, interleaved; what was built is freed when this returns."""
+    steps = {}
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for name in group:
+        torch.manual_seed(0)
+        model, loss = (hugging_face_loss if name in PEERS else our_loss)(*arguments)
+        fused = {} if name == PEERS[0] else {"fused": True}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
+        for kind, way in kinds_of(options.device).items():
+            step = make_step(model, loss, optimizer, options.device, kind == "bf16")
+            steps[f"{name}, {kind}"] = way(step)
+    result["seconds"] |= interleaved_minimum(steps, options.rounds, options.device)
+    if options.device == "cuda":
+        result.setdefault("peak_bytes", {})[group[0]] = torch.cuda.max_memory_allocated()
+    if options.profile and "ours" in group:
+        result["profile"] = profile(steps["ours, bf16"], options.device)
 
 
 def profile(step, device: str) -> list[dict]:
@@ -222,8 +237,10 @@ def show(result: dict, device: str) -> None:
         rate = tokens / value
         mfu = f"{rate * result['flops_per_token'] / H200_PEAK:.1%}" if device == "cuda" else "-"
         print(f"  {name:44}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7}")
-    if "peak_bytes" in result:
-        print(f"  peak memory of the process {result['peak_bytes'] / 2**30:.1f} GiB")
+    for name, size in result.get("peak_bytes", {}).items():
+        print(f"  {name:44}{size / 2**30:9.1f} GiB at most")
+    for name, reason in result["absent"].items():
+        print(f"  {name:44}{reason}")
     for row in result.get("profile", ()):
         print(f"  {row['share']:6.1%}{row['ms']:9.2f} ms  {row['name'][:90]}")
 
@@ -246,8 +263,8 @@ def main() -> None:
         rows, length = map(int, shape.split("x"))
         results.append(measure(options, rows, length))
         show(results[-1], options.device)
-    name = f"train_step-{options.objective}-{options.model}"
-    print(f"\nwrote {save(name, options.device, results)}")
+        path = save(f"train_step-{options.objective}-{options.model}", options.device, results)
+    print(f"\nwrote {path}")
 
 
 if __name__ == "__main__":

@@ -162,15 +162,15 @@ def table_gradient_kernel(
             position, base, low, high = _row_columns(
                 POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
             )
-            column = c[:, None] + (position - radius)[None, :]
+            column = c[None, :] + (position - radius)[:, None]
             gradient = tl.load(
-                plane + ((r * width - base + position - radius)[None, :] + c[:, None]),
-                mask=(column >= low[None, :]) & (column < high[None, :]), other=0.0,
+                plane + ((r * width - base + position - radius)[:, None] + c[None, :]),
+                mask=(column >= low[:, None]) & (column < high[:, None]), other=0.0,
             )
             x = tl.load(
                 x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0
             )
-            acc = tl.dot(gradient, x, acc, input_precision=PRECISION)
+            acc = tl.dot(tl.trans(gradient), x, acc, input_precision=PRECISION)
     own_rows = (tl.program_id(2) * H + h).to(tl.int64) * (2 * radius) + c
     tl.store(D_TABLE + own_rows[:, None] * D + d[None, :], acc)
 

@@ -1,0 +1,47 @@
+# Sourced by the scripts for a GPU: `part` runs one part under a time limit and keeps its results.
+case "${1:-}" in -h | --help)
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
+    exit
+    ;;
+esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD:${PYTHONPATH:-} TORCH_LOGS=-all PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1
+failed=()
+
+use_wheels() {  # use_wheels [FOLDER]: install its wheels for this run alone
+  [ $# -gt 0 ] || return 0
+  [ -d "$1" ] || { echo "error: $1 is no folder of wheels; see --help" >&2; exit 2; }
+  local site
+  site=$(mktemp -d)
+  "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$1"/*.whl || exit 2
+  export PYTHONPATH=$PYTHONPATH:$site
+}
+
+keep_results() {  # whatever is there by now: the machine may go at any time
+  [ -n "${OUT:-}" ] || return 0
+  mkdir -p "$OUT"
+  find benchmarks/results -name '*-cuda*' -newer "$started" -exec cp {} "$OUT"/ \;
+}
+
+part() {  # part SECONDS NAME COMMAND...
+  local limit=$(($1 * ${SLOWER:-1})) name=$2 start=$SECONDS
+  shift 2
+  if [ -n "${DRY_RUN:-}" ]; then echo "$limit s at most: $name: $*"; total=$((total + limit)); return; fi
+  echo "== $name"
+  timeout --kill-after=10 "$limit" "$@" || failed+=("$name (exit code $?)")
+  keep_results
+  echo "== $name: $((SECONDS - start)) s"
+}
+
+finish() {
+  rm -f "$started"
+  if [ -n "${DRY_RUN:-}" ]; then echo "$total s at most"; return; fi
+  echo "all parts: $SECONDS s"
+  [ ${#failed[@]} -eq 0 ] && return
+  printf 'failed: %s\n' "${failed[@]}"
+  exit 1
+}
+
+total=0
+started=$(mktemp)

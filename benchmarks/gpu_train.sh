@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# End to end on one GPU in under nine minutes: a v3-base RTD run of 30 steps under DeepSpeed, stopped
+# and resumed bit for bit, its profile by operator, and its export.
+#
+#   benchmarks/gpu_train.sh [WHEELS]      # needs all of deberta_ds's packages
+#   TRY=1 SLOWER=10 benchmarks/gpu_train.sh    # a tiny model in fp32 on the CPU, ten times the limits
+#
+# The corpus is the docstrings of the Python installation, packed into rows of 512. Results go to
+# benchmarks/results/gpu_train-cuda*, and after each part to $OUT; DRY_RUN=1 prints the parts.
+set -uo pipefail
+source "$(dirname "$0")/gpu_parts.sh"
+use_wheels "$@"
+
+work=${WORK:-runs/gpu_train}
+results=benchmarks/results
+if [ -n "${TRY:-}" ]; then
+  ds=ds_configs/zero1_fp32.json device=${DEVICE:-cpu}
+  model=(--model.preset=deberta-v3-xsmall --model.num_layers=4 --model.hidden_size=64
+    --model.num_heads=1 --model.intermediate_size=128 --model.vocab_size=8064)
+  rows=(--train.global_batch_rows=4 --train.micro_batch_rows=2)
+  [ "$device" = cpu ] && export DS_ACCELERATOR=cpu
+else
+  ds=ds_configs/zero1_bf16.json device=cuda
+  model=()
+  rows=(--train.global_batch_rows=128 --train.micro_batch_rows=64)
+fi
+settings=(--config launch/runs/v3_base.toml --deepspeed_config "$ds"
+  "--data.sources=[{path = \"$work/train\"}]" "--data.eval=$work/heldout"
+  "--data.tokenizer=$work/spm.model" --optim.warmup_steps=10 --train.steps=30
+  --train.save_every=15 --train.log_every=1 --train.eval_every=30 --train.eval_rows=16
+  "${model[@]}" "${rows[@]}")
+
+prepare() {
+  rm -rf "$work" && mkdir -p "$work" &&
+    "$python" data_prep/docstrings.py --out "$work/text" &&
+    "$python" data_prep/train_tokenizer.py "$work/text/train.jsonl" --out "$work/spm.model" --pieces 8000 &&
+    "$python" data_prep/tokenize_corpus.py "$work/text/train.jsonl" --out "$work/train" \
+      --tokenizer "$work/spm.model" &&
+    "$python" data_prep/tokenize_corpus.py "$work/text/heldout.jsonl" --out "$work/heldout" \
+      --tokenizer "$work/spm.model" &&
+    "$python" data_prep/pack.py "$work/train" "$work/heldout" --tokenizer "$work/spm.model" --seq_len 512
+}
+export -f prepare
+export work python
+
+part 60 "rows of docstrings" bash -c prepare
+part 120 "30 steps" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/whole"
+part 90 "the same, stopped at 15" "$python" launch/pretrain.py "${settings[@]}" \
+  "--out_dir=$work/halves" --train.stop_after=15
+part 90 "and resumed" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/halves"
+part 40 "bit for bit" "$python" -m benchmarks.gpu_train compare "$work/whole" "$work/halves" \
+  --out "$results/gpu_train-$device.json"
+part 80 "profile by operator" "$python" -m benchmarks.gpu_train profile \
+  --out "$results/gpu_train-$device" -- "${settings[@]}" "--out_dir=$work/profiled" --train.stop_after=8
+part 50 "export" "$python" launch/export.py --run "$work/whole" --out "$work/hf"
+finish
