@@ -1,4 +1,7 @@
-"""What only a GPU can show; skipped without one. benchmarks/gpu_all.sh runs it first."""
+"""What only a GPU can show; skipped without one. benchmarks/gpu_all.sh runs it first.
+
+DeepSpeed's engine on a GPU is benchmarks/gpu_train.sh.
+"""
 
 import pytest
 import torch
@@ -21,6 +24,53 @@ def test_attention_in_bf16(size, queries):
         again = run(case, "fused", torch.bfloat16, "cuda")
         assert max(relative_errors(result, truth)) < 1.5e-2
         assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+
+
+@pytest.mark.parametrize("terms", ["key", "query", "none"])
+def test_single_terms_in_fp16(terms):
+    from attention_cases import SMALL_BUCKETS, Case, relative_errors, run
+
+    segments = torch.tensor([[1] * 300 + [2] * 130 + [0] * 82, [1] * 512])
+    case = Case(SMALL_BUCKETS, segments, dropout=0.1, size=16, terms=terms)
+    truth = run(case, "reference", torch.float64)
+    assert max(relative_errors(run(case, "fused", torch.float16, "cuda"), truth)) < 2e-3
+
+
+def test_few_queries_of_a_long_row():
+    from attention_cases import V3, Case, relative_errors, run
+
+    case = Case(V3, torch.ones(1, 2048, dtype=torch.int32), num_queries=300, heads=1, size=64)
+    truth = run(case, "reference", torch.float64, "cuda")
+    result = run(case, "fused", torch.bfloat16, "cuda")
+    assert max(relative_errors(result, [x.cpu() for x in truth])) < 1.5e-2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_card_than_the_current_one():
+    from attention_cases import V3, Case, relative_errors, run
+
+    case = Case(V3, torch.ones(1, 300, dtype=torch.int32), dropout=0.1, size=64)
+    truth = run(case, "reference", torch.float64)
+    with torch.cuda.device(0):
+        result = run(case, "fused", torch.bfloat16, "cuda:1")
+    assert max(relative_errors(result, truth)) < 1.5e-2
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_the_check_of_auto_passes_in_seconds(long, monkeypatch, tmp_path):
+    import time
+
+    from deberta_ds.model.attention import selfcheck
+    from deberta_ds.model.attention.fused import fused_path
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = torch.device("cuda")
+    first = selfcheck.check(device, torch.bfloat16, 64, long, fused_path)  # compiles
+    assert first.passed, first.text
+    selfcheck.results_file().unlink()
+    start = time.perf_counter()
+    assert selfcheck.check(device, torch.bfloat16, 64, long, fused_path).passed
+    print(first.text, f"; compiled, {time.perf_counter() - start:.2f} s")
 
 
 @pytest.mark.parametrize("length", [2048, 8192])

@@ -1,0 +1,280 @@
+"""The cost of a training step on a GPU that is not there: operators, bytes, FLOPs by part, priced.
+
+The step runs on tensors without data, in bf16, and every operator is counted. An operator costs its
+bytes at the card's memory speed, its products at a usual share of the peak, or the least time of a
+kernel, whichever is most. Attention kernels are priced by the instructions of their compiled loops
+(LOOPS), because issuing those is what they wait for; the optimizer by its bytes a parameter. It is
+a model, good to say where time goes and what a change is worth; a profile on the card replaces it.
+
+  python -m benchmarks.step_cost                                  # RTD v3-base, 64 x 512, H100
+  python -m benchmarks.step_cost --set train.micro_batch_rows=16  # any run file, any override
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from benchmarks.measure import RESULTS
+from deberta_ds import config
+from deberta_ds.config import RunConfig
+from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.files import write_atomic
+from deberta_ds.model import encoder, linear_cross_entropy
+from deberta_ds.model.attention import Geometry, geometry
+from deberta_ds.model.attention.fused import fused_path
+from deberta_ds.model.attention.fused.bands import GROUP_COLUMNS, make_band, padded
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.planner import activations
+from deberta_ds.planner.gpus import GPUS
+
+LEAST_SECONDS = 2e-6  # of a kernel, however small
+LAUNCH_SECONDS = 5e-6  # of the host, for one operator
+PRODUCT_SHARE, MEMORY_SHARE, ISSUE_SHARE = 0.65, 0.85, 0.65
+OPTIMIZER_BYTES = 74  # a parameter, of a ZeRO-1 step in bf16 on one GPU
+ATTENTION_DROPOUT = 0.1
+FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
+        "_unsafe_view", "lift_fresh", "resize_"}  # fmt: skip
+# (instructions of the loop, warps, pairs of a tile) of the sm_90 tiles at head size 64, compiled by
+# Triton 3.6; tests/workers/fused_compile.py shows how to get the machine code.
+LOOPS = {
+    "forward": (1250, 8, 128 * 64),
+    "query": (1379, 8, 128 * 64),
+    "key": (871, 8, 32 * 128),
+    "plane": (447, 4, 64 * 64),
+    "rows": (384, 4, 64 * 64),
+    "table": (616, 4, 64 * 64),
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """What decides a kernel's time."""
+
+    bandwidth: float  # bytes/s
+    processors: int
+    clock: float  # Hz
+    peak: float  # bf16 FLOP/s
+
+
+CARDS = {
+    "h100": Card(3.35e12, 132, 1.755e9, GPUS["h100"].peak("bf16")),
+    "h200": Card(4.8e12, 132, 1.755e9, GPUS["h200"].peak("bf16")),
+    "a100": Card(2.04e12, 108, 1.41e9, GPUS["a100"].peak("bf16")),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One operator's bytes and FLOPs."""
+
+    part: str
+    name: str
+    bytes: int
+    flops: int
+
+    def seconds(self, card: Card) -> float:
+        moving = self.bytes / (card.bandwidth * MEMORY_SHARE)
+        return max(moving, self.flops / (card.peak * PRODUCT_SHARE), LEAST_SECONDS)
+
+
+class Count(TorchDispatchMode):
+    """Every operator that launches a kernel, under the part that ran it."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.costs, self.attention = "top", [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        inputs, outputs = _tensors((args, kwargs or {})), _tensors(out)
+        if function.namespace == "deberta_ds":
+            self.attention.append((name, args))
+        elif function.namespace == "aten" and name not in FREE:
+            if not _is_view(function, inputs, outputs):
+                touched = inputs[1:] if name == "scatter_add_" else [*inputs, *outputs]
+                moved = sum(map(_held_bytes, touched))
+                self.costs.append(Cost(self.part, name, moved, _flops(name, inputs, outputs)))
+        return out
+
+
+def _tensors(tree) -> list[Tensor]:
+    return [x for x in tree_iter(tree) if isinstance(x, Tensor)]
+
+
+def _is_view(function, inputs, outputs) -> bool:
+    if function.is_view or function._schema.is_mutable or not outputs:
+        return function.is_view
+    storages = {x.untyped_storage()._cdata for x in inputs}
+    return all(x.untyped_storage()._cdata in storages for x in outputs)
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """Return the bytes behind a tensor: an expanded dimension counts once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or size == 1 else 1
+    return count * tensor.element_size()
+
+
+def _flops(name: str, inputs, outputs) -> int:
+    if name not in ("mm", "addmm", "bmm", "baddbmm"):
+        return 0
+    left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
+    return 2 * outputs[0].numel() * left.shape[-1]
+
+
+def count_step(run: RunConfig) -> Count:
+    """Return the operators of one micro-batch, forward and backward, in bf16."""
+    model_config = replace(run.model, attention_dropout=0.0)  # its seed is read on the host
+    run = replace(run, model=model_config)
+    count = Count()
+
+    def attend(*tensors, segments, query_positions_BQ=None, **options):
+        part, count.part = count.part, "around attention"
+        context = fused_path(*tensors, geometry=options["geometry"], segments_BL=segments,
+                             query_positions_BQ=query_positions_BQ, dropout=ATTENTION_DROPOUT,
+                             seed=1)  # fmt: skip
+        count.part = part
+        return context
+
+    chunk_for = linear_cross_entropy._chunk_for
+    # fmt: off
+    stand_ins = ((encoder, "attend", attend),
+                 (linear_cross_entropy, "_sample", activations._first_words),
+                 (linear_cross_entropy, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
+    # fmt: on
+    activations._forget_tables()
+    assert Geometry(run.model.largest_distance, run.model.position_buckets).reach  # kept: a number
+    geometry._slot_table.cache_clear()
+    try:
+        with ExitStack() as stack:
+            for stand_in in stand_ins:
+                stack.enter_context(activations._replaced(*stand_in))
+            stack.enter_context(FakeTensorMode())
+            _run(run, count)
+    finally:
+        activations._forget_tables()
+    return count
+
+
+def _run(run: RunConfig, count: Count) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = build_model(run)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, module in model.named_modules():
+        if part := _part_of(name):
+            _mark(module, part, count)
+    norm = {"targets": torch.ones(()), "tokens": torch.ones(())}
+    with count:
+        loss, *_ = model(activations._full_batch(run), norm)
+        count.part = "backward"
+        loss.backward()
+
+
+def _part_of(name: str) -> str:
+    if name.endswith(".head"):
+        return "vocabulary head" if name.startswith("generator") else "detection head"
+    return "layers" if name.rpartition(".")[0].endswith("layers") else ""
+
+
+def _mark(module, part: str, count: Count) -> None:
+    before = []
+
+    def enter(*_):
+        before.append(count.part)
+        count.part = part
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(lambda *_: setattr(count, "part", before.pop()))
+
+
+def attention_seconds(name: str, args, card: Card) -> float:
+    """Return the time of the kernels of one fused operator, by instructions issued."""
+    q, k = (args[0], args[1]) if name == "fused_attention" else (args[3], args[4])
+    reach = args[9] if name == "fused_attention" else args[12]
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    band = make_band(reach, keys)
+    width, radius = band.width(keys), band.radius(keys)
+    pairs = batch * heads * queries * keys
+
+    def products(rows):  # a block of 64 rows meets its columns and 63 distances more
+        return batch * heads * padded(rows) * (min(width, keys) + 63)
+
+    def seconds(kernel, pairs):
+        instructions, warps, tile = LOOPS[kernel]
+        cycles = pairs / tile * instructions * warps / 4
+        return max(cycles / (card.processors * card.clock * ISSUE_SHARE), LEAST_SECONDS)
+
+    planes = seconds("plane", products(queries)) + seconds("plane", products(keys))
+    if name == "fused_attention":
+        return planes + seconds("forward", pairs)
+    gathered = seconds("rows", products(queries)) + seconds("rows", products(keys))
+    table = min(2 * radius, keys + queries + GROUP_COLUMNS)
+    tables = 2 * seconds("table", batch * heads * table * min(queries, keys) * 0.6)
+    return planes + seconds("query", pairs) + seconds("key", pairs) + gathered + tables
+
+
+def summarize(run: RunConfig, count: Count, card: Card) -> dict:
+    """Return the table: by part forward, by operator backward, and what they add up to."""
+    parts = defaultdict(lambda: [0, 0, 0, 0.0])
+    for cost in count.costs:
+        label = cost.part if cost.part != "backward" else f"backward: {cost.name}"
+        for place, value in enumerate((1, cost.bytes, cost.flops, cost.seconds(card))):
+            parts[label][place] += value
+    for name, args in count.attention:
+        row = parts["attention kernels" + (" backward" if name.endswith("backward") else "")]
+        row[0] += 4 if name == "fused_attention" else 8
+        row[3] += attention_seconds(name, args, card)
+    moved = OPTIMIZER_BYTES * count_parameters(on_meta(build_model, run))
+    parts["optimizer"] = [0, moved, 0, moved / (card.bandwidth * MEMORY_SHARE)]
+    names = ("kernels", "bytes", "flops", "seconds")
+    table = {label: dict(zip(names, row, strict=True)) for label, row in parts.items()}
+    total = {name: sum(row[name] for row in table.values()) for name in names}
+    tokens = run.train.micro_batch_rows * run.data.seq_len
+    ideal = objective_of(run).flops_per_token(run) * tokens / card.peak
+    total |= {"tokens_per_second": tokens / total["seconds"], "mfu": ideal / total["seconds"],
+              "launch_seconds": total["kernels"] * LAUNCH_SECONDS}  # fmt: skip
+    return {"parts": table, "total": total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="launch/runs/v3_base.toml")
+    parser.add_argument("--card", choices=CARDS, default="h100")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides")
+    options = parser.parse_args()
+    overrides = ["--train.micro_batch_rows=64", *(f"--{text}" for text in options.set)]
+    run, _ = config.load(options.config, overrides)
+    if run.model.head_size not in (16, 32, 64, 128):
+        raise UserError(f"{options.config}: heads of {run.model.head_size} take no fused kernel")
+    result = summarize(run, count_step(run), CARDS[options.card])
+    rows = sorted(result["parts"].items(), key=lambda item: -item[1]["seconds"])
+    print(f"{'':36}{'kernels':>8}{'GB':>9}{'TFLOP':>9}{'ms':>9}")
+    for name, row in [*rows[:24], ("everything", result["total"])]:
+        print(f"{name:36}{row['kernels']:8}{row['bytes'] / 1e9:9.2f}{row['flops'] / 1e12:9.3f}"
+              f"{row['seconds'] * 1e3:9.2f}")  # fmt: skip
+    total = result["total"]
+    print(f"{run.train.micro_batch_rows} x {run.data.seq_len} on {options.card}: "
+          f"{total['tokens_per_second']:,.0f} tok/s, {total['mfu']:.1%} of the peak; the host "
+          f"needs {total['launch_seconds'] * 1e3:.0f} ms to launch it")  # fmt: skip
+    shape = f"{run.train.micro_batch_rows}x{run.data.seq_len}"
+    path = RESULTS / f"step_cost-{run.name}-{shape}-{options.card}.json"
+    write_atomic(path, json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
