@@ -22,21 +22,25 @@ def main() -> None:
     run_group.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
     parser.add_argument("--data", help="packed corpus (default: the run's data.eval)")
     parser.add_argument("--tokenizer", help="spm.model (default: the run's)")
-    parser.add_argument("--rows", type=int, help="how many rows (default: the run's)")
+    parser.add_argument("--rows", type=int, help="how many rows, at least 1 (default: the run's)")
     parser.add_argument("--generator", metavar="MODEL",
                         help="score the discriminator on the replacements of this one")
     options = parser.parse_args()
+    if options.rows is not None and options.rows < 1:
+        parser.error(f"--rows {options.rows}: must be at least 1")
 
     import torch
 
     from deberta_ds.data.rows import eval_rows
-    from deberta_ds.formats.checkpoint import load_whole_state
+    from deberta_ds.formats import checkpoint
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
     from deberta_ds.train.evaluate import evaluate
     from deberta_ds.train.setup import EVAL_SEED
 
-    state, run = load_whole_state(options.run)
+    path = checkpoint.newest(options.run)
+    state, run = checkpoint.load_whole_state(path)
+    rules = checkpoint.read_run_file(path).get("row_rules", 1)  # the rows that its own log scored
     corpus = options.data or run.data.eval
     if not corpus:
         raise UserError(f"{options.run}: the run has no data.eval; name a packed corpus "
@@ -44,11 +48,11 @@ def main() -> None:
     tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
     rows = eval_rows(corpus, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
                      eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
-                     across_documents=run.data.across_documents)
+                     across_documents=run.data.across_documents, rules=rules)
     if options.generator:
         from deberta_ds.analysis.common_generator import score_discriminator
 
-        scores = score_discriminator(options.checkpoint, options.generator, rows)
+        scores = score_discriminator(options.run, options.generator, rows)
         print(json.dumps(scores, indent=1))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
