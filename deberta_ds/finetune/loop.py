@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -90,16 +91,20 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
     num_evals = settings.epochs * settings.evals_per_epoch
     evals = {max(1, round(total_steps * (i + 1) / num_evals)) for i in range(num_evals)}
     history: list[dict] = []
+    lengths = np.array([row.num_tokens for row in rows])
     best, best_step, since_best = -math.inf, 0, 0
     losses, began = [], time.monotonic()
     for step in range(total_steps):
         set_learning_rate(engine, learning_rate(optim, step, total_steps))
-        picked = [rows[i] for i in stream(len(rows), job.seed, step, settings.batch_rows)]
+        chosen = stream(lengths, job.seed, step, settings.batch_rows, settings.group_updates)
+        picked = [rows[i] for i in chosen]
         losses.append(_step(engine, picked, shape, job.seed, step))
         if step + 1 not in evals:
             continue
         values = _evaluate(job, engine, val_features)
         score = metrics.task_score(job.task, values)
+        if settings.best_metric:
+            score = values[settings.best_metric]
         epoch = (step + 1) * settings.batch_rows / len(rows)
         loss, adversarial = np.mean(losses, axis=0).round(5).tolist()
         entry = {"step": step + 1, "epoch": round(epoch, 2), "loss": loss}
@@ -160,19 +165,60 @@ def _engine(job: Job, optim):
         "gradient_accumulation_steps": shape.accumulation,
         "gradient_clipping": settings.clip_norm,
     }  # fmt: skip
-    engine = build_engine(model, optim, values)
+    shares = layer_shares(model, settings.layer_decay)
+    engine = build_engine(model, optim, values, rate_shares=shares)
     engine.train()
     return engine, shape
 
 
-def stream(num_rows: int, seed: int, step: int, batch_rows: int) -> list[int]:
-    """Return the rows of update `step`: a pure function, each epoch a fresh permutation."""
-    positions = range(step * batch_rows, (step + 1) * batch_rows)
-    orders = {
-        epoch: np.random.default_rng([seed, epoch]).permutation(num_rows)
-        for epoch in {position // num_rows for position in positions}
-    }
-    return [int(orders[p // num_rows][p % num_rows]) for p in positions]
+def layer_shares(model: torch.nn.Module, decay: float) -> dict[str, float]:
+    """Return {parameter: its learning rate as a share}: lower layers move less (ELECTRA, 3.1).
+
+    The head 1, the top layer `decay`, each layer below that times `decay`, and what lies below the
+    first layer (tables, their norms) once more; nothing if `decay` is 1.
+    """
+    if decay == 1.0:
+        return {}
+    prefix = "backbone.trunk.encoder.layers."
+    num_layers = model.backbone.config.num_layers
+    shares = {}
+    for name, _ in model.named_parameters():
+        if name.startswith("backbone."):
+            inside = name.startswith(prefix)
+            layer = int(name.removeprefix(prefix).split(".")[0]) if inside else -1
+            shares[name] = decay ** (num_layers - layer)
+    return shares
+
+
+def stream(
+    lengths: np.ndarray, seed: int, step: int, batch_rows: int, group_updates: int
+) -> list[int]:
+    """Return the rows of update `step`: a pure function, each epoch a fresh permutation.
+
+    The rows of `group_updates` updates in a row are dealt to them by length, so that a batch has
+    little padding, and those updates are made in random order. An update that two epochs share
+    keeps its rows as they were drawn.
+    """
+    num_rows, start = len(lengths), step * batch_rows
+    epoch = start // num_rows
+    first = -(-epoch * num_rows // batch_rows)  # updates that lie in this epoch as a whole
+    end = (epoch + 1) * num_rows // batch_rows
+    if step >= end:
+        positions = range(start, start + batch_rows)
+        return [int(_order(num_rows, seed, p // num_rows)[p % num_rows]) for p in positions]
+    low = first + (step - first) // group_updates * group_updates
+    high = min(low + group_updates, end)
+    order = _order(num_rows, seed, epoch)
+    rows = order[low * batch_rows - epoch * num_rows : high * batch_rows - epoch * num_rows]
+    by_length = rows[np.argsort(lengths[rows], kind="stable")] if group_updates > 1 else rows
+    turn = np.random.default_rng([seed, epoch, low]).permutation(high - low)[step - low]
+    number = turn if group_updates > 1 else 0
+    return by_length[number * batch_rows : (number + 1) * batch_rows].tolist()
+
+
+@lru_cache(maxsize=2)
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int):

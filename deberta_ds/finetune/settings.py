@@ -2,7 +2,7 @@
 
 A settings file has a table [all] and one for each task that differs; overrides are written as those
 of a run file: --all.epochs=3, --RTE.epochs=4. The defaults are for base and small encoders; sources
-of every number are in docs/superglue.md.
+of every number are in docs/finetuning.md.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,11 +29,13 @@ class Settings:
     batch_rows: int = option("examples per update, over all ranks", 16, ge=1, le=1 << 20)
     micro_batch_rows: int = option("examples per forward on one rank; 0: all of its share", 0,
                                    ge=0, le=1 << 20)
-    learning_rate: float = option("highest learning rate", 2e-5, gt=0)
+    learning_rate: float = option("highest learning rate", 2e-5, gt=0, le=10)
+    layer_decay: float = option("learning rate of a layer, as a share of the next higher", 1.0,
+                                gt=0, le=1)
     warmup_steps: int = option("updates of warm-up; 0: warmup_share", 0, ge=0, le=1 << 40)
     warmup_share: float = option("share of the run, if warmup_steps is 0", 0.06, ge=0, lt=1)
-    weight_decay: float = option("decoupled weight decay", 0.01, ge=0, le=1e6)
-    clip_norm: float = option("global gradient norm; 0: no clipping", 1.0, ge=0)
+    weight_decay: float = option("decoupled weight decay", 0.01, ge=0, le=10)
+    clip_norm: float = option("global gradient norm; 0: no clipping", 1.0, ge=0, le=1e9)
     head_dropout: float = option("dropout before the classifier", 0.1, ge=0, lt=1)
     dropout: float = option("of the encoder; below 0: as the model was pretrained", -1.0,
                             ge=-1, lt=1)
@@ -43,6 +45,10 @@ class Settings:
     evals_per_epoch: int = option("evaluations per epoch", 1, ge=1, le=1 << 20)
     patience: int = option("stop after this many evaluations without a better one; 0: never", 0,
                            ge=0, le=1 << 20)
+    best_metric: str = option("metric that chooses the evaluation to keep; empty: the task's score",
+                              "")
+    group_updates: int = option("updates whose examples are dealt by length; 1: none", 16,
+                                ge=1, le=1 << 20)
     eval_batch_rows: int = option("examples per forward in evaluation", 32, ge=1, le=1 << 20)
     train_rows: int = option("use only the first rows of the train split; 0: all", 0,
                              ge=0, le=1 << 40)
@@ -103,7 +109,13 @@ def load(
 def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]]) -> Settings:
     """Return the settings of `task`: its own defaults, then [all], then [TASK] of `tables`."""
     values = dict(task.settings) | dict(tables.get(ALL, {})) | dict(tables.get(task.name, {}))
-    return validate(Settings, values, f"settings of {task.name}")
+    settings = validate(Settings, values, f"settings of {task.name}")
+    if settings.best_metric and settings.best_metric not in task.metrics:
+        raise ConfigError(
+            f"settings of {task.name}: best_metric = {settings.best_metric!r} is not one of its "
+            f"metrics, {', '.join(task.metrics)}"
+        )
+    return settings
 
 
 def underscored(text: str) -> str:

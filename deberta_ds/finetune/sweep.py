@@ -184,7 +184,7 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
             rows.append((diagnostic, "", "", "", "", "", "", text))
     what = f"{summary['mean_of']} of {summary['suite_tasks']} tasks of {summary['suite']}"
     if summary["mean_of"] == summary["suite_tasks"]:
-        what = f"{summary['suite']}: the leaderboard's rule"
+        what = f"{summary['suite']}, all of {summary['mean_of']}"
     beside = _percent(compare["mean"]) if compare else ""
     rows.append(("mean", "", beside, _percent(summary["mean"]), "", "", "", what))
     widths = (9, 9, 8 if compare else 0, 8, 7, 7, 8)

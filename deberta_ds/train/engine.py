@@ -99,9 +99,13 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     return build_engine(model, run.optim, ds, fixed)
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset()):
-    """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move."""
-    optimizer = build_optimizer(model, optim, fixed)
+def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset(),
+                 rate_shares: Mapping[str, float] | None = None):
+    """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move.
+
+    `rate_shares` are the parameters whose learning rate is a share of the schedule's.
+    """
+    optimizer = build_optimizer(model, optim, fixed, rate_shares)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds,
                                       dist_init_required=False)
     check_engine(engine)
@@ -121,7 +125,7 @@ def set_parameters(model: nn.Module, values: dict[str, Tensor], gather) -> None:
 
 def set_learning_rate(engine, rate: float) -> None:
     for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0 if group.get("fixed") else rate
+        group["lr"] = 0.0 if group.get("fixed") else rate * group.get("rate_share", 1.0)
 
 
 def gathered(parameters: list[nn.Parameter]):

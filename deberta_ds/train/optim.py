@@ -5,6 +5,8 @@ weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py), wh
 AdamW cannot express.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -12,14 +14,31 @@ from deberta_ds.config import OptimConfig
 from deberta_ds.model.decay import decay_groups
 
 
-def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset()
-                    ) -> torch.optim.Optimizer:
-    """Return the run's optimizer over `model`; parameters named by `fixed` do not move."""
+def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset(),
+                    rate_shares: Mapping[str, float] | None = None) -> torch.optim.Optimizer:
+    """Return the run's optimizer over `model`; parameters named by `fixed` do not move.
+
+    A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate).
+    """
     groups = decay_groups(model, optim.weight_decay, fixed)
+    if rate_shares:
+        groups = _split_by_rate(model, groups, rate_shares)
     settings = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     return AdamUncorrected(groups, **settings)
+
+
+def _split_by_rate(model: nn.Module, groups: list[dict], shares: Mapping[str, float]
+                   ) -> list[dict]:
+    """Return `groups` cut so that every group has one rate share."""
+    share_of = {id(p): shares.get(name, 1.0) for name, p in model.named_parameters()}
+    split = []
+    for group in groups:
+        for share in sorted({share_of[id(p)] for p in group["params"]}):
+            params = [p for p in group["params"] if share_of[id(p)] == share]
+            split.append(group | {"params": params, "rate_share": share})
+    return split
 
 
 class AdamUncorrected(torch.optim.Optimizer):
