@@ -214,7 +214,7 @@ def checkpoint(random: Random, place: Path) -> Case:
     path = random.choice(mutate.files_under(step))
     hidden = random.random() < 0.3
     if hidden:
-        path = random.choice(sorted((step / "zero").glob("*.pt")))
+        path = random.choice([p for p in mutate.files_under(step) if p.suffix != ".json"])
         _hide_code(random, path, place)
         change = mutate.Change("holds code", False)
     elif path.suffix == ".json" and random.random() < 0.8:
@@ -226,7 +226,7 @@ def checkpoint(random: Random, place: Path) -> Case:
             and random.random() < 0.6:
         _write_manifest_anew(step)
         change = mutate.Change(f"{change.text}, fresh manifest", False)
-    return Case(command, f"{path.relative_to(step)} {change.text}", ("out", path.name), hidden)
+    return Case(command, f"{path.relative_to(step)} {change.text}", ("out", path.name))
 
 
 class _Code:
