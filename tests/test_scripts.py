@@ -36,6 +36,7 @@ def ask(path: Path, word: str, directory: Path) -> tuple[int, str]:
     return code, log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PYTHON + SHELL, ids=name)
 def test_help_and_unknown_options(path, tmp_path):
     directory = tmp_path / "here"
