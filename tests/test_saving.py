@@ -16,6 +16,7 @@ from deberta_ds import dist
 from deberta_ds.formats import checkpoint, saved_state, saving
 from deberta_ds.formats.checkpoint import CheckpointError
 from deberta_ds.formats.layout import Group, Layout, layout_from, replicated
+from deberta_ds.formats.ours import read_checkpoint
 from deberta_ds.formats.saved_state import SavedState, rank_file
 from deberta_ds.records import read_metrics
 
@@ -160,6 +161,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(runs):
 def test_a_checkpoint_holds_its_tokenizer_and_can_be_exported_where_the_run_was_moved(runs):
     path = checkpoint.path_of(runs / "b", 12)
     assert (path / "spm.model").read_bytes() == (runs / "spm.model").read_bytes()
+    assert read_checkpoint(runs / "b").tokenizer_files == {"spm.model": path / "spm.model"}
 
 
 def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatch):

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import rank_helpers
 import torch
+from data_helpers import tokenizer_path
 from launching import ROOT
 from safetensors.torch import load_file
 
+from deberta_ds.errors import UserError
 from deberta_ds.files import xxh3
 from deberta_ds.formats.checkpoint import load_whole_state
 from deberta_ds.formats.convert import convert
@@ -144,3 +146,12 @@ def test_code_in_an_old_checkpoint_is_not_run_by_a_resumed_run(tmp_path):
     codes, text = rank_helpers.wait(processes), (tmp_path / "log").read_text()
     assert 2 in codes and "code in it was not run" in text and "Traceback" not in text
     assert not mark.exists()
+
+
+def test_another_tokenizer_where_the_old_run_had_its_own_is_not_exported(tmp_path, monkeypatch):
+    other = tmp_path / "tests/fixtures/version_0_1_0/spm.model"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(Path(tokenizer_path()).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="spm.model: is not the tokenizer that .* was trained with"):
+        read_release(OLD / "mlm" / STEP)

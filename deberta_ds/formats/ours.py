@@ -14,14 +14,17 @@ from deberta_ds.config import RunConfig, to_dict
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs
+from deberta_ds.formats.checkpoint import load_whole_state, newest, read_run_file
 from deberta_ds.formats.network import Network, Release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
+    SPM,
     copy_tokenizer_files,
     files_of,
     find_tokenizer_files,
 )
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.tokenizer import Tokenizer
 
 MODEL_FILE, FORMAT = "model.json", "deberta_ds-1"
 
@@ -70,14 +73,19 @@ def write_ours(release: Release, out: Path) -> list[str]:
 
 def read_checkpoint(path: Path) -> Release:
     """Return the release of a training checkpoint, or of a run directory's newest one."""
-    from deberta_ds.formats.checkpoint import load_whole_state  # imports deepspeed
-
-    state, run = load_whole_state(path)
+    directory = newest(path)
+    state, run = load_whole_state(directory)
     release = release_of_state(state, run)
-    tokenizer = Path(run.data.tokenizer)
-    if not tokenizer.is_file():
-        raise UserError(f"{tokenizer}: the run's tokenizer is not there; run this from the "
-                        "directory the run was started in")
+    tokenizer = directory / SPM
+    if not tokenizer.is_file():  # version 0.1.0 did not keep it
+        tokenizer = Path(run.data.tokenizer)
+        if not tokenizer.is_file():
+            raise UserError(f"{tokenizer}: the run's tokenizer is not there; run this from the "
+                            "directory the run was started in")
+        saved = read_run_file(directory).get("tokenizer_sha256")
+        if saved not in (None, Tokenizer(tokenizer).sha256):
+            raise UserError(f"{tokenizer}: is not the tokenizer that {directory} was trained with "
+                            f"(sha256 {saved}); put that one there")
     release.tokenizer_files = files_of(tokenizer)
     return release
 
