@@ -1,8 +1,12 @@
 """Processes of this host as the kernel sees them (Linux, /proc)."""
 
+import ctypes
+import signal
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ def command_line(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return []
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the thread that started it ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @cache
