@@ -136,6 +136,7 @@ class MaskConfig:
 # 80/10/10.
 MASK_DEFAULTS = {
     "rtd": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
+    "rtd_cached": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
     "mlm": {"max_ngram": 3, "mask_share": 0.8, "random_share": 0.1},
 }
 
@@ -144,8 +145,9 @@ MASK_DEFAULTS = {
 class ObjectiveConfig:
     """What is learned: masked LM (v1, v2) or replaced-token detection (v3)."""
 
-    kind: Literal["mlm", "rtd"] = option("mlm: masked LM (v1, v2); rtd: replaced-token detection "
-                                         "(v3)")
+    kind: Literal["mlm", "rtd", "rtd_cached"] = option(
+        "mlm: masked LM (v1, v2); rtd: replaced-token detection (v3); rtd_cached: the same with "
+        "stored replacements (data_prep/replace.py), without a generator")
     mask: MaskConfig = MaskConfig()
     generator_layers: int = option("rtd: layers of the generator; 0: half of the discriminator's, "
                                    "as in the released v3 models", 0, ge=0, le=1000)
@@ -154,6 +156,9 @@ class ObjectiveConfig:
     rtd_weight: float = option("rtd: lambda of the discriminator's loss; 50 in the DeBERTaV3 "
                                "paper, 10 in the official script", 50.0, ge=0, le=1e6)
     temperature: float = option("rtd: of the generator's samples", 1.0, gt=0, le=100)
+    draws_by: Literal["epoch", "course"] = option(
+        "rtd_cached: epoch: a new draw every epoch; course: the draws one after another over the "
+        "run, as from hot to cold", "epoch")
 
 
 @dataclass(config=_STRICT, frozen=True, kw_only=True)
@@ -173,6 +178,7 @@ class SourceConfig:
                                          (0.0, 1.0))
     part_by: Literal["hash", "position"] = option(
         "order of the shards that parts are cut from; position: as version 0.1.0 did", "hash")
+    replaced: str = option("rtd_cached: what data_prep/replace.py made of it", "")
 
     def __post_init__(self):
         if not self.part[0] < self.part[1]:
@@ -188,6 +194,7 @@ class DataConfig:
     tokenizer: str = option("SentencePiece model file", min_length=1)
     seq_len: int = option("tokens of a row", 512, ge=8, le=1 << 20)
     eval: str = option("held-out packed corpus; empty: no evaluation", "")
+    eval_replaced: str = option("rtd_cached: what data_prep/replace.py made of it", "")
     seed: int = option("of the order, the masks and the generator's samples", 0, ge=0, le=_LARGEST)
     across_documents: bool = option("true: pieces of a row see each other (official packing)",
                                     False)
@@ -253,12 +260,13 @@ class InitConfig:
 
     source: str = option("written `from` in TOML: our run or export, Hugging Face or microsoft "
                          "files", "")
-    generator: str = option("its generator, where the source has none", "")
+    generator: str = option("its generator, where the source has none; rtd_cached without a "
+                            "source: whose word table the discriminator's starts from", "")
     words_only: bool = option("take only the word table and keep it fixed", False)
 
     def __post_init__(self):
-        if not self.source and (self.generator or self.words_only):
-            raise ValueError("generator and words_only need init.from")
+        if not self.source and self.words_only:
+            raise ValueError("words_only needs init.from")
         if self.generator and self.words_only:
             raise ValueError("words_only takes no generator")
 
@@ -297,6 +305,8 @@ class RunConfig:
     evaluate: EvaluateConfig = EvaluateConfig()
 
     def __post_init__(self):
+        if self.init.generator and not self.init.source and self.objective.kind != "rtd_cached":
+            raise ValueError("init.generator needs init.from")
         if self.init.words_only and self.objective.kind != "mlm":
             raise ValueError("init.words_only is the first stage of two and needs "
                              'objective.kind = "mlm" (docs/interop.md)')

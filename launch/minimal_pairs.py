@@ -53,6 +53,7 @@ def main() -> None:
     from deberta_ds.cluster.launcher import rank_variables
     from deberta_ds.data.minimal_pairs import read_pairs, sample_pairs
     from deberta_ds.files import write_atomic
+    from deberta_ds.report.pairs_page import pairs_page
 
     if int(({"WORLD_SIZE": "1"} | rank_variables(os.environ) | os.environ)["WORLD_SIZE"]) > 1:
         from deberta_ds.train.engine import init_distributed
@@ -64,11 +65,14 @@ def main() -> None:
     scored = dist.together(lambda: minimal_pairs.score_pairs(model, pairs))
     result = minimal_pairs.describe(scored, pairs, options.model, options.data)
     if dist.is_main():
-        print(minimal_pairs.table(result, published.columns(minimal_pairs.phenomena_of(result))))
+        beside = published.columns(minimal_pairs.phenomena_of(result))
+        print(minimal_pairs.table(result, beside))
         if options.out:
             path = options.out / "minimal_pairs.json"
             write_atomic(path, json.dumps(result, indent=1) + "\n")
-            print(f"written: {path}")
+            page = path.with_suffix(".html")
+            write_atomic(page, pairs_page(result, minimal_pairs.SCORERS, beside))
+            print(f"written: {path}, {page}")
     dist.destroy()
 
 

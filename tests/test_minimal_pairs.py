@@ -28,6 +28,7 @@ from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.records import read_metrics
+from deberta_ds.report.pairs_page import pairs_page
 from deberta_ds.tokenizer import piece_starts_word
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
 
@@ -348,6 +349,16 @@ def test_the_committed_pairs_are_200_in_8_phenomena():
     assert all(pair.good != pair.bad for pair in pairs)
 
 
+def test_the_page_shows_every_score_and_escapes_names():
+    pairs = [dataclasses.replace(pair, phenomenon="<b>&") for pair in PAIRS]
+    scored = minimal_pairs.score_pairs(discriminator(), pairs)
+    result = minimal_pairs.describe(scored, pairs, "<script>alert(1)</script>", "own")
+    page = pairs_page(result, minimal_pairs.SCORERS, {"GPT-2": {"overall": 0.83, "<b>&": 0.9}})
+    assert "<script>alert" not in page and "&lt;b&gt;&amp;" in page and "GPT-2: 83.0" in page
+    for scores in result["scorers"].values():
+        assert f"{100 * scores['accuracy']:.1f}" in page
+
+
 @pytest.mark.multi
 def test_two_ranks_score_pairs_while_they_train_under_zero_3(tmp_path):
     old = ROOT / "tests/fixtures/version_0_1_0"
@@ -385,3 +396,4 @@ def test_two_ranks_write_what_one_writes(tmp_path):
     assert [result["ranks"] for result in results] == [1, 2]
     assert results[0]["scorers"] == results[1]["scorers"]
     assert set(results[0]["scorers"]) == set(minimal_pairs.SCORERS)
+    assert "agreement" in (tmp_path / "2/minimal_pairs.html").read_text()

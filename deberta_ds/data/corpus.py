@@ -58,7 +58,8 @@ class Corpus:
                 f"{self.path}: no row plan for seq_len {seq_len} (found: {names}); "
                 f"run data_prep/pack.py {self.path} --seq_len {seq_len}"
             )
-        self.rows_manifest, self.fingerprint = read_rows_manifest(rows_path)
+        self.rows_manifest, self.rows_fingerprint = read_rows_manifest(rows_path)
+        self.fingerprint = self.rows_fingerprint
         if self.rows_manifest.corpus != self.corpus_fingerprint:
             raise UserError(
                 f"{rows_path}: planned for another version of {self.path / MANIFEST}; remove the "
@@ -195,6 +196,17 @@ class Corpus:
             )))
             self._known_paths[number] = found
         return found
+
+    def shard_row(self, index: int) -> tuple[str, int]:
+        """Return (name of the shard, row in it) of row `index`."""
+        number, local = self._find(index)
+        return self._shards[number][0].name, local
+
+    @property
+    def shard_rows(self) -> dict[str, range]:
+        """Return {name of a shard: its rows} in order."""
+        return {shard.name: range(int(first), int(last)) for (shard, _), first, last in zip(
+            self._shards, self._cumulative[:-1], self._cumulative[1:], strict=True)}
 
     def place(self, index: int) -> str:
         """Return where row `index` lies, for messages: shard file and row in it."""

@@ -20,6 +20,7 @@ from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
 from deberta_ds.data.mixture import build_mixture, build_slot_mixture
 from deberta_ds.data.permutation import Permutation
+from deberta_ds.data.replaced import Replacements
 from deberta_ds.errors import UserError
 
 ROW_RULES = 2
@@ -45,6 +46,8 @@ class RowDataset:
         verify_rank: int = 0,
         verify_world_size: int = 1,
         rules: int = ROW_RULES,
+        draws_by: str = "epoch",
+        rows_of_run: int = 0,
     ):
         """Open and check every source.
 
@@ -71,6 +74,13 @@ class RowDataset:
         for corpus in self._corpora:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)
+        self._replaced = [
+            Replacements(source.replaced, corpus, across_documents) if source.replaced else None
+            for source, corpus in zip(sources, self._corpora, strict=True)]
+        for replaced in self._replaced:
+            if replaced and verify_rank == 0:
+                replaced.verify(verify)
+        self._draws_by, self._rows_of_run = draws_by, rows_of_run
         official = mask.selection == "deberta_window" and rules > 1
         self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
@@ -80,8 +90,10 @@ class RowDataset:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Return {source path: hex}: what a checkpoint stores to refuse another corpus."""
-        pairs = zip(self.sources, self._corpora, strict=True)
-        return {source.path: corpus.fingerprint for source, corpus in pairs}
+        return {source.path: corpus.fingerprint
+                + (f", replaced {replaced.fingerprint}" if replaced else "")
+                for source, corpus, replaced in zip(self.sources, self._corpora, self._replaced,
+                                                    strict=True)}
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -127,13 +139,25 @@ class RowDataset:
 
     def build(self, g: int, pieces: list[np.ndarray]) -> Row:
         """Return row g from the pieces that `read` has given."""
-        return self._build(pieces, g, self.seed, self.locate(g))
+        return self._build(pieces, g, self.seed, self.locate(g), self.draw(g))
+
+    def draw(self, g: int) -> int:
+        """Return which stored draw row g takes: by its epoch, or by its place in the run."""
+        source, index = self._mixture.locate(g)
+        replaced = self._replaced[source]
+        if not replaced:
+            return 0
+        if self._draws_by == "course":
+            return min(replaced.draws - 1, g * replaced.draws // max(1, self._rows_of_run))
+        epoch = (index + self.sources[source].first_row) // self._corpora[source].num_rows
+        return epoch % replaced.draws
 
     def natural_row(self, row: int, eval_seed: int) -> Row:
         """Return row `row` of the first source as stored; masks are keyed by (eval_seed, row)."""
         return self._build(self._corpora[0].row(row), row, eval_seed, (0, row))
 
-    def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int]) -> Row:
+    def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int],
+               draw: int = 0) -> Row:
         ids, segments, positions = frame_pieces(
             pieces, self.seq_len, self._cls_id, self._sep_id, self.across_documents
         )
@@ -144,6 +168,10 @@ class RowDataset:
                 f"{self._mask_id} pieces (row {g} of the run); run data_prep/verify.py "
                 f"{corpus.path} --verify full and copy the damaged shard again"
             )
+        replaced = self._replaced[place[0]]
+        if replaced:
+            shard, row = self._corpora[place[0]].shard_row(place[1])
+            return Row(g, *replaced.apply(draw, shard, row, ids), segments, positions)
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
             ids, self._word_start, self._special, self.mask, self._mask_id, rng,
@@ -181,7 +209,7 @@ def frame_pieces(
 def eval_rows(
     path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
     num_rows: int | None = None, across_documents: bool = False, verify: str = "sizes",
-    rules: int = ROW_RULES,
+    rules: int = ROW_RULES, replaced: str = "",
 ) -> list[Row]:
     """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
@@ -189,8 +217,8 @@ def eval_rows(
     has fewer than `num_rows`. Under rules 1 they are the first rows.
     """
     dataset = RowDataset(
-        [SourceConfig(path=path)], tokenizer, seq_len=seq_len, seed=eval_seed, mask=mask,
-        across_documents=across_documents, verify=verify, rules=rules,
+        [SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len, seed=eval_seed,
+        mask=mask, across_documents=across_documents, verify=verify, rules=rules,
     )
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows

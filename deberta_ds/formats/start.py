@@ -28,13 +28,12 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     Parameters without a value keep their random one; a note names them. Raises UserError if the
     source does not fit the run.
     """
+    if not run.init.source:
+        return _generator_words(run)
     release = read_release(run.init.source)
     place = run.init.source
     if run.init.words_only:
-        words = release.main.tensors["words.weight"]
-        wanted = (run.model.vocab_size, run.model.hidden_size)
-        if tuple(words.shape) != wanted:
-            raise UserError(f"{place}: word table {tuple(words.shape)}, but the run has {wanted}")
+        words = _fitting_words(run, release.main, place)
         return {"words.weight": words}, [f"init: word table of {place}, kept fixed; the rest is "
                                          "random (first of two stages)"]
     objective = objective_of(run)
@@ -44,6 +43,23 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     for name, network in networks.items():
         notes += _random_parts(network, objective.HEADS[name])
     return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
+
+
+def _generator_words(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the word table of a cached run's frozen generator as the discriminator's first one."""
+    place = run.init.generator
+    release = read_release(place)
+    words = _fitting_words(run, release.generator or release.main, place)
+    return {"discriminator.words.weight": words}, [f"init: word table of the generator of {place}; "
+                                                   "the rest is random"]
+
+
+def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
+    words = network.tensors["words.weight"]
+    wanted = (run.model.vocab_size, run.model.hidden_size)
+    if tuple(words.shape) != wanted:
+        raise UserError(f"{place}: word table {tuple(words.shape)}, but the run has {wanted}")
+    return words
 
 
 def _networks(run: RunConfig, release: Release) -> dict[str, Network]:

@@ -4,10 +4,11 @@ from torch import nn
 
 from deberta_ds.config import RunConfig
 from deberta_ds.model.encoder import Encoder
-from deberta_ds.objectives import mlm, rtd
+from deberta_ds.objectives import mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import Objective
 
-OBJECTIVES: dict[str, Objective] = {"mlm": mlm, "rtd": rtd}  # the kinds of config.ObjectiveConfig
+# The kinds of config.ObjectiveConfig.
+OBJECTIVES: dict[str, Objective] = {"mlm": mlm, "rtd": rtd, "rtd_cached": rtd_cached}
 
 
 def objective_of(run: RunConfig) -> Objective:

@@ -38,8 +38,7 @@ from deberta_ds.objectives.sampling import token_uniforms
 from deberta_ds.objectives.sentences import SENTENCES_AT_ONCE, padded
 from deberta_ds.tokenizer import Tokenizer
 
-METRICS = (
-    *masked_metrics("generator", "Generator", on_console="gen.loss"),
+DETECTION_METRICS = (
     Metric("discriminator_loss", "Discriminator loss",
            "Binary cross-entropy of all tokens: original or replaced?", network="discriminator",
            baseline=("class prior", lambda r: r["discriminator_loss"] + r["discriminator_gain"]),
@@ -56,6 +55,7 @@ METRICS = (
            "Area under the precision-recall curve of the replaced tokens.", "number",
            "discriminator", ("chance", lambda r: 1 - r["prior_accuracy"])),
 )  # fmt: skip
+METRICS = (*masked_metrics("generator", "Generator", on_console="gen.loss"), *DETECTION_METRICS)
 HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
 RENAMED: dict[str, str] = {}
 
@@ -179,20 +179,29 @@ def flops_per_token(run: RunConfig) -> float:
 
 
 def means(run: RunConfig, total: Numbers) -> Numbers:
-    discriminator = total["discriminator_loss"] / total["tokens"]
     return {"loss": _loss(total, total, run.objective.rtd_weight),
             "generator_loss": total["generator_loss"] / total["targets"],
-            "discriminator_loss": discriminator,
-            "discriminator_gain": _entropy(total["replaced"] / total["tokens"]) - discriminator}
+            **detection_means(total)}
+
+
+def detection_means(total: Numbers) -> Numbers:
+    """Return what a training step logs of a discriminator."""
+    loss = total["discriminator_loss"] / total["tokens"]
+    return {"discriminator_loss": loss,
+            "discriminator_gain": _entropy(total["replaced"] / total["tokens"]) - loss}
 
 
 def scores(total: Numbers, view: Tensors) -> Numbers:
+    return masked_scores(total, "generator") | detection_scores(total, view)
+
+
+def detection_scores(total: Numbers, view: Tensors) -> Numbers:
     """Accuracy means little here (most tokens are original), so it is shown beside the class prior,
     with the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
     """
     prior = total["replaced"] / total["tokens"]
     loss = total["discriminator_loss"] / total["tokens"]
-    found = masked_scores(total, "generator") | {
+    found = {
         "discriminator_loss": loss,
         "discriminator_accuracy": total["discriminator_correct"] / total["tokens"],
         "prior_accuracy": max(prior, 1 - prior),

@@ -113,7 +113,7 @@ def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
 
     A resumed run has no use for it.
     """
-    if not run.init.source:
+    if not (run.init.source or run.init.generator):
         return {}, []
     return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))
 

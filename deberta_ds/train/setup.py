@@ -71,12 +71,14 @@ def _open(run: RunConfig, rules: int = ROW_RULES) -> tuple[Tokenizer, RowDataset
         data.sources, tokenizer,
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
-        rules=rules)
+        rules=rules, draws_by=run.objective.draws_by,
+        rows_of_run=run.train.steps * run.train.global_batch_rows)
     held_out = []
     if data.eval:
         held_out = eval_rows(data.eval, tokenizer, seq_len=data.seq_len, mask=mask,
                              eval_seed=EVAL_SEED, num_rows=run.train.eval_rows,
-                             across_documents=data.across_documents, rules=rules)
+                             across_documents=data.across_documents, rules=rules,
+                             replaced=data.eval_replaced)
     return tokenizer, dataset, held_out
 
 

@@ -1,0 +1,50 @@
+#!/usr/bin/env python
+"""Replace the masked tokens of a packed corpus by a frozen generator's samples, once.
+
+    python data_prep/replace.py shards/web --generator runs/v3_base --seq_len 512 \
+        --out shards/web/replaced-512 --temperatures 2.0 1.5 1.0
+
+A run with objective.kind = "rtd_cached" then trains discriminators on them without a generator.
+Run the same command again after a crash and only what is missing is done.
+"""
+
+from options import add_workers, natural, parser_for, positive, share
+
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("corpus", help="directory made by tokenize_corpus.py and pack.py")
+    parser.add_argument("--generator", required=True,
+                        help="run, checkpoint or exported directory with a masked LM")
+    parser.add_argument("--out", required=True, help="directory for the replacements")
+    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0],
+                        help="one draw of all rows for each, in this order")
+    parser.add_argument("--rate", type=share, default=0.15, help="share of tokens masked")
+    parser.add_argument("--max_ngram", type=positive, default=1, help="words in a masked span")
+    parser.add_argument("--seed", type=natural, default=0, help="of masks and samples")
+    parser.add_argument("--across_documents", action="store_true",
+                        help="pieces of a row see each other (as data.across_documents)")
+    add_workers(parser)
+    args = parser.parse_args()
+    if min(args.temperatures) <= 0:
+        parser.error("--temperatures must be above 0")
+
+    from deberta_ds.analysis.replacements import Recipe, replace_corpus
+    from deberta_ds.config import MaskConfig
+    from deberta_ds.data.replaced import read_replaced_manifest
+
+    recipe = Recipe(args.corpus, args.generator, args.seq_len, tuple(args.temperatures), args.seed,
+                    MaskConfig(rate=args.rate, max_ngram=args.max_ngram), args.across_documents)
+    replace_corpus(recipe, args.out, workers=args.workers)
+    manifest, fingerprint = read_replaced_manifest(args.out)
+    size = sum(file[0] for shards in manifest.shards for files in shards.values()
+               for file in files.values())
+    print(f"{args.out}: {len(manifest.temperatures)} draws, {size / 1e6:,.1f} MB, "
+          f"sha256 {fingerprint[:16]}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

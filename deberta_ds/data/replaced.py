@@ -1,0 +1,132 @@
+"""Rows whose masked tokens a frozen generator has replaced, stored beside a packed corpus.
+
+    DIRECTORY/
+      manifest.json              written last: what made it, the checksums
+      draw-0/NAME.mask.npy       uint8 [rows, seq_len / 8]: which columns differ, a bit each
+      draw-0/NAME.ids.npy        the tokens that stand there, row after row
+      draw-0/NAME.ends.npy       int64 [rows]: where each row's tokens end
+      draw-1/...                 the same rows with other masks and samples
+
+NAME is a shard of the corpus. A sample that equals the original is not stored: to a discriminator
+it is one.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deberta_ds.data.corpus import Corpus, check_file, map_array
+from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.errors import UserError
+from deberta_ds.files import write_atomic, xxh3
+
+VERSION = 1
+IGNORE = -100
+_KINDS = ("mask", "ids", "ends")
+
+
+@dataclass(frozen=True)
+class ReplacedManifest:
+    """What a directory of replacements holds.
+
+    rows: fingerprint of the row plan. made_by: what decided the replacements. shards: for each
+    draw {shard name: {file kind: [bytes, xxh3]}}.
+    """
+
+    rows: str
+    seq_len: int
+    across_documents: bool
+    temperatures: list[float]
+    made_by: dict
+    shards: list[dict[str, dict[str, list]]]
+    version: int = VERSION
+
+
+def shard_path(directory: str | Path, draw: int, name: str, kind: str) -> Path:
+    """Return the file of one shard in one draw; `kind` is mask, ids or ends."""
+    return Path(directory) / f"draw-{draw}" / f"{name}.{kind}.npy"
+
+
+def write_shard(directory: Path, draw: int, name: str, is_replaced_RL: np.ndarray,
+                ids_N: np.ndarray) -> dict[str, list]:
+    """Write a shard's three files and return {kind: [bytes, xxh3]}."""
+    arrays = {"mask": np.packbits(is_replaced_RL, axis=1), "ids": ids_N,
+              "ends": is_replaced_RL.sum(1).cumsum().astype("<i8")}
+    written = {}
+    for kind, array in arrays.items():
+        path = shard_path(directory, draw, name, kind)
+        save_array(path, array)
+        written[kind] = [path.stat().st_size, xxh3(path)]
+    return written
+
+
+def write_replaced_manifest(directory: Path, manifest: ReplacedManifest) -> None:
+    write_atomic(directory / MANIFEST, json.dumps(asdict(manifest), sort_keys=True) + "\n")
+
+
+def read_replaced_manifest(directory: str | Path) -> tuple[ReplacedManifest, str]:
+    """Return (manifest, sha256 of it); UserError if it is missing, damaged or too new."""
+    path = Path(directory) / MANIFEST
+    remedy = "run data_prep/replace.py to the end, or give the right directory"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: no finished replacements; {remedy}") from None
+    try:
+        manifest = ReplacedManifest(**json.loads(data))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from None
+    if manifest.version != VERSION:
+        raise UserError(f"{path}: format version {manifest.version}; this program reads {VERSION}")
+    return manifest, hashlib.sha256(data).hexdigest()
+
+
+class Replacements:
+    """The replacements of a corpus's rows, opened for reading.
+
+    Attributes: manifest, fingerprint (sha256 of it).
+    """
+
+    def __init__(self, directory: str | Path, corpus: Corpus, across_documents: bool):
+        self.directory = Path(directory)
+        self.manifest, self.fingerprint = read_replaced_manifest(directory)
+        if self.manifest.rows != corpus.rows_fingerprint:
+            raise UserError(f"{directory}: made for other rows than those of {corpus.path} at "
+                            f"length {corpus.seq_len}; run data_prep/replace.py for them")
+        if self.manifest.across_documents != across_documents:
+            raise UserError(f"{directory}: made with across_documents = "
+                            f"{self.manifest.across_documents}, the run has {across_documents}")
+        self._maps: dict[tuple[int, str], list[np.ndarray]] = {}
+
+    @property
+    def draws(self) -> int:
+        return len(self.manifest.temperatures)
+
+    def verify(self, mode: str) -> None:
+        """Check every file's size and, for "full", its checksum; UserError names a bad one."""
+        for draw, shards in enumerate(self.manifest.shards):
+            for name, kinds in shards.items():
+                for kind, (size, digest) in kinds.items():
+                    check_file(shard_path(self.directory, draw, name, kind), size,
+                               digest if mode == "full" else None,
+                               "copy it again from its source, or run data_prep/replace.py again")
+
+    def apply(self, draw: int, name: str, row: int, ids_L: np.ndarray
+              ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (row with replacements, labels: the original ids there, -100 elsewhere)."""
+        maps = self._maps.get((draw, name))
+        if maps is None:
+            maps = [map_array(shard_path(self.directory, draw, name, kind)) for kind in _KINDS]
+            self._maps[draw, name] = maps
+        mask_RB, ids_N, ends_R = maps
+        is_replaced_L = np.unpackbits(mask_RB[row], count=len(ids_L)).astype(bool)
+        end = int(ends_R[row])
+        found = ids_N[end - int(is_replaced_L.sum()):end]
+        labels_L = np.full(len(ids_L), IGNORE, dtype=np.int64)
+        labels_L[is_replaced_L] = ids_L[is_replaced_L]
+        output_L = ids_L.copy()
+        output_L[is_replaced_L] = found
+        return output_L, labels_L

@@ -1,0 +1,95 @@
+"""Replaced-token detection with stored replacements: the discriminator alone.
+
+A frozen generator has replaced the rows once (data_prep/replace.py), so a step has neither its
+forward nor its backward (as Fast-ELECTRA proposes; arXiv 2310.07347). Under GDES the frozen E_G
+would be a constant to which the discriminator adds a delta: that is one table that starts at E_G,
+which `init.generator` gives; without it the table starts at random.
+
+See `objectives.base` for what the functions of this module are for.
+"""
+
+from torch import Tensor, nn
+
+from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.model import flops
+from deberta_ds.objectives import rtd
+from deberta_ds.objectives.base import Numbers, Tensors
+
+METRICS = rtd.DETECTION_METRICS
+HEADS = {"main": "rtd_head."}
+RENAMED: dict[str, str] = {}
+sentence_scores = rtd.sentence_scores
+
+
+def encoders(run: RunConfig) -> dict[str, ModelConfig]:
+    return {"main": run.model}
+
+
+def problems(run: RunConfig) -> list[str]:
+    needed = {f"data.sources[{number}].replaced (of {source.path})": source.replaced
+              for number, source in enumerate(run.data.sources)}
+    if run.data.eval:
+        needed["data.eval_replaced"] = run.data.eval_replaced
+    return [f'{key} is empty; objective.kind = "rtd_cached" needs what data_prep/replace.py makes'
+            for key, value in needed.items() if not value]
+
+
+class CachedRtdModel(nn.Module):
+    """The discriminator with a word table of its own."""
+
+    def __init__(self, config: ModelConfig, rtd_weight: float, checkpoint_layers: int = 0):
+        super().__init__()
+        self.rtd_weight = rtd_weight
+        self.discriminator = rtd.Discriminator(config, "nes", checkpoint_layers)
+
+    def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+        """Return (lambda L_D, sums over this batch, the view of `objectives.rtd`).
+
+        The batch's tokens are replaced already; its labels mark where.
+        """
+        replaced_BL, real_BL = batch.labels >= 0, batch.segments > 0
+        logits_BL = self.discriminator(None, batch.input_ids, batch)
+        sums = rtd.detection_sums(logits_BL, replaced_BL, real_BL)
+        view = {}
+        if not self.training:  # picking the real tokens waits for the device
+            view = {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
+        return _loss(sums, divisors, self.rtd_weight), {
+            name: value.detach() for name, value in sums.items()}, view
+
+
+def _loss(sums: dict, divisors: dict, rtd_weight: float) -> Tensor | float:
+    return rtd_weight * sums["discriminator_loss"] / divisors["tokens"]
+
+
+def build(run: RunConfig, valid_vocab: int | None) -> CachedRtdModel:
+    return CachedRtdModel(run.model, run.objective.rtd_weight, run.train.checkpoint_layers)
+
+
+def flops_per_token(run: RunConfig) -> float:
+    return 3 * flops.detector(run.model, run.data.seq_len)
+
+
+def means(run: RunConfig, total: Numbers) -> Numbers:
+    return {"loss": _loss(total, total, run.objective.rtd_weight)} | rtd.detection_means(total)
+
+
+def scores(total: Numbers, view: Tensors) -> Numbers:
+    return rtd.detection_scores(total, view)
+
+
+def headline(scores: Numbers) -> str:
+    return rtd.headline(scores)
+
+
+def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
+    main = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("discriminator.")
+        main["rtd_" + name if name.startswith("head.") else name] = tensor
+    return {"main": main}, []
+
+
+def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
+    return {"discriminator." + name.removeprefix("rtd_"): tensor
+            for name, tensor in networks["main"].items()
+            if name.startswith(("trunk.", "rtd_head.", "words.weight"))}, []
