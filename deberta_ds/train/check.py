@@ -73,7 +73,8 @@ def _described_sources(sources: list[dict], fingerprints: dict[str, str]) -> lis
     """Return (path, everything else that decides its rows) of each source, in order."""
     return [(source["path"], json.dumps(
         {"fingerprint": fingerprints.get(source["path"])}
-        | {key: value for key, value in source.items() if key != "path"})) for source in sources]
+        | {key: value for key, value in source.items()
+           if key not in ("path", "replaced")})) for source in sources]  # known by fingerprint
 
 
 def changed_values(run: RunConfig, record: dict) -> list[str]:
