@@ -115,6 +115,21 @@ def test_a_process_is_its_id_and_its_start():
     assert process.look(child.pid) is None
 
 
+def test_a_loader_process_ends_with_its_rank():
+    text = ("import os, time\nfrom deberta_ds.cluster import process, signals\n"
+            "if os.fork() == 0:\n    signals.ignore()\n    process.end_with_parent()\n"
+            "    print(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    rank = subprocess.Popen([sys.executable, "-c", text], env=ENVIRONMENT, text=True,
+                            stdout=subprocess.PIPE)
+    worker = process.look(int(rank.stdout.readline()))
+    rank.kill()
+    rank.wait()
+    deadline = time.monotonic() + 30
+    while worker.lives():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def dead_holder() -> lock.Holder:
     """A holder of this machine whose process has ended."""
     child = subprocess.Popen(["sleep", "100"])

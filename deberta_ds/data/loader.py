@@ -10,7 +10,7 @@ descriptor, and a worker that has none left would leave the training process wai
 
 Workers ignore the signals that ask a run to stop: a launcher sends them to every process, and the
 last step still needs its rows. The rank ends its workers, by SIGKILL where it leaves early (they
-ignore what Python would send at exit); they end by themselves when it is gone.
+ignore what Python would send at exit); the kernel does when it is killed.
 """
 
 import atexit
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from deberta_ds.cluster import signals
+from deberta_ds.cluster import process, signals
 from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
@@ -62,7 +62,7 @@ def build_loader(
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_live_with_the_rank,
     )
     return _unwrap(loader)
 
@@ -138,8 +138,9 @@ def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
     return batch
 
 
-def _ignore_signals(_worker: int) -> None:
+def _live_with_the_rank(_worker: int) -> None:
     signals.ignore()
+    process.end_with_parent()  # left alone, a worker with a full pipe would wait for ever
 
 
 def _unwrap(loader: DataLoader) -> Iterator[Batch]:
