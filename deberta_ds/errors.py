@@ -33,7 +33,7 @@ _REMEDIES = {
 }
 # How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
 # TOML, Unicode, NumPy, Arrow and pydantic; an OSError without a number is gzip's or Arrow's.
-_DAMAGE = (ValueError, EOFError, OSError)
+_DAMAGE = (ValueError, EOFError, OSError, OverflowError)
 _DAMAGE_NAMES = {"zlib.error", "struct.error", "_csv.Error", "_lzma.LZMAError",
                  "zipfile.BadZipFile", "_pickle.UnpicklingError", "pyarrow.lib.ArrowException",
                  "zstandard.backend_c.ZstdError",

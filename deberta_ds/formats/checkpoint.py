@@ -147,7 +147,8 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
             return {}, [f"manifest.json has version {version}; this program reads 1 and {VERSION}"]
     except FileNotFoundError:
         return {}, ["no manifest.json: the save did not finish"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # or not what we write
+    except (OSError, ValueError, KeyError, TypeError, AttributeError,
+            OverflowError):  # or not what we write
         return {}, ["manifest.json is damaged"]
     there = {file.relative_to(path).as_posix() for file in path.rglob("*")
              if file.is_file() and not file.name.startswith(".")} - {MANIFEST}

@@ -126,7 +126,7 @@ def layout_from(values: dict, place: str | Path) -> Layout:
                 *_, last = layout.pieces(name, max(0, math.prod(shapes[name]) - 1))
                 if last.rank >= layout.world_size or last.offset >= group.size:
                     raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError):
         raise CheckpointError(f"{place}: is no map of a checkpoint's files; use an older "
                               "checkpoint") from None
     return layout
