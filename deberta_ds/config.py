@@ -11,109 +11,22 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds import presets
+from deberta_ds.model_config import ModelConfig
+from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
 
-# Numbers are finite, types are exact, unknown keys are errors.
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
-
-
-def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
-    """Return a field with what it means and its limits (ge, gt, le, lt); without default: required.
-
-    The meaning stands in docs/configuration.md and in the error of a value outside the limits.
-    """
-    return Field(default=default, description=meaning, **limits)
-
-
-def _none_is_zero(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 _Position = Annotated[int, Field(ge=0, le=_LARGEST)]
-# -1 is what Hugging Face and microsoft write for none.
-_Buckets = Annotated[int, BeforeValidator(_none_is_zero)]
-# Version 0.1.0 called the tiled path "linear"; its runs resume and mean the same.
-_AttentionPath = Annotated[Literal["auto", "reference", "tiled", "fused"],
-                           BeforeValidator(lambda name: "tiled" if name == "linear" else name)]
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of one DeBERTa encoder (microsoft/DeBERTa config.py and the released files)."""
-
-    vocab_size: int = option("rows of the word table; may exceed the tokenizer's size",
-                             ge=1, le=1 << 24)
-    hidden_size: int = option("width of the encoder", ge=1, le=1 << 16)
-    num_layers: int = option("layers of the encoder", ge=1, le=1000)
-    num_heads: int = option("attention heads; they divide hidden_size", ge=1, le=1 << 12)
-    intermediate_size: int = option("width of the feed-forward part", ge=1, le=1 << 20)
-    max_position: int = option("rows of the absolute position table: the longest row", 512,
-                               ge=1, le=1 << 20)
-    max_relative: int = option("largest relative distance told apart; -1: max_position", -1,
-                               ge=-1, le=1 << 20)
-    position_buckets: _Buckets = option("log buckets on each side; 0 or -1: one slot per distance "
-                                        "(v1)", 256, ge=0, le=1 << 16)
-    relative_attention: bool = option("disentangled attention; false: BERT's", True)
-    position_terms: tuple[Literal["c2p", "p2c"], ...] = option(
-        "position terms of the scores: content to position, position to content", ("c2p", "p2c"))
-    share_position_projections: bool = option(
-        "relative rows go through the query and key projections of the content", True)
-    relative_norm: bool = option("LayerNorm on the relative table", True)
-    absolute_input: bool = option("add absolute positions to the input (BERT); no enhanced mask "
-                                  "decoder", False)
-    conv_kernel: int = option("width of v2's convolution beside the first layer, odd; 0: none", 0,
-                              ge=0, le=1001)
-    conv_activation: Literal["gelu", "tanh"] = option("of that convolution", "gelu")
-    key_bias: bool = option("false: v1, whose key projections have no bias", True)
-    hidden_dropout: float = option("dropout of hidden states", 0.1, ge=0, lt=1)
-    attention_dropout: float = option("dropout of attention probabilities", 0.1, ge=0, lt=1)
-    norm_eps: float = option("epsilon of every LayerNorm", 1e-7, gt=0, le=1)
-    init_std: float = option("deviation of the first weights", 0.02, gt=0, le=10)
-    attention: _AttentionPath = option(
-        "implementation of attention; all compute the same", "auto")
-
-    def __post_init__(self):
-        problems = []
-        if self.hidden_size % self.num_heads:
-            problems.append(
-                f"hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}"
-            )
-        if self.conv_kernel and self.conv_kernel % 2 == 0:
-            problems.append(f"conv_kernel = {self.conv_kernel} must be odd, or 0 for none")
-        if len(set(self.position_terms)) != len(self.position_terms):
-            problems.append("position_terms names a term twice")
-        if self.position_buckets == 1:
-            problems.append("position_buckets = 1 must be at least 2, or 0 for none")
-        if self.relative_attention and self.largest_distance < 2:
-            name = "max_position" if self.max_relative < 1 else "max_relative"
-            problems.append(f"{name} = {self.largest_distance} must be at least 2 with "
-                            "relative_attention")
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def relative_span(self) -> int:
-        """Half the rows of the relative table: buckets, or the largest distance without them."""
-        return self.position_buckets or self.largest_distance
-
-    @property
-    def largest_distance(self) -> int:
-        return self.max_position if self.max_relative < 1 else self.max_relative
-
-
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class MaskConfig:
     """Which tokens become targets, and what the model sees in their place."""
 
@@ -141,7 +54,7 @@ MASK_DEFAULTS = {
 }
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class ObjectiveConfig:
     """What is learned: masked LM (v1, v2) or replaced-token detection (v3)."""
 
@@ -161,7 +74,7 @@ class ObjectiveConfig:
         "run, as from hot to cold", "epoch")
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class SourceConfig:
     """One packed corpus and its weight in the mixture.
 
@@ -185,7 +98,7 @@ class SourceConfig:
             raise ValueError(f"part = {list(self.part)} must be [from, to], 0 <= from < to <= 1")
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class DataConfig:
     """Which rows are seen, in which order."""
 
@@ -204,7 +117,7 @@ class DataConfig:
                           ge=0, le=256)
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
@@ -224,7 +137,7 @@ class OptimConfig:
     min_lr_share: float = option("final learning rate as a share of lr", 0.0, ge=0, le=1)
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much at a time, and what is written when."""
 
@@ -254,7 +167,7 @@ class TrainConfig:
                              "end", 0, ge=0, le=1 << 40)
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class InitConfig:
     """Where a run's first weights come from; empty: random. A resumed run does not read it."""
 
@@ -271,7 +184,7 @@ class InitConfig:
             raise ValueError("words_only takes no generator")
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class LogConfig:
     """Services that get the numbers of a run beside metrics.jsonl and TensorBoard."""
 
@@ -279,7 +192,7 @@ class LogConfig:
     mlflow: str = option("experiment of MLflow (pip install mlflow); empty: none", "")
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class EvaluateConfig:
     """What an evaluation measures beside the objective's own scores."""
 
@@ -289,7 +202,7 @@ class EvaluateConfig:
                                      ge=1, le=1 << 20)
 
 
-@dataclass(config=_STRICT, frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class RunConfig:
     """Everything that one pretraining run computes."""
 

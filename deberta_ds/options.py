@@ -10,11 +10,23 @@ import types
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+# Of every config class: numbers are finite, types are exact, unknown keys are errors.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below",
            "min_length": "length at least"}
+
+
+def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
+    """Return a field with what it means and its limits (ge, gt, le, lt); without default: required.
+
+    The meaning stands in docs/configuration.md and in the error of a value outside the limits.
+    """
+    return Field(default=default, description=meaning, **limits)
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ def options_of(cls: type, prefix: str = "") -> list[Option]:
             found += options_of(field.type, f"{key}.")
             continue
         info = field.default
-        if not isinstance(info, FieldInfo):  # a field without `config.option`
+        if not isinstance(info, FieldInfo):  # a field without `option`
             info = FieldInfo(default=... if info is dataclasses.MISSING else info)
         required = info.is_required()
         found.append(Option(key, _kind(field.type), required, None if required else info.default,

@@ -19,15 +19,14 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config import option
 from deberta_ds.errors import UserError
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tables import label_text, read_table
 from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
+from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import read_toml
 from deberta_ds.validation import nearest, validate
 
@@ -43,7 +42,7 @@ _FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...]]] = {
 }
 
 
-@dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class OwnTask:
     """What a task file may say."""
 

@@ -9,19 +9,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config import OptimConfig, option
+from deberta_ds.config import OptimConfig
 from deberta_ds.finetune.tasks import Task
+from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
 
 ALL = "all"
 
 
-@dataclass(config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), frozen=True,
-           kw_only=True)  # fmt: skip
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class Settings:
     """One task's recipe. AdamW 0.9/0.999, eps 1e-6, clip 1, linear decay: microsoft/DeBERTa."""
 

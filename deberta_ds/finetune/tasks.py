@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.errors import UserError
+from deberta_ds.options import STRICT
 from deberta_ds.validation import nearest
 
 Layout = Literal["texts", "choices", "tags", "copa", "multirc", "record", "wic", "wsc"]
@@ -21,7 +21,7 @@ HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "words
                    "mentions"]  # fmt: skip
 
 
-@dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class Task:
     """What is particular to one task; everything else is shared code."""
 
