@@ -66,14 +66,14 @@ def write_task(directory: Path, kind: str, rows: list[dict], settings: str = "",
     return path
 
 
-BY_HEART = """epochs = 40
+BY_HEART = """epochs = 60
 batch_rows = 8
-learning_rate = 3e-3
+learning_rate = 6e-3
 warmup_share = 0.1
 weight_decay = 0.0
 dropout = 0.0
 head_dropout = 0.0
-patience = 16
+patience = 0
 evals_per_epoch = 1"""
 
 
@@ -93,11 +93,7 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
     rows = rows_of(kind)
     # Ranks of equal numbers cannot be learned, so a regression is not scored by Spearman here.
     more = {"metrics": ["pearson"]} if kind == "regression" else {}
-    settings = BY_HEART
-    if kind == "multilabel":
-        settings = BY_HEART.replace("3e-3", "6e-3").replace("epochs = 40", "epochs = 60")
-        settings = settings.replace("patience = 16", "patience = 0")
-    result = train(write_task(tmp_path, kind, rows, settings, **more), tmp_path / "out")
+    result = train(write_task(tmp_path, kind, rows, BY_HEART, **more), tmp_path / "out")
     assert result["score"] >= (0.999 if kind == "regression" else 1.0), result["history"][-1]
     assert not result["failed"] and result["score"] > result["baseline"]
     saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
