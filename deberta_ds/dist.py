@@ -63,15 +63,6 @@ def gather_to_main(value) -> list | None:
     return values
 
 
-def gather_on_main(value) -> list | None:
-    """Return every rank's picklable `value`, in rank order, on rank 0; None on the others."""
-    if not is_distributed():
-        return [value]
-    values = [None] * world_size() if is_main() else None
-    torch_dist.gather_object(value, values, dst=0)
-    return values
-
-
 def broadcast_object(value):
     """Return rank 0's picklable `value` on every rank."""
     if not is_distributed():

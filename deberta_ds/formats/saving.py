@@ -120,7 +120,7 @@ def finish_save(one: Save) -> Path:
     """
     if one.thread is not None:
         one.thread.join()
-    parts = dist.gather_on_main((one.entries, one.problem))
+    parts = dist.gather_to_main((one.entries, one.problem))
     if dist.is_main():
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(parts) if problem]
         one.problem = problems[0] if problems else ""
