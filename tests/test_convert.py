@@ -250,7 +250,7 @@ def command(*arguments):
 def test_pickle_with_code_is_refused_and_not_run(tmp_path):
     source = microsoft_directory(tmp_path / "source", "v3")
     torch.save({"deberta.x": Payload(str(tmp_path / "ran"))}, source / MS_FILES[0])
-    result = command(source, tmp_path / "out", "--to", "hf")
+    result = command("--model", source, "--out", tmp_path / "out", "--to", "hf")
     assert result.returncode == 2 and "code in it was not run" in result.stderr
     assert "Traceback" not in result.stderr and result.stderr.count("\n") == 1
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
@@ -382,7 +382,7 @@ def test_command_prints_what_became_of_every_part(tmp_path):
         "mask_predictions.classifier.weight": torch.randn(1, 32),
         "mask_predictions.classifier.bias": torch.randn(1)})
     (source / "spm.model").write_bytes(Path(tokenizer_path()).read_bytes())
-    result = command(source, tmp_path / "out", "--to", "hf")
+    result = command("--model", source, "--out", tmp_path / "out", "--to", "hf")
     assert result.returncode == 0, result.stderr
     for wanted in ("replaced-token head", "kept aside: mask_predictions.dense.weight",
                    "kept aside: lm_predictions", "position_embeddings", "AutoModel",

@@ -11,7 +11,7 @@ from deberta_ds.config import MaskConfig, ModelConfig, ObjectiveConfig, SourceCo
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
-from deberta_ds.objectives.rtd import RtdModel
+from deberta_ds.objectives.rtd import RtdModel, replace_targets
 from deberta_ds.objectives.sampling import token_uniforms
 from deberta_ds.presets import MODELS
 
@@ -73,10 +73,15 @@ def test_the_discriminator_sees_the_sum_of_both_tables(rows):
 
 def test_replacements_do_not_depend_on_the_batch(rows):
     model = model_of("gdes").eval()
+
+    def replaced(batch):
+        return replace_targets(model.words, model.generator, batch, seed=model.sampling_seed,
+                               temperature=1.0, valid_vocab=model.valid_vocab)[2]
+
     with torch.no_grad():
-        together = model._replace_targets(collate(rows))[2]
-        alone = torch.cat([model._replace_targets(collate([row]))[2] for row in rows])
-        backwards = model._replace_targets(collate(rows[::-1]))[2].flip(0)
+        together = replaced(collate(rows))
+        alone = torch.cat([replaced(collate([row])) for row in rows])
+        backwards = replaced(collate(rows[::-1])).flip(0)
     assert torch.equal(together, alone) and torch.equal(together, backwards)
     changed = together != collate(rows).input_ids
     assert torch.equal(changed, collate(rows).labels >= 0)  # every [MASK], and nothing else

@@ -12,7 +12,13 @@ from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.planner.communication import Traffic, bandwidth, step_seconds, traffic
+from deberta_ds.planner.communication import (
+    Traffic,
+    bandwidth,
+    host_seconds,
+    step_seconds,
+    traffic,
+)
 from deberta_ds.planner.gpus import GPUS
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
 
@@ -114,6 +120,12 @@ def test_what_computing_hides():
     stage3 = {"zero_optimization": {"stage": 3}}
     assert step_seconds(sent, 8.0, 10.0, stage3, 2) == 9 and step_seconds(
         sent, 20.0, 10.0, stage3, 2) == 20
+    assert step_seconds(sent, 8.0, 10.0, stage3, 2, host=11.0) == 11
+
+
+def test_python_of_zero3_as_it_was_measured():
+    for ranks, seconds in ((8, 1.2), (64, 2.1), (256, 6.3), (1024, 15.5)):
+        assert host_seconds(1184, ranks) == pytest.approx(seconds, rel=0.3)
 
 
 def test_a_node_of_eight_network_cards_has_their_sum():

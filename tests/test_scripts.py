@@ -11,7 +11,8 @@ from launching import ENVIRONMENT, ROOT
 DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tests/faults")
 PYTHON = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.py")
                 if '__name__ == "__main__"' in path.read_text())
-SHELL = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.sh"))
+SHELL = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.sh")
+               if os.access(path, os.X_OK))  # the others are sourced
 UNKNOWN = "--no_such_option"
 
 

@@ -46,15 +46,26 @@ def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:
     return min(gpu.link, gpu.network * gpus) * _RING_SHARE
 
 
-def step_seconds(sent: Traffic, compute: float, rate: float, ds: dict, micro_batches: int) -> float:
+def host_seconds(tensors: int, ranks: int) -> float:
+    """Return the processor time that ZeRO-3 spends on a step in Python, on every rank.
+
+    Fitted to DeepSpeed 0.19.8 with 1,184 tensors: 1.2, 2.1, 6.3 and 15.5 s at 8, 64, 256 and 1,024
+    ranks. Stages 0 to 2 need little, whatever the ranks.
+    """
+    return tensors * (0.9e-3 + 1.2e-5 * ranks)
+
+
+def step_seconds(sent: Traffic, compute: float, rate: float, ds: dict, micro_batches: int,
+                 host: float = 0.0) -> float:
     """Return the seconds of a step: computing, and sending that computing does not hide.
 
-    Stage 3 prefetches weights and reduces beside the passes. Stages 1 and 2 hide the reduction
-    behind the backward pass that brings the gradients if `overlap_comm` is true, else nothing.
+    Stage 3 prefetches weights and reduces beside the passes, and `host` is its `host_seconds`.
+    Stages 1 and 2 hide the reduction behind the backward pass that brings the gradients if
+    `overlap_comm` is true, else nothing.
     """
     stage = deepspeed_config.zero_stage(ds)
     if stage == 3:
-        return max(compute, sent.total / rate)
+        return max(compute, sent.total / rate, host)
     hidden = 0.0
     if stage and ds.get("zero_optimization", {}).get("overlap_comm"):
         hidden = compute * _BACKWARD / (micro_batches if stage == 1 else 1)

@@ -23,7 +23,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.planner.communication import bandwidth, step_seconds, traffic
+from deberta_ds.planner.communication import bandwidth, host_seconds, step_seconds, traffic
 from deberta_ds.planner.gpus import GPUS
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
@@ -117,7 +117,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu:
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
     precision = deepspeed_config.precision(ds)
     peak_flops = GPUS[gpu].peak(precision)
-    parameters = count_parameters(on_meta(build_model, run))
+    model = on_meta(build_model, run)
+    parameters, tensors = count_parameters(model), len(list(model.parameters()))
     tokens = run.train.global_batch_rows * run.data.seq_len
     compute = tokens * objective_of(run).flops_per_token(run) / (ranks * peak_flops * mfu)
     choices = []
@@ -133,7 +134,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu:
             seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
             sent = traffic(parameters, staged, accumulation, name != "none")
             rate = bandwidth(kind, gpus, nodes) if ranks > 1 else math.inf
-            step = step_seconds(sent, seconds, rate, staged, accumulation)
+            step = step_seconds(sent, seconds, rate, staged, accumulation,
+                                host_seconds(tensors, ranks) if ranks > 1 else 0.0)
             choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < kind.memory,
                                   seconds, sent.total / rate, step, tokens / step,
                                   run.train.steps * step / 86400))

@@ -129,8 +129,9 @@ def loaders_of_deepspeed() -> set[tuple[str, str]]:
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 calls = {ast.unparse(node.func) for node in ast.walk(function)
                          if isinstance(node, ast.Call)}
-                if any(re.search(r"(torch|pickle)\.loads?$|load_(checkpoint|module_state_dict)$",
-                                 call) for call in calls) or "load_checkpoint" in function.name:
+                pattern = r"(torch|pickle)\.loads?$|load_(checkpoint|module_state_dict)$"
+                loads = any(re.search(pattern, call) for call in calls)
+                if loads or re.search(r"load\w*checkpoint", function.name):
                     found.add((str(path), function.name))
     return found
 
