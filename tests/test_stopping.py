@@ -77,7 +77,8 @@ def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
     os.kill(victim.pid, number)
     try:
         other.join(90)
-        assert other.exitcode == (EXIT_STUCK if number == signal.SIGSTOP else 1)
+        # A killed rank is met by the collective's own error or by the watchdog, whichever is first.
+        assert other.exitcode in ((EXIT_STUCK,) if number == signal.SIGSTOP else (1, EXIT_STUCK))
         assert time.monotonic() - started < 45  # 10 s where the machine is not shared
     finally:
         rank_helpers.kill(processes)
