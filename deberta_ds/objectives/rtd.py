@@ -126,10 +126,14 @@ class RtdModel(nn.Module):
         sums = {"generator_loss": generator_sum, "generator_correct": num_correct,
                 **detection_sums(logits_BL, replaced_BL, real_BL)}
         loss = _loss(sums, divisors, self.objective.rtd_weight)
-        view = {}
-        if not self.training:  # picking the real tokens waits for the device
-            view = {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
+        # Picking the real tokens waits for the device, so a training step does not.
+        view = {} if self.training else detection_view(logits_BL, replaced_BL, real_BL)
         return loss, {name: value.detach() for name, value in sums.items()}, view
+
+
+def detection_view(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
+    """Return what `detection_scores` wants of every real token."""
+    return {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
 
 
 def replace_targets(words: WordEmbedding, generator: MaskedLm, batch, *, seed: int,
@@ -245,13 +249,25 @@ def headline(scores: Numbers) -> str:
     return text.strip()
 
 
-def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
-    """The discriminator is merged: under gdes, its word table is the generator's + delta."""
-    main, notes = {}, []
+def discriminator_tensors(state: Tensors) -> Tensors:
+    """Return a discriminator's tensors under the names of model files."""
+    tensors = {}
     for name, tensor in state.items():
         if name.startswith("discriminator."):
             name = name.removeprefix("discriminator.")
-            main["rtd_" + name if name.startswith("head.") else name] = tensor
+            tensors["rtd_" + name if name.startswith("head.") else name] = tensor
+    return tensors
+
+
+def discriminator_parameters(tensors: Tensors) -> Tensors:
+    """Return the parameters of a discriminator but its words: the way back."""
+    return {"discriminator." + name.removeprefix("rtd_"): tensor
+            for name, tensor in tensors.items() if name.startswith(("trunk.", "rtd_head."))}
+
+
+def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
+    """The discriminator is merged: under gdes, its word table is the generator's + delta."""
+    main, notes = discriminator_tensors(state), []
     sharing = run.objective.embedding_sharing
     if sharing == "gdes":
         main["words.delta"] = main.pop("words.weight")
@@ -270,10 +286,7 @@ def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, l
     words. Both tables in fp32: the difference is exact.
     """
     main, generator = networks["main"], networks["generator"]
-    found = masked_lm_parameters(generator, "generator.")
-    for name, tensor in main.items():
-        if name.startswith(("trunk.", "rtd_head.")):
-            found["discriminator." + name.removeprefix("rtd_")] = tensor
+    found = masked_lm_parameters(generator, "generator.") | discriminator_parameters(main)
     words, sharing = main["words.weight"], run.objective.embedding_sharing
     if sharing == "es":
         return found | {"words.weight": words}, [

@@ -50,9 +50,7 @@ class CachedRtdModel(nn.Module):
         replaced_BL, real_BL = batch.labels >= 0, batch.segments > 0
         logits_BL = self.discriminator(None, batch.input_ids, batch)
         sums = rtd.detection_sums(logits_BL, replaced_BL, real_BL)
-        view = {}
-        if not self.training:  # picking the real tokens waits for the device
-            view = {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
+        view = {} if self.training else rtd.detection_view(logits_BL, replaced_BL, real_BL)
         return _loss(sums, divisors, self.rtd_weight), {
             name: value.detach() for name, value in sums.items()}, view
 
@@ -82,14 +80,10 @@ def headline(scores: Numbers) -> str:
 
 
 def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
-    main = {}
-    for name, tensor in state.items():
-        name = name.removeprefix("discriminator.")
-        main["rtd_" + name if name.startswith("head.") else name] = tensor
-    return {"main": main}, []
+    return {"main": rtd.discriminator_tensors(state)}, []
 
 
 def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
-    return {"discriminator." + name.removeprefix("rtd_"): tensor
-            for name, tensor in networks["main"].items()
-            if name.startswith(("trunk.", "rtd_head.", "words.weight"))}, []
+    main = networks["main"]
+    return rtd.discriminator_parameters(main) | {
+        "discriminator.words.weight": main["words.weight"]}, []
