@@ -31,12 +31,7 @@ def validate(cls: type, values: dict, place: str) -> Any:
     try:
         return _validated(cls, values)
     except ValidationError as error:
-        items = error.errors()
-        places = [item["loc"] for item in items]
-        # A list with a bad entry is also called too short: its entry says why.
-        raise_problems(place, [_problem(item, cls) for item in items if item["type"] != "too_short"
-                               or not any(item["loc"] == deeper[:len(item["loc"])] != deeper
-                                          for deeper in places)])
+        raise_problems(place, _problems(error, cls))
 
 
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"),
@@ -49,12 +44,20 @@ def problems_of(cls: type, values: dict) -> list[str]:
         _validated(cls, values)
         return []
     except ValidationError as error:
-        return [_problem(item, cls) for item in error.errors()]
+        return _problems(error, cls)
 
 
 def _validated(cls: type, values: dict) -> Any:
     # JSON mode: strict about types, but arrays become tuples.
     return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
+
+
+def _problems(error: ValidationError, cls: type) -> list[str]:
+    items = error.errors()
+    places = [item["loc"] for item in items]
+    # A list with a bad entry is also called too short: its entry says why.
+    return [_problem(item, cls) for item in items if item["type"] != "too_short"
+            or not any(item["loc"] == deeper[:len(item["loc"])] != deeper for deeper in places)]
 
 
 def _problem(item: dict, cls: type) -> str:
