@@ -25,9 +25,6 @@ KNOWN_FILES = (SPM, JSON, SETTINGS, "special_tokens_map.json", "added_tokens.jso
                "merges.txt", "bpe_encoder.bin", "dict.txt", "vocab.txt")
 # A class of all characters that Python and our tokenizer take for white space.
 _SPACES = "[" + "".join(f"\\x{{{code:X}}}" for code in range(0x3001) if chr(code).isspace()) + "]"
-# What the text rules remove, but NUL, which SentencePiece cannot name.
-_REMOVED = "[" + "".join(f"\\x{{{code:X}}}" for code in range(1, 0x10000)
-                         if is_removed(chr(code))) + "]"
 _NAMES = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]",
           "mask_token": "[MASK]", "bos_token": "[CLS]", "eos_token": "[SEP]"}
 
@@ -87,7 +84,10 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
                                                byte_fallback=trainer.byte_fallback))
     steps = [normalizers.Replace(tokenizers.Regex(_SPACES), " ")]
     if rules.name == RULES_NAME:  # `Precompiled` leaves clusters of 6 bytes and more uncomposed
-        steps += [normalizers.Replace(tokenizers.Regex(_REMOVED), ""),
+        # What the text rules remove, but NUL, which SentencePiece cannot name.
+        removed = "".join(f"\\x{{{code:X}}}" for code in range(1, 0x10000)
+                          if is_removed(chr(code)))
+        steps += [normalizers.Replace(tokenizers.Regex(f"[{removed}]"), ""),
                   normalizers.Replace(SPACE_MARK, "_"), normalizers.NFC()]
     elif rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
