@@ -18,8 +18,8 @@ from deberta_ds.config import MaskConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import eval_rows
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import load_backbone
 from deberta_ds.formats.ours import write_ours
+from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.evaluate import evaluate
