@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from deberta_ds.data.batch import IGNORE, Batch
 from deberta_ds.formats.convert import convert
-from deberta_ds.formats.load import load_backbone
-from deberta_ds.formats.read import read_release
+from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.formats.release_reader import read_release
 
 transformers = pytest.importorskip("transformers")
 
