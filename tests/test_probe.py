@@ -45,7 +45,7 @@ def test_own_generator_gives_the_scores_of_the_run_itself(model, rows):
     run = export_cases.run_config("v3", "rtd")
     whole = build_model(run, tiny_tokenizer().size)
     whole.load_state_dict(export_cases.random_state(whole))
-    expected = evaluate(whole, rtd, torch.device("cpu"), rows, 4)
+    expected = evaluate(whole, rtd, torch.device("cpu"), {"": rows}, 4)
     found = score_discriminator(model, model, rows)
     assert run.data.seed == 0  # of the samples, in both
     for name, value in found.items():
