@@ -9,7 +9,7 @@ from deberta_ds.errors import exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="directories made by tokenize_corpus.py")
-    parser.add_argument("--tokenizer", required=True, help="spm.model (for word starts)")
+    parser.add_argument("--tokenizer", required=True, help="the corpus's own (for word starts)")
     parser.add_argument("--seq_len", type=positive, nargs="+", required=True,
                         help="tokens in a row")
     add_workers(parser)

@@ -25,7 +25,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="?", help="packed corpus directory, without --config")
     parser.add_argument("--config", metavar="TOML", help="run file: its sources, masks and seed")
-    parser.add_argument("--tokenizer", help="spm.model, for a corpus")
+    parser.add_argument("--tokenizer", help="its tokenizer, for a corpus")
     parser.add_argument("--seq_len", type=positive, help="tokens in a row, for a corpus")
     parser.add_argument("--rows", type=positive, default=2, help="how many")
     parser.add_argument("--first", type=natural, default=0, help="first row number of the run")
@@ -83,15 +83,12 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]
 
 def render(row, tokenizer: "Tokenizer", color: bool) -> str:
     """Return the row as text; each target as its original, coloured by what the model is shown."""
-    from deberta_ds.tokenizer import SPACE_MARK
-
     special, parts = tokenizer.is_special(), []
     for shown, label, segment in zip(row.input_ids, row.labels, row.segments, strict=True):
         if segment == 0:
             break
         original = label if label >= 0 else shown
-        piece = tokenizer.pieces([original])[0]
-        text = piece.replace(SPACE_MARK, " ")
+        text = tokenizer.readable([original])[0]
         if label < 0:
             style = _SPECIAL if special[shown] else ""
             text = f"\n{text}" if shown == tokenizer.cls_id and parts else text

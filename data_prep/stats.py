@@ -11,7 +11,7 @@ from deberta_ds.errors import exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="corpus directories")
-    parser.add_argument("--tokenizer", required=True, help="spm.model")
+    parser.add_argument("--tokenizer", required=True, help="the corpus's own")
     parser.add_argument("--top", type=positive, default=20, help="most frequent pieces to list")
     parser.add_argument("--pictures", help="directory for one PNG a corpus")
     args = parser.parse_args()

@@ -25,7 +25,9 @@ def main() -> None:
     parser = parser_for(__doc__)
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory of the corpus")
-    parser.add_argument("--tokenizer", required=True, help="spm.model")
+    parser.add_argument("--tokenizer", required=True,
+                        help="a SentencePiece model, tokenizer.json, vocab.json beside merges.txt, "
+                        "vocab.txt, or a directory with one of them")
     parser.add_argument("--heldout_out", help="directory of a held-out corpus, if one is wanted")
     parser.add_argument("--heldout_share", type=share, default=0.01,
                         help="share of documents held out, by a hash of their text")

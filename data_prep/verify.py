@@ -10,7 +10,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="corpus directories")
     parser.add_argument("--verify", choices=("sizes", "full"), default="full", help="how closely")
-    parser.add_argument("--tokenizer", help="spm.model that the corpora must have been made with")
+    parser.add_argument("--tokenizer", help="tokenizer that the corpora must have been made with")
     args = parser.parse_args()
 
     from deberta_ds.data.corpus import Corpus

@@ -16,7 +16,7 @@ from deberta_ds.finetune.models import build_model, open_start
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
-from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.formats.load import load_backbone
 from deberta_ds.model.init import init_parameters
 
 FIRST_VERSION = Path(__file__).parent / "fixtures" / "finetuned_0_1_0"
@@ -158,7 +158,8 @@ def test_damage_is_named(tmp_path):
     refused("epochs = 0", settings=facts["settings"] | {"epochs": 0})
     refused("unknown key", settings=facts["settings"] | {"epoch": 1})
     (tmp_path / "spm.model").unlink()
-    refused("no spm.model")
+    (tmp_path / "tokenizer.json").unlink()
+    refused("no tokenizer beside")
     (tmp_path / "finetuned.json").write_text("[1]")
     with pytest.raises(UserError, match="not a JSON object"):
         load_finetuned(tmp_path)

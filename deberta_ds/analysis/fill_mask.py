@@ -16,8 +16,9 @@ from torch import Tensor
 
 from deberta_ds.data.batch import IGNORE, Batch
 from deberta_ds.errors import UserError
-from deberta_ds.formats.pretrained import LoadedModel, load_backbone
+from deberta_ds.formats.load import LoadedModel, load_backbone
 from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
+from deberta_ds.tokenizer.files import KINDS
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def load_masked_lm(path: str | Path) -> LoadedModel:
             "needs both. Give a masked LM, a generator, or a directory exported with its generator "
             "(the public Hugging Face conversions of v1 and v2 dropped the table)")
     if model.tokenizer is None:
-        raise UserError(f"{path}: no spm.model; the BPE tokenizer of v1 models is not supported")
+        raise UserError(f"{path}: no tokenizer beside the model; put one there: {KINDS}")
     return model
 
 

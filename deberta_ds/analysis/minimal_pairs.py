@@ -25,7 +25,7 @@ from deberta_ds.analysis.sentence_scores import (
 )
 from deberta_ds.data.minimal_pairs import TIE, MinimalPair, encode_sentences
 from deberta_ds.errors import UserError
-from deberta_ds.formats.pretrained import LoadedModel
+from deberta_ds.formats.load import LoadedModel
 
 _DRAWS, _LEVEL = 10_000, 0.95
 
@@ -53,7 +53,7 @@ class PairScores:
 def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
     """Return what every head of `model` says of every pair; call on every rank, all get it."""
     if model.tokenizer is None:
-        raise UserError("no spm.model beside the model; the BPE tokenizer of v1 is not supported")
+        raise UserError("no tokenizer beside the model; put its files there")
     if model.masked_lm is None and model.replaced_token_head is None:
         raise UserError("the model has neither a masked-LM head with a position table nor a "
                         "discriminator's head, so it cannot score sentences; give a pretraining "

@@ -16,7 +16,7 @@ import torch
 from deberta_ds.analysis.sentence_scores import cut_work
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError, naming
-from deberta_ds.formats.pretrained import LoadedModel
+from deberta_ds.formats.load import LoadedModel
 
 _STRENGTHS = np.logspace(-4, 2, 7)
 _DRAWS = 10_000
@@ -54,7 +54,7 @@ def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[t
 def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray:
     """Return the pooled last states of each input, fp32 [inputs, hidden]; long ones are cut."""
     if model.tokenizer is None:
-        raise UserError("no spm.model beside the model; the BPE tokenizer of v1 is not supported")
+        raise UserError("no tokenizer beside the model; put its files there")
     ids = [_encode(model, text) for text in texts]
     found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
     for work in cut_work(np.array([len(one) for one in ids])):

@@ -20,7 +20,7 @@ from deberta_ds.data.replaced import ReplacedManifest, write_replaced_manifest, 
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.data.shards import MANIFEST
 from deberta_ds.errors import UserError
-from deberta_ds.formats.pretrained import LoadedModel, load_backbone
+from deberta_ds.formats.load import LoadedModel, load_backbone
 from deberta_ds.objectives.rtd import replace_targets
 
 VERSION = 1
@@ -100,7 +100,7 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
 def _generator(path: str) -> LoadedModel:
     model = load_backbone(path)
     if model.masked_lm is None or model.tokenizer is None:
-        raise UserError(f"{path}: no masked LM with an absolute position table and an spm.model; "
+        raise UserError(f"{path}: no masked LM with an absolute position table and a tokenizer; "
                         "give a masked-LM run, or one of replaced-token detection")
     return model
 

@@ -97,7 +97,7 @@ def check_batch(batch: Batch, tokenizer) -> None:
 
     Invariants: labels are -100 or an ordinary id; positions without a label keep their id; targets
     form whole words, unless those are too long; segments are contiguous from 1, start with [CLS]
-    and end with [SEP]; padding only at the end, with id 0; positions count up from 0 in each
+    and end with [SEP]; padding only at the end, with [PAD]; positions count up from 0 in each
     segment; the target index agrees.
     """
     word_start, special = tokenizer.word_starts(), tokenizer.is_special()
@@ -131,7 +131,7 @@ def check_batch(batch: Batch, tokenizer) -> None:
 def _check_segments(row: int, original, segments, positions, tokenizer) -> None:
     real = int((segments > 0).sum())
     _check(row, bool((segments[:real] > 0).all()), "padding inside the row")
-    _check(row, not original[real:].any(), "padding that is not [PAD]")
+    _check(row, bool((original[real:] == tokenizer.pad_id).all()), "padding that is not [PAD]")
     steps = np.diff(segments[:real], prepend=0)
     _check(row, real > 0 and set(steps.tolist()) <= {0, 1}, "segments are not contiguous from 1")
     starts = np.flatnonzero(steps)

@@ -91,7 +91,7 @@ class Corpus:
             raise UserError(
                 f"{self.path / MANIFEST}: made with tokenizer sha256 "
                 f"{self.manifest.tokenizer_sha256[:16]}..., but this run's tokenizer is "
-                f"{sha256[:16]}...; give the corpus's own spm.model or tokenize the text again"
+                f"{sha256[:16]}...; give the corpus's own tokenizer or tokenize the text again"
             )
 
     def verify(self, mode: str = "sizes", *, rank: int = 0, world_size: int = 1) -> int:

@@ -34,6 +34,7 @@ def mask_row(
     mask_id: int,
     rng: np.random.Generator,
     cut_words: bool = True,
+    pad_id: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
@@ -43,7 +44,7 @@ def mask_row(
     gets at least one target. `cut_words` False is version 0.1.0's rule: long words stay whole.
     """
     special_L = special[ids]
-    budget = max(1, round(mask.rate * int(np.count_nonzero(ids))))
+    budget = max(1, round(mask.rate * int(np.count_nonzero(ids != pad_id))))
     if mask.selection == "deberta_window":
         return _deberta_window(ids, word_start, special_L, mask, budget, mask_id,
                                random.Random(int(rng.integers(1 << 63))))

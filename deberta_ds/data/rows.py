@@ -84,7 +84,8 @@ class RowDataset:
         official = mask.selection == "deberta_window" and rules > 1
         self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
-        self._cls_id, self._sep_id = tokenizer.cls_id, tokenizer.sep_id
+        self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
+                                                    tokenizer.pad_id)
         self._permutations: dict[tuple[int, int], Permutation] = {}
 
     @property
@@ -159,14 +160,15 @@ class RowDataset:
     def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int],
                draw: int = 0) -> Row:
         ids, segments, positions = frame_pieces(
-            pieces, self.seq_len, self._cls_id, self._sep_id, self.across_documents
+            pieces, self.seq_len, self._cls_id, self._sep_id, self.across_documents, self._pad_id
         )
-        if int(ids.max()) >= self._mask_id:
-            corpus = self._corpora[place[0]]
+        if int(ids.max()) >= len(self._special) or (ids == self._mask_id).any():
+            corpus, worst = self._corpora[place[0]], int(ids.max())
+            worst = worst if worst >= len(self._special) else self._mask_id
             raise UserError(
-                f"{corpus.place(place[1])}: token id {int(ids.max())} is outside the tokenizer's "
-                f"{self._mask_id} pieces (row {g} of the run); run data_prep/verify.py "
-                f"{corpus.path} --verify full and copy the damaged shard again"
+                f"{corpus.place(place[1])}: token id {worst} is outside the pieces of the "
+                f"tokenizer, which has {len(self._special)} ids (row {g} of the run); run "
+                f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again"
             )
         replaced = self._replaced[place[0]]
         if replaced:
@@ -175,20 +177,21 @@ class RowDataset:
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
             ids, self._word_start, self._special, self.mask, self._mask_id, rng,
-            cut_words=self.rules > 1
+            cut_words=self.rules > 1, pad_id=self._pad_id
         )
         return Row(g, input_ids, labels, segments, positions)
 
 
 def frame_pieces(
-    pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int, across_documents: bool
+    pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int, across_documents: bool,
+    pad_id: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] piece [SEP] [CLS] ...
 
     Segments number the pieces and positions restart in each, unless `across_documents`: then the
     row is one segment with positions 0, 1, 2, ... as in the official preparation.
     """
-    ids = np.zeros(seq_len, dtype=np.int64)
+    ids = np.full(seq_len, pad_id, dtype=np.int64)
     segments = np.zeros(seq_len, dtype=np.int32)
     positions = np.zeros(seq_len, dtype=np.int32)
     offset = 0

@@ -1,7 +1,7 @@
 """A fine-tuned model on disk: a Hugging Face directory, and the facts that only this project reads.
 
     DIR/config.json, model.safetensors   the tensors of the transformers class named below
-    DIR/spm.model, tokenizer.json ...    tokenizer
+    DIR/tokenizer.json, spm.model ...    tokenizer
     DIR/finetuned.json                   the task and its settings; written last, so it marks the
                                          directory as whole
 
@@ -35,11 +35,10 @@ from deberta_ds.files import write_atomic
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task, task_named
 from deberta_ds.formats import configs, hf
-from deberta_ds.formats.release import Network
-from deberta_ds.formats.release_reader import read_release
+from deberta_ds.formats.network import Network
+from deberta_ds.formats.read import read_release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
-    files_of,
     find_tokenizer_files,
     open_tokenizer,
     write_tokenizer_files,
@@ -101,7 +100,7 @@ def save_finetuned(
     values |= {"architectures": [name or _CLASS_PREFIX[kind] + "Model"], "dtype": "float32"}
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     if not find_tokenizer_files(directory):
-        write_tokenizer_files(files_of(tokenizer), directory, settings.max_length)
+        write_tokenizer_files(tokenizer.files, directory, settings.max_length)
     facts = {"format": _FORMAT, "task": dataclasses.asdict(task),
              "settings": dataclasses.asdict(settings)}  # fmt: skip
     write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
@@ -170,7 +169,7 @@ def _load_first_version(path: Path, facts: dict) -> Finetuned:
 def _tokenizer(files: dict[str, Path], path: Path) -> Tokenizer:
     tokenizer = open_tokenizer(files)
     if tokenizer is None:
-        raise UserError(f"{path}: no spm.model beside the weights; fine-tune it again")
+        raise UserError(f"{path}: no tokenizer beside the weights; fine-tune it again")
     return tokenizer
 
 

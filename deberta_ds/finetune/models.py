@@ -19,11 +19,12 @@ from deberta_ds.finetune.heads import TaskModel
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.sift import Sift
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.formats.load import load_backbone
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.presets import MODELS
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.files import KINDS
 from deberta_ds.validation import nearest
 
 RANDOM = "random:"
@@ -42,7 +43,7 @@ class Start:
 def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
     """Return the start called `name`: a directory, or "random:" and a preset or directory.
 
-    `tokenizer` is a SentencePiece file; needed for a preset only.
+    `tokenizer` is the path of a tokenizer; needed for a preset only.
     """
     if not name.startswith(RANDOM):
         return _open_directory(name, name)
@@ -52,7 +53,7 @@ def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
     if shape not in MODELS:
         return dataclasses.replace(_open_directory(name, shape), weights=None)
     if tokenizer is None:
-        raise UserError(f"{name}: a preset has no tokenizer; pass --tokenizer spm.model")
+        raise UserError(f"{name}: a preset has no tokenizer; pass --tokenizer PATH")
     pieces = Tokenizer(tokenizer)
     # A fresh table for this tokenizer; a multiple of 64 keeps matrix products aligned.
     config = ModelConfig(**MODELS[shape] | {"vocab_size": -(-pieces.size // 64) * 64})
@@ -65,8 +66,7 @@ def _open_directory(name: str, path: str) -> Start:
         return Start(name, saved.config, saved.tokenizer, saved.backbone())
     loaded = load_backbone(path)
     if loaded.tokenizer is None:
-        raise UserError(f"{path}: no spm.model beside the weights, and fine-tuning reads text with "
-                        "SentencePiece only (DeBERTa v1 has a BPE tokenizer)")  # fmt: skip
+        raise UserError(f"{path}: no tokenizer beside the weights; put one there: {KINDS}")
     return Start(name, loaded.model_config, loaded.tokenizer, loaded.backbone.state_dict())
 
 

@@ -15,12 +15,10 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs
 from deberta_ds.formats.checkpoint import load_whole_state, newest, read_run_file
-from deberta_ds.formats.release import Network, Release
+from deberta_ds.formats.network import Network, Release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
-    SPM,
     copy_tokenizer_files,
-    files_of,
     find_tokenizer_files,
 )
 from deberta_ds.objectives.build import objective_of
@@ -76,17 +74,17 @@ def read_checkpoint(path: Path) -> Release:
     directory = newest(path)
     state, run = load_whole_state(directory)
     release = release_of_state(state, run)
-    tokenizer = directory / SPM
-    if not tokenizer.is_file():  # version 0.1.0 did not keep it
-        tokenizer = Path(run.data.tokenizer)
-        if not tokenizer.is_file():
-            raise UserError(f"{tokenizer}: the run's tokenizer is not there; run this from the "
+    release.tokenizer_files = find_tokenizer_files(directory)
+    if not release.tokenizer_files:  # version 0.1.0 did not keep it
+        path = Path(run.data.tokenizer)
+        if not path.exists():
+            raise UserError(f"{path}: the run's tokenizer is not there; run this from the "
                             "directory the run was started in")
-        saved = read_run_file(directory).get("tokenizer_sha256")
-        if saved not in (None, Tokenizer(tokenizer).sha256):
-            raise UserError(f"{tokenizer}: is not the tokenizer that {directory} was trained with "
+        tokenizer, saved = Tokenizer(path), read_run_file(directory).get("tokenizer_sha256")
+        if saved not in (None, tokenizer.sha256):
+            raise UserError(f"{path}: is not the tokenizer that {directory} was trained with "
                             f"(sha256 {saved}); put that one there")
-    release.tokenizer_files = files_of(tokenizer)
+        release.tokenizer_files = tokenizer.files
     return release
 
 

@@ -38,7 +38,6 @@ from deberta_ds.formats.saved_state import (
     tensors_of_rank,
 )
 from deberta_ds.formats.tensors import write_stream
-from deberta_ds.formats.tokenizer_files import SPM
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +69,18 @@ class Save:
 
 
 def save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
-         tokenizer: str | Path | None = None) -> Path:
+         tokenizer: dict[str, Path] | None = None) -> Path:
     """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
     return finish_save(begin_save(engine, out_dir, step, record, keep, tokenizer))
 
 
 def begin_save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
-               tokenizer: str | Path | None = None, *, in_background: bool = False) -> Save:
+               tokenizer: dict[str, Path] | None = None, *, in_background: bool = False) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
 
-    `record` goes into run.json with the step, the tokenizer's file beside it. All but the newest
-    `keep` checkpoints will be deleted. An optimizer on NVMe is always written in the foreground.
+    `record` goes into run.json with the step, the tokenizer's files {name: path} beside
+    it. All but the newest `keep` checkpoints will be deleted. An optimizer on NVMe is always
+    written in the foreground.
     """
     one = Save(path_of(out_dir, step), step, keep)
     if dist.is_main():
@@ -143,14 +143,14 @@ def _empty(path: Path) -> None:
 
 
 def _write_my_files(one: Save, described: list, tensors, small: dict[str, str],
-                    tokenizer: str | Path | None) -> None:
+                    tokenizer: dict[str, Path] | None) -> None:
     name = rank_file(dist.rank())
     one.entries[name] = write_stream(one.path / name, described, tensors)
     for name, text in small.items():
         write_atomic(one.path / name, text)
-    if dist.is_main() and tokenizer is not None:
-        write_atomic(one.path / SPM, Path(tokenizer).read_bytes())
-        small = small | {SPM: ""}
+    for name, source in (tokenizer or {}).items() if dist.is_main() else ():
+        write_atomic(one.path / name, source.read_bytes())
+        small = small | {name: ""}
     for name in small:
         file = one.path / name
         one.entries[name] = {"bytes": file.stat().st_size, "xxh3": xxh3(file)}

@@ -1,9 +1,10 @@
-"""The tokenizer files of a published directory: spm.model, and what AutoTokenizer needs.
+"""The tokenizer files of a published directory: the source's own, and what AutoTokenizer needs.
 
 transformers 5 rebuilds `DebertaV2Tokenizer` from the pieces alone: the SentencePiece normalizer and
 the byte fallback are lost, and ids differ from those the model was trained on. So
 `tokenizer.json` is written here from spm.model itself, with every step of the original, and is
-loaded as a plain `PreTrainedTokenizerFast`, which takes it as it stands.
+loaded as a plain `PreTrainedTokenizerFast`, which takes it as it stands. Its other classes do the
+same to a tokenizer.json, so that one is named for every kind.
 
 Difference that remains: transformers finds the names of special tokens ("[MASK]") in text and gives
 their ids; our tokenizer never searches text for them.
@@ -18,15 +19,22 @@ from deberta_ds.data.prep.text import is_removed
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path, write_atomic
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
+from deberta_ds.tokenizer.files import (
+    ADDED,
+    JSON,
+    MERGES,
+    NAMES,
+    SETTINGS,
+    SPM,
+    VOCAB,
+    WORDPIECES,
+)
 
-SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 # Everything that a published directory may keep its tokenizer in.
-KNOWN_FILES = (SPM, JSON, SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json",
-               "merges.txt", "bpe_encoder.bin", "dict.txt", "vocab.txt")
+KNOWN_FILES = (SPM, JSON, SETTINGS, NAMES, ADDED, VOCAB, MERGES, "bpe_encoder.bin", "dict.txt",
+               WORDPIECES)
 # A class of all characters that Python and our tokenizer take for white space.
 _SPACES = "[" + "".join(f"\\x{{{code:X}}}" for code in range(0x3001) if chr(code).isspace()) + "]"
-_NAMES = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]",
-          "mask_token": "[MASK]", "bos_token": "[CLS]", "eos_token": "[SEP]"}
 
 
 def find_tokenizer_files(directory: Path) -> dict[str, Path]:
@@ -35,13 +43,11 @@ def find_tokenizer_files(directory: Path) -> dict[str, Path]:
 
 
 def open_tokenizer(files: dict[str, Path]) -> Tokenizer | None:
-    """Return the tokenizer among a directory's files; None if there is none that we read."""
-    return Tokenizer(files[SPM]) if SPM in files else None
-
-
-def files_of(tokenizer: Tokenizer | Path) -> dict[str, Path]:
-    """Return {published name: path} of what a tokenizer is made from."""
-    return {SPM: Path(getattr(tokenizer, "path", tokenizer))}
+    """Return the tokenizer among a directory's files; None if there is none that is read."""
+    for needed in ({SPM}, {JSON}, {VOCAB, MERGES}, {WORDPIECES}):
+        if needed <= files.keys():
+            return Tokenizer.of_files(files, files[min(needed)].parent)
+    return None
 
 
 def copy_tokenizer_files(files: dict[str, Path], out: Path) -> list[str]:
@@ -58,15 +64,37 @@ def copy_tokenizer_files(files: dict[str, Path], out: Path) -> list[str]:
 def write_tokenizer_files(files: dict[str, Path], out: Path, max_length: int) -> list[str]:
     """Copy tokenizer files to `out`, adding what AutoTokenizer needs; return a note for each."""
     notes = copy_tokenizer_files(files, out)
-    if SPM in files and JSON not in files:
-        tokenizer = Tokenizer(files[SPM])
-        write_atomic(out / JSON, build_tokenizer_json(tokenizer))
-        settings = _NAMES | {"tokenizer_class": "PreTrainedTokenizerFast",
-                             "model_max_length": max_length, "padding_side": "right",
-                             "model_input_names": ["input_ids", "attention_mask"]}
-        write_atomic(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
-        notes.append(f"derived: {JSON} and {SETTINGS} from {SPM}")
-    return notes
+    tokenizer = open_tokenizer(files)
+    if tokenizer is None or {SPM, JSON} <= files.keys():
+        return notes
+    own = tokenizer.specification
+    write_atomic(out / JSON, build_tokenizer_json(tokenizer) if own is None else
+                 json.dumps(own | _framing(tokenizer), ensure_ascii=False) + "\n")
+    names = {f"{role}_token": tokenizer.pieces([number])[0]
+             for role, number in tokenizer.special_ids.items()}
+    settings = names | {"bos_token": names["cls_token"], "eos_token": names["sep_token"],
+                        "tokenizer_class": "PreTrainedTokenizerFast",
+                        "model_max_length": max_length, "padding_side": "right",
+                        "model_input_names": ["input_ids", "attention_mask"]}
+    write_atomic(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    made_of = ", ".join(tokenizer.files)
+    return [*notes, f"derived: {JSON} and {SETTINGS} from {made_of}"]
+
+
+def _framing(tokenizer: Tokenizer) -> dict:
+    """Return the parts of a tokenizer.json that frame [CLS] a [SEP] b [SEP], and pad nothing."""
+    names = {role: tokenizer.pieces([tokenizer.special_ids[role]])[0] for role in ("cls", "sep")}
+
+    def special(role: str, segment: int) -> dict:
+        return {"SpecialToken": {"id": names[role], "type_id": segment}}
+
+    first = [special("cls", 0), {"Sequence": {"id": "A", "type_id": 0}}, special("sep", 0)]
+    second = [{"Sequence": {"id": "B", "type_id": 1}}, special("sep", 1)]
+    known = {name: {"id": name, "ids": [tokenizer.special_ids[role]], "tokens": [name]}
+             for role, name in names.items()}
+    return {"truncation": None, "padding": None,
+            "post_processor": {"type": "TemplateProcessing", "single": first,
+                               "pair": first + second, "special_tokens": known}}
 
 
 def build_tokenizer_json(tokenizer: Tokenizer) -> str:
@@ -75,8 +103,11 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())
+    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[SPM].read_bytes())
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
+    if proto.pieces[0].piece != SPECIAL_PIECES[0]:
+        raise UserError(f"{tokenizer.path}: not a model with DeBERTa's special ids, and only those "
+                        "are turned into a tokenizer.json; export from a source that has one")
     if trainer.model_type != trainer.UNIGRAM:
         raise UserError(f"{tokenizer.path}: not a unigram model; DeBERTa's tokenizers are")
     vocabulary = [(piece.piece, piece.score) for piece in proto.pieces]

@@ -16,7 +16,7 @@ from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_engine
-from deberta_ds.formats.initialize import initial_tensors
+from deberta_ds.formats.start import initial_tensors
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
@@ -185,7 +185,7 @@ class Trainer:
         self.spikes = SpikeRule(run.train.spike_sigmas,
                                 record.get("recent_losses", []) if record else [])
         self.bad_steps_in_a_row = 0
-        self.saver = Saver(model_engine, run.out_dir, run.train, inputs.tokenizer.path)
+        self.saver = Saver(model_engine, run.out_dir, run.train, inputs.tokenizer.files)
         self.watchdog = watchdog
         watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.

@@ -18,7 +18,8 @@ from deberta_ds.formats.saving import Save, begin_save, finish_save
 class Saver:
     """The checkpoints of one run."""
 
-    def __init__(self, engine, out_dir: str | Path, train: TrainConfig, tokenizer: Path):
+    def __init__(self, engine, out_dir: str | Path, train: TrainConfig,
+                 tokenizer: dict[str, Path]):
         self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
         self.begun_at = time.monotonic()
         self.in_background: Save | None = None

@@ -35,7 +35,7 @@ def pack_corpus(
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
             f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
-            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own spm.model"
+            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer"
         )
     if seq_len < MIN_SEQ_LEN:
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")

@@ -34,7 +34,7 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     manifest, _ = read_manifest(path)
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(f"{path}: made with another tokenizer than {tokenizer.path}; give the "
-                        "corpus's own spm.model")
+                        "corpus's own tokenizer")
     lengths, frequencies = np.zeros(40, np.int64), np.zeros(manifest.vocab_size, np.int64)
     longest = 0
     for shard in manifest.shards:
@@ -124,7 +124,7 @@ def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> 
         title, unit = "Tokens by label", "tokens"
     else:
         order = np.argsort(-stats.frequencies, kind="stable")[:20][::-1].tolist()
-        names = [piece.replace("\u2581", "_") for piece in tokenizer.pieces(order)]
+        names = [piece.replace(" ", "_") for piece in tokenizer.readable(order)]
         sizes, title, unit = stats.frequencies[order], "Top pieces", "count"
     axes[2].barh(range(len(names)), sizes, color=blue)
     axes[2].set_yticks(range(len(names)), names, fontsize=7)

@@ -11,13 +11,12 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions, units_digest
+from deberta_ds.data.prep.encode import BATCH_CHARACTERS, encode_documents
 from deberta_ds.data.prep.findings import Findings
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
-    ENCODE_CHARACTERS,
     TEXT_RULES_VERSION,
     BadTextError,
-    encodable_parts,
     letter_share,
     normalise_and_count,
 )
@@ -81,7 +80,8 @@ def tokenize_corpus(
     description = {
         "version": JOB_VERSION, "units": units_digest(units),
         "tokenizer": tokenizer.sha256, "read": asdict(read), "clean": asdict(clean),
-        "text_rules": TEXT_RULES_VERSION, "heldout_share": share,
+        "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
+        "heldout_share": share,
         "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
     }
     with ExitStack() as stack:
@@ -121,7 +121,8 @@ def tokenize_unit(
     counts, problems = dict.fromkeys(COUNTS, 0), []
     searches = [_findings(directory) for directory in leave_out]
     with ExitStack() as stack:
-        writers = [stack.enter_context(_Rolling(target, number, tokenizer)) for target in targets]
+        writers = [stack.enter_context(_Rolling(target, number, tokenizer, counts))
+                   for target in targets]
         for extent in unit:
             for document in read_unit([extent], read):
                 reason = next((search.reason for search in searches
@@ -136,7 +137,10 @@ def tokenize_unit(
                 if held_out and len(writers) == 1:
                     counts["held_out"] += 1
                     continue
-                writers[held_out].write(text, document.label, counts)
+                as_it_stands = tokenizer.normalizes_itself
+                writers[held_out].write(document.text if as_it_stands else text, document.label)
+        if tokenizer.normalizes_itself:
+            counts["removed_characters"] = 0  # removed from what was looked at, not from the text
         shards = [writer.finish() for writer in writers]
     return {
         "shards": [[asdict(shard) for shard in written] for written in shards],
@@ -209,11 +213,9 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
     counts |= {"documents": sum(shard.documents for shard in shards),
                "characters": sum(row[1] for row in labels.values()),
                "tokens": sum(shard.tokens for shard in shards)}
-    special = {"pad": tokenizer.pad_id, "cls": tokenizer.cls_id, "sep": tokenizer.sep_id,
-               "unk": tokenizer.unk_id, "mask": tokenizer.mask_id}
     return Manifest(
         dtype=token_dtype(tokenizer.size).str, vocab_size=tokenizer.size,
-        tokenizer_sha256=tokenizer.sha256, special_ids=special, counts=counts,
+        tokenizer_sha256=tokenizer.sha256, special_ids=tokenizer.special_ids, counts=counts,
         labels=dict(sorted(labels.items())), shards=shards,
     )
 
@@ -231,7 +233,8 @@ def _tokenizer(path: str) -> Tokenizer:
 class _Rolling:
     """Writes one unit's documents to shards of at most about SHARD_TOKENS tokens."""
 
-    def __init__(self, target: str, number: int, tokenizer: Tokenizer):
+    def __init__(self, target: str, number: int, tokenizer: Tokenizer, counts: dict[str, int]):
+        self._counts, self._pending, self._pending_characters = counts, [], 0
         self._target, self._number, self._tokenizer = target, number, tokenizer
         self._dtype = token_dtype(tokenizer.size)
         self._shards: list[ShardInfo] = []
@@ -245,27 +248,26 @@ class _Rolling:
         if self._writer is not None:
             self._writer.abandon()
 
-    def write(self, text: str, label: str, counts: dict[str, int]) -> None:
-        if len(text) <= ENCODE_CHARACTERS:
-            total = self._append(self._tokenizer.encode_array(text))
-        else:
-            total = self._write_parts(text, counts)
-        row = self.labels.setdefault(label, [0, 0, 0])
-        row[0] += 1
-        row[1] += len(text)
-        row[2] += total
+    def write(self, text: str, label: str) -> None:
+        self._pending.append((text, label))
+        self._pending_characters += len(text)
+        if self._pending_characters >= BATCH_CHARACTERS:
+            self._flush()
 
-    def _write_parts(self, text: str, counts: dict[str, int]) -> int:
-        """Write a document of any length; return its tokens."""
-        ids: list[np.ndarray] = []
-        total = 0
-        for part, starts_document in encodable_parts(text):
-            if starts_document and ids:
-                total += self._append(np.concatenate(ids))
-                counts["cut"] += 1
-                ids = []
-            ids.append(self._tokenizer.encode_array(part))
-        return total + self._append(np.concatenate(ids))
+    def _flush(self) -> None:
+        texts = [text for text, _ in self._pending]
+        found = encode_documents(self._tokenizer, texts)
+        for (text, label), documents in zip(self._pending, found, strict=True):
+            tokens = sum(self._append(ids) for ids in documents if len(ids))
+            if not tokens:  # such as only characters that the tokenizer removes
+                self._counts["empty"] += 1
+                continue
+            self._counts["cut"] += len(documents) - 1
+            row = self.labels.setdefault(label, [0, 0, 0])
+            row[0] += 1
+            row[1] += len(text)
+            row[2] += tokens
+        self._pending, self._pending_characters = [], 0
 
     def _append(self, ids: np.ndarray) -> int:
         """Add one document to the shard; return its tokens."""
@@ -274,11 +276,15 @@ class _Rolling:
             self._writer = ShardWriter(self._target, name, self._dtype)
         self._writer.append(ids)
         if self._writer.tokens >= SHARD_TOKENS:
-            self.finish()
+            self._end_shard()
         return len(ids)
 
+    def _end_shard(self) -> None:
+        self._shards.append(self._writer.finish())
+        self._writer = None
+
     def finish(self) -> list[ShardInfo]:
+        self._flush()
         if self._writer is not None:
-            self._shards.append(self._writer.finish())
-            self._writer = None
+            self._end_shard()
         return self._shards

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError, first_line
-from deberta_ds.formats.release import Network, Release, build_backbone
-from deberta_ds.formats.release_reader import read_release
+from deberta_ds.formats.network import Network, Release, build_backbone
+from deberta_ds.formats.read import read_release
 from deberta_ds.formats.tensors import read_json
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.model.backbone import Backbone
@@ -126,23 +126,21 @@ def _sample_batches(config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
 def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:
     """Return one line for each sentence to which AutoTokenizer gives other ids than ours.
 
-    UserError if the special ids differ, or if the directory has no spm.model.
+    UserError if the special ids differ, or if the directory has no tokenizer.
     """
     import transformers
 
     ours = open_tokenizer(find_tokenizer_files(out))
     if ours is None:
-        raise UserError(f"{out}: no spm.model, so there is no tokenizer of ours to compare with")
+        raise UserError(f"{out}: no tokenizer of ours to compare with")
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
     except Exception as error:  # whatever its many readers raise: the files came with the model
         raise UserError(f"{out}: AutoTokenizer cannot read the tokenizer files that came with the "
-                        f"model ({first_line(error)}); delete tokenizer.json, "
-                        "tokenizer_config.json and the like from the source, keep spm.model"
+                        f"model ({first_line(error)}); delete tokenizer_config.json "
+                        "and the like from the source, keep spm.model or tokenizer.json"
                         ) from error
-    special = {"pad": ours.pad_id, "cls": ours.cls_id, "sep": ours.sep_id, "unk": ours.unk_id,
-               "mask": ours.mask_id}
-    for name, wanted in special.items():
+    for name, wanted in ours.special_ids.items():
         found = getattr(theirs, f"{name}_token_id")
         if found != wanted:
             raise UserError(f"{out}: AutoTokenizer's {name} id is {found}, ours is {wanted}")

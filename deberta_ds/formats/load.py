@@ -5,13 +5,13 @@ from pathlib import Path
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
-from deberta_ds.formats.release import (
+from deberta_ds.formats.network import (
     Network,
     build_backbone,
     build_masked_lm,
     build_replaced_token_head,
 )
-from deberta_ds.formats.release_reader import read_release
+from deberta_ds.formats.read import read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
@@ -24,7 +24,7 @@ class LoadedModel:
     """A model in fp32 on the CPU, in evaluation mode.
 
     backbone: ids and mask -> hidden states; the discriminator of a replaced-token run.
-    tokenizer: None where the source has no spm.model (v1 models have a BPE tokenizer).
+    tokenizer: None where the source has none that is read.
     masked_lm: (word table, MaskedLm) of the model itself or, if it has no masked-LM head with a
     position table, of the generator beside it; None without either. Its layers are its own.
     replaced_token_head: of the backbone, where the source has it.

@@ -1,0 +1,17 @@
+"""Tokenizers of any kind: SentencePiece models, and whatever Hugging Face `tokenizers` runs.
+
+tokenizer.py what the rest of the project uses; files.py which files a path means; roles.py special
+tokens; words.py where words start; kinds.py, fast.py `tokenizers`; spm.py SentencePiece.
+"""
+
+from deberta_ds.tokenizer.spm import MASK_PIECE, SPECIAL_PIECES
+from deberta_ds.tokenizer.tokenizer import Tokenizer
+from deberta_ds.tokenizer.words import (
+    SPACE_MARK,
+    UNSPACED_SCRIPTS,
+    piece_starts_word,
+    starts_official_word,
+)
+
+__all__ = ["MASK_PIECE", "SPACE_MARK", "SPECIAL_PIECES", "UNSPACED_SCRIPTS", "Tokenizer",
+           "piece_starts_word", "starts_official_word"]

@@ -1,0 +1,177 @@
+"""The engine for everything that Hugging Face `tokenizers` runs: a tokenizer.json, or vocabulary
+files, as it stands in them, normalization included.
+
+Changed before it is loaded: padding, truncation and the post-processor go (rows are framed here),
+and special tokens are not searched for in text. A Unigram model could still find the *name* of one
+as a piece, so there the names are replaced by texts that no document holds.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from deberta_ds.errors import UserError, first_line
+from deberta_ds.tokenizer.files import read_settings
+from deberta_ds.tokenizer.kinds import piece_kind, read_specification
+from deberta_ds.tokenizer.roles import find_roles, framing_tokens
+from deberta_ds.tokenizer.words import (
+    SPACE_MARK,
+    byte_value,
+    bytes_of_piece,
+    bytes_start_word,
+    character_length,
+    metaspace_starts_word,
+    wordpiece_starts_word,
+)
+
+# Workers are processes here; threads inside each would share the same cores.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_LARGEST = 1 << 24  # ids; a damaged file must not take all memory
+
+
+class FastEngine:
+    """What `Tokenizer` asks of `tokenizers`; its attributes are documented there."""
+
+    normalizes_itself = True
+
+    def __init__(self, files: dict[str, Path]):
+        self.place = next(iter(files.values()))
+        settings = read_settings(files)
+        self.specification = read_specification(files, settings)
+        self.kind, self._prefix = piece_kind(self.specification, self.place)
+        added = {token["content"]: token["id"] for token in self.specification["added_tokens"]}
+        ids = vocabulary_ids(self.specification) | added
+        model = self.specification["model"]
+        self.roles = find_roles(
+            self.place, settings, ids.get,
+            framed=framing_tokens(self.specification.get("post_processor")),
+            unknown=unknown_piece(model),
+            needs_unknown=self.kind != "byte_level" and not model.get("byte_fallback"))
+        size = max(ids.values()) + 1
+        if size > _LARGEST:
+            raise UserError(f"{self.place}: a token has id {size - 1:,}, but at most {_LARGEST:,} "
+                            "are read; mend its added tokens")
+        self.pieces = [""] * size
+        for piece, number in ids.items():
+            self.pieces[number] = piece
+        self._added = set(added.values())
+        self.special = {token["id"] for token in self.specification["added_tokens"]
+                        if token.get("special")}
+        self.special |= set(range(len(self.pieces))) - set(ids.values())
+        self.sha256 = self._identity()
+        marked = {"byte_level": self._byte_level_text, "metaspace": self.pieces.__getitem__}
+        self.official_piece = marked.get(self.kind)  # the piece with U+2581 for a space
+        self._fast = _load(self.specification, set(self.roles.values()), self.place)
+
+    def _identity(self) -> str:
+        """Return the checksum of all that decides ids and roles, however the files spell it."""
+        roles = set(self.roles.values())
+        sought = [token for token in self.specification["added_tokens"]
+                  if not token.get("special") and token["id"] not in roles]
+        values = {name: self.specification.get(name)
+                  for name in ("normalizer", "pre_tokenizer", "model")}
+        values |= {"sought": sorted(sought, key=lambda token: token["id"]), "roles": self.roles,
+                   "special": sorted(self.special - roles), "size": len(self.pieces)}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._fast.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        found = self._fast.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._fast.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def decode(self, ids: list[int]) -> str:
+        return self._fast.decode(ids, skip_special_tokens=False)
+
+    def starts_word(self, number: int) -> bool:
+        piece = self.pieces[number]
+        if number in self._added or self.kind == "words":
+            return True
+        if self.kind == "byte_level":
+            data = bytes_of_piece(piece)
+            return data is None or bytes_start_word(data)
+        if self.kind == "wordpiece":
+            return wordpiece_starts_word(piece, self._prefix)
+        return metaspace_starts_word(piece)
+
+    def _byte_level_text(self, number: int) -> str:
+        data = bytes_of_piece(self.pieces[number])
+        text = self.pieces[number] if data is None else data.decode("utf-8", "replace")
+        return text.replace(" ", SPACE_MARK)
+
+    def starts_character(self, number: int) -> bool:
+        piece = self.pieces[number]
+        data = bytes_of_piece(piece) if self.kind == "byte_level" else None
+        value = data[0] if data else byte_value(piece)
+        return value is None or number in self._added or bool(character_length(value))
+
+    def readable(self, number: int) -> str:
+        piece = self.pieces[number]
+        if number in self._added or number in self.special:
+            return piece
+        if self.kind == "byte_level":
+            data = bytes_of_piece(piece)
+            return piece if data is None else data.decode("utf-8", "backslashreplace")
+        if self.kind == "metaspace":
+            return piece.replace(SPACE_MARK, " ")
+        rest = piece.removeprefix(self._prefix) if self._prefix else piece
+        return rest if rest != piece else " " + piece
+
+
+def vocabulary_ids(specification: dict) -> dict[str, int]:
+    """Return {piece: id} of the model, without added tokens."""
+    vocabulary = specification["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        return vocabulary
+    return {piece: number for number, (piece, _) in enumerate(vocabulary)}
+
+
+def unknown_piece(model: dict) -> str | None:
+    """Return the piece that the model itself puts for what it does not know."""
+    number = model.get("unk_id")
+    if isinstance(number, int) and number < len(model["vocab"]):
+        return model["vocab"][number][0]
+    return model.get("unk_token")
+
+
+def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizers.Tokenizer:
+    model, added = dict(specification["model"]), []
+    if isinstance(model["vocab"], list):
+        model["vocab"] = list(model["vocab"])
+    for token in specification["added_tokens"]:
+        number, is_special = token["id"], token.get("special") or token["id"] in roles
+        if is_special and isinstance(model["vocab"], list) and number < len(model["vocab"]):
+            model["vocab"][number] = (_unreachable(number), model["vocab"][number][1])
+        else:
+            added.append(token | {"special": bool(is_special)})
+    if isinstance(model["vocab"], list):
+        for number in roles - {None, model.get("unk_id")}:
+            if number < len(model["vocab"]):
+                model["vocab"][number] = (_unreachable(number), model["vocab"][number][1])
+    parts = specification | {"model": model, "added_tokens": added, "post_processor": None,
+                             "truncation": None, "padding": None}
+    try:
+        fast = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    except Exception as error:  # what the library raises for a bad file has no class of its own
+        raise UserError(f"{place}: `tokenizers` {tokenizers.__version__} cannot load it "
+                        f"({first_line(error)}); make it again, or save it with this version"
+                        ) from error
+    fast.encode_special_tokens = True  # their names in a document are ordinary text
+    return fast
+
+
+def _unreachable(number: int) -> str:
+    """Return a text that no document holds: noncharacters of Unicode."""
+    return f"\U0010FFFF{number}\U0010FFFE"

@@ -1,0 +1,117 @@
+"""Which files a tokenizer is made from.
+
+A path may name a SentencePiece model, a tokenizer.json, the vocab.json and merges.txt of GPT-2,
+RoBERTa and DeBERTa v1, the vocab.txt of BERT, or a directory with one of these. In a directory
+spm.model comes first (our own exports have a tokenizer.json derived from it beside it).
+tokenizer_config.json and its like are read beside tokenizer.json and the vocabulary files: the
+names of special tokens and settings such as add_prefix_space may be there alone.
+"""
+
+import json
+from pathlib import Path
+
+from deberta_ds.errors import UserError, naming
+
+SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
+VOCAB, MERGES, WORDPIECES = "vocab.json", "merges.txt", "vocab.txt"
+NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"
+_OTHER_MODELS = ("spiece.model", "tokenizer.model")
+_BESIDE = (SETTINGS, NAMES, ADDED)
+_PICKLE = "bpe_encoder.bin"
+KINDS = ("a SentencePiece model (spm.model), a tokenizer.json, vocab.json with merges.txt, "
+         "vocab.txt, or a directory with one of them")
+
+
+def find_files(path: Path) -> dict[str, Path]:
+    """Return {published name: path} of the files a tokenizer is made from; UserError if none."""
+    if path.is_dir():
+        known = {name: path / name for name in (
+            SPM, JSON, VOCAB, MERGES, WORDPIECES, _PICKLE, *_BESIDE, *_OTHER_MODELS)
+            if (path / name).is_file()}
+        return choose(known, path)
+    if not path.is_file():
+        raise UserError(f"{path}: cannot read the tokenizer (no such file); give {KINDS}, or train "
+                        "one with data_prep/train_tokenizer.py")
+    beside = {name: path.with_name(name) for name in _BESIDE if path.with_name(name).is_file()}
+    if path.name in (VOCAB, MERGES):
+        found = {VOCAB: path.with_name(VOCAB), MERGES: path.with_name(MERGES)}
+        for part in found.values():
+            if not part.is_file():
+                raise UserError(f"{part}: is missing; byte-level BPE needs {VOCAB} and {MERGES} "
+                                "in one directory")
+        return found | beside
+    if path.name == WORDPIECES:
+        return {WORDPIECES: path} | beside
+    if path.name == _PICKLE:
+        raise UserError(_pickle_message(path))
+    if _is_json(path):
+        return {JSON: path} | (beside if path.name == JSON else {})
+    return {SPM: path}
+
+
+def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
+    """Return those of a directory's files that its tokenizer is made from."""
+    beside = {name: known[name] for name in _BESIDE if name in known}
+    if SPM in known:
+        return {SPM: known[SPM]}
+    if JSON in known:
+        return {JSON: known[JSON]} | beside
+    if {VOCAB, MERGES} <= known.keys():
+        return {VOCAB: known[VOCAB], MERGES: known[MERGES]} | beside
+    if WORDPIECES in known:
+        return {WORDPIECES: known[WORDPIECES]} | beside
+    for name in _OTHER_MODELS:
+        if name in known:
+            return {SPM: known[name]}
+    if _PICKLE in known:
+        raise UserError(_pickle_message(known[_PICKLE]))
+    raise UserError(f"{place}: no tokenizer in this directory; give {KINDS}")
+
+
+def _pickle_message(path: Path) -> str:
+    return (f"{path}: is a pickle, which can run any program and is not read; put the model's "
+            f"{VOCAB} and {MERGES} (or its {JSON}) beside it: the Hugging Face repository of the "
+            "model has them")
+
+
+def _is_json(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
+
+
+def read_json_object(path: Path) -> dict:
+    """Return the object in a JSON file; UserError if it is damaged or something else."""
+    with naming(path):
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a JSON object is expected")
+    return values
+
+
+def read_settings(files: dict[str, Path]) -> dict:
+    """Return what stands beside the vocabulary: names of special tokens, settings, added tokens.
+
+    `added_tokens` is {content: (id, facts)}, of added_tokens.json and `added_tokens_decoder`.
+    """
+    settings = read_json_object(files[SETTINGS]) if SETTINGS in files else {}
+    names = read_json_object(files[NAMES]) if NAMES in files else {}
+    added: dict[str, tuple[int, dict]] = {}
+    if ADDED in files:
+        for content, number in read_json_object(files[ADDED]).items():
+            added[content] = (_number(number, files[ADDED]), {})
+    decoder = settings.pop("added_tokens_decoder", None) or {}
+    for number, facts in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(facts, dict) and isinstance(facts.get("content"), str):
+            added[facts["content"]] = (_number(number, files[SETTINGS]), facts)
+    return names | {key: value for key, value in settings.items() if value is not None} | {
+        "added_tokens": added}
+
+
+def _number(value, path: Path) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0:
+        raise UserError(f"{path}: {value!r} is not the id of an added token")
+    return number

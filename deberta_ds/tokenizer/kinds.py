@@ -1,0 +1,160 @@
+"""What a tokenizer of `tokenizers` is made of, as one specification: the content of tokenizer.json.
+
+From vocab.json and merges.txt, or vocab.txt, it is put together as transformers does: GPT-2's
+byte-level BPE (RoBERTa and DeBERTa v1 have the same), BERT's WordPiece. Settings that transformers
+takes from tokenizer_config.json are taken from there: add_prefix_space, do_lower_case,
+strip_accents, tokenize_chinese_chars.
+"""
+
+from pathlib import Path
+
+from tokenizers import models
+
+from deberta_ds.errors import UserError, first_line
+from deberta_ds.tokenizer.files import JSON, MERGES, VOCAB, WORDPIECES, read_json_object
+from deberta_ds.tokenizer.words import SPACE_MARK
+
+_REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the tokenizer again"
+
+
+def read_specification(files: dict[str, Path], settings: dict) -> dict:
+    """Return the specification; UserError if a file is damaged or lacks what is needed."""
+    if JSON in files:
+        specification = _read_json(files[JSON])
+    elif VOCAB in files:
+        specification = _byte_level_bpe(files[VOCAB], files[MERGES])
+    else:
+        specification = _wordpiece(files[WORDPIECES])
+    _apply_settings(specification, settings)
+    _add_tokens(specification, settings["added_tokens"])
+    return specification
+
+
+def _read_json(path: Path) -> dict:
+    specification = read_json_object(path)
+    model = specification.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list) \
+            or not model["vocab"]:
+        raise UserError(f"{path}: no model with a vocabulary in it; {_REMEDY}")
+    if "type" not in model:  # files of early versions do not say
+        model["type"] = ("BPE" if "merges" in model else "Unigram"
+                         if isinstance(model["vocab"], list) else "WordPiece")
+    wanted = list if model["type"] == "Unigram" else dict
+    if not isinstance(model["vocab"], wanted) or not _is_vocabulary(model["vocab"]):
+        raise UserError(f"{path}: its {model['type']} vocabulary is damaged; {_REMEDY}")
+    if isinstance(model.get("merges"), list):  # "a b" in older files, ["a", "b"] in newer ones
+        model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge
+                           for merge in model["merges"]]
+    if model.get("dropout"):
+        model["dropout"] = None  # a document has the same ids each time
+    tokens = specification.get("added_tokens") or []
+    if not all(isinstance(token, dict) and isinstance(token.get("content"), str)
+               and isinstance(token.get("id"), int) for token in tokens):
+        raise UserError(f"{path}: added_tokens without id or content; {_REMEDY}")
+    return specification | {"added_tokens": list(tokens)}
+
+
+def _is_vocabulary(vocabulary: dict | list) -> bool:
+    if isinstance(vocabulary, dict):
+        return all(type(number) is int and 0 <= number < 1 << 31 for number in vocabulary.values())
+    return all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
+               and isinstance(entry[1], int | float) for entry in vocabulary)
+
+
+def _byte_level_bpe(vocabulary_path: Path, merges_path: Path) -> dict:
+    try:
+        vocabulary, merges = models.BPE.read_file(str(vocabulary_path), str(merges_path))
+        models.BPE(vocabulary, merges)
+    except Exception as error:  # the library's errors have no class of their own
+        raise UserError(f"{vocabulary_path} and {merges_path.name}: not the files of a byte-level "
+                        f"BPE, or damaged ({first_line(error)}); fetch them again") from error
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                  "use_regex": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
+        "decoder": dict(byte_level, add_prefix_space=True),
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False,
+                  "continuing_subword_prefix": "", "end_of_word_suffix": "",
+                  "byte_fallback": False, "ignore_merges": False, "vocab": vocabulary,
+                  "merges": [list(merge) for merge in merges]},
+    }
+
+
+def _wordpiece(path: Path) -> dict:
+    try:
+        vocabulary = models.WordPiece.read_file(str(path))
+    except Exception as error:  # the library's errors have no class of their own
+        raise UserError(f"{path}: not a vocabulary of WordPiece, one piece a line "
+                        f"({first_line(error)})") from error
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
+                       "strip_accents": None, "lowercase": True},
+        "pre_tokenizer": {"type": "BertPreTokenizer"}, "post_processor": None,
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                  "max_input_chars_per_word": 100, "vocab": vocabulary},
+    }
+
+
+def _apply_settings(specification: dict, settings: dict) -> None:
+    """Let tokenizer_config.json say what transformers' own classes would take from it."""
+    owner = str(settings.get("tokenizer_class") or "")
+    if owner.startswith(("PreTrainedTokenizer", "TokenizersBackend")):
+        return
+    for part in _parts(specification.get("pre_tokenizer"), "pretokenizers"):
+        if part.get("type") == "ByteLevel" and "add_prefix_space" in settings:
+            part["add_prefix_space"] = bool(settings["add_prefix_space"])
+    keys = {"lowercase": "do_lower_case", "strip_accents": "strip_accents",
+            "handle_chinese_chars": "tokenize_chinese_chars"}
+    for part in _parts(specification.get("normalizer"), "normalizers"):
+        if part.get("type") == "BertNormalizer":
+            part |= {ours: settings[theirs] for ours, theirs in keys.items() if theirs in settings}
+
+
+def _add_tokens(specification: dict, added: dict[str, tuple[int, dict]]) -> None:
+    known = {token["content"] for token in specification["added_tokens"]}
+    for content, (number, facts) in sorted(added.items(), key=lambda item: item[1][0]):
+        if content not in known:
+            specification["added_tokens"].append(
+                {"id": number, "content": content} | {
+                    name: bool(facts.get(name, name == "normalized" and not facts.get("special")))
+                    for name in ("single_word", "lstrip", "rstrip", "normalized", "special")})
+
+
+def _parts(step: dict | None, key: str) -> list[dict]:
+    """Return the steps of a normalizer or pre-tokenizer, those inside a Sequence one by one."""
+    if not isinstance(step, dict):
+        return []
+    if step.get("type") == "Sequence":
+        return [part for inner in step.get(key) or () for part in _parts(inner, key)]
+    return [step]
+
+
+def piece_kind(specification: dict, place: Path) -> tuple[str, str]:
+    """Return (kind, prefix of pieces that continue a word): what marks the starts of words.
+
+    Kinds: "byte_level", "metaspace", "wordpiece", "words". UserError if nothing marks them.
+    """
+    model = specification["model"]
+    before = _parts(specification.get("pre_tokenizer"), "pretokenizers")
+    first = _parts(specification.get("normalizer"), "normalizers")
+    if model["type"] == "WordLevel":
+        return "words", ""
+    if model.get("end_of_word_suffix"):
+        raise UserError(f"{place}: marks the ends of words ({model['end_of_word_suffix']!r}), so "
+                        "an id does not say whether a word starts there, which whole-word masks "
+                        "need; use a tokenizer with a space mark, byte-level spaces or ##")
+    if any(part.get("type") == "ByteLevel" for part in before + first):
+        return "byte_level", ""
+    prefix = model.get("continuing_subword_prefix")
+    if model["type"] == "WordPiece" or prefix:
+        return "wordpiece", "##" if prefix is None else prefix
+    marks = any(part.get("type") == "Metaspace" for part in before) or any(
+        SPACE_MARK in (part.get("content"), part.get("prepend")) for part in first)
+    if not marks:
+        raise UserError(f"{place}: a {model['type']} model without a mark of word starts "
+                        "(ByteLevel, Metaspace or ##), which whole-word masks need; use or train "
+                        "a tokenizer that has one")
+    return "metaspace", ""

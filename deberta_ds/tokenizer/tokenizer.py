@@ -1,0 +1,166 @@
+"""A tokenizer of any kind: ids, special ids, and which ids start a word.
+
+Text is never searched for special strings: the characters "[MASK]" in a document are ordinary text.
+"""
+
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from deberta_ds.tokenizer.fast import FastEngine
+from deberta_ds.tokenizer.files import SPM, choose, find_files
+from deberta_ds.tokenizer.spm import SentencePieceEngine
+from deberta_ds.tokenizer.words import starts_official_word
+
+_LEADS = ("a", "0", ".", "中")  # texts that what follows hardly ever merges with
+
+
+class Tokenizer:
+    """A tokenizer from its files.
+
+    Attributes: kind ("sentencepiece", "byte_level", "metaspace", "wordpiece", "words"); files
+    {published name: path}; pad_id, cls_id, sep_id, mask_id, unk_id (None where nothing is unknown);
+    size (largest id + 1; a model's vocab_size must be at least this); mask_piece; sha256, of the
+    SentencePiece model or of all that `tokenizers` computes with; normalizes_itself, True if text
+    is given to it as it stands (docs/data.md).
+    """
+
+    def __init__(self, path: str | Path):
+        """Load the tokenizer at `path`, a file or a directory (files.py says which); UserError if
+        it is missing, broken, or lacks a special token.
+        """
+        self._open(Path(path), find_files(Path(path)))
+
+    @classmethod
+    def of_files(cls, files: dict[str, Path], place: Path) -> "Tokenizer":
+        """Return the tokenizer among {published name: path} of a directory's files."""
+        tokenizer = cls.__new__(cls)
+        tokenizer._open(place, choose(files, place))
+        return tokenizer
+
+    def _open(self, path: Path, files: dict[str, Path]) -> None:
+        self.path, self.files = path, files
+        engine = SentencePieceEngine(files[SPM]) if SPM in files else FastEngine(files)
+        self._engine = engine
+        self.kind, self.sha256 = engine.kind, engine.sha256
+        self.normalizes_itself = engine.normalizes_itself
+        self.pad_id, self.cls_id, self.sep_id, self.unk_id, self.mask_id = (
+            engine.roles[role] for role in ("pad", "cls", "sep", "unk", "mask"))
+        self.size = len(engine.pieces)
+        self.mask_piece = engine.pieces[self.mask_id]
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path, "files": self.files}
+
+    def __setstate__(self, state: dict) -> None:
+        self._open(state["path"], state["files"])
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """{role: id}, as a corpus keeps it."""
+        found = {"pad": self.pad_id, "cls": self.cls_id, "sep": self.sep_id, "unk": self.unk_id,
+                 "mask": self.mask_id}
+        return {role: number for role, number in found.items() if number is not None}
+
+    @property
+    def specification(self) -> dict | None:
+        """The content of a tokenizer.json that gives these ids; None for SentencePiece."""
+        return getattr(self._engine, "specification", None)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without [CLS] and [SEP]."""
+        return self._engine.encode(text)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        return self._engine.encode_batch(texts)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return the ids of `text` as an int32 array; see `encode_arrays`."""
+        return self._engine.encode_arrays([text])[0]
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text as an int32 array: fast. For a SentencePiece model, the only
+        white space in a text may be U+0020.
+        """
+        return self._engine.encode_arrays(texts)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and, per id, the characters [start, end) of `text` it stands for.
+
+        Spaces before a word belong to no token. All byte pieces of one character get its span.
+        """
+        ids, offsets = self._engine.encode_with_offsets(text)
+        trimmed = []
+        for start, end in offsets:
+            while start < end - 1 and text[start].isspace():
+                start += 1
+            trimmed.append((start, end))
+        return ids, trimmed
+
+    def encode_after(self, text: str) -> list[int]:
+        """Return the ids of `text` as it stands behind other text: a space at its front counts, and
+        without one its first piece continues a word.
+        """
+        for lead in _LEADS:
+            before, ids = self.encode(lead), self.encode(lead + text)
+            if ids[: len(before)] == before:
+                return ids[len(before):]
+        return self.encode(text)
+
+    def decode(self, ids) -> str:
+        """Return the text of `ids`; special ids appear as their names."""
+        special, parts, run = self._special, [], []
+        for token in (int(token) for token in ids):
+            if not special[token] or token == self.unk_id:
+                run.append(token)
+                continue
+            parts += [self._engine.decode(run)] if run else []
+            parts.append(self._engine.pieces[token])
+            run = []
+        parts += [self._engine.decode(run)] if run else []
+        return " ".join(parts)
+
+    def pieces(self, ids) -> list[str]:
+        """Return the piece of each id, as the vocabulary has it."""
+        return [self._engine.pieces[int(token)] for token in ids]
+
+    def readable(self, ids) -> list[str]:
+        """Return the text of each id, with the space before a word; bytes that are no whole
+        character as \\xNN.
+        """
+        return [self._engine.readable(int(token)) for token in ids]
+
+    def word_starts(self) -> np.ndarray:
+        """Return bool[size]: whether each id starts a word (the rule is in words.py)."""
+        return self._table(self._engine.starts_word)
+
+    def official_word_starts(self) -> np.ndarray:
+        """Return bool[size]: the words of microsoft/DeBERTa, for `selection = "deberta_window"`.
+
+        It has none for WordPiece, which keeps its own.
+        """
+        official = self._engine.official_piece
+        if official is None:
+            return self.word_starts()
+        return self._table(lambda number: starts_official_word(official(number)))
+
+    def character_starts(self) -> np.ndarray:
+        """Return bool[size]: False for ids that begin inside a character (its later bytes)."""
+        return self._table(self._engine.starts_character)
+
+    def is_special(self) -> np.ndarray:
+        """Return bool[size]: ids that are never masked and never drawn as a replacement."""
+        return self._special.copy()
+
+    @cached_property
+    def _special(self) -> np.ndarray:
+        special = np.zeros(self.size, dtype=bool)
+        special[[*self.special_ids.values(), *self._engine.special]] = True
+        return special
+
+    def _table(self, rule) -> np.ndarray:
+        special = self._special
+        return np.array([special[number] or rule(number) for number in range(self.size)],
+                        dtype=bool)

@@ -1,0 +1,129 @@
+"""Tokenizers of every kind: ids as AutoTokenizer's, special tokens by role, words, refusal."""
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import transformers
+from data_helpers import SENTENCES
+from tokenizer_cases import MAKERS, directory_of
+
+from deberta_ds.errors import UserError
+from deberta_ds.tokenizer import Tokenizer
+
+TEXTS = (*SENTENCES, "", " ", "  a  b\nc\t\td\r\n", "日本 x\u200by é e\u0301\u00a0z", "\ufeffx\x00",
+         "don't (stop) it_is 12.5%", "\U0001f600😀 ไทย हिन्दी \U000e0001", "        indented = [1]",
+         "a [MASK] b<mask>, <s>c</s> [CLS]")  # fmt: skip
+WITHOUT_NAMES = TEXTS[:-1]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_ids_are_those_of_auto_tokenizer(name):
+    ours = Tokenizer(directory_of(name))
+    theirs = transformers.AutoTokenizer.from_pretrained(directory_of(name))
+    wanted = theirs(list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(list(WITHOUT_NAMES)) == wanted
+    assert [ours.encode(text) for text in WITHOUT_NAMES] == wanted
+    assert [array.tolist() for array in ours.encode_arrays(list(WITHOUT_NAMES))] == wanted
+    for role, number in ours.special_ids.items():
+        assert getattr(theirs, f"{role}_token_id") == number
+    assert ours.size == len(theirs)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_names_of_special_tokens_in_text_are_text(name):
+    tokenizer = Tokenizer(directory_of(name))
+    special = tokenizer.is_special()
+    special[tokenizer.unk_id] = False
+    assert not special[tokenizer.encode(TEXTS[-1])].any()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_offsets_decoding_and_another_process(name):
+    tokenizer = pickle.loads(pickle.dumps(Tokenizer(directory_of(name))))
+    for text in SENTENCES:
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        assert ids == tokenizer.encode(text) and len(ids) == len(offsets)
+        covered = {place for start, end in offsets for place in range(start, end)}
+        assert all(place in covered for place, c in enumerate(text) if not c.isspace())
+        assert all(not text[start].isspace() or end == start + 1 for start, end in offsets
+                   if start < end)
+    ids = [tokenizer.cls_id, *tokenizer.encode("The fox"), tokenizer.sep_id]
+    first, last = tokenizer.pieces(ids[:1] + ids[-1:])
+    assert tokenizer.decode(ids).lower().split()[:: len(ids)] == [first.lower()]
+    assert tokenizer.decode(ids).endswith(last)
+
+
+def test_one_tokenizer_has_one_checksum_however_its_files_spell_it(tmp_path):
+    directory = directory_of("modernbert")
+    wanted = Tokenizer(directory).sha256
+    assert Tokenizer(directory / "tokenizer.json").sha256 == wanted
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "again")
+    assert Tokenizer(tmp_path / "again").sha256 == wanted
+    shutil.copytree(directory, tmp_path / "other")
+    values = json.loads((directory / "tokenizer.json").read_text())
+    values["normalizer"] = None
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(values))
+    assert Tokenizer(tmp_path / "other").sha256 != wanted
+
+
+def test_vocabulary_files_by_their_own_names():
+    directory = directory_of("deberta_v1")
+    wanted = Tokenizer(directory)
+    for name in ("vocab.json", "merges.txt"):
+        assert Tokenizer(directory / name).sha256 == wanted.sha256
+    assert wanted.special_ids == {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": 4}
+
+
+def test_no_byte_starts_a_word_inside_a_character():
+    tokenizer = Tokenizer(directory_of("roberta"))
+    starts, begins = tokenizer.word_starts(), tokenizer.character_starts()
+    assert not starts[~begins].any() and (~begins).sum() >= 64
+    ids = np.array(tokenizer.encode(" naïve हि 안 ไ 漢"))
+    pieces = tokenizer.readable(ids)
+    assert len(pieces) > len(" naïve हि 안 ไ 漢".split())
+    words = np.split(ids, np.flatnonzero(starts[ids])[1:])
+    found = [tokenizer.decode(word).strip() for word in words]
+    assert list(filter(None, found)) == "naïve हि 안 ไ 漢".split()
+
+
+def _broken(tmp_path, name: str, change) -> Tokenizer:
+    directory = tmp_path / "broken"
+    shutil.copytree(directory_of(name), directory)
+    values = json.loads((directory / "tokenizer.json").read_text())
+    change(values)
+    (directory / "tokenizer.json").write_text(json.dumps(values))
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("bert", lambda v: v.pop("model"), "no model with a vocabulary"),
+    ("bert", lambda v: v["model"].update(vocab=["a"]), "WordPiece vocabulary is damaged"),
+    ("bert", lambda v: v["model"]["vocab"].update(x=1 << 30), "at most 16,777,216"),
+    ("bert", lambda v: v["model"]["vocab"].pop("[MASK]") and v.update(added_tokens=[]),
+     r"names '\[MASK\]' as its mask token.*--add_mask"),
+    ("roberta", lambda v: v.update(pre_tokenizer=None), "without a mark of word starts"),
+    ("roberta", lambda v: v["model"]["merges"].append(["q~", "~q"]), "cannot load it"),
+    ("unigram", lambda v: v["model"]["vocab"].insert(0, 3), "Unigram vocabulary is damaged"),
+])  # fmt: skip
+def test_what_is_missing_or_damaged_is_one_error(tmp_path, name, change, message):
+    with pytest.raises(UserError, match=message) as error:
+        _broken(tmp_path, name, change)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_files_that_are_no_tokenizer(tmp_path):
+    with pytest.raises(UserError, match="no tokenizer in this directory"):
+        Tokenizer(tmp_path)
+    (tmp_path / "bpe_encoder.bin").write_bytes(b"\x80\x02}q\x00.")
+    for path in (tmp_path, tmp_path / "bpe_encoder.bin"):
+        with pytest.raises(UserError, match=r"is a pickle.*vocab.json and merges.txt"):
+            Tokenizer(path)
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    with pytest.raises(UserError, match="merges.txt: is missing"):
+        Tokenizer(tmp_path / "vocab.json")
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(UserError, match=r"tokenizer.json: damaged or cut short"):
+        Tokenizer(tmp_path)
