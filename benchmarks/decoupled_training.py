@@ -69,7 +69,7 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
         loss = (losses_BL * (batch.segments > 0)).sum() / divisors["tokens"]
         (run.objective.rtd_weight * loss).backward()
         _update(optimizer, [detector], run.optim.clip_norm)
-    return evaluate(model, torch.device("cpu"), held_out, rows)
+    return evaluate(model, torch.device("cpu"), {data.eval: held_out}, rows)
 
 
 def _update(optimizer, nets: list[list], clip_norm: float) -> None:

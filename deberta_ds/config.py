@@ -8,6 +8,7 @@ No torch and no deepspeed here: a run can be checked on a login node.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bi
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 _Position = Annotated[int, Field(ge=0, le=_LARGEST)]
+_EVAL_NAME = re.compile(r"[\w.-]{1,60}")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -108,8 +110,11 @@ class DataConfig:
         "a SentencePiece model, tokenizer.json, vocab.json beside merges.txt, or their directory",
         min_length=1)
     seq_len: int = option("tokens of a row", 512, ge=8, le=1 << 20)
-    eval: str = option("held-out packed corpus; empty: no evaluation", "")
-    eval_replaced: str = option("rtd_cached: what data_prep/replace.py made of it", "")
+    eval: str | dict[str, str] = option(
+        "held-out packed corpus, or several as {name = directory}, scored together and each by "
+        "name; empty: no evaluation", "")
+    eval_replaced: str | dict[str, str] = option(
+        "rtd_cached: what data_prep/replace.py made of it; of several: by the same names", "")
     seed: int = option("of the order, the masks and the generator's samples", 0, ge=0, le=_LARGEST)
     across_documents: bool = option("true: pieces of a row see each other (official packing)",
                                     False)
@@ -117,6 +122,31 @@ class DataConfig:
         "what is checked of the shards at the start; full: checksums too", "sizes")
     workers: int = option("loader processes of each rank; 0: load in the training process", 1,
                           ge=0, le=256)
+
+    def __post_init__(self):
+        for name in self.eval_corpora if isinstance(self.eval, dict) else ():
+            if not _EVAL_NAME.fullmatch(name):
+                raise ValueError(f"eval: {name!r} names a held-out corpus in charts and files; use "
+                                 "letters, digits, _ . and -")
+            if not self.eval[name]:
+                raise ValueError(f"eval: {name} is empty; it must be a directory")
+        if self.eval_replaced and self.eval_replacements.keys() != self.eval_corpora.keys():
+            raise ValueError("eval_replaced must have the names of eval, "
+                             f"{', '.join(self.eval_corpora) or 'which is empty'}")
+
+    @property
+    def eval_corpora(self) -> dict[str, str]:
+        """{name: directory} of the held-out corpora; the name of a single one is its path."""
+        return self.eval if isinstance(self.eval, dict) else {self.eval: self.eval} \
+            if self.eval else {}
+
+    @property
+    def eval_replacements(self) -> dict[str, str]:
+        """{name: directory of its replacements} of `eval_corpora`."""
+        if isinstance(self.eval_replaced, dict):
+            return self.eval_replaced
+        return dict.fromkeys([self.eval] if isinstance(self.eval, str) else [],
+                             self.eval_replaced) if self.eval_replaced else {}
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -153,7 +183,7 @@ class TrainConfig:
         "cheap: recomputed layers keep their linear outputs", "all")
     log_every: int = option("steps between two lines of the log", 10, ge=1, le=1 << 40)
     eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
-    eval_rows: int = option("held-out rows of an evaluation", 256, ge=1, le=1 << 24)
+    eval_rows: int = option("rows of each held-out corpus in an evaluation", 256, ge=1, le=1 << 24)
     save_every: int = option("steps between two checkpoints", 1000, ge=1, le=1 << 40)
     save_minutes: float = option("minutes after which a checkpoint is due too, looked at every "
                                  "log_every steps; 0: save_every alone", 0.0, ge=0, le=1e6)
@@ -231,7 +261,7 @@ class RunConfig:
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
 IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed", "data.across_documents",
                    "train.seed", "train.global_batch_rows", "optim.name", "init.words_only")
-FREE_FIELDS = ("model.attention",)
+FREE_FIELDS = ("model.attention", "model.vocabulary_loss")
 
 
 def to_dict(config: Any) -> dict:

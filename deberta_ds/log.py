@@ -196,6 +196,11 @@ class RunLog:
                                              WIDTH - 24, break_long_words=False)
                 lines = [f"{'':10}{network:<14}{first}", *(f"{'':24}{line}" for line in more)]
                 self._print("\n".join(lines).replace("\0", " "))
+        for name in records.corpora_of(record):
+            shown = [f"{metric.title} {format_value(record[key], metric.unit)}"
+                     for metric in self._metrics
+                     if record.get(key := f"{metric.key}/{name}") is not None]
+            self._print(f"{'':10}{name:<13} {'   '.join(shown)}")
         self._lines_until_header = 0
 
     def _time(self) -> str:

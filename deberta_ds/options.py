@@ -72,6 +72,8 @@ def _kind(annotation: Any) -> str:
         return " | ".join(f'"{value}"' for value in inner)
     if origin in (Union, types.UnionType):
         return " or ".join("none" if part is types.NoneType else _kind(part) for part in inner)
+    if origin is dict:
+        return f"table of {_kind(inner[1])}"
     if origin is tuple:
         parts = [_kind(part) for part in inner if part is not Ellipsis]
         return f"list of {parts[0]}" if Ellipsis in inner else f"[{', '.join(parts)}]"

@@ -25,6 +25,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             for number, line in enumerate(lines + torn, start=1)]
 
 
+def corpora_of(record: dict[str, Any]) -> list[str]:
+    """Return the names of the held-out corpora that an eval record has scores "SCORE/NAME" of."""
+    return list(dict.fromkeys(key.partition("/")[2] for key in record if "/" in key))
+
+
 def append(path: Path, record: dict[str, Any]) -> None:
     """Write one record; a non-finite number becomes null (JSON has none, and fp16 skips steps).
 

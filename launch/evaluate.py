@@ -20,7 +20,8 @@ def main() -> None:
     run_group = parser.add_mutually_exclusive_group(required=True)
     run_group.add_argument("--run", help="run or checkpoint directory")
     run_group.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
-    parser.add_argument("--data", help="packed corpus (default: the run's data.eval)")
+    parser.add_argument("--data", nargs="+",
+                        help="packed corpora, scored together and each (default: data.eval)")
     parser.add_argument("--tokenizer", help="path of a tokenizer (default: the run's)")
     parser.add_argument("--rows", type=int, help="how many rows, at least 1 (default: the run's)")
     parser.add_argument("--generator", metavar="MODEL",
@@ -41,18 +42,21 @@ def main() -> None:
     path = checkpoint.newest(options.run)
     state, run = checkpoint.load_whole_state(path)
     rules = checkpoint.read_run_file(path).get("row_rules", 1)  # the rows that its own log scored
-    corpus = options.data or run.data.eval
-    if not corpus:
+    corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
+        else run.data.eval_corpora
+    if not corpora:
         raise UserError(f"{options.run}: the run has no data.eval; name a packed corpus "
                         "with --data")
     tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
-    rows = eval_rows(corpus, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
-                     eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
-                     across_documents=run.data.across_documents, rules=rules)
+    rows = {name: eval_rows(path, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
+                            eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
+                            across_documents=run.data.across_documents, rules=rules)
+            for name, path in corpora.items()}
     if options.generator:
         from deberta_ds.analysis.common_generator import score_discriminator
 
-        scores = score_discriminator(options.run, options.generator, rows)
+        together = [row for found in rows.values() for row in found]
+        scores = score_discriminator(options.run, options.generator, together)
         print(json.dumps(scores, indent=1))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

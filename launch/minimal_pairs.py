@@ -23,7 +23,7 @@ def load(path: str):
     import torch
 
     from deberta_ds import dist
-    from deberta_ds.formats.load import load_backbone
+    from deberta_ds.formats.pretrained import load_backbone
 
     model = load_backbone(path)
     if torch.cuda.is_available():

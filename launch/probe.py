@@ -30,7 +30,7 @@ def main() -> None:
         parser.error("--text takes one key, or the two of a pair")
 
     from deberta_ds.analysis.probe import features, probe, read_examples
-    from deberta_ds.formats.load import load_backbone
+    from deberta_ds.formats.pretrained import load_backbone
 
     train, test = (read_examples(path, options.text, options.label)
                    for path in (options.train, options.test))

@@ -20,8 +20,8 @@ from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
 from deberta_ds.formats import configs
 from deberta_ds.formats.convert import convert
-from deberta_ds.formats.network import build_backbone
-from deberta_ds.formats.read import SIDE_FILE, read_release
+from deberta_ds.formats.release import build_backbone
+from deberta_ds.formats.release_reader import SIDE_FILE, read_release
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parent.parent

@@ -22,13 +22,13 @@ from deberta_ds.config import InitConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import Row
 from deberta_ds.errors import UserError
-from deberta_ds.formats import check, configs, convert, names
+from deberta_ds.formats import configs, convert, names, read_back
 from deberta_ds.formats.hf import write_hugging_face
-from deberta_ds.formats.load import load_backbone
+from deberta_ds.formats.initialize import initial_tensors
 from deberta_ds.formats.microsoft import write_microsoft
 from deberta_ds.formats.ours import release_of_state, write_ours
-from deberta_ds.formats.read import read_release
-from deberta_ds.formats.start import initial_tensors
+from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tokenizer_files import build_tokenizer_json
 from deberta_ds.objectives.build import build_model, objective_of
 
@@ -99,9 +99,9 @@ def test_check_notices_another_model(tmp_path):
     write_hugging_face(release, tmp_path)
     release.main.tensors["trunk.encoder.layers.1.ffn_in.bias"] += 0.5
     with pytest.raises(UserError, match="other hidden states"):
-        check.check_hugging_face(release, tmp_path)
+        read_back.check_hugging_face(release, tmp_path)
     with pytest.raises(UserError, match="read back with other values"):
-        check.check_tensors(release, tmp_path)
+        read_back.check_tensors(release, tmp_path)
 
 
 def test_fine_tuned_classifier_loads_in_transformers(tmp_path):
@@ -168,7 +168,7 @@ def test_auto_tokenizer_gives_our_ids(tmp_path):
     assert theirs.decode(ours.encode(first)) == first
     # The one wanted difference: names of special tokens count in transformers, never here.
     assert theirs("[MASK]")["input_ids"][1:-1] == [ours.mask_id] != ours.encode("[MASK]")
-    assert check.check_tokenizer(tmp_path, ["a [SEP] b"])
+    assert read_back.check_tokenizer(tmp_path, ["a [SEP] b"])
 
 
 def test_normalizer_of_other_sentencepiece_models_is_kept(tmp_path):

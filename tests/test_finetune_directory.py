@@ -16,7 +16,7 @@ from deberta_ds.finetune.models import build_model, open_start
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
-from deberta_ds.formats.load import load_backbone
+from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.model.init import init_parameters
 
 FIRST_VERSION = Path(__file__).parent / "fixtures" / "finetuned_0_1_0"

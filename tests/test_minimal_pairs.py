@@ -21,8 +21,8 @@ from deberta_ds.analysis import minimal_pairs, published
 from deberta_ds.analysis.sentence_scores import cut_work, masked_scores, queries_of
 from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, read_pairs, sample_pairs
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import LoadedModel, load_backbone
 from deberta_ds.formats.ours import write_ours
+from deberta_ds.formats.pretrained import LoadedModel, load_backbone
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead

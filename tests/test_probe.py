@@ -18,8 +18,8 @@ from deberta_ds.config import MaskConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import eval_rows
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import load_backbone
 from deberta_ds.formats.ours import write_ours
+from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.evaluate import evaluate
@@ -45,7 +45,7 @@ def test_own_generator_gives_the_scores_of_the_run_itself(model, rows):
     run = export_cases.run_config("v3", "rtd")
     whole = build_model(run, tiny_tokenizer().size)
     whole.load_state_dict(export_cases.random_state(whole))
-    expected = evaluate(whole, rtd, torch.device("cpu"), rows, 4)
+    expected = evaluate(whole, rtd, torch.device("cpu"), {"": rows}, 4)
     found = score_discriminator(model, model, rows)
     assert run.data.seed == 0  # of the samples, in both
     for name, value in found.items():

@@ -18,7 +18,7 @@ from deberta_ds.data.batch import collate
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import load_backbone
+from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.records import read_metrics

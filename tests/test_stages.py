@@ -176,12 +176,12 @@ def test_a_resumed_run_of_version_0_1_0_keeps_its_rows(corpora):
                   SourceConfig(path=wiki, weight=0.3)])
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, eval=books),
                               train=dataclasses.replace(run.train, eval_rows=6))
-    new = Inputs(tiny_tokenizer(), dataset_of(run), [], {}, 0, ([], []))
+    new = Inputs(tiny_tokenizer(), dataset_of(run), {}, {}, 0, ([], []))
     old = follow_row_rules(run, new, {"fingerprints": {}})
     expected = dataset_of(run, rules=1)
     assert [old.dataset.locate(g) for g in range(500)] == [expected.locate(g) for g in range(500)]
     assert old.dataset.fingerprints == expected.fingerprints != new.dataset.fingerprints
-    assert [row.row for row in old.held_out] == list(range(6))
+    assert [row.row for row in old.held_out[books]] == list(range(6))
     assert follow_row_rules(run, new, {"row_rules": ROW_RULES}) is new
     with pytest.raises(UserError, match="row rules 3"):
         follow_row_rules(run, new, {"row_rules": 3})

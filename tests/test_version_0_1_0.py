@@ -20,8 +20,8 @@ from deberta_ds.files import xxh3
 from deberta_ds.formats.checkpoint import load_whole_state
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.layout import CheckpointError
-from deberta_ds.formats.read import SIDE_FILE, read_release
 from deberta_ds.formats.relative_rows import TABLE, UNREAD_ROWS
+from deberta_ds.formats.release_reader import SIDE_FILE, read_release
 from deberta_ds.records import read_metrics
 
 OLD = ROOT / "tests/fixtures/version_0_1_0"

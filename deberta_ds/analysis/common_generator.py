@@ -10,7 +10,7 @@ import torch
 
 from deberta_ds.data.batch import Row, collate
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import LoadedModel, load_backbone
+from deberta_ds.formats.pretrained import LoadedModel, load_backbone
 from deberta_ds.objectives import rtd
 
 _SEED = 0  # of the samples: the same for every discriminator

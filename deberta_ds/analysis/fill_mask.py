@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deberta_ds.data.batch import IGNORE, Batch
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import LoadedModel, load_backbone
+from deberta_ds.formats.pretrained import LoadedModel, load_backbone
 from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
 from deberta_ds.tokenizer.files import KINDS
 

@@ -25,7 +25,7 @@ from deberta_ds.analysis.sentence_scores import (
 )
 from deberta_ds.data.minimal_pairs import TIE, MinimalPair, encode_sentences
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import LoadedModel
+from deberta_ds.formats.pretrained import LoadedModel
 
 _DRAWS, _LEVEL = 10_000, 0.95
 

@@ -16,7 +16,7 @@ import torch
 from deberta_ds.analysis.sentence_scores import cut_work
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError, naming
-from deberta_ds.formats.load import LoadedModel
+from deberta_ds.formats.pretrained import LoadedModel
 
 _STRENGTHS = np.logspace(-4, 2, 7)
 _DRAWS = 10_000

@@ -20,7 +20,7 @@ from deberta_ds.data.replaced import ReplacedManifest, write_replaced_manifest, 
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.data.shards import MANIFEST
 from deberta_ds.errors import UserError
-from deberta_ds.formats.load import LoadedModel, load_backbone
+from deberta_ds.formats.pretrained import LoadedModel, load_backbone
 from deberta_ds.objectives.rtd import replace_targets
 
 VERSION = 1

@@ -35,8 +35,8 @@ from deberta_ds.files import write_atomic
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task, task_named
 from deberta_ds.formats import configs, hf
-from deberta_ds.formats.network import Network
-from deberta_ds.formats.read import read_release
+from deberta_ds.formats.release import Network
+from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
     find_tokenizer_files,

@@ -19,7 +19,7 @@ from deberta_ds.finetune.heads import TaskModel
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.sift import Sift
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.formats.load import load_backbone
+from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.presets import MODELS

@@ -12,12 +12,12 @@ import psutil
 from deberta_ds import __version__
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
-from deberta_ds.formats.check import check_hugging_face, check_tensors, check_tokenizer
 from deberta_ds.formats.hf import write_hugging_face
 from deberta_ds.formats.microsoft import write_microsoft
-from deberta_ds.formats.network import Network, Release
 from deberta_ds.formats.ours import write_ours
-from deberta_ds.formats.read import read_release
+from deberta_ds.formats.read_back import check_hugging_face, check_tensors, check_tokenizer
+from deberta_ds.formats.release import Network, Release
+from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
 
 WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}

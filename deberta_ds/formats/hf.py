@@ -17,9 +17,9 @@ from torch import Tensor
 
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs, names
-from deberta_ds.formats.network import Network, Release, with_zero_key_biases
-from deberta_ds.formats.read import SIDE_FILE
 from deberta_ds.formats.relative_rows import UNREAD_ROWS, without_unread_rows
+from deberta_ds.formats.release import Network, Release, with_zero_key_biases
+from deberta_ds.formats.release_reader import SIDE_FILE
 from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
 from deberta_ds.formats.tokenizer_files import write_tokenizer_files
 

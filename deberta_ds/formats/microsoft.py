@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs, names
-from deberta_ds.formats.network import Network, Release, with_zero_key_biases
+from deberta_ds.formats.release import Network, Release, with_zero_key_biases
 from deberta_ds.formats.tensors import PICKLE, write_bin
 from deberta_ds.formats.tokenizer_files import copy_tokenizer_files
 

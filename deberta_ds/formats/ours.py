@@ -15,7 +15,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs
 from deberta_ds.formats.checkpoint import load_whole_state, newest, read_run_file
-from deberta_ds.formats.network import Network, Release
+from deberta_ds.formats.release import Network, Release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
     copy_tokenizer_files,

@@ -27,11 +27,13 @@ _SAFETENSORS_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16
                       torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
                       torch.uint8: "U8", torch.bool: "BOOL"}
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+FIRST_RELEASE = "pytorch.model.bin"  # in the archives of the first release of microsoft/DeBERTa
 
 
 def weight_file(directory: Path) -> Path | None:
     """Return the weight file (or index of several) of a directory; safetensors first."""
-    for name in (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json"):
+    for name in (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json",
+                 FIRST_RELEASE):
         if (directory / name).is_file():
             return directory / name
     return None

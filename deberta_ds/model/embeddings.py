@@ -7,11 +7,14 @@ re-registered, no V x C sum is built, and ZeRO-3 gathers a table exactly where i
 Legend: B batch, L length, C hidden, V vocabulary, T targets.
 """
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.config import ModelConfig
+from deberta_ds.errors import UserError
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 
@@ -26,12 +29,22 @@ class WordEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, inputs: Tensor, *, labels_T: Tensor | None = None,
-                bias_V: Tensor | None = None, **prediction):
+                bias_V: Tensor | None = None, fused: bool = False, **prediction):
         """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
         is `linear_cross_entropy`'s (loss sum, number correct, sampled ids)."""
         if labels_T is None:
             return F.embedding(inputs, self.weight)
-        return linear_cross_entropy(inputs, self.weight, bias_V, labels_T, **prediction)
+        predict = _fused_loss(inputs.device) if fused else linear_cross_entropy
+        return predict(inputs, self.weight, bias_V, labels_T, **prediction)
+
+
+def _fused_loss(device: torch.device):
+    """Return the loss in Triton, imported only if asked for; UserError where it cannot run."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError("vocabulary_loss = 'fused' needs a GPU; use 'chunked'")
+    from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
+
+    return fused_linear_cross_entropy
 
 
 class InputBlock(nn.Module):

@@ -6,8 +6,9 @@ masses and computes the logits of that tile once more. Backward computes logits 
 their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
 No atomics: one writer per element and a fixed order of every sum.
 
-Not used by any model: it has not been timed yet. `benchmarks/cross_entropy.py` sets it beside the
-chunked function, on a GPU, and that decides.
+A model takes it where `model.vocabulary_loss = "fused"` asks for it. It has not been timed yet:
+`benchmarks/cross_entropy.py` sets it beside the chunked function, on a GPU, and that decides the
+default.
 
 Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
 """

@@ -29,7 +29,7 @@ def problems(run: RunConfig) -> list[str]:
     needed = {f"data.sources[{number}].replaced (of {source.path})": source.replaced
               for number, source in enumerate(run.data.sources)}
     if run.data.eval:
-        needed["data.eval_replaced"] = run.data.eval_replaced
+        needed["data.eval_replaced"] = run.data.eval_replacements
     return [f'{key} is empty; objective.kind = "rtd_cached" needs what data_prep/replace.py makes'
             for key, value in needed.items() if not value]
 

@@ -61,6 +61,7 @@ def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
 def _details(run: Run) -> dict:
     note, stages = tables.stages(run)
     return {"name": run.name, "evaluation": tables.evaluation(run),
+            "corpora": tables.evaluation_by_corpus(run),
             "scores": sweep.scores(run.sweep, []) if run.sweep and run.sweep.tasks else None,
             "stages": stages, "stages_note": note, "folds": tables.configuration(run)}
 

@@ -7,6 +7,7 @@ from typing import Any
 from deberta_ds.config import flatten
 from deberta_ds.numbers import format_duration, format_value
 from deberta_ds.objectives.base import Metric
+from deberta_ds.records import corpora_of
 from deberta_ds.report.curves import color_of
 from deberta_ds.report.facts import header
 from deberta_ds.report.rundata import Run
@@ -99,6 +100,24 @@ def evaluation(run: Run) -> Table | None:
     shown = f"{len(records)} of {count} evaluations" if len(records) < count else "All evaluations"
     return Table("Evaluation", f"{shown}, on the same held-out rows and masks every time; in gray, "
                  "what needs no learning.", [Cell("Step"), *head], rows, groups, True)
+
+
+def evaluation_by_corpus(run: Run) -> Table | None:
+    """Return the last evaluation's scores of each held-out corpus, where a run has several."""
+    names = corpora_of(run.scores)
+    if not names:
+        return None
+    metrics = [metric for metric in run.metrics if f"{metric.key}/{names[0]}" in run.scores]
+    rows = []
+    for name in names:
+        record = {key.removesuffix(f"/{name}"): value for key, value in run.scores.items()
+                  if key.endswith(f"/{name}")}
+        rows.append([Cell(name, kind="name"),
+                     *(_beside_baseline(metric, record) for metric in metrics)])
+    head = [Cell(metric.title, below=metric.baseline[0] if metric.baseline else "")
+            for metric in metrics]
+    return Table("By held-out corpus", "The last evaluation, each corpus of data.eval alone.",
+                 [Cell("Corpus", kind=""), *head], rows)
 
 
 def _beside_baseline(metric: Metric, record: dict) -> Cell:

@@ -4,12 +4,14 @@ The same rows, masks and samples for every checkpoint and world size, dropout of
 """
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from deberta_ds import dist
-from deberta_ds.data.batch import Row, collate
+from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.errors import UserError
 from deberta_ds.objectives.base import Objective
 
@@ -17,42 +19,68 @@ _ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 
 @torch.no_grad()
-def evaluate(model, objective: Objective, device: torch.device, rows: list[Row],
+def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, list[Row]],
              micro_batch_rows: int) -> dict[str, float]:
-    """Return the scores over `rows`; call on every rank with the same rows, all get the result.
+    """Return the scores over `rows`, {name of a held-out corpus: its rows}; of several corpora
+    also each one's, as "SCORE/NAME". Call on every rank with the same rows, all get the result.
 
     `model` is the objective's model on `device`, or the DeepSpeed engine around one. Rank r takes
     micro-batches r, r + W, ...; a rank that has run out repeats one without counting it, because
     under ZeRO-3 every rank must take part in every forward. Raises UserError, on every rank, where
     no token is masked.
     """
-    batches = [collate(rows[start:start + micro_batch_rows])
-               for start in range(0, len(rows), micro_batch_rows)]
+    batches = [(name, collate(found[start:start + micro_batch_rows]))
+               for name, found in rows.items()
+               for start in range(0, len(found), micro_batch_rows)]
     turns = math.ceil(len(batches) / dist.world_size())
     divisors = {name: one.to(device) for name, one in _ONE.items()}
-    totals: dict[str, float] = {"targets": 0.0, "tokens": 0.0}
-    views: dict[str, list[Tensor]] = {}
+    parts: dict[str, _Part] = {name: _Part() for name in rows}
     model.eval()
     for turn in range(turns):
         number = turn * dist.world_size() + dist.rank()
-        batch = batches[min(number, len(batches) - 1)].to(device)
-        _, sums, view = model(batch, divisors)
-        if number >= len(batches):
-            continue
-        totals["targets"] += batch.num_targets
-        totals["tokens"] += batch.num_tokens
-        for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + float(value)
-        for name, value in view.items():
-            views.setdefault(name, []).append(value.cpu())
+        name, batch = batches[min(number, len(batches) - 1)]
+        _, sums, view = model(batch.to(device), divisors)
+        if number < len(batches):
+            parts[name].add(batch, sums, view)
     model.train()
-    mine = totals, {name: torch.cat(parts).numpy() for name, parts in views.items()}
-    parts = dist.gather_to_main(mine)
+    gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
     return dist.broadcast_object(
-        dist.together(lambda: _scores(objective, parts, rows) if dist.is_main() else None))
+        dist.together(lambda: _scores(objective, gathered, rows) if dist.is_main() else None))
 
 
-def _scores(objective: Objective, parts: list[tuple], rows: list[Row]) -> dict[str, float]:
+@dataclass
+class _Part:
+    """What one rank has counted of one held-out corpus."""
+
+    totals: dict[str, float] = field(default_factory=lambda: {"targets": 0.0, "tokens": 0.0})
+    views: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, batch: Batch, sums: dict[str, Tensor], view: dict[str, Tensor]) -> None:
+        self.totals["targets"] += batch.num_targets
+        self.totals["tokens"] += batch.num_tokens
+        for name, value in sums.items():
+            self.totals[name] = self.totals.get(name, 0.0) + float(value)
+        for name, value in view.items():
+            self.views.setdefault(name, []).append(value.cpu())
+
+    def as_arrays(self) -> tuple[dict, dict]:
+        return self.totals, {name: torch.cat(parts).numpy() for name, parts in self.views.items()}
+
+
+def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]]
+            ) -> dict[str, float]:
+    """Return the scores over all corpora, and of each; `gathered`: what every rank has counted."""
+    def over(names: Iterable[str]) -> dict[str, float]:
+        return _scores_over(objective, [found[name] for found in gathered for name in names],
+                            [row for name in names for row in rows[name]])
+
+    scores = over(rows)
+    if len(rows) > 1:
+        scores |= {f"{key}/{name}": value for name in rows for key, value in over([name]).items()}
+    return scores
+
+
+def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row]) -> dict[str, float]:
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:

@@ -16,7 +16,7 @@ from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_engine
-from deberta_ds.formats.start import initial_tensors
+from deberta_ds.formats.initialize import initial_tensors
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of

@@ -30,7 +30,7 @@ class Inputs:
 
     tokenizer: Tokenizer
     dataset: RowDataset
-    held_out: list[Row]
+    held_out: dict[str, list[Row]]  # by the names of data.eval
     ds: dict
     num_parameters: int
     pairs: tuple[Pairs, list[str]]
@@ -63,7 +63,8 @@ def follow_row_rules(run: RunConfig, inputs: Inputs, record: dict) -> Inputs:
     return replace(inputs, dataset=dataset, held_out=held_out)
 
 
-def _open(run: RunConfig, rules: int = ROW_RULES) -> tuple[Tokenizer, RowDataset, list[Row]]:
+def _open(run: RunConfig, rules: int = ROW_RULES
+          ) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     """Open tokenizer and corpora; each rank verifies its share of the shards."""
     data, mask = run.data, run.objective.mask
     tokenizer = Tokenizer(data.tokenizer)
@@ -73,12 +74,11 @@ def _open(run: RunConfig, rules: int = ROW_RULES) -> tuple[Tokenizer, RowDataset
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
         rules=rules, draws_by=run.objective.draws_by,
         rows_of_run=run.train.steps * run.train.global_batch_rows)
-    held_out = []
-    if data.eval:
-        held_out = eval_rows(data.eval, tokenizer, seq_len=data.seq_len, mask=mask,
-                             eval_seed=EVAL_SEED, num_rows=run.train.eval_rows,
-                             across_documents=data.across_documents, rules=rules,
-                             replaced=data.eval_replaced)
+    held_out = {
+        name: eval_rows(path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
+                        num_rows=run.train.eval_rows, across_documents=data.across_documents,
+                        rules=rules, replaced=data.eval_replacements.get(name, ""))
+        for name, path in data.eval_corpora.items()}
     return tokenizer, dataset, held_out
 
 

@@ -103,5 +103,7 @@ def test_the_watchdog_names_a_host_whose_link_is_down(hosts, work):
     for text in texts[:2]:
         assert re.search(r"rank 2 on host3 \(pid \d+\): NOT REACHED", text), text[-4000:]
         assert not re.search(r"rank [01] on host[12] .*NOT REACHED", text)
-    assert re.search(r"rank 2 on host3 \(pid \d+\): REACHES NO OTHER HOST", texts[2]), texts[2]
+    # Either it found out itself, or another host's verdict came first over the shared files.
+    assert re.search(r"rank 2 on host3 \(pid \d+\): (REACHES NO OTHER HOST|NOT REACHED)",
+                     texts[2]), texts[2]
     assert not re.search(r"rank [01] on host[12] .*(NOT REACHED|SILENT)", texts[2])

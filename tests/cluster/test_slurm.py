@@ -71,7 +71,9 @@ def test_sbatch_saves_on_sigterm_and_requeues(cluster, work, one_host):
     job.on_host1("scancel", "--signal=TERM", job.number)
     wait_for(lambda: "back into the queue" in job.log.read_text(), job.log)
     wait_for(lambda: job.show("JobState") == "PENDING", job.log)
-    job.on_host1("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    # Instead of two minutes from now. In the second of the requeue the daemons still refuse the
+    # job's number ("Job credential revoked"), and it would be ended for good.
+    job.on_host1("scontrol", "update", f"JobId={job.number}", "StartTime=now+5")
     wait_for(lambda: "resume at step" in job.log.read_text(), job.log)
     job.on_host1("scancel", job.number)
     found = losses(job.out)

@@ -11,8 +11,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from deberta_ds.config import ModelConfig
+from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
+from deberta_ds.model.heads import MaskedLmHead
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
+from deberta_ds.presets import MODELS
 
 # rows, hidden, vocabulary, valid, temperature, dtype
 CASES = (
@@ -32,7 +36,22 @@ def run(function, leaves, labels, uniforms, temperature, valid):
     return [loss, *torch.autograd.grad(3 * loss, leaves)], correct.item(), sampled
 
 
+def head_gradients(implementation: str) -> list[torch.Tensor]:
+    """Return loss and gradients of a masked LM's head that was asked for one implementation."""
+    config = ModelConfig(**MODELS["tiny"], vocabulary_loss=implementation)
+    torch.manual_seed(3)
+    words, head = WordEmbedding(config.vocab_size, config.hidden_size), MaskedLmHead(config)
+    leaves = [*words.parameters(), *head.parameters()]
+    for leaf in leaves:
+        torch.nn.init.normal_(leaf, std=0.3)
+    labels = torch.arange(20)
+    loss = head(torch.randn(20, config.hidden_size), words, labels, valid_vocab=150)[0]
+    return [loss, *torch.autograd.grad(loss, leaves)]
+
+
 def main() -> None:
+    pairs = zip(head_gradients("fused"), head_gradients("chunked"), strict=True)
+    print(json.dumps([((a - b).norm() / b.norm()).item() for a, b in pairs]), flush=True)
     for rows, size, vocab, valid, temperature, dtype in CASES:
         generator = torch.Generator().manual_seed(3)
         hidden = torch.randn(rows, size, generator=generator)

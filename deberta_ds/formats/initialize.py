@@ -14,12 +14,13 @@ from torch import Tensor
 
 from deberta_ds.config import ModelConfig, RunConfig
 from deberta_ds.errors import UserError
-from deberta_ds.formats.network import Network, Release
-from deberta_ds.formats.read import read_release
+from deberta_ds.formats.release import Network, Release
+from deberta_ds.formats.release_reader import read_release
 from deberta_ds.objectives.build import objective_of
 
 # May differ from the source's: regularization, initial values, and how attention is computed.
-_FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "conv_activation")
+_FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "vocabulary_loss",
+                "conv_activation")
 
 
 def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:

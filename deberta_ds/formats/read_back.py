@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError, first_line
-from deberta_ds.formats.network import Network, Release, build_backbone
-from deberta_ds.formats.read import read_release
+from deberta_ds.formats.release import Network, Release, build_backbone
+from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tensors import read_json
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files, open_tokenizer
 from deberta_ds.model.backbone import Backbone

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from deberta_ds.errors import UserError
 from deberta_ds.formats import configs, names
-from deberta_ds.formats.network import Network, Release, check_network, derive_words
 from deberta_ds.formats.ours import is_ours, read_checkpoint, read_ours
 from deberta_ds.formats.relative_rows import with_unread_rows
+from deberta_ds.formats.release import Network, Release, check_network, derive_words
 from deberta_ds.formats.tensors import read_json, read_tensors, weight_file
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
-from deberta_ds.formats.network import (
+from deberta_ds.formats.release import (
     Network,
     build_backbone,
     build_masked_lm,
     build_replaced_token_head,
 )
-from deberta_ds.formats.read import read_release
+from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
