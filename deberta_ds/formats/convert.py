@@ -14,6 +14,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.formats.hf import write_hugging_face
 from deberta_ds.formats.microsoft import write_microsoft
+from deberta_ds.formats.onnx_files import require_onnx, write_onnx
 from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.read_back import check_hugging_face, check_tensors, check_tokenizer
 from deberta_ds.formats.release import Network, Release
@@ -38,13 +39,17 @@ class Summary:
                 *(f"checked: {line}" for line in self.checks)]
 
 
-def convert(source: str | Path, out: str | Path, to: str) -> Summary:
+def convert(source: str | Path, out: str | Path, to: str, onnx: str | None = None) -> Summary:
     """Write the model at `source` to directory `out` in format "hf", "ms" or "ours".
+
+    onnx: of "hf" only, "fp32" or "int8" for ONNX files as well.
 
     The new directory is written beside `out`, checked, and only then moved into place. UserError if
     the source cannot be read, if a check fails, or if `out` holds anything but an older conversion.
     """
     out = Path(out)
+    if onnx:
+        require_onnx()  # before anything is read
     _refuse_foreign_directory(out)
     release = read_release(source)
     _clean_up_after_killed(out)
@@ -53,6 +58,8 @@ def convert(source: str | Path, out: str | Path, to: str) -> Summary:
         fresh.mkdir(parents=True)
         notes = [*_describe(release), *release.notes, *WRITERS[to](release, fresh)]
         checks, warnings = _check(release, fresh, to)
+        if onnx:
+            checks += write_onnx(release, fresh, onnx)
         notes = [note.replace(str(fresh), str(out)) for note in notes]
         record = {"source": str(source), "format": to, "version": __version__, "notes": notes,
                   "checks": checks}

@@ -30,6 +30,7 @@ _HEAD_OF = {
     "Model": (),
     "ForMaskedLM": ("lm_predictions.",),
     "ForSequenceClassification": ("pooler.", "classifier."),
+    "ForMultipleChoice": ("pooler.", "classifier."),
     "ForTokenClassification": ("classifier.",),
     "ForQuestionAnswering": ("qa_outputs.",),
 }
@@ -58,7 +59,10 @@ def head_class(network: Network) -> str:
     if network.has("rtd_head."):
         return "Model"
     if network.has("pooler.") and network.has("classifier."):
-        return "ForSequenceClassification"
+        # One score for each of several choices; a regression has one label.
+        labels = len(network.rest.get("id2label", ()))
+        several = labels > 1 and network.tensors["classifier.weight"].size(0) == 1
+        return "ForMultipleChoice" if several else "ForSequenceClassification"
     if network.has("qa_outputs."):
         return "ForQuestionAnswering"
     if network.has("classifier.") and not network.has("proj."):
