@@ -38,6 +38,7 @@ setup(
     extras_require={
         "mpi": ["mpi4py"],
         "neardup": ["datasketch"],
+        "onnx": ["onnx", "onnxruntime"],
         "trackers": ["wandb", "mlflow-skinny"],
         "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
     },

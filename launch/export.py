@@ -1,11 +1,14 @@
 """Export a training run to a Hugging Face directory, and check it.
 
     python launch/export.py --run runs/v3_base --out DIR
+    python launch/export.py --run runs/v3_base --out DIR --onnx int8     # DIR/onnx/ as well
 
-`--run` takes a run's out_dir (its newest checkpoint) or one of its checkpoints/step-NNNNNNNN. The
-discriminator is merged (generator's words + delta, in fp32); the generator goes to DIR/generator
-with its enhanced mask decoder's position table in a side file. The directory appears only if
-AutoModel loads it with the same hidden states.
+`--run` takes a run's out_dir (its newest checkpoint), one of its checkpoints/step-NNNNNNNN, or
+any model that convert.py reads, such as a fine-tuned one. The discriminator is merged (generator's
+words + delta, in fp32); the generator goes to DIR/generator with its enhanced mask decoder's
+position table in a side file. The directory appears only if AutoModel loads it with the same
+hidden states. `--onnx` adds onnx/model.onnx for any batch and length, the generator's beside it,
+compared with PyTorch.
 """
 
 import argparse
@@ -20,11 +23,14 @@ def main() -> None:
     run.add_argument("--run", help="run or checkpoint directory")
     run.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
     parser.add_argument("--out", required=True, help="new directory")
+    parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
+                        help="add ONNX files: fp32 (the default), or int8 beside it; needs "
+                             "pip install 'deberta_ds[onnx]'")
     arguments = parser.parse_args()
 
     from deberta_ds.formats.convert import convert
 
-    summary = convert(arguments.run, arguments.out, "hf")
+    summary = convert(arguments.run, arguments.out, "hf", arguments.onnx)
     for note in summary.notes:
         if not note.startswith(("main: kept", "generator: kept", "copied")):
             print(f"  {note}")

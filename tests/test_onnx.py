@@ -13,8 +13,8 @@ from deberta_ds.errors import UserError
 from deberta_ds.formats import onnx_files
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.hf import write_hugging_face
-from deberta_ds.formats.release import Network
 from deberta_ds.formats.ours import write_ours
+from deberta_ds.formats.release import Network
 from deberta_ds.formats.release_reader import read_release
 
 pytest.importorskip("onnx")

@@ -24,6 +24,35 @@ for (const plot of document.querySelectorAll('.plot')) {
     });
   });
 }
+// Attention: the pair of tokens under the pointer, in all maps of a head at once.
+for (const head of document.querySelectorAll('.maps')) {
+  const pieces = JSON.parse(head.dataset.pieces), readout = head.querySelector('.readout');
+  const maps = [...head.querySelectorAll('.map')].map((map) => ({
+    map, mark: map.querySelector('.at'), values: JSON.parse(map.dataset.values) }));
+  const size = 100 / pieces.length;
+  for (const { map } of maps) {
+    map.addEventListener('pointermove', (event) => {
+      const box = map.getBoundingClientRect();
+      const place = (from, length) => Math.max(0, Math.min(pieces.length - 1,
+        Math.floor(pieces.length * from / length)));
+      const row = place(event.clientY - box.top, box.height);
+      const column = place(event.clientX - box.left, box.width);
+      head.classList.add('pointed');
+      readout.replaceChildren();
+      add(readout, 'b', `${pieces[row]} \u2192 ${pieces[column]}`);
+      add(readout, 'em', `columns ${row} and ${column}, distance ${row - column}`);
+      for (const { map: other, mark, values } of maps) {
+        Object.assign(mark.style, { left: column * size + '%', top: row * size + '%',
+                                    width: size + '%', height: size + '%' });
+        const value = values[row * pieces.length + column] * other.dataset.scale;
+        const text = other.dataset.unit === 'share' ? (100 * value).toFixed(2) + ' %'
+          : value.toFixed(3).replace('-', '\u2212');
+        add(readout, 'span', other.dataset.name + ' ');
+        add(readout.lastChild, 'b', text);
+      }
+    });
+  }
+}
 // A table that is wider than its frame says so.
 const mark = () => {
   for (const frame of document.querySelectorAll('.scroll')) {

@@ -1,0 +1,39 @@
+"""Draw what the attention scores of a text are made of, on a page to point at.
+
+    python launch/attention_map.py --model MODEL "The cat sat on the mat."
+    python launch/attention_map.py --model MODEL "..." --layers 0 5 11 --heads 0 1 2 --png
+
+For every chosen head: the content-to-content, content-to-position and position-to-content parts of
+the scores, their sum, and the probabilities; then how alike the position tables' rows are by
+distance. Layers and heads count from 0, as in the names of the weights. MODEL: anything that
+convert.py reads. The page is one file without scripts from elsewhere; --png writes a picture, too.
+"""
+
+import argparse
+from pathlib import Path
+
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("text", metavar="TEXT")
+    parser.add_argument("--layers", type=int, nargs="+", metavar="N",
+                        help="default: the first, the middle and the last")
+    parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: the first four")
+    parser.add_argument("--out", type=Path, default=Path("attention.html"), metavar="FILE",
+                        help="default: attention.html")
+    parser.add_argument("--png", action="store_true", help="write FILE with .png for .html, too")
+    options = parser.parse_args()
+
+    from deberta_ds.report.attention_page import write_attention
+
+    for path in write_attention(options.model, options.text, options.layers, options.heads,
+                                options.out, png=options.png):
+        print(f"page: {path} ({path.stat().st_size / 1024:.0f} KiB)")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
