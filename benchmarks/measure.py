@@ -14,7 +14,8 @@ from deberta_ds.files import write_atomic
 
 RESULTS = Path(__file__).parent / "results"
 _EVENT_SECONDS = 0.01
-_PACKAGES = ("torch", "transformers", "deepspeed", "triton", "flashdeberta", "disentangled-flash")
+_PACKAGES = ("torch", "transformers", "deepspeed", "triton", "flashdeberta", "disentangled-flash",
+             "onnxruntime")
 
 
 def interleaved_minimum(

@@ -1,19 +1,146 @@
-"""ONNX files against PyTorch: differences at several lengths, size, and time, by family and head.
+"""ONNX files against PyTorch: differences at several lengths, sizes, and time, by family.
 
-    python -m benchmarks.onnx_parity                      # benchmarks/results/onnx_parity.json
-    python -m benchmarks.onnx_parity --classifier DIR --texts FILE.jsonl ...
+    python -m benchmarks.onnx_parity                      # benchmarks/results/onnx_parity-cpu.json
+    python -m benchmarks.onnx_parity --classifier DIR --data TABLE.jsonl
 
-The first uses random weights of the published widths (fewer layers and words, which change neither
-shapes nor rounding); the second an own fine-tuned classifier and lines {"label": ..., texts}, for what
-int8 costs in accuracy.
+Random weights of published widths, with fewer layers and words. With --classifier, a fine-tuned
+classifier of texts is scored on a table in fp32 and int8 as well.
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.measure import RESULTS, environment, interleaved_minimum
+from benchmarks.measure import interleaved_minimum, save
+from deberta_ds.config import ModelConfig
+from deberta_ds.finetune.directory import load_finetuned
+from deberta_ds.finetune.tables import read_table
+from deberta_ds.formats import onnx_files
+from deberta_ds.formats.release import Network, build_backbone
+from deberta_ds.formats.release_reader import read_release
+from deberta_ds.model.backbone import on_meta
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.presets import MODELS
+
+SHAPES = {  # family: (preset, layers)
+    "v1 base": ("deberta-base", 4),
+    "v2 xlarge (convolution)": ("deberta-v2-xlarge", 2),
+    "v3 base": ("deberta-v3-base", 4),
+    "v3 xsmall": ("deberta-v3-xsmall", 12),
+}
+LENGTHS = (16, 128, 800)  # the last is beyond every relative table (512)
+
+
+def random_network(preset: str, layers: int) -> Network:
+    """Return a discriminator with a masked-LM head and random weights, as at initialization."""
+    config = ModelConfig(**MODELS[preset] | {"num_layers": layers, "vocab_size": 8000})
+    shapes = {f"mlm_head.{name[5:]}" if name.startswith("head.") else name: parameter.shape
+              for name, parameter in on_meta(MaskedLm, config).named_parameters()}
+    shapes |= {f"rtd_head.{name}": parameter.shape
+               for name, parameter in on_meta(ReplacedTokenHead, config).named_parameters()}
+    shapes["words.weight"] = (config.vocab_size, config.hidden_size)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: 0.02 * torch.randn(shape, generator=generator) + ("norm.weight" in name)
+               for name, shape in shapes.items()}
+    return Network(config, tensors)
+
+
+def batch(network: Network, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random ids and a mask of rows of several lengths."""
+    generator = torch.Generator().manual_seed(length)
+    ids_BL = torch.randint(4, network.config.vocab_size, (rows, length), generator=generator)
+    mask_BL = (torch.arange(length) < torch.linspace(1, 0.3, rows)[:, None] * length).long()
+    return ids_BL * mask_BL, mask_BL
+
+
+def measure_family(preset: str, layers: int, directory: Path, rounds: int) -> dict:
+    """Return differences by head and length, and the time of a batch as a ratio to PyTorch's."""
+    full = random_network(preset, layers)
+    without = {key: value for key, value in full.tensors.items() if not key.startswith("rtd_head.")}
+    result = {"layers": layers, "hidden_size": full.config.hidden_size, "heads": {}}
+    for name, network in (("discriminator", full), ("masked LM", Network(full.config, without))):
+        onnx_files.write_network(network, directory, "int8")
+        head = onnx_files.graph_head(network)
+        limit = network.config.max_position if head == "ForMaskedLM" else max(LENGTHS)
+        entry = result["heads"][name] = {}
+        for length in sorted({min(length, limit) for length in LENGTHS}):
+            for precision, file in (("fp32", onnx_files.MODEL), ("int8", onnx_files.QUANTIZED)):
+                gap = onnx_files.compare(network, head, directory / file,
+                                         [batch(network, 2, length)])
+                entry.setdefault(precision, {})[str(length)] = (
+                    gap.largest if precision == "fp32" else gap.mean_square)
+        entry["bytes"] = {file: (directory / file).stat().st_size
+                          for file in (onnx_files.MODEL, onnx_files.QUANTIZED)}
+        if name == "discriminator":
+            result["times"] = measure_time(network, directory, rounds)
+    return result
+
+
+def measure_time(network: Network, directory: Path, rounds: int) -> dict:
+    """Return processor seconds of 4 x 128 tokens: PyTorch's encoder and both files."""
+    ids_BL, mask_BL = batch(network, 4, 128)
+    backbone = build_backbone(network).requires_grad_(False)
+    inputs = {"input_ids": ids_BL.numpy(), "attention_mask": mask_BL.numpy()}
+    sessions = {file: onnx_files.open_session(directory / file)
+                for file in (onnx_files.MODEL, onnx_files.QUANTIZED)}
+    variants = {"PyTorch": lambda: backbone(ids_BL, mask_BL)}
+    for file, session in sessions.items():
+        variants[file] = lambda session=session: session.run(["last_hidden_state"], inputs)
+    return interleaved_minimum(variants, rounds)
+
+
+def measure_classifier(source: Path, table: Path, directory: Path) -> dict:
+    """Return the accuracy of a fine-tuned classifier of texts in fp32 and int8, and agreement."""
+    saved = load_finetuned(source)
+    task, network = saved.task, read_release(source).main
+    onnx_files.write_network(network, directory, "int8")
+    rows = [values for _, values in read_table(table)]
+    texts = [tuple(row[name] for name in task.texts) for row in rows]
+    gold = np.array([task.labels.index(row[task.columns["label"]]) for row in rows])
+    found = {}
+    for name, file in (("fp32", onnx_files.MODEL), ("int8", onnx_files.QUANTIZED)):
+        session = onnx_files.open_session(directory / file)
+        found[name] = np.concatenate([
+            session.run(None, encoded(saved.tokenizer, texts[first: first + 16]))[0].argmax(-1)
+            for first in range(0, len(texts), 16)])
+    return {"examples": len(gold), "labels": len(task.labels),
+            "majority": float(np.bincount(gold).max() / len(gold)),
+            **{f"accuracy_{name}": float((values == gold).mean()) for name, values in
+               found.items()}, "same_class": float((found["fp32"] == found["int8"]).mean())}
+
+
+def encoded(tokenizer, texts: list[tuple[str, ...]]) -> dict[str, np.ndarray]:
+    """Return padded inputs of [CLS] a [SEP] b [SEP]."""
+    rows = [[tokenizer.cls_id, *(token for text in parts
+                                 for token in (*tokenizer.encode(text), tokenizer.sep_id))]
+            for parts in texts]
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for row, values in zip(ids, rows, strict=True):
+        row[: len(values)] = values
+    return {"input_ids": ids, "attention_mask": (ids != 0).astype(np.int64)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--classifier", type=Path, help="a fine-tuned directory")
+    parser.add_argument("--data", type=Path, help="a table with its columns and labels")
+    options = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, (preset, layers) in SHAPES.items():
+            results[name] = measure_family(preset, layers, Path(scratch), options.rounds)
+            print(name, results[name], flush=True)
+        if options.classifier:
+            results["classifier"] = measure_classifier(options.classifier, options.data,
+                                                       Path(scratch))
+            print(results["classifier"])
+    print(save("onnx_parity", "cpu", results))
+
+
+if __name__ == "__main__":
+    main()
