@@ -18,11 +18,12 @@ def main() -> None:
     parser.add_argument("--model", required=True, metavar="SOURCE")
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True)
+    parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
     arguments = parser.parse_args()
 
     from deberta_ds.formats.convert import convert
 
-    summary = convert(arguments.model, arguments.out, arguments.to)
+    summary = convert(arguments.model, arguments.out, arguments.to, tokenizer=arguments.tokenizer)
     for line in (*summary.notes, *summary.findings()):
         print(f"  {line}")
     print(f"wrote {arguments.out}")

@@ -26,11 +26,13 @@ def main() -> None:
     parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
                         help="add ONNX files: fp32 (the default), or int8 beside it; needs "
                              "pip install 'deberta_ds[onnx]'")
+    parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
     arguments = parser.parse_args()
 
     from deberta_ds.formats.convert import convert
 
-    summary = convert(arguments.run, arguments.out, "hf", arguments.onnx)
+    summary = convert(arguments.run, arguments.out, "hf", tokenizer=arguments.tokenizer,
+                      onnx=arguments.onnx)
     for note in summary.notes:
         if not note.startswith(("main: kept", "generator: kept", "copied")):
             print(f"  {note}")

@@ -15,17 +15,18 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("texts", metavar="TEXT", nargs="+")
+    parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
     parser.add_argument("--top", type=int, default=5, help="proposals for each mask")
     arguments = parser.parse_args()
 
     from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
 
-    model = load_masked_lm(arguments.model)
+    model = load_masked_lm(arguments.model, arguments.tokenizer)
     for text in arguments.texts:
         print(text)
         for number, fillings in enumerate(fill_mask(model, text, arguments.top), start=1):
-            proposals = "  ".join(f"{filling.piece.replace(chr(0x2581), ' ').strip() or '_'} "
-                                  f"{filling.probability:.1%}" for filling in fillings)
+            proposals = "  ".join(f"{filling.text} {filling.probability:.1%}"
+                                  for filling in fillings)
             print(f"  mask {number}: {proposals}")
 
 

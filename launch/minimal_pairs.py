@@ -25,7 +25,7 @@ def load(path: str):
     from deberta_ds import dist
     from deberta_ds.formats.pretrained import load_backbone
 
-    model = load_backbone(path)
+    model = load_backbone(path, for_text=True)
     if torch.cuda.is_available():
         device = torch.device("cuda", dist.local_rank())
         for module in (model.backbone, *(model.masked_lm or ()), model.replaced_token_head):

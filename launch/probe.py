@@ -34,7 +34,7 @@ def main() -> None:
 
     train, test = (read_examples(path, options.text, options.label)
                    for path in (options.train, options.test))
-    model = load_backbone(options.model)
+    model = load_backbone(options.model, for_text=True)
     result = probe(features(model, train[0], options.pooling), train[1],
                    features(model, test[0], options.pooling), test[1])
     print(json.dumps({"model": options.model, "pooling": options.pooling} | result, indent=1))

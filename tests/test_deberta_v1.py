@@ -1,10 +1,12 @@
-"""DeBERTa v1 from files laid out as the public ones: read, decoded, exported.
+"""DeBERTa v1 from files laid out as the public ones: read, masks filled, exported, gone on from.
 
 Oracle: transformers, loading the same files; for the enhanced mask decoder its v2 layers over q, k
 and v taken out of `in_proj` here (its v1 layer cannot take other queries).
 """
 
 import json
+import shutil
+import unicodedata
 
 import deberta_v1_files as public
 import pytest
@@ -13,10 +15,14 @@ import torch.nn.functional as F
 from export_cases import same_networks
 from safetensors.torch import load_file
 
+from deberta_ds.analysis.fill_mask import encode_with_masks, fill_mask, load_masked_lm
 from deberta_ds.data.batch import IGNORE, Batch
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.models import open_start
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.formats.release_reader import read_release
+from deberta_ds.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -107,3 +113,99 @@ def test_exported_directory_gives_transformers_the_logits_of_the_public_file(hub
     table = "deberta.embeddings.position_embeddings.weight"  # which transformers has no place for
     assert torch.equal(side[table], public.state_dict()[table])
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == public.VOCABULARY
+
+
+@torch.no_grad()
+def test_masks_of_a_text_are_filled_by_the_decoder(hub):
+    model = load_masked_lm(hub)
+    text = "The quick brown [MASK], again and [MASK]."
+    found = fill_mask(model, text, top=3)
+    ids_L = torch.tensor(encode_with_masks(model.tokenizer, text))
+    masked_M = (ids_L == public.VOCABULARY - 1).nonzero().flatten()
+    assert len(found) == len(masked_M) == 2
+    expected = decoded_by_transformers(public.state_dict(), ids_L, masked_M).softmax(-1).topk(3)
+    assert [[one.token for one in mask] for mask in found] == expected.indices.tolist()
+    values = torch.tensor([[one.probability for one in mask] for mask in found])
+    torch.testing.assert_close(values, expected.values, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("text", ["The quick brown fox, again.", "again and again",
+                                  "Pretraining a model needs text."])
+def test_what_stands_around_a_mask_has_the_ids_of_the_whole_text(hub, text):
+    """A word takes the space before it along; what follows keeps its own."""
+    tokenizer = Tokenizer(hub)
+    whole, offsets = tokenizer.encode_with_offsets(text)
+    for word in ("fox", "and", "model", text.split()[0]):
+        start = text.find(word)
+        inside = [start <= begin < start + len(word) for begin, _ in offsets]
+        if start < 0 or not any(inside):
+            continue
+        first, last = inside.index(True), len(inside) - inside[::-1].index(True)
+        if tokenizer.readable(whole[first - 1:first]) == [" "]:  # the space is a piece of its own
+            first -= 1
+        wanted = [*whole[:first], tokenizer.mask_id, *whole[last:]]
+        masked = text[:start] + "[MASK]" + text[start + len(word):]
+        assert encode_with_masks(tokenizer, masked)[1:-1] == wanted, masked
+
+
+def test_official_words_are_those_of_the_gpt2_tokenizer(hub):
+    """Oracle: `part_of_whole_word` of microsoft/DeBERTa gpt2_tokenizer.py, from its definition."""
+    from tokenizers import decoders
+
+    decode = decoders.ByteLevel().decode
+    tokenizer = Tokenizer(hub)
+    starts, special = tokenizer.official_word_starts(), tokenizer.is_special()
+    for piece, number in public.vocabulary().items():
+        if special[number]:
+            continue
+        text = decode([piece])
+        alone = len(text) == 1 and (
+            text.isspace() or unicodedata.category(text)[0] in "PC"
+            or (text.isascii() and text.isprintable() and not text.isalnum()))
+        assert starts[number] == (alone or text.startswith(" ")), piece
+
+
+def test_a_first_release_needs_the_vocabulary_of_the_hub_and_its_pickle_is_not_read(hub, tmp_path):
+    unpacked = public.zip_directory(tmp_path / "base")
+    for use in (load_masked_lm, open_start, lambda path: Tokenizer(path / "bpe_encoder.bin")):
+        with pytest.raises(UserError, match="bpe_encoder.bin: is a pickle.*vocab.json and merges"):
+            use(unpacked if use is not open_start else str(unpacked))
+    text = "The quick [MASK]."
+    assert fill_mask(load_masked_lm(unpacked, hub), text) == fill_mask(load_masked_lm(hub), text)
+    assert open_start(str(unpacked), hub).tokenizer.sha256 == Tokenizer(hub).sha256
+    convert(unpacked, tmp_path / "hf", "hf", tokenizer=hub / "vocab.json")
+    names = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert names("naïve Straße")["input_ids"] == [1, *Tokenizer(hub).encode("naïve Straße"), 2]
+    for name in ("vocab.json", "merges.txt"):  # or beside the weights
+        shutil.copy(hub / name, unpacked / name)
+    assert load_masked_lm(unpacked).tokenizer.sha256 == Tokenizer(hub).sha256
+    assert not list(tmp_path.rglob("UNPICKLED")) and not (hub / "UNPICKLED").exists()
+
+
+def test_another_tokenizer_or_one_without_rows_is_refused(hub, tmp_path):
+    other = shutil.copytree(hub, tmp_path / "other")
+    values = json.loads((other / "vocab.json").read_text())
+    values["[MASK]"] = public.VOCABULARY + 7
+    (other / "vocab.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="has a tokenizer of its own"):
+        load_masked_lm(hub, other)
+    with pytest.raises(UserError, match="has a tokenizer of its own"):
+        open_start(str(hub), other)
+    size = f"{public.VOCABULARY + 8} ids.*only {public.VOCABULARY} rows"
+    with pytest.raises(UserError, match=size):  # the vocabulary beside the weights is too large
+        load_masked_lm(other)
+    with pytest.raises(UserError, match=size):
+        convert(other, tmp_path / "out", "hf")
+    with pytest.raises(UserError, match=size):
+        convert(public.zip_directory(tmp_path / "base"), tmp_path / "out", "hf", tokenizer=other)
+    assert not (tmp_path / "out").exists()
+    (other / "merges.txt").unlink()
+    with pytest.raises(UserError, match="merges.txt: is missing"):
+        convert(public.zip_directory(tmp_path / "base"), tmp_path / "out", "hf",
+                tokenizer=other / "vocab.json")
+    del values["[MASK]"]
+    (hub_less := tmp_path / "maskless").mkdir()
+    (hub_less / "vocab.json").write_text(json.dumps(values))
+    shutil.copy(hub / "merges.txt", hub_less)
+    with pytest.raises(UserError, match=r"no token for mask.*add_mask"):
+        Tokenizer(hub_less)

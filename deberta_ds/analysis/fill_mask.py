@@ -7,6 +7,7 @@ and on generators (v3, mDeBERTa); the text is one piece, as long as the position
 Legend: B batch (one text), L length, M masked slots, T targets (the masks), V vocabulary.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,28 +19,26 @@ from deberta_ds.data.batch import IGNORE, Batch
 from deberta_ds.errors import UserError
 from deberta_ds.formats.pretrained import LoadedModel, load_backbone
 from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
-from deberta_ds.tokenizer.files import KINDS
 
 
 @dataclass(frozen=True)
 class Filling:
-    """One proposal for one mask."""
+    """One proposal for one mask: the vocabulary's piece, and how it reads ("_" for a space)."""
 
     piece: str
+    text: str
     token: int
     probability: float
 
 
-def load_masked_lm(path: str | Path) -> LoadedModel:
+def load_masked_lm(path: str | Path, tokenizer: str | Path | None = None) -> LoadedModel:
     """Return the model at `path`; UserError if it cannot predict masked words from text."""
-    model = load_backbone(path)
+    model = load_backbone(path, tokenizer, for_text=True)
     if model.masked_lm is None:
         raise UserError(
             f"{path}: no masked-LM head with an absolute position table; the enhanced mask decoder "
             "needs both. Give a masked LM, a generator, or a directory exported with its generator "
-            "(the public Hugging Face conversions of v1 and v2 dropped the table)")
-    if model.tokenizer is None:
-        raise UserError(f"{path}: no tokenizer beside the model; put one there: {KINDS}")
+            "(transformers saves a model without the table; the published .bin files have it)")
     return model
 
 
@@ -62,39 +61,27 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
     # Rows above the tokenizer's size were never inside a training softmax.
     probabilities_TV = logits_TV[:, : tokenizer.size].softmax(-1)
     best = probabilities_TV.topk(min(top, tokenizer.size))
-    return [[Filling(tokenizer.pieces([token])[0], token, probability)
+    return [[Filling(*tokenizer.pieces([token]), tokenizer.readable([token])[0].strip() or "_",
+                     token, probability)
              for token, probability in zip(tokens, values, strict=True)]
             for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
 
 def encode_with_masks(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return [CLS] text [SEP] as ids, with "[MASK]" standing for one masked piece.
+    """Return [CLS] text [SEP] as ids, with "[MASK]" (or the tokenizer's own name for it) standing
+    for one masked piece.
 
-    The space before a mask belongs to the masked piece, as it does in training.
+    The space before a mask belongs to the masked piece, as it does in training, and what follows a
+    mask has the ids that it has behind other text.
     """
-    parts = text.split(MASK_PIECE)
-    if len(parts) == 1:
-        raise UserError(f"no {MASK_PIECE} in the text: {text!r}")
-    ids = [tokenizer.cls_id]
-    for number, part in enumerate(parts):
-        if number:
-            ids.append(tokenizer.mask_id)
-        ids += _continue_text(tokenizer, part) if number and part[:1].strip() else (
-            tokenizer.encode(part.strip()) if part.strip() else [])
+    names = {MASK_PIECE, tokenizer.mask_piece}
+    first, *rest = re.split("|".join(map(re.escape, names)), text.strip())
+    if not rest:
+        raise UserError(f"no {' or '.join(sorted(names))} in the text: {text!r}")
+    ids = [tokenizer.cls_id, *(tokenizer.encode(first.rstrip()) if first.strip() else [])]
+    for part in rest:
+        ids += [tokenizer.mask_id, *(tokenizer.encode_after(part.rstrip()) if part.strip() else [])]
     return [*ids, tokenizer.sep_id]
-
-
-def _continue_text(tokenizer: Tokenizer, part: str) -> list[int]:
-    """Return ids of text that follows a mask without a space: no word mark before its first piece.
-
-    SentencePiece always begins with a word mark; encoded behind a known first word, the rest has
-    none, and that word's ids are cut off.
-    """
-    lead = tokenizer.encode("a")
-    ids = tokenizer.encode("a" + part)
-    if ids[: len(lead)] == lead:
-        return ids[len(lead):]
-    return tokenizer.encode(part)
 
 
 def _single_batch(ids: list[int], mask_id: int) -> Batch:

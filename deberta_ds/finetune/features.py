@@ -138,7 +138,10 @@ class _Encoder:
         """Return ids of a text that is never windowed; a ReCoRD placeholder becomes [MASK]."""
         if self.task.layout != "record":
             return self.tokenizer.encode(text)
-        parts = [self.tokenizer.encode(part) if part else [] for part in text.split(PLACEHOLDER)]
+        texts = text.split(PLACEHOLDER)
+        if self.tokenizer.normalizes_itself:  # the space before a mask belongs to the mask
+            texts = [part.rstrip() for part in texts]
+        parts = [self.tokenizer.encode(part) if part else [] for part in texts]
         ids = parts[0]
         for part in parts[1:]:
             ids = [*ids, self.tokenizer.mask_id, *part]

@@ -20,11 +20,11 @@ from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.sift import Sift
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.formats.release_reader import check_same
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.presets import MODELS
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.files import KINDS
 from deberta_ds.validation import nearest
 
 RANDOM = "random:"
@@ -43,15 +43,15 @@ class Start:
 def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
     """Return the start called `name`: a directory, or "random:" and a preset or directory.
 
-    `tokenizer` is the path of a tokenizer; needed for a preset only.
+    `tokenizer` is the path of a tokenizer: for a preset, or a directory without one.
     """
     if not name.startswith(RANDOM):
-        return _open_directory(name, name)
+        return _open_directory(name, name, tokenizer)
     shape = name.removeprefix(RANDOM)
     if shape not in MODELS and not Path(shape).exists():
         raise UserError(f"{name}: no such preset or directory{nearest(shape, MODELS)}")
     if shape not in MODELS:
-        return dataclasses.replace(_open_directory(name, shape), weights=None)
+        return dataclasses.replace(_open_directory(name, shape, tokenizer), weights=None)
     if tokenizer is None:
         raise UserError(f"{name}: a preset has no tokenizer; pass --tokenizer PATH")
     pieces = Tokenizer(tokenizer)
@@ -60,13 +60,13 @@ def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
     return Start(name, config, pieces, None)
 
 
-def _open_directory(name: str, path: str) -> Start:
+def _open_directory(name: str, path: str, tokenizer: str | Path | None) -> Start:
     if is_finetuned(path):
         saved = load_finetuned(path)
+        if tokenizer is not None:
+            check_same(Tokenizer(tokenizer), saved.tokenizer, path)
         return Start(name, saved.config, saved.tokenizer, saved.backbone())
-    loaded = load_backbone(path)
-    if loaded.tokenizer is None:
-        raise UserError(f"{path}: no tokenizer beside the weights; put one there: {KINDS}")
+    loaded = load_backbone(path, tokenizer, for_text=True)
     return Start(name, loaded.model_config, loaded.tokenizer, loaded.backbone.state_dict())
 
 

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--all.epochs=3, --RTE.epochs=4 for one task")
     add("--set", nargs="+", action="extend", default=[], help=argparse.SUPPRESS)  # as in 0.1.0
     add("--deepspeed_config", metavar="JSON", help="how it is run (default: fp32 without ZeRO)")
-    add("--tokenizer", help="path of a tokenizer; only for random:PRESET")
+    add("--tokenizer", help="path of a tokenizer: for random:PRESET, or where the model has none")
     add("--sift", action="store_true",
         help=f"adversarial fine-tuning (SiFT), sift_weight = {SIFT_WEIGHT} unless it is set")
     add("--carve_train", nargs="+", default=[], metavar="TASK",

@@ -18,7 +18,7 @@ from deberta_ds.formats.onnx_files import require_onnx, write_onnx
 from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.read_back import check_hugging_face, check_tensors, check_tokenizer
 from deberta_ds.formats.release import Network, Release
-from deberta_ds.formats.release_reader import read_release
+from deberta_ds.formats.release_reader import check_table, read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
 
 WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
@@ -39,11 +39,12 @@ class Summary:
                 *(f"checked: {line}" for line in self.checks)]
 
 
-def convert(source: str | Path, out: str | Path, to: str, onnx: str | None = None) -> Summary:
+def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Path | None = None,
+            onnx: str | None = None) -> Summary:
     """Write the model at `source` to directory `out` in format "hf", "ms" or "ours".
 
-    onnx: of "hf" only, "fp32" or "int8" for ONNX files as well.
-
+    `tokenizer` is the path of the model's tokenizer, where `source` has none; `onnx`, of "hf" only,
+    is "fp32" or "int8" for ONNX files as well.
     The new directory is written beside `out`, checked, and only then moved into place. UserError if
     the source cannot be read, if a check fails, or if `out` holds anything but an older conversion.
     """
@@ -51,7 +52,9 @@ def convert(source: str | Path, out: str | Path, to: str, onnx: str | None = Non
     if onnx:
         require_onnx()  # before anything is read
     _refuse_foreign_directory(out)
-    release = read_release(source)
+    release = read_release(source, tokenizer)
+    if opened := open_tokenizer(release.tokenizer_files):
+        check_table(opened, release, source)
     _clean_up_after_killed(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from deberta_ds.config import ModelConfig, RunConfig
 from deberta_ds.errors import UserError
+from deberta_ds.formats.read_back import SENTENCES
 from deberta_ds.formats.release import Network, Release
 from deberta_ds.formats.release_reader import read_release
+from deberta_ds.formats.tokenizer_files import open_tokenizer
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.tokenizer import Tokenizer
 
 # May differ from the source's: regularization, initial values, and how attention is computed.
 _FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "vocabulary_loss",
@@ -35,14 +38,16 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     place = run.init.source
     if run.init.words_only:
         words = _fitting_words(run, release.main, place)
-        return {"words.weight": words}, [f"init: word table of {place}, kept fixed; the rest is "
-                                         "random (first of two stages)"]
+        notes = [f"word table of {place}, kept fixed; the rest is random (first of two stages)",
+                 *_other_tokenizer(run, release)]
+        return {"words.weight": words}, [f"init: {note}" for note in notes]
     objective = objective_of(run)
     networks = _networks(run, release)
     tensors, notes = objective.parameters(
         run, {name: network.tensors for name, network in networks.items()})
     for name, network in networks.items():
         notes += _random_parts(network, objective.HEADS[name])
+    notes += _other_tokenizer(run, release)
     return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
 
 
@@ -96,6 +101,18 @@ def _random_parts(network: Network, head: str) -> list[str]:
     if head == "mlm_head." and not network.config.absolute_input:
         missing += [] if network.has("positions.weight") else ["absolute position table"]
     return [f"WARNING: no {part} in the source; it starts at random" for part in missing]
+
+
+def _other_tokenizer(run: RunConfig, release: Release) -> list[str]:
+    """Return a warning if the source's tokenizer gives other ids than the run's."""
+    own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
+    if theirs is None or theirs.sha256 == own.sha256:
+        return []
+    if theirs.special_ids == own.special_ids and theirs.encode_batch(
+            list(SENTENCES)) == own.encode_batch(list(SENTENCES)):
+        return []  # the same one in another form
+    return [f"WARNING: {run.data.tokenizer} gives other ids than the tokenizer of the source: its "
+            "word table was trained with others, and begins as noise"]
 
 
 def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:

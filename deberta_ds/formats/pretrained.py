@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError
 from deberta_ds.formats.release import (
     Network,
     build_backbone,
     build_masked_lm,
     build_replaced_token_head,
 )
-from deberta_ds.formats.release_reader import read_release
+from deberta_ds.formats.release_reader import check_table, read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
@@ -37,22 +36,24 @@ class LoadedModel:
     replaced_token_head: ReplacedTokenHead | None = None
 
 
-def load_backbone(path: str | Path) -> LoadedModel:
+def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_text: bool = False
+                  ) -> LoadedModel:
     """Return the model at `path`: our checkpoint, run or directory, Hugging Face, or microsoft.
 
-    Raises UserError for a missing, damaged or foreign model.
+    `tokenizer` is the path of the one it was trained with, where there is none beside it;
+    `for_text` says that one is needed. Raises UserError for a missing, damaged or foreign model.
     """
-    release = read_release(path)
-    tokenizer = open_tokenizer(release.tokenizer_files)
-    if tokenizer and tokenizer.size > release.main.config.vocab_size:
-        raise UserError(f"{path}: the tokenizer has {tokenizer.size} ids, but the word table only "
-                        f"{release.main.config.vocab_size} rows")
+    release = read_release(path, tokenizer)
+    files = release.tokenizer_files
+    opened = Tokenizer.of_files(files, Path(path)) if for_text else open_tokenizer(files)
+    if opened:
+        check_table(opened, release, path)
     masked_lm = None
     for network in (release.main, release.generator):
         if masked_lm is None and network is not None and network.has_masked_lm:
             masked_lm = _own_masked_lm(network)
     head = build_replaced_token_head(release.main) if release.main.has("rtd_head.") else None
-    return LoadedModel(build_backbone(release.main), tokenizer, release.main.config, masked_lm,
+    return LoadedModel(build_backbone(release.main), opened, release.main.config, masked_lm,
                        head)
 
 

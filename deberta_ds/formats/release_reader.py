@@ -21,15 +21,19 @@ from deberta_ds.formats.ours import is_ours, read_checkpoint, read_ours
 from deberta_ds.formats.relative_rows import with_unread_rows
 from deberta_ds.formats.release import Network, Release, check_network, derive_words
 from deberta_ds.formats.tensors import read_json, read_tensors, weight_file
-from deberta_ds.formats.tokenizer_files import find_tokenizer_files
+from deberta_ds.formats.tokenizer_files import find_tokenizer_files, open_tokenizer
+from deberta_ds.tokenizer import Tokenizer
 
 SIDE_FILE = "pretraining_heads.safetensors"
 _CONFIG_NAMES = ("config.json", "model_config.json")
 _STEP_FILE = re.compile(r"pytorch\.model-(\d+)\.bin")
 
 
-def read_release(source: str | Path) -> Release:
-    """Return the release stored at `source`; UserError if it is none, damaged or inconsistent."""
+def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Release:
+    """Return the release stored at `source`; UserError if it is none, damaged or inconsistent.
+
+    `tokenizer` is the path of the one it was trained with, where `source` has none.
+    """
     path = Path(source)
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
@@ -41,7 +45,33 @@ def read_release(source: str | Path) -> Release:
         release = _read_foreign(path)
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path))
+    if tokenizer is not None:
+        _give_tokenizer(release, path, tokenizer)
     return release
+
+
+def _give_tokenizer(release: Release, place: Path, path: str | Path) -> None:
+    given, own = Tokenizer(path), open_tokenizer(release.tokenizer_files)
+    if own:
+        check_same(given, own, place)
+    check_table(given, release, place)
+    release.tokenizer_files = given.files
+
+
+def check_same(given: Tokenizer, own: Tokenizer, place: str | Path) -> None:
+    """Raise UserError if `given` is not the tokenizer that the model at `place` has."""
+    if own.sha256 != given.sha256:
+        raise UserError(f"{given.path}: {place} has a tokenizer of its own, and this is another "
+                        "one; leave --tokenizer out")
+
+
+def check_table(tokenizer: Tokenizer, release: Release, place: str | Path) -> None:
+    """Raise UserError if a tokenizer has ids without a row in the word table."""
+    rows = release.main.config.vocab_size
+    if tokenizer.size > rows:
+        raise UserError(f"{place}: the tokenizer {tokenizer.path} has {tokenizer.size} ids, but "
+                        f"the word table only {rows} rows; it is another model's, or tokens were "
+                        "added to it after training")
 
 
 def _read_foreign(path: Path) -> Release:

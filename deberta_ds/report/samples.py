@@ -41,5 +41,4 @@ def _untrained(model: LoadedModel) -> LoadedModel:
 
 
 def _proposals(fillings: list[Filling]) -> str:
-    return " · ".join(f"{filling.piece.replace(chr(0x2581), ' ').strip() or '_'} "
-                     f"{filling.probability:.1%}" for filling in fillings)
+    return " · ".join(f"{filling.text} {filling.probability:.1%}" for filling in fillings)

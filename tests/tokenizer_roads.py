@@ -1,0 +1,321 @@
+"""Take the whole road with every kind of tokenizer, at tiny size, and write the table of what held.
+
+    python tests/tokenizer_roads.py --work runs/tokenizer_roads \\
+        --out benchmarks/results/tokenizer_roads.json
+
+Every road is the commands a user types, and a look at what they left behind. The kinds that
+train_tokenizer.py makes are made by it, the others as their authors do.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import deberta_v1_files as public  # noqa: E402
+import tokenizer_makers as makers  # noqa: E402
+from data_helpers import SENTENCES, random_documents  # noqa: E402
+from launching import ROOT, losses  # noqa: E402
+
+from deberta_ds.errors import UserError, exit_cleanly  # noqa: E402
+
+SEQ_LEN, STEPS, SAVED = 64, 8, 4
+TEXTS = (*SENTENCES, "naïve café — “quotes”… 3.14 & more", "def f(x):\n    return x  # tab\there",
+         "  leading and trailing  ", "e\u0301 ﬁ ½ ™ \u00a0nbsp", "👩‍👩‍👧 🇫🇷 𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "", " ",
+         "日本語とEnglish混在", "ไทย ကို ខ្មែរ")
+FILL = "The quick brown {mask} jumps over the lazy dog."
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tokenizer: made by train_tokenizer.py with `options`, or by a function."""
+
+    name: str
+    path: str  # what --tokenizer names, in the working directory of the kind
+    options: tuple[str, ...] = ()
+    make: Callable[[Path], object] | None = None
+    is_public_v1: bool = False  # `path` is a model's directory, and the run starts from it
+
+
+KINDS = (
+    Kind("SentencePiece unigram", "spm.model", ("--kind", "unigram", "--pieces", "600")),
+    Kind("SentencePiece BPE", "spm.model", make=makers.sentencepiece_bpe),
+    Kind("byte-level BPE, tokenizer.json", "tokenizer", ("--kind", "byte_bpe", "--pieces", "600")),
+    Kind("WordPiece, tokenizer.json", "tokenizer", ("--kind", "wordpiece", "--pieces", "600")),
+    Kind("Metaspace BPE, tokenizer.json", "tokenizer", ("--kind", "bpe", "--pieces", "600")),
+    Kind("Metaspace BPE as Llama's", "tokenizer.json", make=makers.metaspace_bpe),
+    Kind("Unigram, tokenizer.json", "tokenizer.json", make=makers.unigram),
+    Kind("DeBERTa v1, vocab.json + merges.txt", "deberta-base", make=public.hub_directory,
+         is_public_v1=True),
+)
+
+
+def by_subprocess(script: str, arguments: list[str], log: Path) -> str:
+    """Run a script as a user does; return what it printed, AssertionError if it failed."""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
+                                "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, ROOT / script, *arguments], text=True, env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+    assert done.returncode == 0, f"{script} exited with {done.returncode}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+@dataclass
+class Road:
+    """One kind on its way: where its files are, how commands are run, which were."""
+
+    kind: Kind
+    root: Path
+    run_script: Callable[[str, list[str], Path], str] = by_subprocess
+    commands: list[str] = field(default_factory=list)
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / self.kind.path
+
+    def run(self, script: str, *arguments) -> str:
+        words = [str(argument) for argument in arguments]
+        shown = [word.replace(f"{self.root}/", "") for word in words]
+        self.commands.append(f"python {script} {shlex.join(shown)}")
+        return self.run_script(script, words, self.root / f"log-{len(self.commands)}.txt")
+
+
+def train(road: Road) -> str:
+    text = road.root / "text"
+    text.mkdir(parents=True)
+    lines = [json.dumps({"text": one}) for one in random_documents(240)]
+    (text / "all.jsonl").write_text("\n".join(lines))
+    if road.kind.make:
+        road.kind.make(road.tokenizer)
+        return "imported"
+    road.run("data_prep/train_tokenizer.py", text / "all.jsonl", *road.kind.options, "--out",
+             road.tokenizer)
+    assert road.tokenizer.exists()
+    return "trained"
+
+
+def tokenize(road: Road) -> str:
+    corpora = [road.root / "corpus/train", road.root / "corpus/heldout"]
+    road.run("data_prep/tokenize_corpus.py", road.root / "text/all.jsonl", "--tokenizer",
+             road.tokenizer, "--out", corpora[0], "--heldout_out", corpora[1], "--heldout_share",
+             0.2, "--workers", 1)
+    road.run("data_prep/pack.py", *corpora, "--tokenizer", road.tokenizer, "--seq_len", SEQ_LEN,
+             "--workers", 1)
+    manifest = json.loads((corpora[0] / "manifest.json").read_text())
+    return f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens"
+
+
+def masks(road: Road) -> str:
+    """Words of the text, found by a pattern, are masked whole: not one shows a piece of itself."""
+    from deberta_ds.config import MaskConfig, SourceConfig
+    from deberta_ds.data.rows import RowDataset
+    from deberta_ds.tokenizer import Tokenizer
+
+    shown = road.run("data_prep/show.py", road.root / "corpus/train", "--tokenizer",
+                     road.tokenizer, "--seq_len", SEQ_LEN, "--rows", 4)
+    assert "{" in shown, shown
+    tokenizer = Tokenizer(road.tokenizer)
+    dataset = RowDataset([SourceConfig(path=str(road.root / "corpus/train"))], tokenizer,
+                         seq_len=SEQ_LEN, seed=1, mask=MaskConfig())
+    words = targets = real = 0
+    for number in range(60):
+        row = dataset[number]
+        is_target = row.labels >= 0
+        originals = [int(label if label >= 0 else shown) for label, shown in
+                     zip(row.labels, row.input_ids, strict=True)]
+        targets, real = targets + int(is_target.sum()), real + int((row.segments > 0).sum())
+        text, token_of = "", []
+        for place, piece in enumerate(tokenizer.readable(originals)):
+            text, token_of = text + piece, token_of + [place] * len(piece)
+        for word in re.finditer("[A-Za-z]+", text):
+            tokens = sorted(set(token_of[word.start():word.end()]))
+            held = {bool(is_target[token]) for token in tokens}
+            assert len(held) == 1, f"half of {word[0]!r} shows: {text}"
+            words += len(tokens) > 1
+    assert words > 50 and 0.13 < targets / real < 0.17, (words, targets / real)
+    return f"{targets / real:.1%} masked, {words} words of several pieces whole"
+
+
+def run_file(road: Road) -> Path:
+    from deberta_ds.tokenizer import Tokenizer
+
+    model = {"vocab_size": -(-Tokenizer(road.tokenizer).size // 64) * 64, "hidden_size": 32,
+             "num_layers": 3, "num_heads": 4, "intermediate_size": 64, "max_position": 64,
+             "position_buckets": 16}
+    if road.kind.is_public_v1:  # [model] preset = "deberta-base", at the size of the fixture
+        model |= {"vocab_size": public.VOCABULARY, "position_buckets": 0,
+                  "share_position_projections": False, "relative_norm": False, "key_bias": False}
+    lines = ["[model]", *(f"{key} = {json.dumps(value)}" for key, value in model.items())]
+    if road.kind.is_public_v1:
+        lines += ["[init]", f'from = "{road.tokenizer}"']
+    lines += ["[objective]", 'kind = "mlm"', "[objective.mask]", "max_ngram = 3",
+              "[data]", f'sources = [{{path = "{road.root}/corpus/train"}}]',
+              f'eval = "{road.root}/corpus/heldout"', f'tokenizer = "{road.tokenizer}"',
+              f"seq_len = {SEQ_LEN}", "workers = 0", "[optim]", "lr = 1e-3", "[train]",
+              f"steps = {STEPS}", "global_batch_rows = 4", "micro_batch_rows = 4",
+              "log_every = 1", "eval_rows = 8", f"eval_every = {STEPS}", f"save_every = {SAVED}"]
+    path = road.root / "run.toml"
+    path.write_text("\n".join(['name = "road"', f'out_dir = "{road.root}/run"', *lines]))
+    return path
+
+
+def pretrain_command(road: Road) -> tuple:
+    return ("launch/pretrain.py", "--config", road.root / "run.toml", "--deepspeed_config",
+            ROOT / "ds_configs/zero1_fp32.json")
+
+
+def pretrain(road: Road) -> str:
+    run_file(road)
+    road.run(*pretrain_command(road))
+    found = losses(road.root / "run")
+    assert list(found) == list(range(1, STEPS + 1))
+    return f"loss {found[1]:.3f} to {found[STEPS]:.3f}"
+
+
+def resume(road: Road) -> str:
+    """From a checkpoint in the middle: the steps behind it have the losses of the whole run."""
+    middle = road.root / f"run/checkpoints/step-{SAVED:08}"
+    road.run(*pretrain_command(road), f"--out_dir={road.root}/resumed", "--resume", middle)
+    whole, resumed = losses(road.root / "run"), losses(road.root / "resumed")
+    assert resumed == {step: loss for step, loss in whole.items() if step > SAVED}, (whole, resumed)
+    return f"{len(resumed)} losses equal the whole run's bit for bit"
+
+
+def export(road: Road) -> str:
+    text = road.run("launch/export.py", "--run", road.root / "run", "--out", road.root / "hf")
+    assert "AutoTokenizer gives the ids of the training tokenizer" in text, text
+    wanted = "DebertaForMaskedLM" if road.kind.is_public_v1 else "DebertaV2ForMaskedLM"
+    assert f"as {wanted}" in text, text
+    return wanted
+
+
+def auto_tokenizer(road: Road) -> str:
+    from transformers import AutoTokenizer
+
+    from deberta_ds.tokenizer import Tokenizer
+
+    ours = Tokenizer(road.tokenizer)
+    theirs = AutoTokenizer.from_pretrained(road.root / "hf", local_files_only=True,
+                                           model_max_length=1 << 20)
+    texts = [*TEXTS, *random_documents(200, seed=3)]
+    differing = [text for text in texts
+                 if theirs(text)["input_ids"] != [ours.cls_id, *ours.encode(text), ours.sep_id]]
+    assert not differing, differing[:3]
+    return f"0 of {len(texts)} texts differ"
+
+
+def fine_tune(road: Road) -> str:
+    road.run("launch/finetune.py", "--task", "RTE", "--model", road.root / "hf", "--data",
+             ROOT / "tests/fixtures/superglue", "--any_size", "--skip_test", "--out",
+             road.root / "tuned", "--all.epochs=1", "--all.max_length=64")
+    result = json.loads((road.root / "tuned/RTE/seed-1/result.json").read_text())
+    accuracy = result["metrics"]["accuracy"]
+    assert 0 <= accuracy <= 1
+    return f"RTE sample {accuracy:.0%}"
+
+
+def predict(road: Road) -> str:
+    lines = (ROOT / "tests/fixtures/superglue/RTE/val.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    table = road.root / "table.jsonl"
+    table.write_text("\n".join(json.dumps(
+        {"sentence1": row["premise"], "sentence2": row["hypothesis"]}) for row in rows))
+    road.run("launch/predict.py", "--model", road.root / "tuned/RTE/seed-1", "--data", table,
+             "--out", road.root / "predicted.jsonl")
+    found = len((road.root / "predicted.jsonl").read_text().splitlines())
+    assert found == len(rows)
+    return f"{found} predictions"
+
+
+def fill_mask(road: Road) -> str:
+    from deberta_ds.tokenizer import Tokenizer
+
+    text = FILL.format(mask=Tokenizer(road.tokenizer).mask_piece)
+    shown = road.run("launch/fill_mask.py", "--model", road.root / "hf", text)
+    assert re.search(r"mask 1: +\S+ +\d", shown), shown
+    return shown.splitlines()[-1].strip()
+
+
+def convert(road: Road) -> str:
+    """To microsoft's form and back: the tokenizer goes along."""
+    road.run("launch/convert.py", "--model", road.root / "hf", "--out", road.root / "ms", "--to",
+             "ms")
+    road.run("launch/convert.py", "--model", road.root / "ms", "--out", road.root / "back",
+             "--to", "hf")
+    there, back = ((road.root / name / "model.safetensors").read_bytes() for name in ("hf", "back"))
+    assert there == back
+    from deberta_ds.tokenizer import Tokenizer
+
+    assert Tokenizer(road.root / "back").sha256 == Tokenizer(road.root / "hf").sha256
+    return "hf -> ms -> hf: same bytes, same tokenizer"
+
+
+ROADS = (train, tokenize, masks, pretrain, resume, export, auto_tokenizer, fine_tune, predict,
+         fill_mask, convert)
+
+
+def take(kind: Kind, root: Path, roads=ROADS, run_script=by_subprocess) -> dict[str, dict]:
+    """Take the roads of one kind in order; return {road: {seen, commands} or {problem, commands}}.
+
+    Stops at the first that fails, because the next ones need what it should have left.
+    """
+    found = {}
+    road = Road(kind, root, run_script)
+    for step in roads:
+        road.commands = []
+        try:
+            found[step.__name__] = {"seen": step(road), "commands": road.commands}
+        except Exception as error:  # the table says so, and the next kind is tried
+            traceback.print_exc()
+            found[step.__name__] = {"problem": str(error)[-2000:], "commands": road.commands}
+            break
+    return found
+
+
+def table(found: dict[str, dict[str, dict]]) -> str:
+    """Return the table as Markdown."""
+    names = [step.__name__ for step in ROADS]
+    lines = ["| kind | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for kind, roads in found.items():
+        cells = ["yes" if "seen" in roads.get(name, {}) else
+                 "NO" if name in roads else "not reached" for name in names]
+        if roads["train"].get("seen") == "imported":
+            cells[0] = "imported"
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="new directory for all files")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--kinds", nargs="+", default=[kind.name for kind in KINDS],
+                        help="begin with these words")
+    arguments = parser.parse_args()
+    chosen = [kind for kind in KINDS if kind.name.startswith(tuple(arguments.kinds))]
+    if arguments.work.exists():
+        raise UserError(f"{arguments.work}: is there already; name a new directory")
+    found = {}
+    for number, kind in enumerate(chosen):
+        print(f"== {kind.name}", flush=True)
+        found[kind.name] = take(kind, arguments.work.resolve() / str(number))
+        for name, result in found[kind.name].items():
+            print(f"   {name}: {result.get('seen') or 'FAILED'}", flush=True)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    print(table(found))
+    return any("problem" in result for roads in found.values() for result in roads.values())
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
