@@ -39,7 +39,8 @@ setup(
         "mpi": ["mpi4py"],
         "neardup": ["datasketch"],
         "onnx": ["onnx", "onnxruntime"],
+        "languages": ["py3langid"],
         "trackers": ["wandb", "mlflow-skinny"],
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff"],
+        "dev": ["py3langid", "pytest", "pytest-xdist", "hypothesis", "ruff"],
     },
 )

@@ -43,11 +43,15 @@ def main() -> None:
     parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
                         help="directories made by dedup.py and decontaminate.py over these inputs "
                         "(and others): leave those documents out")
+    parser.add_argument("--filters", metavar="TOML",
+                        help="rules that drop or change documents, such as data_prep/filters/"
+                        "web_en.toml; try them with filter.py")
     add_workers(parser)
     add_part(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.filter_rules import read_rules
     from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
     from deberta_ds.tokenizer import Tokenizer
 
@@ -57,11 +61,16 @@ def main() -> None:
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
         heldout_out=args.heldout_out, heldout_share=args.heldout_share,
         drop_heldout=args.drop_heldout,
-        leave_out=args.leave_out, workers=args.workers, part=args.part,
+        leave_out=args.leave_out, filters=read_rules(args.filters) if args.filters else None,
+        workers=args.workers, part=args.part,
     )
     if args.part:
         print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
               "without --part")
+    elif args.filters:
+        from deberta_ds.report.filters_page import write_filters_page
+
+        print(f"what the filters did: {write_filters_page(args.out)}")
     for directory, manifest in manifests.items():
         left_out = {k: v for k, v in manifest.counts.items()
                     if v and k not in ("documents", "characters", "tokens")}

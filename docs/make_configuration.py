@@ -6,6 +6,7 @@ tests/test_options.py holds that the page is current.
 from pathlib import Path
 
 from deberta_ds.config import MASK_DEFAULTS, RunConfig
+from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.options import Option, options_of, shown_default
 from deberta_ds.presets import MODELS
@@ -40,6 +41,9 @@ def page() -> str:
         "## Fine-tuning settings\n\n`launch/finetune.py` and `launch/superglue.py`: tables [all] "
         "and [TASK] of a settings file, or `--all.epochs=3`, `--RTE.epochs=4`.\n\n"
         + _table(options_of(Settings), ""))
+    parts.append(
+        "## Filters\n\n`data_prep/tokenize_corpus.py --filters FILE` and `data_prep/filter.py` "
+        "(docs/data.md).\n\n" + _table(options_of(FilterRules), ""))
     parts.append("## Presets (`model.preset`)\n\n" + _presets())
     return "\n".join(parts)
 

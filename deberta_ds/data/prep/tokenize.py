@@ -12,6 +12,9 @@ import xxhash
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions, units_digest
 from deberta_ds.data.prep.encode import BATCH_CHARACTERS, encode_documents
+from deberta_ds.data.prep.filter_rules import FilterRules
+from deberta_ds.data.prep.filtering import describe, filters_of, write_report
+from deberta_ds.data.prep.filters import Tally
 from deberta_ds.data.prep.findings import Findings
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
@@ -36,7 +39,7 @@ from deberta_ds.tokenizer import Tokenizer
 SHARD_TOKENS = 1 << 27
 _PROBLEMS_NAMED = 20
 COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
-          "contaminated", "held_out", "bad", "cut", "removed_characters")
+          "contaminated", "filtered", "held_out", "bad", "cut", "removed_characters")
 JOB_VERSION = 2
 
 
@@ -60,6 +63,7 @@ def tokenize_corpus(
     heldout_share: float = 0.0,
     drop_heldout: bool = False,
     leave_out: Sequence[str] = (),
+    filters: FilterRules | None = None,
     workers: int = 1,
     part: Part = None,
 ) -> dict[str, Manifest]:
@@ -68,7 +72,8 @@ def tokenize_corpus(
 
     `leave_out`: directories of findings over these inputs (and others). A document is held
     out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
-    such documents are left out and no held-out corpus is written. Completed parts of an earlier
+    such documents are left out and no held-out corpus is written. With `filters`, what they did
+    is written to OUT/filters.json. Completed parts of an earlier
     run of the same job are kept.
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
@@ -84,18 +89,23 @@ def tokenize_corpus(
         "heldout_share": share,
         "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
     }
+    if filters:
+        filters_of(filters)  # a bad function or language is said before any work
+        description["filters"] = describe(filters)
     with ExitStack() as stack:
         finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part))
                     for target in reversed(targets)]
         if not all(finished):
             jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
-                                      share, list(leave_out))
+                                      share, list(leave_out), filters)
                     for number, unit in enumerate(units)}
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
                                 part=part)
             if results is None:
                 return {}
             _check_problems(results, clean)
+            if filters:
+                write_report(out, filters, [result["filters"] for result in results])
             for target in reversed(targets):
                 write_manifest(target, _manifest(results, target == targets[0], tokenizer))
     return {target: read_manifest(target)[0] for target in targets}
@@ -115,11 +125,13 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
 def tokenize_unit(
     number: int, unit: list[Extent], targets: list[str], tokenizer_path: str, read: ReadOptions,
     clean: CleanOptions, heldout_share: float, leave_out: list[str],
+    filters: FilterRules | None = None,
 ) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tokenizer = _tokenizer(tokenizer_path)
     counts, problems = dict.fromkeys(COUNTS, 0), []
     searches = [_findings(directory) for directory in leave_out]
+    tally = Tally(filters.examples) if filters else None
     with ExitStack() as stack:
         writers = [stack.enter_context(_Rolling(target, number, tokenizer, counts))
                    for target in targets]
@@ -130,6 +142,13 @@ def tokenize_unit(
                 if reason:
                     counts[reason] += 1
                     continue
+                if filters and not document.problem:
+                    verdict = filters_of(filters)(document)
+                    tally.add(document, verdict)
+                    if verdict.reason:
+                        counts["filtered"] += 1
+                        continue
+                    document = document._replace(text=verdict.text, label=verdict.label)
                 text = _clean_text(document, clean, counts, problems)
                 if not text:
                     continue
@@ -147,7 +166,7 @@ def tokenize_unit(
         "labels": [writer.labels for writer in writers],
         "counts": counts,
         "problems": problems,
-    }
+    } | ({"filters": asdict(tally)} if filters else {})
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -207,7 +226,7 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
             total = labels.setdefault(label, [0, 0, 0])
             labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
     counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
-    for name in ("contaminated", "held_out"):
+    for name in ("contaminated", "filtered", "held_out"):
         if not counts[name]:  # version 0.1.0 had no such count: equal shards, equal fingerprint
             del counts[name]
     counts |= {"documents": sum(shard.documents for shard in shards),

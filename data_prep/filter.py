@@ -1,0 +1,43 @@
+#!/usr/bin/env python
+"""Try filters on text: what they would drop and change, by reason, with samples.
+
+Nothing is tokenized; OUT/filters.html is the page to look at, OUT/filters.json the same as numbers.
+When they do what you want, give the same file to tokenize_corpus.py --filters.
+"""
+
+from options import add_input_options, add_part, add_workers, parser_for, read_options
+
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    add_input_options(parser)
+    parser.add_argument("--filters", required=True, metavar="TOML",
+                        help="rules and thresholds, such as data_prep/filters/web_en.toml")
+    parser.add_argument("--out", required=True, help="directory for the report")
+    add_workers(parser)
+    add_part(parser)
+    args = parser.parse_args()
+
+    from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.filter_rules import read_rules
+    from deberta_ds.data.prep.filtering import try_filters
+    from deberta_ds.report.filters_page import write_filters_page
+
+    read = read_options(args)
+    report = try_filters(plan_units(args.inputs, read, args.unit_bytes), args.out,
+                         read_rules(args.filters), read=read, workers=args.workers, part=args.part)
+    if report is None:
+        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
+              "without --part")
+        return
+    for reason, (count, _) in sorted(report["dropped"].items(), key=lambda item: -item[1][0]):
+        print(f"{count:>12,}  {reason}")
+    dropped = sum(count for count, _ in report["dropped"].values())
+    print(f"{dropped:,} of {report['documents']:,} documents dropped; page: "
+          f"{write_filters_page(args.out)}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

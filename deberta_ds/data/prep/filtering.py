@@ -1,0 +1,69 @@
+"""Try filters on inputs without tokenizing them, and the report of what filters have done."""
+
+import json
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from deberta_ds.data.prep.documents import Extent, ReadOptions, units_digest
+from deberta_ds.data.prep.filter_rules import FilterRules, function_digests
+from deberta_ds.data.prep.filters import REPORT, Filters, Tally
+from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.units import Part, job, run_units
+from deberta_ds.files import write_atomic
+
+_TRY_VERSION = 1
+
+
+def try_filters(
+    units: list[list[Extent]], out: str | Path, rules: FilterRules, *, read: ReadOptions,
+    workers: int = 1, part: Part = None,
+) -> dict | None:
+    """Write OUT/filters.json, what these filters would do to the inputs, and return it; None after
+    one part of an array of jobs.
+    """
+    filters_of(rules)  # a bad function or language is said before any work
+    description = {"version": _TRY_VERSION, "units": units_digest(units), "read": asdict(read),
+                   "filters": describe(rules)}
+    with job(out, description, finished=REPORT, part=part) as is_done:
+        if not is_done:
+            jobs = {f"filter-{number:05d}": (unit, read, rules)
+                    for number, unit in enumerate(units)}
+            results = run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part)
+            if results is None:
+                return None
+            write_report(out, rules, results)
+    return json.loads((Path(out) / REPORT).read_bytes())
+
+
+def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules) -> dict:
+    """Return the tally of one work unit; unreadable documents are not judged."""
+    filters, tally = filters_of(rules), Tally(rules.examples)
+    for document in read_unit(unit, read):
+        if not document.problem:
+            tally.add(document, filters(document))
+    return asdict(tally)
+
+
+def describe(rules: FilterRules) -> dict:
+    """Return what ties a job to its filters: all values, and the contents of its functions."""
+    return asdict(rules) | {"functions": function_digests(rules)}
+
+
+def write_report(out: str | Path, rules: FilterRules, tallies: list[dict]) -> None:
+    """Write OUT/filters.json, the sum of the units' tallies."""
+    total = Tally(rules.examples)
+    for tally in tallies:
+        total.merge(Tally(**tally))
+    report = {"rules": describe(rules), "documents": total.documents[0],
+              "characters": total.documents[1], "dropped": dict(sorted(total.dropped.items())),
+              "changed": dict(sorted(total.changed.items())),
+              "examples": {name: [found[1:] for found in examples]
+                           for name, examples in sorted(total.examples.items())}}
+    write_atomic(Path(out) / REPORT, json.dumps(report, ensure_ascii=True, indent=1) + "\n")
+
+
+@cache
+def filters_of(rules: FilterRules) -> Filters:
+    """Return the filters of this process."""
+    return Filters(rules)

@@ -1,0 +1,202 @@
+"""Filters between reading and tokenizing: which documents go, why, and what is changed in the rest.
+
+Each document passes the rules of `filter_rules.FilterRules` in their order; the first that refuses
+it names the reason. Rules see the raw text, with its lines. What a corpus lost is counted by reason
+and kept in filters.json, with a sample of the documents: those with the smallest hashes of their
+texts, so that it does not depend on the number of workers.
+"""
+
+import heapq
+import importlib.util
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import NamedTuple
+
+import xxhash
+
+from deberta_ds.data.prep import quality
+from deberta_ds.data.prep.documents import Document
+from deberta_ds.data.prep.filter_rules import FilterRules
+from deberta_ds.data.prep.filter_words import Text
+from deberta_ds.data.prep.language import check_languages, language_of
+from deberta_ds.data.prep.lines import without_lines
+from deberta_ds.data.prep.personal import find_personal
+from deberta_ds.errors import UserError
+
+REPORT = "filters.json"
+_SHOWN_CHARACTERS = 2000
+
+
+class Verdict(NamedTuple):
+    """What the filters make of a document: its text and label, or the reason why it goes."""
+
+    text: str
+    reason: str = ""
+    changes: dict[str, int] = {}  # {what was taken out or masked: how often}
+    label: str = ""
+
+
+class Filters:
+    """The rules of a filters file, ready to be applied in this process."""
+
+    def __init__(self, rules: FilterRules):
+        """UserError for a missing package, an unknown language or a function that has none."""
+        if "language" in rules.use:
+            check_languages(rules.language.keep)
+        self._rules = rules
+        self._steps: list[Callable[[Verdict], Verdict]] = [self._step(name) for name in rules.use]
+        self._steps += [partial(_apply_function, _function(name), name.rpartition(":")[2])
+                        for name in rules.functions]
+
+    def __call__(self, document: Document) -> Verdict:
+        verdict = Verdict(document.text, label=document.label)
+        for step in self._steps:
+            try:
+                verdict = step(verdict)
+            except _FunctionError as error:
+                raise UserError(f"{document.place()}: {error}") from error.__cause__
+            if verdict.reason:
+                return verdict
+        return verdict
+
+    def _step(self, name: str) -> Callable[[Verdict], Verdict]:
+        changing = {"language": _language, "lines": _lines, "personal": _personal}
+        if name in changing:
+            return partial(changing[name], getattr(self._rules, name))
+        return partial(_judge, name, getattr(quality, name), getattr(self._rules, name))
+
+
+def _judge(name: str, rule, rules, verdict: Verdict) -> Verdict:
+    reason = rule(_text(verdict.text), rules)
+    return verdict._replace(reason=f"{name}: {reason}") if reason else verdict
+
+
+_last: tuple[str, Text] = ("", Text(""))
+
+
+def _text(text: str) -> Text:
+    """Return the text's words and lines, those of the rule before if it has not changed it."""
+    global _last
+    if _last[0] is not text:
+        _last = (text, Text(text))
+    return _last[1]
+
+
+def _language(rules, verdict: Verdict) -> Verdict:
+    code, probability = language_of(verdict.text[:rules.characters])
+    if rules.keep and code not in rules.keep:
+        return verdict._replace(reason=f"language: {code}")
+    if probability < rules.probability:
+        return verdict._replace(reason="language: not sure")
+    return verdict._replace(label=verdict.label or code) if rules.label else verdict
+
+
+def _lines(rules, verdict: Verdict) -> Verdict:
+    text, gone = without_lines(verdict.text, rules)
+    if gone and not text.strip():
+        return verdict._replace(reason="lines: none left")
+    changes = verdict.changes | {f"line: {why}": count for why, count in gone.items()}
+    return verdict._replace(text=text, changes=changes) if text != verdict.text else verdict
+
+
+def _personal(rules, verdict: Verdict) -> Verdict:
+    text, found = find_personal(verdict.text, rules.kinds)
+    if not found:
+        return verdict
+    if rules.action == "drop":
+        return verdict._replace(reason=f"personal: {next(iter(found))}")
+    return verdict._replace(text=text, changes=verdict.changes | {
+        f"masked: {kind}": count for kind, count in found.items()})
+
+
+class _FunctionError(Exception):
+    """A user's function has failed."""
+
+
+def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
+    try:
+        text = function(verdict.text)
+    except Exception as error:  # whatever a user's code may raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise _FunctionError(f"{name} failed on this document: {type(error).__name__}: {error} "
+                             f"({frame.filename}, line {frame.lineno})") from error
+    if text is None:
+        return verdict._replace(reason=f"function: {name}")
+    if not isinstance(text, str):
+        raise _FunctionError(f"{name} returned {type(text).__name__}; it must return the text to "
+                             "keep, or None")
+    if text == verdict.text:
+        return verdict
+    changes = verdict.changes | {f"changed by {name}": 1}
+    return verdict._replace(text=text, changes=changes)
+
+
+@cache
+def _function(name: str) -> Callable[[str], str | None]:
+    path, _, function = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("filters_of_ones_own", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, function)
+    except Exception as error:
+        raise UserError(f"{path}: cannot be used as a filter ({type(error).__name__}: {error})"
+                        ) from error
+    if not callable(found):
+        raise UserError(f"{path}: {function} is no function")
+    return found
+
+
+@dataclass
+class Tally:
+    """What the filters did: counts by reason, and documents as examples.
+
+    dropped {reason: [documents, characters]}; changed {change: [documents, how often]}; examples
+    {reason: [[order, place, text], ...]}, those of the smallest order.
+    """
+
+    most: int
+    documents: list[int] = field(default_factory=lambda: [0, 0])  # and characters, all that came
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+    changed: dict[str, list[int]] = field(default_factory=dict)
+    examples: dict[str, list[list]] = field(default_factory=dict)
+
+    def add(self, document: Document, verdict: Verdict) -> None:
+        self._count(self.documents, len(document.text))
+        if verdict.reason:
+            self._count(self.dropped.setdefault(verdict.reason, [0, 0]), len(document.text))
+            self._keep(verdict.reason, document)
+            return
+        for change, times in verdict.changes.items():
+            self._count(self.changed.setdefault(change, [0, 0]), times)
+        if verdict.changes:
+            self._keep(next(iter(verdict.changes)), document)
+
+    def merge(self, other: "Tally") -> None:
+        self.documents = [a + b for a, b in zip(self.documents, other.documents, strict=True)]
+        for mine, theirs in ((self.dropped, other.dropped), (self.changed, other.changed)):
+            for name, counts in theirs.items():
+                old = mine.get(name, [0, 0])
+                mine[name] = [a + b for a, b in zip(old, counts, strict=True)]
+        for name, found in other.examples.items():
+            self.examples[name] = heapq.nsmallest(self.most, self.examples.get(name, []) + found)
+
+    @staticmethod
+    def _count(counts: list[int], size: int) -> None:
+        counts[0] += 1
+        counts[1] += size
+
+    def _keep(self, name: str, document: Document) -> None:
+        order = xxhash.xxh3_64_intdigest(document.text.encode(errors="surrogatepass"))
+        found = self.examples.setdefault(name, [])
+        if len(found) == self.most and (not found or order >= found[-1][0]):
+            return
+        found.append([order, f"{document.path}, {_PLACES.get(document.kind, 'row')} "
+                             f"{document.where}", document.text[:_SHOWN_CHARACTERS]])
+        found.sort()
+        del found[self.most:]
+
+
+_PLACES = {"text": "byte", "json": "byte"}
