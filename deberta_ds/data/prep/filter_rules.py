@@ -64,8 +64,8 @@ class GopherRules:
     max_symbol_share: float = option("hash signs, or ellipses, a word", 0.1, ge=0)
     max_bullet_share: float = option("of lines that begin with a bullet", 0.9, ge=0, le=1)
     max_ellipsis_share: float = option("of lines that end in an ellipsis", 0.3, ge=0, le=1)
-    min_letter_word_share: float = option("of words and marks that hold a letter", 0.8, ge=0,
-                                          le=1)
+    min_letter_word_share: float = option("of what stands between spaces: with a letter in it",
+                                          0.8, ge=0, le=1)
     min_stop_words: int = option("different ones, in scripts with spaces; 0 for a language "
                                  "without a list here", 2, ge=0)
     stop_words: tuple[str, ...] = option("of the language", (

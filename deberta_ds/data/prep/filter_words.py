@@ -23,7 +23,7 @@ class Text:
     """One document's text, split once however many rules ask for it."""
 
     def __init__(self, text: str):
-        self.text = text
+        self.text = text.replace("\r\n", "\n") if "\r" in text else text
 
     @cached_property
     def tokens(self) -> list[str]:

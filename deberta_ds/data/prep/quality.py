@@ -35,8 +35,9 @@ def gopher(text: Text, rules: GopherRules) -> str:
     if sum(line.rstrip().endswith(("...", "…")) for line in lines) > (
             rules.max_ellipsis_share * len(lines)):
         return "lines end in ellipses"
-    if sum(any(map(str.isalpha, token)) for token in tokens) < (
-            rules.min_letter_word_share * len(tokens)):
+    parts = raw.split() if spaced else tokens
+    if sum(any(map(str.isalpha, part)) for part in parts) < (
+            rules.min_letter_word_share * len(parts)):
         return "few letters"
     if spaced and rules.min_stop_words:
         if len(set(rules.stop_words).intersection(words)) < rules.min_stop_words:
