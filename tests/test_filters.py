@@ -100,7 +100,7 @@ def test_repetition_c4_and_fineweb():
     assert c4(Text(prose() + "if (x) { y }"), rules.c4) == "'{'"
     assert c4(Text("一句话。" * 5), rules.c4) == ""
     assert fineweb(Text(prose()), rules.fineweb) == ""
-    windows = Text(prose().replace("\n", "\r\n\r\n"))
+    windows = Text("\r\n\r\n".join(SENTENCES))
     assert fineweb(windows, rules.fineweb) == repetition(windows, rules.repetition) == ""
     assert fineweb(Text("Home\nAbout\nContact\n"), rules.fineweb) == "few lines end in a mark"
     assert fineweb(Text("Yes.\nNo.\nWell.\n" + prose(1)), rules.fineweb) == "short lines"
