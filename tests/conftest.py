@@ -7,6 +7,13 @@ import pytest
 _OF_THE_GROUP: dict[str, str] = {}  # variables that joining it has set
 
 
+@pytest.hookimpl(trylast=True)  # after the markers of tests/cluster
+def pytest_collection_modifyitems(items):
+    """Long files first, so that no worker of `-n 2 --dist loadfile` is left alone with one."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="module")
 def process_group():
     """A group of one, which stays: DeepSpeed holds on to the first one of a process."""
