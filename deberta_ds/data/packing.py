@@ -66,7 +66,7 @@ def _cut_one(
 ) -> tuple[list[int], int]:
     cuts, hard = [begin], 0
     while end - begin > room:
-        low = begin + max(1, room - room // 2)
+        low = begin + room - room // 2
         candidates = np.flatnonzero(word_starts[tokens[low : begin + room + 1]])
         hard += not len(candidates)
         begin = low + int(candidates[-1]) if len(candidates) else begin + room

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = {  # file of the package: tests that should notice
     "data/masking.py": ["test_masking.py"],
-    "data/rows.py": ["test_rows.py", "test_masking.py"],
+    "data/rows.py": ["test_rows.py", "test_masking.py", "test_replaced.py"],
     "data/mixture.py": ["test_mixture.py"],
     "data/packing.py": ["test_packing.py"],
     "data/permutation.py": ["test_permutation.py"],
