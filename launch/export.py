@@ -8,10 +8,12 @@ any model that convert.py reads, such as a fine-tuned one. The discriminator is 
 words + delta, in fp32); the generator goes to DIR/generator with its enhanced mask decoder's
 position table in a side file. The directory appears only if AutoModel loads it with the same
 hidden states. `--onnx` adds onnx/model.onnx for any batch and length, the generator's beside it,
-compared with PyTorch.
+compared with PyTorch. README.md is the model card; license and languages are yours to fill in.
+`--push` uploads the directory to the Hub (log in with `hf auth login`).
 """
 
 import argparse
+from pathlib import Path
 
 from deberta_ds.errors import exit_cleanly
 
@@ -27,10 +29,19 @@ def main() -> None:
                         help="add ONNX files: fp32 (the default), or int8 beside it; needs "
                              "pip install 'deberta_ds[onnx]'")
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
+    parser.add_argument("--push", metavar="NAME/REPOSITORY",
+                        help="then upload it to this repository of the Hugging Face Hub")
+    parser.add_argument("--private", action="store_true", help="of --push: a new one is private")
     arguments = parser.parse_args()
+    if arguments.private and not arguments.push:
+        parser.error("--private is for --push")
 
     from deberta_ds.formats.convert import convert
+    from deberta_ds.formats.hub import check_repository, push
+    from deberta_ds.report.model_card import write_card
 
+    if arguments.push:
+        check_repository(arguments.push)
     summary = convert(arguments.run, arguments.out, "hf", tokenizer=arguments.tokenizer,
                       onnx=arguments.onnx)
     for note in summary.notes:
@@ -40,7 +51,10 @@ def main() -> None:
     print(f"  kept aside: {aside} tensors that transformers' classes have no place for")
     for line in summary.findings():
         print(f"  {line}")
-    print(f"exported {arguments.run} to {arguments.out}")
+    card = write_card(arguments.run, Path(arguments.out), summary, arguments.push or "")
+    print(f"exported {arguments.run} to {arguments.out}; model card: {card}")
+    if arguments.push:
+        print(f"pushed to {push(Path(arguments.out), arguments.push, arguments.private)}")
 
 
 if __name__ == "__main__":

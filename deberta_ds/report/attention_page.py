@@ -139,9 +139,9 @@ def _write_image(file, pixels: np.ndarray) -> None:
 _CHARTS = {
     "table": ("Relative table", "The table that all layers share, by signed distance."),
     "c2p": ("Projected for content to position", "As keys, the mean over a layer's heads; queries "
-            "behind their keys."),
+            "after their keys."),
     "p2c": ("Projected for position to content", "As queries, the mean over a layer's heads; "
-            "queries behind their keys."),
+            "queries after their keys."),
 }
 _MAX_LINES = 8  # colors of the page
 
@@ -152,7 +152,7 @@ def _charts(similarities: dict[str, list[Similarity]]) -> list[Drawing]:
     for key, tables in similarities.items():
         title, note = _CHARTS[key]
         if key == "table":
-            lines = [("query behind key", tables[0], 1), ("query before key", tables[0], -1)]
+            lines = [("query after key", tables[0], 1), ("query before key", tables[0], -1)]
         else:
             lines = [(table.name, table, 1) for table in tables[:_MAX_LINES]]
         series = [Series(name, _points(table, sign), f"run{number}", "plain")

@@ -1,0 +1,219 @@
+"""The model card of an exported directory: README.md with what the Hub shows beside a model.
+
+Facts come from the checkpoint and its run's metrics.jsonl, from a fine-tuned run's result.json, and
+from the directory itself; what is not known is left out. License, languages and data sets are not
+known here.
+"""
+
+import json
+import struct
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from deberta_ds import __version__
+from deberta_ds.data.shards import read_manifest
+from deberta_ds.errors import UserError
+from deberta_ds.files import write_atomic
+from deberta_ds.finetune.directory import FACTS, find_finetuned, is_finetuned
+from deberta_ds.formats.checkpoint import newest, read_run_file
+from deberta_ds.formats.convert import Summary
+from deberta_ds.formats.hf import GENERATOR_DIRECTORY
+from deberta_ds.formats.tensors import SAFETENSORS, read_json
+from deberta_ds.numbers import format_value
+from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.records import METRICS_FILE, read_metrics
+from deberta_ds.report.pages import TEMPLATES
+
+CARD = "README.md"
+_PIPELINES = {"Model": "feature-extraction", "ForSequenceClassification": "text-classification",
+              "ForTokenClassification": "token-classification",
+              "ForQuestionAnswering": "question-answering"}
+_ENCODER = '''from transformers import AutoModel, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{0}")
+model = AutoModel.from_pretrained("{0}")
+states = model(**tokenizer("A text.", return_tensors="pt")).last_hidden_state'''
+_HEAD = '''from transformers import AutoModelFor{1}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{0}")
+model = AutoModelFor{1}.from_pretrained("{0}")'''
+_PIPELINE = '''from transformers import pipeline
+
+ask = pipeline("{1}", "{0}")'''
+DISCRIMINATOR = (
+    "This is a discriminator: it was trained to say of every token whether it was replaced. It is "
+    "made to be fine-tuned. It has no masked-LM head: transformers' fill-mask pipeline gives it a "
+    "random one (and says that `cls.predictions` was newly initialized), so its proposals mean "
+    "nothing.")
+
+
+@dataclass
+class Training:
+    """What a source says of how its model came about; empty where it says nothing."""
+
+    data: list[tuple[str, ...]] = field(default_factory=list)
+    seen: str = ""
+    scores: list[tuple[str, ...]] = field(default_factory=list)
+    scores_note: str = ""
+    settings: list[tuple[str, str]] = field(default_factory=list)
+
+
+def write_card(source: str | Path, out: Path, summary: Summary, repository: str = "") -> Path:
+    """Write the card of `out`, which was exported from `source`; return its path.
+
+    repository: the name under which others will load it.
+    """
+    path = out / CARD
+    write_atomic(path, model_card(Path(source), out, summary, repository or str(out)))
+    return path
+
+
+def model_card(source: Path, out: Path, summary: Summary, name: str) -> str:
+    """Return the card as Markdown with a block of metadata."""
+    values = read_json(out / "config.json")
+    architecture = values["architectures"][0]
+    head = architecture.removeprefix("DebertaV2").removeprefix("Deberta")
+    has_generator = (out / GENERATOR_DIRECTORY).is_dir()
+    is_discriminator = any("replaced-token head" in note for note in summary.notes)
+    training = _of_source(source)
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True,
+                              lstrip_blocks=True, undefined=StrictUndefined)
+    return environment.get_template("model_card.md").render(
+        name=_cell(Path(name).name), directory=name, what=_what(architecture, is_discriminator),
+        pipeline_tag=_PIPELINES.get(head, ""), tags=_tags(values, head, is_discriminator),
+        shape=_shape(values, out), usage=_usage(name, head),
+        note=DISCRIMINATOR if is_discriminator else "",
+        fill_mask="the generator in `generator/`" if has_generator else
+        "this model" if head == "ForMaskedLM" else "", onnx=(out / "onnx").is_dir(),
+        version=__version__, checks=[_cell(line) for line in summary.checks],
+        **{key: getattr(training, key) for key in Training.__dataclass_fields__})
+
+
+def _what(architecture: str, is_discriminator: bool) -> str:
+    kind = "DeBERTa" if architecture.startswith("DebertaFor") or architecture == "DebertaModel" \
+        else "DeBERTa v2/v3"
+    if is_discriminator:
+        return f"A {kind} discriminator, pretrained by replaced-token detection."
+    if architecture.endswith("ForMaskedLM"):
+        return f"A {kind} pretrained by masked language modelling."
+    return f"A {kind}: {architecture}."
+
+
+def _tags(values: dict, head: str, is_discriminator: bool) -> list[str]:
+    tags = ["deberta_ds", values["model_type"]]
+    if is_discriminator:
+        tags.append("replaced-token-detection")
+    return [*tags, "masked-lm"] if head == "ForMaskedLM" else tags
+
+
+def _shape(values: dict, out: Path) -> list[tuple[str, str]]:
+    rows = [("layers x hidden size", f"{values['num_hidden_layers']} x {values['hidden_size']}"),
+            ("attention heads", f"{values['num_attention_heads']}"),
+            ("vocabulary", f"{values['vocab_size']:,}"),
+            ("positions", f"{values['max_position_embeddings']:,}"),
+            ("parameters", f"{count_parameters(out / SAFETENSORS):,}")]
+    if (out / GENERATOR_DIRECTORY).is_dir():
+        rows.append(("parameters of the generator",
+                     f"{count_parameters(out / GENERATOR_DIRECTORY / SAFETENSORS):,}"))
+    return rows
+
+
+def count_parameters(weights: Path) -> int:
+    """Return the number of elements in a safetensors file, from its header."""
+    with open(weights, "rb") as file:
+        length, = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _usage(name: str, head: str) -> str:
+    if head in ("Model", "ForMaskedLM"):
+        return _ENCODER.format(name)
+    if head == "ForMultipleChoice":
+        return _HEAD.format(name, "MultipleChoice")
+    if head == "ForQuestionAnswering":  # transformers 5 has no pipeline for it
+        return _HEAD.format(name, "QuestionAnswering")
+    return _PIPELINE.format(name, _PIPELINES[head])
+
+
+def _of_source(source: Path) -> Training:
+    if (source / "run.json").is_file() or (source / "checkpoints").is_dir():
+        return _of_checkpoint(newest(source))
+    finetuned = find_finetuned(source)
+    return _of_finetuned(finetuned) if is_finetuned(finetuned) else Training()
+
+
+def _of_checkpoint(directory: Path) -> Training:
+    record = read_run_file(directory)
+    run = record["config"]
+    training = Training(seen=f"{record['tokens_seen']:,} tokens in {record['rows_seen']:,} rows "
+                             "were read in training, repetitions counted.")
+    shares = [source.get("weight", 1.0) for source in run["data"]["sources"]]
+    for source, share in zip(run["data"]["sources"], shares, strict=True):
+        training.data.append(_corpus(source["path"], share / sum(shares),
+                                     record["fingerprints"].get(source["path"], "")))
+    objective, train = run["objective"], run["train"]
+    training.settings = [(_cell(key), _cell(value)) for key, value in (
+        ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
+        ("rows in a step", f"{train['global_batch_rows']:,}"),
+        ("tokens in a row", f"{run['data']['seq_len']:,}"),
+        ("optimizer", run["optim"]["name"]), ("learning rate", run["optim"]["lr"]),
+        ("sha256 of the tokenizer", record.get("tokenizer_sha256", "")),
+        ("versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())))]
+    metrics = directory.parent.parent / METRICS_FILE
+    if metrics.is_file() and objective["kind"] in OBJECTIVES:
+        _add_scores(training, read_metrics(metrics), record["step"], objective["kind"])
+    return training
+
+
+def _corpus(path: str, share: float, fingerprint: str) -> tuple[str, ...]:
+    """Return a row of the table; the counts are known where the shards still lie."""
+    documents = tokens = "–"
+    try:
+        counts = read_manifest(path)[0].counts
+        documents, tokens = f"{counts['documents']:,}", f"{counts['tokens']:,}"
+    except (UserError, OSError, KeyError):
+        pass  # trained elsewhere, or the shards are gone: the fingerprint stays
+    return _cell(path), f"{share:.1%}", documents, tokens, f"`{_cell(fingerprint)}`"
+
+
+def _add_scores(training: Training, records: list[dict], step: int, kind: str) -> None:
+    evaluations = [one for one in records if one["kind"] == "eval" and one["step"] <= step]
+    if not evaluations:
+        return
+    last = max(evaluations, key=lambda one: one["step"])
+    training.scores_note = f"On held-out rows at step {last['step']:,}."
+    for metric in OBJECTIVES[kind].METRICS:
+        if last.get(metric.key) is None:
+            continue
+        beside = metric.beside(last)
+        training.scores.append((metric.title, format_value(last[metric.key], metric.unit),
+                                "" if beside is None else
+                                f"{metric.baseline[0]} {format_value(beside, metric.unit)}"))
+
+
+def _of_finetuned(directory: Path) -> Training:
+    facts = read_json(directory / FACTS)
+    task = facts["task"]["name"] if isinstance(facts["task"], dict) else facts["task"]
+    settings = {"task": task, **facts.get("settings", {})}
+    training = Training(settings=[(_cell(key), _cell(value)) for key, value in settings.items()])
+    place = directory.parent / "result.json"
+    if not place.is_file():
+        return training
+    result = read_json(place)
+    training.scores_note = (f"On the validation examples of {_cell(task)}, on which the kept "
+                            "evaluation was chosen.")
+    baseline = result.get("baseline")
+    beside = "" if baseline is None else f"no learning {baseline:.3f}"
+    training.scores = [(_cell(name), f"{value:.4f}", beside) for name, value in
+                       result.get("metrics", {}).items() if isinstance(value, int | float)]
+    return training
+
+
+def _cell(value) -> str:
+    """Return a value as text that stays inside one cell of a Markdown table."""
+    text = " ".join(str(value).split())
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

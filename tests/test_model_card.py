@@ -1,0 +1,186 @@
+"""The model card says where a model came from; --push brings a directory to the Hub."""
+
+import base64
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import yaml
+from export_cases import make_release
+from test_finetune_directory import saved_model
+
+from deberta_ds.errors import UserError
+from deberta_ds.formats import hub
+from deberta_ds.formats.convert import convert
+from deberta_ds.formats.ours import write_ours
+from deberta_ds.report import model_card
+
+
+def exported(tmp_path, source=None, family="v3", kind="rtd"):
+    """Return (card, its metadata) of an exported model, which `source` says it came from."""
+    if not (tmp_path / "ours").exists():
+        write_ours(make_release(family, kind), tmp_path / "ours")
+    summary = convert(tmp_path / "ours", tmp_path / "out", "hf")
+    path = model_card.write_card(source or tmp_path / "ours", tmp_path / "out", summary, "me/mine")
+    text = path.read_text()
+    return text, yaml.safe_load(text.split("---")[1])
+
+
+def make_checkpoint(directory):
+    """Write what a card reads of a run: run.json of its checkpoint, and metrics.jsonl."""
+    step = directory / "checkpoints" / "step-00000040"
+    step.mkdir(parents=True)
+    run = {"objective": {"kind": "rtd"}, "train": {"steps": 50, "global_batch_rows": 8},
+           "data": {"seq_len": 64, "sources": [{"path": "gone | <b>", "weight": 3.0},
+                                               {"path": "other", "weight": 1.0}]},
+           "optim": {"name": "adamw", "lr": 1e-3}}
+    (step / "run.json").write_text(json.dumps({
+        "step": 40, "rows_seen": 320, "tokens_seen": 20480, "config": run,
+        "fingerprints": {"gone | <b>": "ab12", "other": "cd34"}, "versions": {"torch": "2.13.0"},
+        "tokenizer_sha256": "ef56"}))
+    (step / "manifest.json").write_text("{}")
+    records = [{"kind": "eval", "step": at, "roc_auc": at / 100, "generator_loss": 5.0}
+               for at in (20, 40, 50)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return directory
+
+
+def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
+    text, metadata = exported(tmp_path, make_checkpoint(tmp_path / "run"))
+    assert metadata == {"library_name": "transformers", "pipeline_tag": "feature-extraction",
+                        "tags": ["deberta_ds", "deberta-v2", "replaced-token-detection"]}
+    assert "| gone \\| &lt;b> | 75.0% | – | – | `ab12` |" in text
+    assert "20,480 tokens in 320 rows" in text and "| sha256 of the tokenizer | ef56 |" in text
+    assert "On held-out rows at step 40." in text and "0.400" in text and "0.500" not in text
+    assert "generator in `generator/`" in text and 'load_masked_lm("me/mine")' in text
+    assert "This is a discriminator" in text and "no missing, no unexpected keys" in text
+
+
+def test_code_of_a_card_runs(tmp_path, monkeypatch):
+    """The snippets are run as they stand, on a discriminator with its generator."""
+    text, _ = exported(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir()
+    (tmp_path / "out").rename(tmp_path / "me" / "mine")
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        values = {}
+        exec(code, values)  # noqa: S102
+        assert "states" not in values or values["states"].shape[-1] == 32
+
+
+def test_a_discriminator_in_a_fill_mask_pipeline_warns(tmp_path, capfd):
+    """What the card says of transformers is true: its own warning names the head as new."""
+    from transformers import pipeline
+    from transformers.utils import logging
+
+    exported(tmp_path)
+    logging.set_verbosity_warning()
+    pipeline("fill-mask", str(tmp_path / "out"))
+    said = capfd.readouterr().err
+    assert "cls.predictions" in said and re.search("MISSING|newly initialized", said)
+
+
+def test_cards_of_a_masked_lm_and_of_a_fine_tuned_model(tmp_path):
+    text, metadata = exported(tmp_path, family="v2", kind="mlm")
+    assert "masked-lm" in metadata["tags"] and "pipeline_tag" not in metadata
+    assert "filled by this model" in text and "discriminator" not in text
+    saved_model(tmp_path / "seed-1" / "model", "CB")
+    (tmp_path / "seed-1" / "result.json").write_text(json.dumps(
+        {"metrics": {"accuracy": 0.81, "macro_f1": 0.7}, "baseline": 0.5}))
+    summary = convert(tmp_path / "seed-1" / "model", tmp_path / "cb", "hf")
+    card = model_card.write_card(tmp_path / "seed-1", tmp_path / "cb", summary).read_text()
+    assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "text-classification"
+    assert "| accuracy | 0.8100 | no learning 0.500 |" in card and "| task | CB |" in card
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """As much of the Hub's HTTP API as an upload of small files needs."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [json.loads(line) for line in body.splitlines()]
+        hub_state = self.server.state
+        hub_state["tokens"].append(self.headers.get("Authorization"))
+        if hub_state.get("refuse"):
+            return self.answer(403, {"error": "You are not allowed"})
+        if self.path == "/api/repos/create":
+            hub_state["created"] = lines[0]
+            return self.answer(200, {"url": f"{self.server.url}/me/mine", "name": "me/mine"})
+        if self.path == "/api/validate-yaml":
+            return self.answer(200, {"errors": [], "warnings": []})
+        if self.path == "/api/models/me/mine/preupload/main":
+            return self.answer(200, {"files": [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                for one in lines[0]["files"]]})
+        if self.path.startswith("/api/models/me/mine/commit/main"):
+            for line in lines:
+                if line["key"] == "file":
+                    hub_state["files"][line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"])
+            return self.answer(200, {"commitUrl": f"{self.server.url}/me/mine/commit/1",
+                                     "commitOid": "1" * 40, "success": True})
+        return self.answer(404, {"error": self.path})
+
+    def do_GET(self):
+        self.answer(404, {"error": self.path})
+
+    def answer(self, code, values):
+        data = json.dumps(values).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The Hub's address points to this machine, with a token of its own."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    server.state = {"files": {}, "tokens": []}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    from huggingface_hub import constants, hf_api
+
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    for module in (constants, hf_api.constants):
+        monkeypatch.setattr(module, "ENDPOINT", server.url)
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+
+
+def test_push_uploads_every_file_in_one_commit(tmp_path, stand_in):
+    exported(tmp_path)
+    out = tmp_path / "out"
+    assert hub.push(out, "me/mine", private=True) == f"{stand_in.url}/me/mine/commit/1"
+    written = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*")
+               if path.is_file() and path.name != "conversion.json"}
+    assert stand_in.state["files"] == written
+    assert stand_in.state["created"]["private"] is True
+    assert set(stand_in.state["tokens"]) == {"Bearer hf_test"}
+
+
+def test_a_refused_push_says_what_to_do(tmp_path, stand_in):
+    exported(tmp_path)
+    stand_in.state["refuse"] = True
+    with pytest.raises(UserError, match="the Hub did not take it .*403.*hf auth login"):
+        hub.push(tmp_path / "out", "me/mine")
+    assert stand_in.state["files"] == {}
+    with pytest.raises(UserError, match="--push me/my/model"):
+        hub.check_repository("me/my/model")
+
+
+def test_parameters_are_counted_from_the_header(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(())}, tmp_path / "x.safetensors",
+              {"format": "pt"})
+    assert model_card.count_parameters(tmp_path / "x.safetensors") == 13
