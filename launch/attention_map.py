@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", metavar="N",
                         help="default: the first, the middle and the last")
     parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: the first four")
+    parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
     parser.add_argument("--out", type=Path, default=Path("attention.html"), metavar="FILE",
                         help="default: attention.html")
     parser.add_argument("--png", action="store_true", help="write FILE with .png for .html, too")
@@ -31,7 +32,8 @@ def main() -> None:
     from deberta_ds.report.attention_page import write_attention
 
     for path in write_attention(options.model, options.text, options.layers, options.heads,
-                                options.out, png=options.png):
+                                options.out, png=options.png,
+                                tokenizer=options.tokenizer):
         print(f"page: {path} ({path.stat().st_size / 1024:.0f} KiB)")
 
 

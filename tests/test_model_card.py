@@ -42,7 +42,7 @@ def make_checkpoint(directory):
         "fingerprints": {"gone | <b>": "ab12", "other": "cd34"}, "versions": {"torch": "2.13.0"},
         "tokenizer_sha256": "ef56"}))
     (step / "manifest.json").write_text("{}")
-    records = [{"kind": "eval", "step": at, "roc_auc": at / 100, "generator_loss": 5.0}
+    records = [{"kind": "eval", "step": at, "roc_auc": at / 90, "generator_loss": 5.0}
                for at in (20, 40, 50)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return directory
@@ -54,7 +54,7 @@ def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
                         "tags": ["deberta_ds", "deberta-v2", "replaced-token-detection"]}
     assert "| gone \\| &lt;b> | 75.0% | – | – | `ab12` |" in text
     assert "20,480 tokens in 320 rows" in text and "| sha256 of the tokenizer | ef56 |" in text
-    assert "On held-out rows at step 40." in text and "0.400" in text and "0.500" not in text
+    assert "On held-out rows at step 40." in text and "0.444" in text and "0.556" not in text
     assert "generator in `generator/`" in text and 'load_masked_lm("me/mine")' in text
     assert "This is a discriminator" in text and "no missing, no unexpected keys" in text
 

@@ -51,9 +51,10 @@ PART_NAMES = {"content": "content to content", "c2p": "content to position",
 @torch.no_grad()
 def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: list[int]
                     ) -> tuple[list[str], list[HeadParts]]:
-    """Return the text's pieces, and the parts of every chosen head, layer by layer.
+    """Return the text of every token, and the parts of every chosen head, layer by layer.
 
-    Raises UserError for a text that is too long for a picture and for layers that are not there.
+    `model` was loaded for text. Raises UserError for a text that is too long for a picture and for
+    layers that are not there.
     """
     ids = _encode(model, text)
     check_numbers(model, layers, heads)
@@ -76,13 +77,11 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
         for hook in hooks:
             hook.remove()
         backbone.float()
-    return model.tokenizer.pieces(ids), maps
+    return [text.strip() or "\u2423" for text in model.tokenizer.readable(ids)], maps
 
 
 def _encode(model: LoadedModel, text: str) -> list[int]:
     tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise UserError("no spm.model beside the model; the BPE tokenizer of v1 is not supported")
     ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
     limit = MAX_TOKENS
     if model.model_config.absolute_input:

@@ -55,12 +55,12 @@ class Head:
 
 
 def write_attention(model_path: str, text: str, layers: list[int] | None, heads: list[int] | None,
-                    out: Path, *, png: bool) -> list[Path]:
+                    out: Path, *, png: bool, tokenizer: str | None = None) -> list[Path]:
     """Write the page of `text` (and a picture beside it); return what was written."""
     picture = out.with_suffix(".png")
     if png and picture == out:
         raise UserError(f"{out}: --out names the page; the picture gets its name with .png")
-    model = load_backbone(model_path)
+    model = load_backbone(model_path, tokenizer, for_text=True)
     config = model.model_config
     if layers is None:
         layers = sorted({0, config.num_layers // 2, config.num_layers - 1})
@@ -87,13 +87,8 @@ def attention_page(model: str, text: str, pieces: list[str], found: list[HeadPar
         by_layer.setdefault(one.layer, []).append(_head(one))
     return render(
         "attention.html", model=model, text=text, pieces=json.dumps(pieces),
-        shown=[_shown(piece) for piece in pieces], labelled=len(pieces) <= _LABELLED_TOKENS,
+        shown=pieces, labelled=len(pieces) <= _LABELLED_TOKENS,
         layers=by_layer, charts=_charts(similarities), terms=list(found[0].parts))
-
-
-def _shown(piece: str) -> str:
-    """Return a piece without the mark of a word's start, which a space before it replaces."""
-    return piece.removeprefix("\u2581") or "\u2423"
 
 
 def _planes(one: HeadParts) -> list[tuple[str, np.ndarray, float, str]]:
@@ -185,7 +180,7 @@ def write_picture(path: Path, pieces: list[str], found: list[HeadParts]) -> None
                            1 - 0.3 / (height + 1.1), 0.06, 0.06)
     labelled = len(pieces) <= _LABELLED_TOKENS
     # A dollar sign would begin a formula.
-    names = [_shown(piece).replace("$", r"\$") for piece in pieces]
+    names = [piece.replace("$", r"\$") for piece in pieces]
     for one, row, planes in zip(found, grid, rows, strict=True):
         for axes, (name, plane, scale, _) in zip(row, planes, strict=True):
             axes.imshow(colored(plane / scale), interpolation="nearest")
