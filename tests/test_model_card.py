@@ -164,7 +164,7 @@ def test_push_uploads_every_file_in_one_commit(tmp_path, stand_in):
     written = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*")
                if path.is_file() and path.name != "conversion.json"}
     assert stand_in.state["files"] == written
-    assert stand_in.state["created"]["private"] is True
+    assert stand_in.state["created"]["visibility"] == "private"
     assert set(stand_in.state["tokens"]) == {"Bearer hf_test"}
 
 
