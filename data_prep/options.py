@@ -48,10 +48,10 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_input_options(parser: argparse.ArgumentParser) -> None:
+def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> None:
     """Add the options that say what the inputs are and what a document is."""
     parser.add_argument(
-        "inputs", nargs="+",
+        "inputs", nargs=needed,
         help="files, directories, patterns, remote URLs or hub:NAME[@CONFIG][#SPLIT]; .txt .md "
         ".jsonl .csv .tsv (also .gz .zst .xz .bz2 .lz4), .parquet, .arrow, directories of datasets",
     )

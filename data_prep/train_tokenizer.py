@@ -1,5 +1,10 @@
 #!/usr/bin/env python
-"""Train a SentencePiece tokenizer with DeBERTa's special ids on a bounded sample of the corpus."""
+"""Train a tokenizer with DeBERTa's special ids on a bounded sample of the corpus.
+
+    train_tokenizer.py corpus/*.jsonl --out spm.model                      SentencePiece unigram
+    train_tokenizer.py corpus/*.jsonl --kind byte_bpe --out my-tokenizer   Hugging Face directory
+    train_tokenizer.py --add_mask gpt2-directory --out my-tokenizer      the special tokens it lacks
+"""
 
 from options import (
     add_input_options,
@@ -11,31 +16,54 @@ from options import (
 
 from deberta_ds.errors import exit_cleanly
 
+KINDS = ("unigram", "byte_bpe", "bpe", "wordpiece")
+
 
 def main() -> None:
     parser = parser_for(__doc__)
-    add_input_options(parser)
-    parser.add_argument("--out", required=True, help="the model file to write, such as spm.model")
+    add_input_options(parser, needed="*")
+    parser.add_argument("--out", required=True, help="the model file to write, such as spm.model; "
+                        "of the other kinds the directory")
+    parser.add_argument("--kind", choices=KINDS, default="unigram",
+                        help="unigram: SentencePiece; byte_bpe: as GPT-2 and DeBERTa v1; bpe: with "
+                        "space marks and bytes for rare characters; wordpiece: as BERT, cased")
+    parser.add_argument("--add_mask", metavar="TOKENIZER",
+                        help="train nothing: give this tokenizer the special tokens it lacks")
     parser.add_argument("--pieces", type=positive, default=32000,
                         help="pieces; [MASK] comes after them")
     parser.add_argument("--sample_bytes", type=positive, default=1 << 26, help="text to train on")
     parser.add_argument("--character_coverage", type=fraction, default=0.9995,
-                        help="rarer characters are spelled in bytes")
+                        help="rarer characters are spelled in bytes (wordpiece: unknown)")
     parser.add_argument("--threads", type=positive, default=2,
-                        help="part of the recipe: it rounds sums")
+                        help="part of unigram's recipe: it rounds sums")
     args = parser.parse_args()
+    if bool(args.inputs) == bool(args.add_mask):
+        parser.error("name either inputs to train on, or a tokenizer with --add_mask")
+    if args.add_mask:
+        from deberta_ds.tokenizer.publish import add_special_tokens
 
+        tokenizer, names = add_special_tokens(args.add_mask, args.out)
+        print(f"{args.out}: added {', '.join(names) or 'nothing'}; {tokenizer.size:,} ids")
+    else:
+        tokenizer = train(args)
+        print(f"{args.out}: {tokenizer.mask_id:,} pieces, [MASK] = {tokenizer.mask_id}, "
+              f"sha256 {tokenizer.sha256[:16]}")
+    print(f"in the run file: model.vocab_size = {-(-tokenizer.size // 64) * 64} (or more)")
+
+
+def train(args):
+    """Return the tokenizer trained as the options say."""
     from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.train_fast import train_fast
     from deberta_ds.data.prep.train_spm import train_tokenizer
 
     read = read_options(args)
-    tokenizer = train_tokenizer(
-        plan_units(args.inputs, read, args.unit_bytes), args.out, pieces=args.pieces,
-        sample_bytes=args.sample_bytes, read=read, character_coverage=args.character_coverage,
-        threads=args.threads,
-    )
-    print(f"{args.out}: {tokenizer.mask_id:,} pieces, [MASK] = {tokenizer.mask_id}, "
-          f"sha256 {tokenizer.sha256[:16]}")
+    units = plan_units(args.inputs, read, args.unit_bytes)
+    recipe = {"pieces": args.pieces, "sample_bytes": args.sample_bytes, "read": read,
+              "character_coverage": args.character_coverage}
+    if args.kind == "unigram":
+        return train_tokenizer(units, args.out, threads=args.threads, **recipe)
+    return train_fast(units, args.out, kind=args.kind, **recipe)
 
 
 if __name__ == "__main__":

@@ -183,5 +183,5 @@ def test_a_resumed_run_of_version_0_1_0_keeps_its_rows(corpora):
     assert old.dataset.fingerprints == expected.fingerprints != new.dataset.fingerprints
     assert [row.row for row in old.held_out[books]] == list(range(6))
     assert follow_row_rules(run, new, {"row_rules": ROW_RULES}) is new
-    with pytest.raises(UserError, match="row rules 3"):
-        follow_row_rules(run, new, {"row_rules": 3})
+    with pytest.raises(UserError, match="row rules 4"):
+        follow_row_rules(run, new, {"row_rules": 4})

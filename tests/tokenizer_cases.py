@@ -12,6 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 BRACKETS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 ANGLES = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 NAMES = ("pad", "cls", "sep", "unk", "mask")
+TEXTS = list(SENTENCES * 4)  # benchmarks/tokenizer_equality.py takes more, and more pieces
+SCALE = 1
 
 
 def _train(model, trainer, normalizer=None, pre_tokenizer=None, decoder=None):
@@ -20,7 +22,7 @@ def _train(model, trainer, normalizer=None, pre_tokenizer=None, decoder=None):
         fast.normalizer = normalizer
     fast.pre_tokenizer = pre_tokenizer
     fast.decoder = decoder
-    fast.train_from_iterator(SENTENCES * 4, trainer)
+    fast.train_from_iterator(TEXTS, trainer)
     return fast
 
 
@@ -31,7 +33,7 @@ def _settings(names, tokenizer_class, **more) -> dict:
 
 def _byte_level_bpe(special, prefix: bool):
     return _train(
-        models.BPE(), trainers.BpeTrainer(vocab_size=600, special_tokens=list(special),
+        models.BPE(), trainers.BpeTrainer(vocab_size=600 * SCALE, special_tokens=list(special),
                                           show_progress=False,
                                           initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=prefix),
@@ -85,7 +87,7 @@ def deberta_v1(directory: Path) -> Path:
 def _wordpiece(lower: bool):
     return _train(
         models.WordPiece(unk_token="[UNK]"),
-        trainers.WordPieceTrainer(vocab_size=500, show_progress=False,
+        trainers.WordPieceTrainer(vocab_size=500 * SCALE, show_progress=False,
                                   special_tokens=["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]",
                                                   "[MASK]"]),
         normalizers.BertNormalizer(lowercase=lower), pre_tokenizers.BertPreTokenizer(),
@@ -109,7 +111,7 @@ def unigram(directory: Path) -> Path:
     """Unigram with Metaspace, <s> and </s>, as XLM-RoBERTa."""
     fast = _train(
         models.Unigram(),
-        trainers.UnigramTrainer(vocab_size=400, show_progress=False, unk_token="<unk>",
+        trainers.UnigramTrainer(vocab_size=400 * SCALE, show_progress=False, unk_token="<unk>",
                                 special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"]),
         normalizers.NFKC(), pre_tokenizers.Metaspace(), decoders.Metaspace())
     fast.post_processor = processors.TemplateProcessing(
@@ -124,8 +126,8 @@ def llama(directory: Path) -> Path:
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     fast = _train(
         models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
-        trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False,
-                            limit_alphabet=70),
+        trainers.BpeTrainer(vocab_size=900 * SCALE, special_tokens=special, show_progress=False,
+                            limit_alphabet=70 * SCALE),
         None, pre_tokenizers.Metaspace(prepend_scheme="always", split=True))
     parts = json.loads(fast.to_str())
     parts["added_tokens"] = parts["added_tokens"][:3]  # byte pieces are pieces, not special tokens

@@ -6,7 +6,8 @@ overshoot are passed over, so long words are chosen a little less often, and wit
 words of a piece too (docs/data.md has the figures); tenths of a row are alike.
 
 What has no word starts (hexadecimal, base64, DNA, digits, scripts spelled in bytes) would be one
-word of a whole row: beyond 16 tokens, or beyond the budget, each token of a word stands for itself.
+word of a whole row: beyond 16 tokens, or beyond the budget, each character of a word stands for
+itself (a token, or the tokens that hold its bytes: one byte would give the others away).
 
 "deberta_window" reproduces the official NGramMaskGenerator (microsoft/DeBERTa,
 `apps/tasks/mlm_task.py`), which consumes its budget from the left: at 512 tokens the last tenth of
@@ -35,6 +36,7 @@ def mask_row(
     rng: np.random.Generator,
     cut_words: bool = True,
     pad_id: int = 0,
+    character_start: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
@@ -42,6 +44,8 @@ def mask_row(
     are special). Of the chosen tokens `mask_share` become [MASK], `random_share` a random ordinary
     id, the rest stay. Labels are the original ids there and -100 elsewhere. A row with any word
     gets at least one target. `cut_words` False is version 0.1.0's rule: long words stay whole.
+    `character_start` is the bool table of ids that begin a character; without it long words are cut
+    at every token (rules 2 of the rows).
     """
     special_L = special[ids]
     budget = max(1, round(mask.rate * int(np.count_nonzero(ids != pad_id))))
@@ -50,7 +54,8 @@ def mask_row(
                                random.Random(int(rng.integers(1 << 63))))
     starts, lengths = word_spans(ids, word_start, special_L)
     if cut_words:
-        starts, lengths = cut_long_words(starts, lengths, budget)
+        begins_L = None if character_start is None else character_start[ids]
+        starts, lengths = cut_long_words(starts, lengths, budget, begins_L)
     if mask.max_ngram == 1:
         words = _choose_words(lengths, budget, rng)
     else:
@@ -91,9 +96,10 @@ def word_spans(
 
 
 def cut_long_words(
-    starts: np.ndarray, lengths: np.ndarray, budget: int
+    starts: np.ndarray, lengths: np.ndarray, budget: int, begins_L: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the words, with each token of one that is too long as a word of its own.
+    """Return the words, with each token of one that is too long as a word of its own; given
+    `begins_L` (which tokens begin a character), each token with those that go on inside it.
 
     Too long is above LONGEST_WORD or above `budget`, which could never hold it; but where no word
     is within the budget, the shortest stays whole and overshoots.
@@ -104,7 +110,11 @@ def cut_long_words(
     parts = np.where(long, lengths, 1)
     word = np.arange(len(lengths)).repeat(parts)
     offset = np.arange(len(word)) - (parts.cumsum() - parts)[word]
-    return starts[word] + offset, np.where(long, 1, lengths)[word]
+    starts, lengths = starts[word] + offset, np.where(long, 1, lengths)[word]
+    if begins_L is None:
+        return starts, lengths
+    first = (begins_L[starts] | (offset == 0)).nonzero()[0]
+    return starts[first], np.add.reduceat(lengths, first)
 
 
 def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:

@@ -7,7 +7,8 @@
 
 The rules have a version, which a checkpoint keeps: runs begun with version 0.1.0 go on under rules
 1. Those have the mixture's table of 1024 slots, parts of a corpus by position, evaluation rows from
-the front of the held-out corpus, and masks in which long words stay whole.
+the front of the held-out corpus, and masks in which long words stay whole. Rules 2 cut such words
+at every token, rules 3 at characters: they differ for characters that are spelled in bytes.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from deberta_ds.data.permutation import Permutation
 from deberta_ds.data.replaced import Replacements
 from deberta_ds.errors import UserError
 
-ROW_RULES = 2
+ROW_RULES = 3
 _PERMUTATIONS_KEPT = 4096
 
 
@@ -54,8 +55,8 @@ class RowDataset:
         UserError for a missing, damaged or stale corpus and for one of another tokenizer, and for
         rules that this program does not know.
         """
-        if rules not in (1, ROW_RULES):
-            raise UserError(f"row rules {rules}: this program knows 1 and {ROW_RULES}; go on with "
+        if rules not in range(1, ROW_RULES + 1):
+            raise UserError(f"row rules {rules}: this program knows 1 to {ROW_RULES}; go on with "
                             "the newer version that the run was begun with")
         self.sources = tuple(sources)
         self.seq_len, self.seed, self.mask, self.rules = seq_len, seed, mask, rules
@@ -83,6 +84,7 @@ class RowDataset:
         self._draws_by, self._rows_of_run = draws_by, rows_of_run
         official = mask.selection == "deberta_window" and rules > 1
         self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
+        self._character_start = tokenizer.character_starts() if rules > 2 else None
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
         self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
                                                     tokenizer.pad_id)
@@ -177,7 +179,7 @@ class RowDataset:
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
             ids, self._word_start, self._special, self.mask, self._mask_id, rng,
-            cut_words=self.rules > 1, pad_id=self._pad_id
+            cut_words=self.rules > 1, pad_id=self._pad_id, character_start=self._character_start
         )
         return Row(g, input_ids, labels, segments, positions)
 

@@ -138,14 +138,7 @@ class _Encoder:
         """Return ids of a text that is never windowed; a ReCoRD placeholder becomes [MASK]."""
         if self.task.layout != "record":
             return self.tokenizer.encode(text)
-        texts = text.split(PLACEHOLDER)
-        if self.tokenizer.normalizes_itself:  # the space before a mask belongs to the mask
-            texts = [part.rstrip() for part in texts]
-        parts = [self.tokenizer.encode(part) if part else [] for part in texts]
-        ids = parts[0]
-        for part in parts[1:]:
-            ids = [*ids, self.tokenizer.mask_id, *part]
-        return ids
+        return self.tokenizer.encode_around_masks(text.split(PLACEHOLDER))
 
     def rows(self, example: Example, texts: tuple[str, ...]):
         """Return (rows of ids, spans (row, slot, start, end), tokens cut off) of one sequence."""

@@ -2,22 +2,19 @@
 
 transformers 5 rebuilds `DebertaV2Tokenizer` from the pieces alone: the SentencePiece normalizer and
 the byte fallback are lost, and ids differ from those the model was trained on. So
-`tokenizer.json` is written here from spm.model itself, with every step of the original, and is
-loaded as a plain `PreTrainedTokenizerFast`, which takes it as it stands. Its other classes do the
-same to a tokenizer.json, so that one is named for every kind.
+`tokenizer.json` is written here from spm.model itself, with every step of the original.
 
 Difference that remains: transformers finds the names of special tokens ("[MASK]") in text and gives
 their ids; our tokenizer never searches text for them.
 """
 
-import json
 import shutil
 from pathlib import Path
 
+from deberta_ds.data.prep import fast_rules
 from deberta_ds.data.prep.spm_rules import RULES_NAME
-from deberta_ds.data.prep.text import is_removed
 from deberta_ds.errors import UserError
-from deberta_ds.files import atomic_path, write_atomic
+from deberta_ds.files import atomic_path
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
 from deberta_ds.tokenizer.files import (
     ADDED,
@@ -29,12 +26,11 @@ from deberta_ds.tokenizer.files import (
     VOCAB,
     WORDPIECES,
 )
+from deberta_ds.tokenizer.publish import write_tokenizer_json
 
 # Everything that a published directory may keep its tokenizer in.
 KNOWN_FILES = (SPM, JSON, SETTINGS, NAMES, ADDED, VOCAB, MERGES, "bpe_encoder.bin", "dict.txt",
                WORDPIECES)
-# A class of all characters that Python and our tokenizer take for white space.
-_SPACES = "[" + "".join(f"\\x{{{code:X}}}" for code in range(0x3001) if chr(code).isspace()) + "]"
 
 
 def find_tokenizer_files(directory: Path) -> dict[str, Path]:
@@ -67,34 +63,10 @@ def write_tokenizer_files(files: dict[str, Path], out: Path, max_length: int) ->
     tokenizer = open_tokenizer(files)
     if tokenizer is None or {SPM, JSON} <= files.keys():
         return notes
-    own = tokenizer.specification
-    write_atomic(out / JSON, build_tokenizer_json(tokenizer) if own is None else
-                 json.dumps(own | _framing(tokenizer), ensure_ascii=False) + "\n")
-    names = {f"{role}_token": tokenizer.pieces([number])[0]
-             for role, number in tokenizer.special_ids.items()}
-    settings = names | {"bos_token": names["cls_token"], "eos_token": names["sep_token"],
-                        "tokenizer_class": "PreTrainedTokenizerFast",
-                        "model_max_length": max_length, "padding_side": "right",
-                        "model_input_names": ["input_ids", "attention_mask"]}
-    write_atomic(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    text = build_tokenizer_json(tokenizer) if tokenizer.specification is None else None
+    write_tokenizer_json(tokenizer, out, max_length, text)
     made_of = ", ".join(tokenizer.files)
     return [*notes, f"derived: {JSON} and {SETTINGS} from {made_of}"]
-
-
-def _framing(tokenizer: Tokenizer) -> dict:
-    """Return the parts of a tokenizer.json that frame [CLS] a [SEP] b [SEP], and pad nothing."""
-    names = {role: tokenizer.pieces([tokenizer.special_ids[role]])[0] for role in ("cls", "sep")}
-
-    def special(role: str, segment: int) -> dict:
-        return {"SpecialToken": {"id": names[role], "type_id": segment}}
-
-    first = [special("cls", 0), {"Sequence": {"id": "A", "type_id": 0}}, special("sep", 0)]
-    second = [{"Sequence": {"id": "B", "type_id": 1}}, special("sep", 1)]
-    known = {name: {"id": name, "ids": [tokenizer.special_ids[role]], "tokens": [name]}
-             for role, name in names.items()}
-    return {"truncation": None, "padding": None,
-            "post_processor": {"type": "TemplateProcessing", "single": first,
-                               "pair": first + second, "special_tokens": known}}
 
 
 def build_tokenizer_json(tokenizer: Tokenizer) -> str:
@@ -113,18 +85,13 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     vocabulary = [(piece.piece, piece.score) for piece in proto.pieces]
     fast = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=tokenizer.unk_id,
                                                byte_fallback=trainer.byte_fallback))
-    steps = [normalizers.Replace(tokenizers.Regex(_SPACES), " ")]
-    if rules.name == RULES_NAME:  # `Precompiled` leaves clusters of 6 bytes and more uncomposed
-        # What the text rules remove, but NUL, which SentencePiece cannot name.
-        removed = "".join(f"\\x{{{code:X}}}" for code in range(1, 0x10000)
-                          if is_removed(chr(code)))
-        steps += [normalizers.Replace(tokenizers.Regex(f"[{removed}]"), ""),
-                  normalizers.Replace(SPACE_MARK, "_"), normalizers.NFC()]
+    steps = fast_rules.plain_spaces()
+    if rules.name == RULES_NAME:
+        steps += fast_rules.characters()
     elif rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
-        marks = tokenizers.Regex(f"[ {SPACE_MARK}]+")
-        steps += [normalizers.Replace(marks, " "), normalizers.Strip()]
+        steps += fast_rules.single_spaces()
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if rules.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme)

@@ -17,7 +17,7 @@ import tokenizers
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.tokenizer.files import read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification
-from deberta_ds.tokenizer.roles import find_roles, framing_tokens
+from deberta_ds.tokenizer.roles import check_roles, look_up_roles
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     byte_value,
@@ -46,11 +46,9 @@ class FastEngine:
         added = {token["content"]: token["id"] for token in self.specification["added_tokens"]}
         ids = vocabulary_ids(self.specification) | added
         model = self.specification["model"]
-        self.roles = find_roles(
-            self.place, settings, ids.get,
-            framed=framing_tokens(self.specification.get("post_processor")),
-            unknown=unknown_piece(model),
-            needs_unknown=self.kind != "byte_level" and not model.get("byte_fallback"))
+        self.roles = look_up_roles(settings, ids, self.specification)
+        check_roles(self.place, self.roles, settings, ids,
+                    self.kind != "byte_level" and not model.get("byte_fallback"))
         size = max(ids.values()) + 1
         if size > _LARGEST:
             raise UserError(f"{self.place}: a token has id {size - 1:,}, but at most {_LARGEST:,} "
@@ -136,14 +134,6 @@ def vocabulary_ids(specification: dict) -> dict[str, int]:
     if isinstance(vocabulary, dict):
         return vocabulary
     return {piece: number for number, (piece, _) in enumerate(vocabulary)}
-
-
-def unknown_piece(model: dict) -> str | None:
-    """Return the piece that the model itself puts for what it does not know."""
-    number = model.get("unk_id")
-    if isinstance(number, int) and number < len(model["vocab"]):
-        return model["vocab"][number][0]
-    return model.get("unk_token")
 
 
 def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizers.Tokenizer:

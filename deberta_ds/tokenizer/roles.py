@@ -4,7 +4,7 @@ A role is filled by the name that tokenizer_config.json or special_tokens_map.js
 one of the usual names, else by what the post-processor of tokenizer.json puts around a text.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from deberta_ds.errors import UserError
 
@@ -19,26 +19,30 @@ USUAL_NAMES = {
 Roles = dict[str, int | None]
 
 
-def find_roles(
-    place: object, settings: dict, id_of: Callable[[str], int | None], *, framed: dict[str, str],
-    unknown: str | None, needs_unknown: bool,
-) -> Roles:
-    """Return {role: id}; UserError that names every role without a token.
-
-    `id_of` looks a token up. `framed` has the cls and sep of a post-processor, `unknown` the name
-    the model itself gives. A tokenizer that spells everything in bytes needs no unk: None then.
-    """
+def look_up_roles(settings: dict, ids: Mapping[str, int], specification: dict) -> Roles:
+    """Return {role: id, None where there is no token for it}; `ids` has those of all tokens."""
+    other = framing_tokens(specification.get("post_processor")) | {
+        "unk": unknown_piece(specification["model"])}
     roles: Roles = {}
     for role in ROLES:
+        boundary = {"cls": "bos", "sep": "eos"}.get(role)
+        names = [token_name(settings.get(f"{role}_token")), *USUAL_NAMES[role], other.get(role),
+                 token_name(settings.get(f"{boundary}_token"))]
+        roles[role] = next((ids[name] for name in names if name in ids), None)
+    return roles
+
+
+def check_roles(place: object, roles: Roles, settings: dict, ids: Mapping[str, int],
+                needs_unknown: bool) -> None:
+    """UserError that names every role without a token, or a token of two roles.
+
+    A tokenizer that spells everything in bytes needs no unk.
+    """
+    for role in ROLES:
         named = token_name(settings.get(f"{role}_token"))
-        if named is not None and id_of(named) is None and role != "unk":
+        if named is not None and named not in ids and role != "unk":
             raise UserError(f"{place}: names {named!r} as its {role} token, but the vocabulary has "
                             f"no such token; {_remedy(place)}")
-        other = {"unk": unknown}.get(role) or framed.get(role)
-        boundary = {"cls": "bos", "sep": "eos"}.get(role)
-        names = [named, *USUAL_NAMES[role], other, token_name(settings.get(f"{boundary}_token"))]
-        roles[role] = next((number for name in names if name is not None
-                            and (number := id_of(name)) is not None), None)
     missing = [role for role, number in roles.items()
                if number is None and (role != "unk" or needs_unknown)]
     if missing:
@@ -89,3 +93,11 @@ def framing_tokens(processor: dict | None) -> dict[str, str]:
         return {}
     framed = {"cls": names[0], "sep": names[-1]}
     return {role: name for role, name in framed.items() if name is not None}
+
+
+def unknown_piece(model: dict) -> str | None:
+    """Return the piece that a model of tokenizer.json puts for what it does not know."""
+    number = model.get("unk_id")
+    if isinstance(number, int) and number < len(model["vocab"]):
+        return model["vocab"][number][0]
+    return model.get("unk_token")

@@ -12,7 +12,7 @@ import numpy as np
 import sentencepiece
 
 from deberta_ds.errors import UserError
-from deberta_ds.tokenizer.roles import USUAL_NAMES, find_roles
+from deberta_ds.tokenizer.roles import USUAL_NAMES, check_roles, look_up_roles
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     byte_value,
@@ -109,15 +109,14 @@ def _with_control_roles(data: bytes) -> bytes:
 
 
 def _roles(processor: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int | None]:
-    def id_of(name: str) -> int | None:
-        number = processor.piece_to_id(name)
-        return number if processor.id_to_piece(number) == name else None
-
+    ids = {processor.id_to_piece(number): number for number in range(processor.get_piece_size())}
     own = {"pad": processor.pad_id(), "bos": processor.bos_id(), "eos": processor.eos_id()}
     settings = {f"{name}_token": processor.id_to_piece(number)
                 for name, number in own.items() if number >= 0}
-    return find_roles(path, settings, id_of, framed={},
-                      unknown=processor.id_to_piece(processor.unk_id()), needs_unknown=True)
+    unknown = {"model": {"unk_token": processor.id_to_piece(processor.unk_id())}}
+    roles = look_up_roles(settings, ids, unknown)
+    check_roles(path, roles, settings, ids, needs_unknown=True)
+    return roles
 
 
 _SPACE_TABLE = {code: " " for code in range(0x3001) if chr(code).isspace()}

@@ -156,8 +156,11 @@ def tokenize_unit(
                 if held_out and len(writers) == 1:
                     counts["held_out"] += 1
                     continue
-                as_it_stands = tokenizer.normalizes_itself
-                writers[held_out].write(document.text if as_it_stands else text, document.label)
+                if tokenizer.normalizes_itself:
+                    # Line ends that part the documents of a text file belong to neither.
+                    text = (document.text if read.documents == "file"
+                            else document.text.strip("\r\n"))
+                writers[held_out].write(text, document.label)
         if tokenizer.normalizes_itself:
             counts["removed_characters"] = 0  # removed from what was looked at, not from the text
         shards = [writer.finish() for writer in writers]

@@ -40,7 +40,7 @@ def train_tokenizer(
         write_atomic(rules, normalizer_tsv())
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_sentences(units, sample_bytes, read),
+                sentence_iterator=sample_texts(units, sample_bytes, read),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
@@ -71,7 +71,8 @@ def _named(model: bytes) -> bytes:
     return proto.SerializeToString(deterministic=True)
 
 
-def _sentences(units: list[list[Extent]], sample_bytes: int, read: ReadOptions) -> Iterator[str]:
+def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions) -> Iterator[str]:
+    """Yield about `sample_bytes` of normalised text, evenly from the start of every unit."""
     quota, spent = sample_bytes / len(units), 0.0
     for number, unit in enumerate(units):
         allowed = (number + 1) * quota

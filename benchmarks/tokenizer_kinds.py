@@ -1,0 +1,149 @@
+"""Kinds of tokenizers beside each other on one text, each trained on the same sample of it.
+
+    python benchmarks/tokenizer_kinds.py --text novels/ --scratch DIR [--pieces 8000 16000 32000]
+
+fertility: tokens a word and bytes a token, on held-out text; speed: MB of text a second of
+processor time, a whole batch in the tokenizer's engine; bits a byte: of a small masked LM after one
+pass over the same bytes (its loss a masked token, times tokens a byte), for --learn PIECES.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from deberta_ds import config
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
+from deberta_ds.data.prep.pack import pack_corpus
+from deberta_ds.data.prep.text import normalise
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.data.prep.train_fast import train_fast
+from deberta_ds.data.prep.train_spm import train_tokenizer
+from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.files import write_atomic
+from deberta_ds.model.init import init_parameters
+from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.train.evaluate import evaluate
+from deberta_ds.train.optim import build_optimizer
+from deberta_ds.train.schedule import learning_rate
+from deberta_ds.train.step import seed_step
+from deberta_ds.validation import validate
+
+KINDS = ("unigram", "bpe", "byte_bpe", "wordpiece")
+READ = ReadOptions("match:(CHAPTER|Chapter) ")
+SEQ_LEN, ROWS = 128, 32
+MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 512,
+         "max_position": SEQ_LEN, "init_std": 0.05}
+
+
+def split_text(source: Path, scratch: Path, train_bytes: int) -> tuple[Path, Path]:
+    """Write the first `train_bytes` and the next tenth of them, evenly from all files, as two."""
+    files = sorted(source.rglob("*.txt"))
+    train, held_out = scratch / "train", scratch / "heldout"
+    for path in files:
+        text = path.read_text(encoding="utf-8-sig")
+        share, tenth = train_bytes // len(files), train_bytes // len(files) // 10
+        write_atomic(train / path.name, text[:share])
+        write_atomic(held_out / path.name, text[share : share + tenth])
+    return train, held_out
+
+
+def train(kind: str, pieces: int, source: Path, out: Path) -> Tokenizer:
+    units = plan_units([str(source)], READ, 0)
+    recipe = {"pieces": pieces, "sample_bytes": 1 << 40, "read": READ}
+    if kind == "unigram":
+        return train_tokenizer(units, out.with_suffix(".model"), threads=1, **recipe)
+    return train_fast(units, out, kind=kind, **recipe)
+
+
+def fertility(tokenizer: Tokenizer, source: Path) -> dict:
+    texts = [normalise(path.read_text(encoding="utf-8")) for path in sorted(source.iterdir())]
+    tokenizer.encode_batch(texts[:2])
+    begin = time.process_time()
+    found = tokenizer.encode_arrays(texts)
+    seconds = time.process_time() - begin
+    num_bytes, words = sum(len(text.encode()) for text in texts), sum(len(t.split()) for t in texts)
+    tokens = sum(map(len, found))
+    unknown = sum(int((ids == tokenizer.unk_id).sum()) for ids in found)
+    return {"tokens_a_word": tokens / words, "bytes_a_token": num_bytes / tokens,
+            "mb_a_second": num_bytes / 1e6 / seconds, "unknown_share": unknown / tokens}
+
+
+def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path) -> dict:
+    """Return what a small masked LM has learned after one pass over the text."""
+    corpora, facts = {}, {}
+    for name, source in (("train", train_text), ("heldout", held_out)):
+        units = plan_units([str(source)], READ, 0)
+        corpora[name] = scratch / f"{tokenizer.path.stem}-{name}"
+        manifest = tokenize_corpus(units, corpora[name], tokenizer, read=READ,
+                                   clean=CleanOptions())[str(corpora[name])]
+        facts[name] = manifest.counts
+        pack_corpus(corpora[name], tokenizer, SEQ_LEN)
+    size = -(-tokenizer.size // 64) * 64
+    run = validate(config.RunConfig, {
+        "name": "kinds", "out_dir": str(scratch), "model": MODEL | {"vocab_size": size},
+        "data": {"sources": [{"path": str(corpora["train"])}], "tokenizer": str(tokenizer.path),
+                 "seq_len": SEQ_LEN, "eval": str(corpora["heldout"])},
+        "objective": {"kind": "mlm"}, "optim": {"lr": 2e-3, "warmup_steps": 30},
+        "train": {"steps": 1, "global_batch_rows": ROWS,
+                                "micro_batch_rows": ROWS}}, "run")
+    mask = run.objective.mask
+    dataset = RowDataset(run.data.sources, tokenizer, seq_len=SEQ_LEN, seed=0, mask=mask)
+    steps = sum(dataset.num_rows.values()) // ROWS
+    model = build_model(run, tokenizer.size)
+    init_parameters(model, run.model.init_std, 0)
+    optimizer = build_optimizer(model, run.optim)
+    loader = build_loader(dataset, start_row=0, global_batch_rows=ROWS, micro_batch_rows=ROWS,
+                          rank=0, world_size=1, num_workers=0, num_steps=steps)
+    for step, batch in enumerate(loader):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run.optim, step, steps)
+        seed_step(0, step, 0, 0)
+        model(batch, {"targets": batch.num_targets, "tokens": batch.num_tokens})[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    rows = eval_rows(str(corpora["heldout"]), tokenizer, seq_len=SEQ_LEN, mask=mask, eval_seed=1)
+    scores = evaluate(model, objective_of(run), torch.device("cpu"), rows, ROWS)
+    texts = [normalise(path.read_text(encoding="utf-8")) for path in sorted(held_out.iterdir())]
+    tokens_a_byte = facts["heldout"]["tokens"] / sum(len(text.encode()) for text in texts)
+    bits = scores["masked_loss"] * tokens_a_byte / math.log(2)
+    return {"steps": steps, "masked_loss": scores["masked_loss"],
+            "masked_accuracy": scores["masked_accuracy"], "bits_a_byte": bits}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--pieces", type=int, nargs="+", default=(8000, 16000, 32000))
+    parser.add_argument("--learn", type=int, nargs="*", default=(8000,))
+    parser.add_argument("--train_bytes", type=int, default=8_000_000)
+    parser.add_argument("--out", default="benchmarks/results/tokenizer_kinds.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    source, held_out = split_text(args.text, args.scratch, args.train_bytes)
+    rows = []
+    for pieces in args.pieces:
+        for kind in KINDS:
+            begin = time.process_time()
+            tokenizer = train(kind, pieces, source, args.scratch / f"{kind}-{pieces}")
+            row = {"kind": kind, "pieces": pieces,
+                   "train_seconds": time.process_time() - begin} | fertility(tokenizer, held_out)
+            if pieces in args.learn:
+                row |= learn(tokenizer, source, held_out, args.scratch)
+            rows.append({name: round(value, 4) if isinstance(value, float) else value
+                         for name, value in row.items()})
+            print(json.dumps(rows[-1]), flush=True)
+            record = {"train_bytes": args.train_bytes, "model": MODEL, "seq_len": SEQ_LEN,
+                      "rows": ROWS, "kinds": rows}
+            write_atomic(args.out, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The text rules of text.py as steps of a normalizer of Hugging Face `tokenizers`.
+
+They go into the tokenizer.json of what this project trains or derives, so that raw text gives the
+ids of normalised text there. `Precompiled` would leave clusters of 6 bytes and more uncomposed.
+"""
+
+import tokenizers
+from tokenizers import normalizers
+
+from deberta_ds.data.prep.text import is_removed
+from deberta_ds.tokenizer import SPACE_MARK
+
+# A class of all characters that Python and our tokenizer take for white space.
+_SPACES = "[" + "".join(f"\\x{{{code:X}}}" for code in range(0x3001) if chr(code).isspace()) + "]"
+
+
+def plain_spaces() -> list[normalizers.Normalizer]:
+    """Return the step that makes every kind of white space U+0020."""
+    return [normalizers.Replace(tokenizers.Regex(_SPACES), " ")]
+
+
+def characters() -> list[normalizers.Normalizer]:
+    """Return the steps of rules 1 to 3."""
+    # What the text rules remove, but NUL, which SentencePiece cannot name.
+    removed = "".join(f"\\x{{{code:X}}}" for code in range(1, 0x10000) if is_removed(chr(code)))
+    return [normalizers.Replace(tokenizers.Regex(f"[{removed}]"), ""),
+            normalizers.Replace(SPACE_MARK, "_"), normalizers.NFC()]
+
+
+def single_spaces() -> list[normalizers.Normalizer]:
+    """Return the steps of rule 4."""
+    marks = tokenizers.Regex(f"[ {SPACE_MARK}]+")
+    return [normalizers.Replace(marks, " "), normalizers.Strip()]

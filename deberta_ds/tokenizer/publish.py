@@ -1,0 +1,82 @@
+"""What AutoTokenizer reads of a tokenizer: tokenizer.json, and the names of its special tokens.
+
+The class named is `PreTrainedTokenizerFast`, which takes tokenizer.json as it stands; transformers
+5 puts its other classes together from the vocabulary alone, so that a normalizer is lost.
+"""
+
+import json
+from pathlib import Path
+
+from deberta_ds.errors import UserError
+from deberta_ds.files import write_atomic
+from deberta_ds.tokenizer.fast import vocabulary_ids
+from deberta_ds.tokenizer.files import JSON, SETTINGS, find_files, read_settings
+from deberta_ds.tokenizer.kinds import read_specification
+from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, look_up_roles
+from deberta_ds.tokenizer.tokenizer import Tokenizer
+
+_LONGEST_TEXT = 512  # tokens, of the settings of a directory without a model
+
+
+def write_tokenizer_json(
+    tokenizer: Tokenizer, out: Path, max_length: int = _LONGEST_TEXT, text: str | None = None
+) -> None:
+    """Write tokenizer.json (its own, or `text`) and tokenizer_config.json to directory `out`."""
+    if text is None:
+        text = json.dumps(tokenizer.specification | _framing(tokenizer), ensure_ascii=False) + "\n"
+    write_atomic(out / JSON, text)
+    names = {f"{role}_token": tokenizer.pieces([number])[0]
+             for role, number in tokenizer.special_ids.items()}
+    settings = names | {"bos_token": names["cls_token"], "eos_token": names["sep_token"],
+                        "tokenizer_class": "PreTrainedTokenizerFast",
+                        "model_max_length": max_length, "padding_side": "right",
+                        "model_input_names": ["input_ids", "attention_mask"]}
+    write_atomic(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def _framing(tokenizer: Tokenizer) -> dict:
+    """Return the parts of a tokenizer.json that frame [CLS] a [SEP] b [SEP], and pad nothing."""
+    names = {role: tokenizer.pieces([tokenizer.special_ids[role]])[0] for role in ("cls", "sep")}
+
+    def special(role: str, segment: int) -> dict:
+        return {"SpecialToken": {"id": names[role], "type_id": segment}}
+
+    first = [special("cls", 0), {"Sequence": {"id": "A", "type_id": 0}}, special("sep", 0)]
+    second = [{"Sequence": {"id": "B", "type_id": 1}}, special("sep", 1)]
+    known = {name: {"id": name, "ids": [tokenizer.special_ids[role]], "tokens": [name]}
+             for role, name in names.items()}
+    return {"truncation": None, "padding": None,
+            "post_processor": {"type": "TemplateProcessing", "single": first,
+                               "pair": first + second, "special_tokens": known}}
+
+
+def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, list[str]]:
+    """Write the tokenizer at `path` to directory `out` with a token for each role it lacks, behind
+    all others; return it and the names added. UserError for a SentencePiece model.
+    """
+    out, files = Path(out), find_files(Path(path))
+    if not {JSON} <= files.keys() and "spm.model" in files:
+        raise UserError(f"{path}: tokens are not added to a SentencePiece model; those that "
+                        "data_prep/train_tokenizer.py makes have all of them")
+    settings = read_settings(files)
+    specification = read_specification(files, settings)
+    added = {token["content"]: token["id"] for token in specification["added_tokens"]}
+    ids = vocabulary_ids(specification) | added
+    roles = look_up_roles(settings, ids, specification)
+    angled = sum(name.startswith("<") for name in ids if name in sum(USUAL_NAMES.values(), ()))
+    names = []
+    for role in ROLES:
+        if roles[role] is None:
+            names.append(USUAL_NAMES[role][1 if angled else 0])
+            roles[role] = max(ids.values()) + 1
+            ids[names[-1]] = roles[role]
+            specification["added_tokens"].append(
+                {"id": roles[role], "content": names[-1], "single_word": False, "lstrip": False,
+                 "rstrip": False, "normalized": False, "special": True})
+    pieces = {number: piece for piece, number in ids.items()}
+    write_atomic(out / JSON, json.dumps(specification, ensure_ascii=False) + "\n")
+    write_atomic(out / SETTINGS, json.dumps(
+        {f"{role}_token": pieces[number] for role, number in roles.items()}
+        | {"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n")
+    write_tokenizer_json(Tokenizer(out), out)
+    return Tokenizer(out), names
