@@ -4,6 +4,11 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# What lies beside the package in a clone is inside it in an installation (deberta_ds/shipped.py).
+INSIDE = {f"deberta_ds.{folder}": folder for folder in ("launch", "data_prep", "ds_configs")}
+SCRIPTS = [path for folder in ("launch", "data_prep") for path in Path(folder).glob("*.py")
+           if path.stem != "demo" and '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+
 setup(
     name="deberta_ds",
     version="0.1.0",
@@ -12,8 +17,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["deberta_ds", "deberta_ds.*"]),
-    package_data={"deberta_ds": ["**/*.json", "report/templates/*"]},
+    packages=[*find_packages(include=["deberta_ds", "deberta_ds.*"]), *INSIDE],
+    package_dir=INSIDE,
+    package_data={"deberta_ds": ["**/*.json", "report/templates/*"],
+                  "deberta_ds.launch": ["runs/**/*", "cluster/*"],
+                  "deberta_ds.ds_configs": ["*"]},
+    entry_points={"console_scripts": sorted(
+        f"deberta-{path.stem.replace('_', '-')} = deberta_ds.__main__:main" for path in SCRIPTS)},
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",

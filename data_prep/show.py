@@ -64,10 +64,11 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
     from deberta_ds import config, toml_files
+    from deberta_ds.formats import shape
     from deberta_ds.validation import ConfigError, validate
 
     if args.config:
-        run, _ = config.load(args.config, overrides)
+        run, _ = config.load(args.config, overrides, shape.complete)
         return run.data, run.objective.mask
     values = {"data": {"sources": [{"path": args.corpus}], "tokenizer": args.tokenizer,
                        "seq_len": args.seq_len}, "objective": {"mask": {}}}

@@ -9,18 +9,20 @@ No torch and no deepspeed here: a run can be checked on a login node.
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from deberta_ds import presets
+from deberta_ds import presets, shipped
 from deberta_ds.model_config import ModelConfig
 from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
 
+Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
@@ -190,6 +192,10 @@ class TrainConfig:
     save_in_background: bool = option("copy the state to host memory and write it while training "
                                       "goes on (12 bytes a parameter over the ranks)", True)
     keep: int = option("newest checkpoints that are kept", 3, ge=1, le=1 << 20)
+    best: str = option("score of the evaluations whose best checkpoint is kept too, as OUT/best: a "
+                       "key of metrics.jsonl such as minimal_pairs; empty: none", "")
+    patience: int = option("evaluations without a better train.best after which the run ends; 0: "
+                           "never", 0, ge=0, le=1 << 40)
     watchdog_seconds: float = option("a stuck or dead rank is named within this time; 0: never",
                                      60.0, ge=0, le=1e6)
     on_spike: Literal["stop", "skip", "rollback"] = option("what to do about a bad step", "stop")
@@ -271,10 +277,7 @@ def to_dict(config: Any) -> dict:
 
 def from_dict(values: dict, place: str = "config") -> RunConfig:
     """Return the RunConfig of plain values (as written by `to_dict`, also by version 0.1.0)."""
-    train = values.get("train")
-    if isinstance(train, dict) and "compile" in train:  # changed how a step ran, not its meaning
-        values = values | {"train": {key: train[key] for key in train if key != "compile"}}
-    return validate(RunConfig, values, place)
+    return validate(RunConfig, _without_compile(values), place)
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
@@ -288,11 +291,15 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def load(path: str | Path, overrides: list[str] = ()) -> tuple[RunConfig, dict[str, str]]:
+def load(path: str | Path, overrides: list[str] = (), complete: Complete | None = None
+         ) -> tuple[RunConfig, dict[str, str]]:
     """Return (RunConfig, origin of every value) of a TOML file and `--section.key=value` overrides.
 
-    Later wins: default, preset, file, override. Raises ConfigError with all problems at once.
+    Later wins: default, preset, file, override. `complete` fills in what they leave open, such as
+    formats/shape.py; without it a vocabulary is the preset's. Raises ConfigError with all problems
+    at once.
     """
+    path = shipped.find(path)
     values = read_toml(path, "run config", "launch/runs/demo.toml")
     origins = {key: str(path) for key in flatten(values)}
     for override in overrides:
@@ -300,7 +307,10 @@ def load(path: str | Path, overrides: list[str] = ()) -> tuple[RunConfig, dict[s
         set_value(values, key, value)
         origins[key] = "command line"
     _apply_defaults(values, origins)
-    _refuse_compile(values, origins, path)
+    values = _without_compile(values, str(path))
+    origins.pop("train.compile", None)
+    if complete:
+        complete(values, origins)
     config = validate(RunConfig, values, str(path))
     for key in flatten(to_dict(config)):
         origins.setdefault(key, "default")
@@ -328,14 +338,18 @@ def _apply_defaults(values: dict, origins: dict) -> None:
         _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
 
 
-def _refuse_compile(values: dict, origins: dict, path: str | Path) -> None:
-    """Take train.compile = false of a run file for version 0.1.0 as what it is, nothing."""
+def _without_compile(values: dict, run_file: str = "") -> dict:
+    """Return values without train.compile of version 0.1.0: how a step ran, not what it computed.
+
+    A run file that asks for it is refused: torch.compile made steps slower (docs/decisions.md).
+    """
     train = values.get("train")
-    if isinstance(train, dict) and "compile" in train:
-        if train.pop("compile") is not False:
-            raise ConfigError(f"{path}: train.compile is gone: torch.compile made steps slower; "
-                              "leave it out")
-        del origins["train.compile"]
+    if not isinstance(train, dict) or "compile" not in train:
+        return values
+    if run_file and train["compile"] is not False:
+        raise ConfigError(f"{run_file}: train.compile is gone: torch.compile made steps slower; "
+                          "leave it out")
+    return values | {"train": {key: train[key] for key in train if key != "compile"}}
 
 
 def _merge_under(values: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from deberta_ds import shipped
 from deberta_ds.config import RunConfig
 from deberta_ds.validation import ConfigError, nearest, problems_of, raise_problems
 
@@ -177,7 +178,7 @@ def load(path: str | Path) -> dict:
         return seen
 
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+        values = json.loads(shipped.find(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such DeepSpeed config; see ds_configs/README.md") from None
     except (ValueError, RecursionError) as error:

@@ -4,13 +4,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from deberta_ds import shipped
 from deberta_ds.validation import ConfigError
 
 
 def read_toml(path: str | Path, what: str, example: str) -> dict:
     """Return the tables of a TOML file; `what` and `example` help a user who named no such file."""
     try:
-        with open(path, "rb") as file:
+        with open(shipped.find(path), "rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None

@@ -21,6 +21,11 @@ the values of a published shape (last table). Later wins: default, preset or rec
 overrides on the command line: `--train.steps=1000`, `--optim.betas=[0.9, 0.98]`. The DeepSpeed JSON
 is described in [ds_configs/README.md](../ds_configs/README.md). `python launch/pretrain.py
 --explain KEY` prints the same.
+
+What is required in [model] comes from the file, a preset, or the source of `[init] from`, whose
+shape a run takes where it says nothing else. `model.vocab_size`, unless written, follows the
+tokenizer: its number of ids, padded to a multiple of 64 (with `[init]`, the source's). A resumed
+run keeps the shape of its checkpoint.
 """
 
 

@@ -29,8 +29,9 @@ def main() -> None:
         raise UserError("--gpus and --nodes must be at least 1, --mfu above 0 and at most 1")
 
     from deberta_ds import config, deepspeed_config
+    from deberta_ds.formats import shape
 
-    run, _ = config.load(options.config, overrides)
+    run, _ = config.load(options.config, overrides, shape.complete)
     ds = deepspeed_config.load(options.deepspeed_config)
 
     from deberta_ds.files import write_atomic  # heavy imports after the configs are known good

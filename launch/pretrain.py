@@ -7,6 +7,7 @@ with "lr" in them.
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from deberta_ds.errors import exit_cleanly
@@ -30,13 +31,15 @@ def main() -> int:
 
     from deberta_ds import config, deepspeed_config
     from deberta_ds.cluster.environment import check_environment
+    from deberta_ds.formats import shape
 
     if options.explain is not None:
         return explain(options.explain)
     if not (options.config and options.deepspeed_config):
         parser.error("--config and --deepspeed_config are needed")
     check_environment(os.environ)
-    run, origins = config.load(options.config, overrides)
+    run, origins = config.load(options.config, overrides,
+                               partial(shape.complete, resume=options.resume))
     ds_values = deepspeed_config.load(options.deepspeed_config)
 
     from deberta_ds import dist  # heavy imports only after the configs are known to be good

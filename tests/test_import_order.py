@@ -8,14 +8,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
-    {"errors", "files", "splitmix", "options", "model_config", "toml_files", "validation",
+    {"errors", "files", "shipped", "splitmix", "options", "model_config", "toml_files", "validation",
      "config", "presets", "deepspeed_config"},
     {"cpu", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},
     {"formats", "planner"},
     {"train"},
-    {"analysis", "finetune", "report"},
+    {"analysis", "finetune", "report", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 NO_TORCH = LAYERS[0] | {"log", "numbers", "records", "trackers"}

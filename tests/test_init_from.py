@@ -15,7 +15,8 @@ def start(root, name, init, **changes):
     """Train one negligible step from `init` on two ranks; return (weights, output)."""
     run = make_run(root / name, steps="1", warmup_steps="0", lr=str(TINY_STEP), save_every="1",
                    eval_every="1", **changes)
-    run.write_text(run.read_text().replace("[objective]", f"[init]\n{init}\n[objective]"))
+    text = run.read_text().replace('preset = "tiny"\nvocab_size = 640\n', "")
+    run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
     done = torchrun(2, ROOT / "launch/pretrain.py", "--config", run, "--deepspeed_config",
                     deepspeed_json(root / "zero3.json", 3), timeout=600)
     return load_whole_state(root / name / "out")[0], done.stdout

@@ -18,7 +18,6 @@ from deberta_ds.data.rows import ROW_RULES, RowDataset
 from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
-from deberta_ds.train.setup import Inputs, follow_row_rules
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, ROWS_SEEN = 64, 70
@@ -162,26 +161,25 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     values = config.to_dict(run_of([SourceConfig(path=wiki)], seed=9))
     values["data"]["sources"] = tomllib.loads(printed)["data"]["sources"]
     second = config.from_dict(values)
-    dataset = _open(second)[1]
+    dataset = _open(second, ROW_RULES)[1]
     assert np.array_equal([dataset.locate(g) for g in range(20)],
                           [dataset_of(second).locate(g) for g in range(20)])
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
 
 
 def test_a_resumed_run_of_version_0_1_0_keeps_its_rows(corpora):
-    """Its checkpoint says nothing about rules; rows, parts and evaluation rows are those of then.
-    """
+    """Rules 1: rows, parts and evaluation rows are those of then."""
+    from deberta_ds.train.setup import _open
+
     web, wiki, books = corpora
     run = run_of([SourceConfig(path=web, weight=0.7, part=(0.0, 0.6)),
                   SourceConfig(path=wiki, weight=0.3)])
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, eval=books),
                               train=dataclasses.replace(run.train, eval_rows=6))
-    new = Inputs(tiny_tokenizer(), dataset_of(run), {}, {}, 0, ([], []))
-    old = follow_row_rules(run, new, {"fingerprints": {}})
+    _, old, held_out = _open(run, rules=1)
     expected = dataset_of(run, rules=1)
-    assert [old.dataset.locate(g) for g in range(500)] == [expected.locate(g) for g in range(500)]
-    assert old.dataset.fingerprints == expected.fingerprints != new.dataset.fingerprints
-    assert [row.row for row in old.held_out[books]] == list(range(6))
-    assert follow_row_rules(run, new, {"row_rules": ROW_RULES}) is new
+    assert [old.locate(g) for g in range(500)] == [expected.locate(g) for g in range(500)]
+    assert old.fingerprints == expected.fingerprints != dataset_of(run).fingerprints
+    assert [row.row for row in held_out[books]] == list(range(6))
     with pytest.raises(UserError, match="row rules 4"):
-        follow_row_rules(run, new, {"row_rules": 4})
+        _open(run, rules=4)

@@ -229,3 +229,16 @@ def test_at_128_ranks_the_dead_are_named_and_nobody_else(dead):
     live = 16 - (8 if dead == "rack" else 0)
     assert result.hosts_ended == (live if result.dead_ranks else 0), result
     assert result.operations_per_host_second < 3 * 9 / 0.5  # whatever the number of hosts
+
+
+def test_what_a_killed_job_left_in_memory_goes_after_a_day(tmp_path):
+    old, young, foreign = (tmp_path / name for name in ("deberta_ds-1", "deberta_ds-2", "other"))
+    for directory in (old, young, foreign):
+        directory.mkdir()
+        (directory / "0").write_text("1 1 1 1")
+        long_ago = time.time() - 2 * 86400
+        os.utime(directory / "0", (long_ago, long_ago))
+        os.utime(directory, (long_ago, long_ago))
+    (young / "1").write_text("1 1 1 1")  # a rank of it lives
+    beats.remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deberta_ds-2", "other"]

@@ -13,12 +13,16 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from deberta_ds.cluster import process
 
 DIRECTORY = "heartbeats"
+_PREFIX = "deberta_ds-"
+_STALE_SECONDS = 86400.0  # a living rank rewrites its file every few seconds
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class LocalBeats:
         memory = Path("/dev/shm")
         root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
         name = hashlib.sha256(f"{os.getuid()} {key}".encode()).hexdigest()[:16]
-        self.directory = root / f"deberta_ds-{name}"
+        self.directory = root / f"{_PREFIX}{name}"
         self.directory.mkdir(mode=0o700, exist_ok=True)
+        remove_stale(root)
 
     @property
     def host(self) -> str:
@@ -93,6 +98,16 @@ class LocalBeats:
 
     def clear_verdict(self) -> None:
         (self.directory / "verdict").unlink(missing_ok=True)
+
+
+def remove_stale(root: Path) -> None:
+    """Remove this user's directories of jobs that were killed and left nobody to tidy up."""
+    for directory in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another rank of this start may be at it
+            found = [directory.stat(), *(path.stat() for path in directory.iterdir())]
+            newest = max(one.st_mtime for one in found)
+            if found[0].st_uid == os.getuid() and time.time() - newest > _STALE_SECONDS:
+                shutil.rmtree(directory)
 
 
 def _parse_rank(path: Path) -> RankBeat | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deberta_ds import shipped
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ class MinimalPair:
 def read_pairs(path: str | Path) -> list[MinimalPair]:
     """Return the pairs of `path`, files in the order of their names; UserError names a bad line."""
     pairs = []
-    for place, name, data in _files(Path(path)):
+    for place, name, data in _files(shipped.find(path)):
         try:
             lines = data.decode("utf-8-sig").split("\n")
         except UnicodeDecodeError as error:

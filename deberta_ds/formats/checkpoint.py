@@ -6,6 +6,7 @@
         run.json                     step, rows seen, corpus fingerprints, configs, versions
         spm.model                    the tokenizer
         manifest.json                every file with its size and xxh3; written last
+    OUT/best                         points to the checkpoint of the best evaluation (train.best)
 
 A directory without manifest.json is a save that never finished. There is no `latest` file: every
 file is verified before a tensor is loaded, and only a verified directory is ever loaded. Version
@@ -31,7 +32,7 @@ from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.objectives.build import build_model, objective_of
 
-DIRECTORY = "checkpoints"
+DIRECTORY, BEST = "checkpoints", "best"
 MANIFEST, RUN_FILE = "manifest.json", "run.json"
 VERSION = 2  # of the manifest; 1 is that of version 0.1.0, whose files are in TAG
 TAG = "zero"

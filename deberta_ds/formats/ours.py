@@ -10,11 +10,16 @@ The second form is what `convert --to ours` writes: consolidated, exact, without
 import json
 from pathlib import Path
 
-from deberta_ds.config import RunConfig, to_dict
+from deberta_ds.config import ModelConfig, RunConfig, from_dict, to_dict
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs
-from deberta_ds.formats.checkpoint import load_whole_state, newest, read_run_file
+from deberta_ds.formats.checkpoint import (
+    RUN_FILE,
+    load_whole_state,
+    newest,
+    read_run_file,
+)
 from deberta_ds.formats.release import Network, Release
 from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
@@ -34,25 +39,37 @@ def is_ours(directory: Path) -> bool:
 
 def read_ours(directory: Path) -> Release:
     """Return the release of a consolidated directory."""
+    tensors, _ = read_tensors(directory / SAFETENSORS)
+    networks = {}
+    for name, (config, rest) in _described(directory).items():
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()
+               if key.startswith(prefix)}
+        networks[name] = Network(config, own, rest)
+    return Release(networks["main"], networks.get("generator"), find_tokenizer_files(directory))
+
+
+def shapes_of_ours(directory: Path) -> dict[str, ModelConfig]:
+    """Return the shape of each network of a consolidated directory."""
+    return {name: config for name, (config, _) in _described(directory).items()}
+
+
+def _described(directory: Path) -> dict[str, tuple[ModelConfig, dict]]:
+    """Return (shape, keys of other programs) of each network of a consolidated directory."""
     place = directory / MODEL_FILE
     values = read_json(place)
     if values.get("format") != FORMAT or not isinstance(values.get("networks"), dict):
         raise UserError(f"{place}: format {values.get('format')!r}, but this version reads "
                         f"{FORMAT!r}")
-    tensors, _ = read_tensors(directory / SAFETENSORS)
-    networks = {}
+    found = {}
     for name, described in values["networks"].items():
         if not isinstance(described, dict) or {"config", "rest"} - described.keys():
             raise UserError(f"{place}: networks.{name} lacks config or rest; the file is damaged")
-        config = configs.model_config(described["config"], str(place))
-        prefix = f"{name}."
-        own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()
-               if key.startswith(prefix)}
-        networks[name] = Network(config, own, described["rest"])
-    if not {"main"} <= networks.keys() <= {"main", "generator"}:
-        raise UserError(f"{place}: networks are {', '.join(networks)}; main is needed, and "
+        found[name] = configs.model_config(described["config"], str(place)), described["rest"]
+    if not {"main"} <= found.keys() <= {"main", "generator"}:
+        raise UserError(f"{place}: networks are {', '.join(found)}; main is needed, and "
                         "generator is the only other")
-    return Release(networks["main"], networks.get("generator"), find_tokenizer_files(directory))
+    return found
 
 
 def write_ours(release: Release, out: Path) -> list[str]:
@@ -86,6 +103,13 @@ def read_checkpoint(path: Path) -> Release:
                             f"(sha256 {saved}); put that one there")
         release.tokenizer_files = tokenizer.files
     return release
+
+
+def shapes_of_checkpoint(path: Path) -> dict[str, ModelConfig]:
+    """Return the shape of each network of a training checkpoint, or of a run's newest one."""
+    directory = newest(path)
+    run = from_dict(read_run_file(directory)["config"], str(directory / RUN_FILE))
+    return objective_of(run).encoders(run)
 
 
 def release_of_state(state: dict, run: RunConfig) -> Release:

@@ -10,14 +10,22 @@ reader serves both and goes by the names of the tensors.
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
 from deberta_ds.formats import configs, names
-from deberta_ds.formats.ours import is_ours, read_checkpoint, read_ours
+from deberta_ds.formats.ours import (
+    is_ours,
+    read_checkpoint,
+    read_ours,
+    shapes_of_checkpoint,
+    shapes_of_ours,
+)
 from deberta_ds.formats.relative_rows import with_unread_rows
 from deberta_ds.formats.release import Network, Release, check_network, derive_words
 from deberta_ds.formats.tensors import read_json, read_tensors, weight_file
@@ -34,12 +42,10 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
 
     `tokenizer` is the path of the one it was trained with, where `source` has none.
     """
-    path = Path(source)
-    if not path.exists():
-        raise UserError(f"{path}: no such file or directory")
-    if path.is_dir() and (path / "run.json").exists() or (path / "checkpoints").is_dir():
+    path = _existing(source)
+    if _is_checkpoint(path):
         release = read_checkpoint(path)
-    elif path.is_dir() and is_ours(path):
+    elif is_ours(path):
         release = read_ours(path)
     else:
         release = _read_foreign(path)
@@ -74,8 +80,45 @@ def check_table(tokenizer: Tokenizer, release: Release, place: str | Path) -> No
                         "added to it after training")
 
 
-def _read_foreign(path: Path) -> Release:
-    release = Release(main=None)
+def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
+    """Return the shapes of the networks at `source`, "main" and where there is one "generator".
+
+    Of weights only a v1 model's are read: whether its keys have biases stands nowhere else.
+    """
+    path = _existing(source)
+    if _is_checkpoint(path):
+        return shapes_of_checkpoint(path)
+    if is_ours(path):
+        return shapes_of_ours(path)
+    shapes = {}
+    for name, files in _find_foreign(path).items():
+        shape, _ = configs.from_theirs(files.values, files.place, key_bias=True)
+        shapes[name] = _read_network(files, []).config if configs.is_v1_shape(shape) else shape
+    return shapes
+
+
+def _existing(source: str | Path) -> Path:
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    return path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "run.json").exists() or (path / "checkpoints").is_dir()
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where one network of a foreign model lies, and its configuration as it is written."""
+
+    weights: Path
+    values: dict
+    place: str  # of the configuration
+
+
+def _find_foreign(path: Path) -> dict[str, _Files]:
+    """Return the files of a foreign model's networks, "main" and perhaps "generator"."""
     if path.is_dir() and not any((path / name).exists() for name in _CONFIG_NAMES):
         path = _newest_official_step(path)
     directory = path if path.is_dir() else path.parent
@@ -85,16 +128,20 @@ def _read_foreign(path: Path) -> Release:
                         "expected")
     config = _config_of(directory)
     values = read_json(config)
-    values = values.get("discriminator", values)  # rtd_*.json nests both networks
-    release.main = _read_network(weights, directory / SIDE_FILE, values, str(config), release.notes)
-    place = _find_generator(directory, weights)
-    if place is not None:
-        values, weights = read_json(place[0]), place[1]
-        values = values.get("generator", values)
-        release.generator = _read_network(weights, weights.parent / SIDE_FILE, values,
-                                          str(place[0]), release.notes)
+    # rtd_*.json nests both networks
+    found = {"main": _Files(weights, values.get("discriminator", values), str(config))}
+    if place := _find_generator(directory, weights):
+        values = read_json(place[0])
+        found["generator"] = _Files(place[1], values.get("generator", values), str(place[0]))
+    return found
+
+
+def _read_foreign(path: Path) -> Release:
+    files, notes = _find_foreign(path), []
+    networks = {name: _read_network(one, notes) for name, one in files.items()}
+    release = Release(networks["main"], networks.get("generator"), notes=notes)
     derive_words(release)
-    release.tokenizer_files = find_tokenizer_files(directory)
+    release.tokenizer_files = find_tokenizer_files(files["main"].weights.parent)
     return release
 
 
@@ -130,8 +177,10 @@ def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def _read_network(weights: Path, side: Path, values: dict, place: str, notes: list[str]) -> Network:
+def _read_network(files: _Files, notes: list[str]) -> Network:
+    weights, values, place = files.weights, files.values, files.place
     tensors, others = read_tensors(weights)
+    side = weights.parent / SIDE_FILE
     notes += [f"dropped: {weights.name} entry {name!r}, which is no tensor" for name in others]
     if side.is_file():
         tensors |= read_tensors(side)[0]

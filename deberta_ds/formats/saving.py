@@ -21,6 +21,7 @@ from pathlib import Path
 from deberta_ds import dist
 from deberta_ds.files import sync_directory, write_atomic, xxh3
 from deberta_ds.formats.checkpoint import (
+    BEST,
     LAYOUT_FILE,
     MANIFEST,
     RUN_FILE,
@@ -49,6 +50,7 @@ class Save:
     path: Path
     step: int
     keep: int
+    is_best: bool = False  # OUT/best will point to it
     entries: dict[str, dict] = field(default_factory=dict)  # this rank's part of the manifest
     problem: str = ""  # what went wrong on this rank
     thread: threading.Thread | None = None
@@ -75,14 +77,15 @@ def save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
 
 
 def begin_save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
-               tokenizer: dict[str, Path] | None = None, *, in_background: bool = False) -> Save:
+               tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
+               is_best: bool = False) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
 
-    `record` goes into run.json with the step, the tokenizer's files {name: path} beside
-    it. All but the newest `keep` checkpoints will be deleted. An optimizer on NVMe is always
+    `record` goes into run.json with the step, the tokenizer's files {name: path} beside it. All but
+    the newest `keep` checkpoints and the best one will be deleted. An optimizer on NVMe is always
     written in the foreground.
     """
-    one = Save(path_of(out_dir, step), step, keep)
+    one = Save(path_of(out_dir, step), step, keep, is_best)
     if dist.is_main():
         one.attempt(lambda: _empty(one.path))
     one.problem = dist.broadcast_object(one.problem)
@@ -126,6 +129,8 @@ def finish_save(one: Save) -> Path:
         one.problem = problems[0] if problems else ""
         if not problems:
             one.attempt(lambda: _write_manifest(one, [entries for entries, _ in parts]))
+        if one.is_best and not one.problem:
+            one.attempt(lambda: point_best(one.path))
         if one.problem:
             shutil.rmtree(one.path, ignore_errors=True)
     one.problem = dist.broadcast_object(one.problem)
@@ -166,8 +171,19 @@ def _write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
     sync_directory(one.path.parent)
 
 
+def point_best(path: Path) -> None:
+    """Have OUT/best point to a whole checkpoint, so that every command takes it for one."""
+    if not (path / MANIFEST).exists():
+        return
+    link = path.parent.parent / BEST
+    fresh = link.with_name(f".{BEST}.tmp")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(path.relative_to(link.parent))
+    fresh.replace(link)
+
+
 def prune(out_dir: str | Path, keep: int) -> None:
-    """Delete checkpoints older than the newest `keep` whole ones, each manifest first.
+    """Delete checkpoints older than the newest `keep` whole ones but the best, manifests first.
 
     Call on every rank: each deletes the files of its own number. The remains of killed saves that
     are older than the newest whole one go too.
@@ -185,8 +201,9 @@ def prune(out_dir: str | Path, keep: int) -> None:
 def _take_manifests(out_dir: str | Path, keep: int) -> list[tuple[Path, int]]:
     """Delete the manifests of old checkpoints; return (directory, ranks that wrote it) of each."""
     steps, whole, doomed = list_steps(out_dir), list_finished(out_dir), []
+    best = (Path(out_dir) / BEST).resolve()
     for path in steps[:steps.index(whole[-1])]:
-        if path not in whole[-keep:]:
+        if path not in whole[-keep:] and path.resolve() != best:
             try:
                 world_size = int(json.loads((path / MANIFEST).read_text())["world_size"])
             except (OSError, ValueError, KeyError, TypeError):

@@ -34,6 +34,7 @@ class Metric:
     # What needs no learning: a label, and its value in an evaluation's record (KeyError: unknown).
     baseline: tuple[str, Callable[[dict], float]] | None = None
     is_loss: bool = False  # logged at training steps too, drawn among the losses
+    lower_is_better: bool = False  # as of every loss
     on_console: str = ""  # its column title at training steps; empty: none
     in_tile: bool = False  # among the numbers at the top of the page
 
@@ -42,6 +43,10 @@ class Metric:
         """The title without the network's name, for where that stands above or beside it."""
         first, _, rest = self.title.partition(" ")
         return rest.capitalize() if rest and first.lower().startswith(self.network) else self.title
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Return whether one value of the metric is better than another."""
+        return value < than if self.is_loss or self.lower_is_better else value > than
 
     def beside(self, record: dict) -> float | None:
         """Return the baseline's value in an evaluation's record; None where it is not known."""
@@ -131,7 +136,7 @@ def masked_metrics(network: str, title: str, on_console: str) -> tuple[Metric, .
                "Share of the masked tokens that the first guess names.", "share", network,
                ("unigram", lambda record: record["unigram_accuracy"]), in_tile=True),
         Metric(f"{network}_perplexity", f"{title} perplexity", "exp of the loss.", "tenths",
-               network),
+               network, lower_is_better=True),
     )
 
 

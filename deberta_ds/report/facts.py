@@ -77,7 +77,7 @@ def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
     score, baseline = scores.get(metric.key), metric.beside(scores)
     if score is None or baseline is None:
         return None
-    return score < baseline if metric.is_loss else score > baseline
+    return metric.is_better(score, baseline)
 
 
 def _sentence(run: Run) -> str:

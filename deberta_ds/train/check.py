@@ -7,6 +7,7 @@ from deberta_ds import config, deepspeed_config
 from deberta_ds.config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.formats.checkpoint import CheckpointError
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.train import best
 from deberta_ds.validation import ConfigError, raise_problems
 
 
@@ -29,6 +30,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     if run.evaluate.minimal_pairs and not run.data.eval:
         problems.append("evaluate.minimal_pairs is scored at evaluations, and without data.eval "
                         "there are none; name a held-out corpus, or leave it out")
+    problems += best.problems(run)
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
                         f"{train.steps}")

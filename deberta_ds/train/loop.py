@@ -14,14 +14,16 @@ from deberta_ds.cluster import ending, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
+from deberta_ds.data.rows import ROW_RULES
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_engine
 from deberta_ds.formats.initialize import initial_tensors
+from deberta_ds.formats.saving import point_best
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
-from deberta_ds.train import engine, machine
+from deberta_ds.train import best, engine, machine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
@@ -30,8 +32,8 @@ from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import (
     Inputs,
     describe,
-    follow_row_rules,
-    prepare,
+    join_group,
+    open_inputs,
     versions,
     write_config,
 )
@@ -66,11 +68,12 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
 def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins: dict[str, str],
               stop_request: signals.StopRequest, watchdog: Watchdog) -> bool:
     """Train; return whether a signal stopped the run before its end."""
-    inputs = prepare(run, ds_values, place)
+    join_group(run, ds_values, place)
     found = checkpoint.find(run.out_dir, resume)
     record = checkpoint.read_run_file(found.path) if found.path else None
+    # An old run keeps its rows.
+    inputs = open_inputs(run, ds_values, place, record.get("row_rules", 1) if record else ROW_RULES)
     if record:
-        inputs = follow_row_rules(run, inputs, record)
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
                        str(found.path))
     log = dist.together(lambda: RunLog(
@@ -123,7 +126,8 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
 
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    inputs = prepare(run, ds_values, place)
+    join_group(run, ds_values, place)
+    inputs = open_inputs(run, ds_values, place, ROW_RULES)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
     tensors, notes = _first_weights(run)
@@ -185,7 +189,10 @@ class Trainer:
         self.spikes = SpikeRule(run.train.spike_sigmas,
                                 record.get("recent_losses", []) if record else [])
         self.bad_steps_in_a_row = 0
+        self.best, self.best_metric = best.continued(run, record), best.metric_of(run)
         self.saver = Saver(model_engine, run.out_dir, run.train, inputs.tokenizer.files)
+        if self.best.value is not None and dist.is_main():  # a kill may have come between
+            point_best(checkpoint.path_of(run.out_dir, self.best.step))
         self.watchdog = watchdog
         watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
@@ -198,7 +205,7 @@ class Trainer:
         batches = batches_of(run, self.inputs, start=self.step, end=end)
         per_step = self.engine.gradient_accumulation_steps()
         self.speed.start()
-        while self.step < end:
+        while self.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
@@ -213,12 +220,14 @@ class Trainer:
             # -------------------------------------------------------------------------------------
             if self.step % train.log_every == 0 or self.step == end:
                 self._log_step(rate)
+            is_best, ends = False, self.step == end or result.stop
             if self.step % train.eval_every == 0 or self.step == train.steps:
-                self._evaluate()
+                is_best = self._evaluate()
+                ends |= self._is_past_its_best()
             self.finish_save(wait=False)
-            if self.saver.is_due(self.step) or self.step == end or result.stop:
-                self._save()
-            if result.stop or self.step == end:
+            if self.saver.is_due(self.step) or is_best or ends:
+                self._save(is_best)
+            if ends:
                 with self.watchdog.patience():
                     self.finish_save(wait=True)
                 dist.together(self.log.check)
@@ -227,11 +236,20 @@ class Trainer:
                 self.log_event("stop", f"asked to by {why}; saved, exit code "
                                f"{signals.EXIT_REQUEUE}: the same command goes on from here")
                 return True
-        if end < train.steps:
+        if self.best.value is not None:
+            self.log.info(f"best: {self.best}, kept as {run.out_dir}/{checkpoint.BEST}")
+        if self._is_past_its_best():
+            self.log_event("end", f"{train.patience} evaluations without a better score: "
+                           f"{self.best}")
+        elif end < train.steps:
             self.log_event("stop", f"train.stop_after = {end}; run again to go on")
         else:
             self.log_event("end", "all steps done")
         return False
+
+    def _is_past_its_best(self) -> bool:
+        """Return whether train.patience says that the run ends here."""
+        return 0 < self.run.train.patience <= self.best.without
 
     def log_event(self, event: str, detail: str, **numbers: float) -> None:
         self.log.metrics({"kind": "event", "step": self.step, "seconds": self._seconds(),
@@ -299,9 +317,10 @@ class Trainer:
         record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
         self.log.metrics(record)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Score the held-out rows; return whether train.best has not been better before."""
         if not self.inputs.held_out:
-            return
+            return False
         self.speed.pause()
         with self.watchdog.patience():
             scores = evaluate(self.engine, self.objective, self.engine.device,
@@ -312,12 +331,15 @@ class Trainer:
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
         self.speed.start()
+        return bool(self.best_metric) and self.best.accept(
+            self.best_metric, self.step, scores.get(self.best_metric.key))
 
-    def _save(self) -> None:
+    def _save(self, is_best: bool) -> None:
         self.speed.pause()
         run = self.run
         record = {"rows_seen": self.step * run.train.global_batch_rows,
                   "tokens_seen": self.tokens_seen, "since_line": self.since_line,
+                  "best": self.best.state(),
                   "seconds": self._seconds(), "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
@@ -325,7 +347,7 @@ class Trainer:
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience():
             self.finish_save(wait=True)
-            self.saver.begin(self.step, record)
+            self.saver.begin(self.step, record, is_best)
             self.finish_save(wait=not run.train.save_in_background)
         self.speed.start()
 

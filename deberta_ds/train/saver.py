@@ -33,13 +33,13 @@ class Saver:
         late = time.monotonic() - self.begun_at >= 60 * self.train.save_minutes
         return self._any_rank(late and dist.is_main())
 
-    def begin(self, step: int, record: dict) -> None:
+    def begin(self, step: int, record: dict, is_best: bool) -> None:
         """Begin a checkpoint; a former one must have been finished."""
         assert self.in_background is None, "two copies of the state would be in memory"
         self.begun_at = time.monotonic()
         self.in_background = begin_save(
             self.engine, self.out_dir, step, record, self.train.keep, self.tokenizer,
-            in_background=self.train.save_in_background)
+            in_background=self.train.save_in_background, is_best=is_best)
 
     def finish(self, *, wait: bool) -> Path | None:
         """Return the directory of a checkpoint that is whole now, or None; call on every rank.

@@ -2,14 +2,15 @@
 
 import json
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.config import RunConfig
-from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
+from deberta_ds.data.rows import Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
+from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.numbers import format_count
 from deberta_ds.objectives.build import build_model
@@ -36,8 +37,8 @@ class Inputs:
     pairs: tuple[Pairs, list[str]]
 
 
-def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
-    """Join the process group, open the inputs and check the run as a whole.
+def join_group(run: RunConfig, ds_values: dict, place: str) -> None:
+    """Join the process group and check what can be checked without the inputs.
 
     `ds_values` is a checked DeepSpeed JSON, `place` names the run file in errors. Raises UserError,
     on every rank.
@@ -46,7 +47,11 @@ def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     check_run(run, ds_values, dist.world_size(), None, place)
     if device.type == "cpu":
         cpu.use_onednn()
-    tokenizer, dataset, held_out = dist.together(lambda: _open(run))
+
+
+def open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inputs:
+    """Open the inputs under the row rules `rules` and check the run as a whole; as `join_group`."""
+    tokenizer, dataset, held_out = dist.together(lambda: _open(run, rules))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
     num_parameters = count_parameters(on_meta(build_model, run))
@@ -54,17 +59,7 @@ def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     return Inputs(tokenizer, dataset, held_out, ds, num_parameters, pairs)
 
 
-def follow_row_rules(run: RunConfig, inputs: Inputs, record: dict) -> Inputs:
-    """Return `inputs` under the row rules of a checkpoint's run.json: an old run keeps its rows."""
-    rules = record.get("row_rules", 1)
-    if rules == inputs.dataset.rules:
-        return inputs
-    _, dataset, held_out = dist.together(lambda: _open(run, rules))
-    return replace(inputs, dataset=dataset, held_out=held_out)
-
-
-def _open(run: RunConfig, rules: int = ROW_RULES
-          ) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
+def _open(run: RunConfig, rules: int) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     """Open tokenizer and corpora; each rank verifies its share of the shards."""
     data, mask = run.data, run.objective.mask
     tokenizer = Tokenizer(data.tokenizer)
@@ -98,14 +93,14 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     """Return what is allowed and rarely meant: rows nobody uses, rows seen very often."""
     lines, rows = [], run.train.steps * run.train.global_batch_rows
-    fitting = -(-inputs.tokenizer.size // 64) * 64
+    fitting = padded_rows(inputs.tokenizer.size)
     unused = run.model.vocab_size - fitting
     if unused > fitting // 10:
         lines.append(
             f"WARNING: {unused:,} of {run.model.vocab_size:,} rows of each word table are never "
             f"used ({format_count(unused * run.model.hidden_size)} parameters): the tokenizer has "
-            f"{inputs.tokenizer.size:,} ids; a new run can be smaller: "
-            f"--model.vocab_size={fitting}")
+            f"{inputs.tokenizer.size:,} ids; a new run without model.vocab_size would have "
+            f"{fitting:,} rows")
     for path, epochs in inputs.dataset.epochs(rows).items():
         if epochs > MANY_EPOCHS:
             lines.append(f"WARNING: {path} is seen {epochs:.0f} times; beyond a few epochs new "
