@@ -178,7 +178,8 @@ def load(path: str | Path) -> dict:
         return seen
 
     try:
-        values = json.loads(shipped.find(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+        text = shipped.find(path).read_text(encoding="utf-8")
+        values = json.loads(text, object_pairs_hook=unique)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such DeepSpeed config; see ds_configs/README.md") from None
     except (ValueError, RecursionError) as error:
