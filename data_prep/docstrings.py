@@ -12,13 +12,25 @@ def main() -> None:
     parser.add_argument("--max_bytes", type=positive, default=12_000_000,
                         help="stop after this much")
     parser.add_argument("--heldout_share", type=share, default=0.02, help="share of documents")
+    parser.add_argument("--pinned", metavar="FILE",
+                        help="only packages of this constraints file, in its versions: the same "
+                             "corpus on every machine (default: all that is installed)")
     add_workers(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
+    from deberta_ds.data.prep.docstrings import (
+        installed_python_files,
+        pinned_python_files,
+        write_docstrings,
+    )
 
+    files, notes = installed_python_files(), []
+    if args.pinned:
+        files, notes = pinned_python_files(args.pinned)
+    for note in notes:
+        print(f"WARNING: {note}: the corpus differs from that of the pinned packages")
     counts = write_docstrings(
-        installed_python_files(), args.out, max_bytes=args.max_bytes,
+        files, args.out, max_bytes=args.max_bytes,
         heldout_share=args.heldout_share, workers=args.workers,
     )
     print(

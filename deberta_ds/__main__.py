@@ -50,7 +50,7 @@ def main() -> None:
     if script is None:
         print(f"error: {name}: no such command; python -m deberta_ds lists them", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [f"deberta-{name}" if called.startswith("deberta-") else str(script), *words]
+    sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))  # as Python does for a script
     runpy.run_path(str(script), run_name="__main__")
 

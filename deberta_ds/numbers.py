@@ -45,7 +45,7 @@ def format_value(value: float | None, unit: str) -> str:
         return f"{mantissa}e{int(exponent)}".replace("-", "−") if value else "0"
     if unit == "count" or abs(value) >= 1e6:  # no column is wide enough for more digits
         return format_count(value).replace("-", "−")
-    gain = f"{value:+.4f}" if value else "0"
+    gain = f"{value:+.4f}" if abs(value) >= 5e-5 else "0"
     text = {"tenths": f"{value:,.1f}", "share": f"{100 * value:.1f}%", "gain": gain,
             "points": f"{100 * value:+.2f} pts"}.get(unit, f"{value:.3f}")
     return text.replace("-", "−")

@@ -1,12 +1,13 @@
 """The whole road on this machine: corpus, pretraining, resume, export, fine-tuning, page.
 
 `make demo` calls this. It only runs the commands that a user would, and prints each one; everything
-it makes is in runs/demo. What an earlier demo left there is moved aside, not deleted.
+it makes is in runs/demo. What the demo before left there is moved to runs/demo-before.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.numbers import format_count, format_duration
 from deberta_ds.records import read_metrics
 
-OUT = Path("runs/demo")
+OUT, BEFORE = Path("runs/demo"), Path("runs/demo-before")
 CONFIG = "launch/runs/demo.toml"
 SHORT_STEPS = 60
 STOP_SHARE = 0.5  # the first pretraining job stops here, the second one resumes
@@ -90,6 +91,8 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true",
                         help=f"pretrain {SHORT_STEPS} steps only: the road, not the destination")
+    parser.add_argument("--seed", type=int, default=0,
+                        help="of the first weights, the rows and the masks (default: 0)")
     options = parser.parse_args()
 
     import torch
@@ -100,11 +103,14 @@ def main() -> None:
     ds_config = f"ds_configs/zero3_{'bf16' if gpus else 'fp32'}.json"
     demo = Demo()
     if OUT.exists():
-        aside = OUT.with_name(time.strftime(f"{OUT.name}-%Y%m%d-%H%M%S"))
-        print(f"$ mv {OUT} {aside}")
-        OUT.rename(aside)
+        if BEFORE.exists():
+            print(f"$ rm -r {BEFORE}")
+            shutil.rmtree(BEFORE)
+        print(f"$ mv {OUT} {BEFORE}")
+        OUT.rename(BEFORE)
     prepare_data(demo)
-    pretrain(demo, launcher, ds_config, options.short)
+    seeds = [f"--{section}.seed={options.seed}" for section in ("train", "data") if options.seed]
+    pretrain(demo, launcher, ds_config, options.short, seeds)
     export(demo)
     fine_tune(demo, launcher)
     total = time.monotonic() - started
@@ -120,9 +126,10 @@ def main() -> None:
 
 def prepare_data(demo: Demo) -> None:
     text, corpus, model = OUT / "text", OUT / "corpus", OUT / "spm.model"
-    seconds = demo.run("python", "data_prep/docstrings.py", "--out", text)
+    seconds = demo.run("python", "data_prep/docstrings.py", "--out", text,
+                       "--pinned", "constraints.txt")
     megabytes = (text / "train.jsonl").stat().st_size / 1e6
-    demo.note("corpus", "docstrings of this Python installation", f"{megabytes:.1f} MB", seconds)
+    demo.note("corpus", "docstrings of the installed packages", f"{megabytes:.1f} MB", seconds)
     seconds = demo.run("python", "data_prep/train_tokenizer.py", text / "train.jsonl",
                        "--out", model, "--pieces", "8000")
     demo.note("tokenizer", "SentencePiece unigram", "8,000 pieces", seconds)
@@ -140,8 +147,9 @@ def prepare_data(demo: Demo) -> None:
              "128", "--rows", "2")
 
 
-def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool) -> None:
-    overrides = [f"--train.steps={SHORT_STEPS}"] if short else []
+def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
+             seeds: list[str]) -> None:
+    overrides = [*seeds, *([f"--train.steps={SHORT_STEPS}"] if short else [])]
     command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config,
                *overrides)
     from deberta_ds import config

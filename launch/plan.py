@@ -2,7 +2,8 @@
 
 launch/plan.py --config launch/runs/v3_base.toml --gpus 8 --nodes 4 --gpu h200 [--html plan.html]
 
-Nothing is allocated and no GPU is needed. Any value of the run file can be overridden, as in
+Nothing is allocated and no GPU is needed. A card that is not listed: --gpu NAME --tflops 165
+--memory_gb 24 (and the speed of its links). Any value of the run file can be overridden, as in
 launch/pretrain.py.
 """
 
@@ -18,7 +19,16 @@ def main() -> None:
     parser.add_argument("--deepspeed_config", default="ds_configs/zero1_bf16.json", metavar="JSON",
                         help="precision, buckets and offload; its stage is replaced (default: "
                              "%(default)s)")
-    parser.add_argument("--gpu", required=True, help="h200, h100, a100, ...")
+    parser.add_argument("--gpu", required=True, metavar="NAME",
+                        help="h200, h100, a100, l40s, rtx4090, ...; for another card, or other "
+                             "figures, give those of its data sheet:")
+    parser.add_argument("--tflops", type=_positive, help="dense peak in the run's precision")
+    parser.add_argument("--memory_gb", type=_positive, help="its memory")
+    parser.add_argument("--link_gb_s", type=_positive,
+                        help="GB/s to the other cards of a node, in one direction (PCIe 4.0 x16: "
+                             "32)")
+    parser.add_argument("--network_gb_s", type=_positive,
+                        help="GB/s between nodes for each card (100 Gbit/s: 12.5)")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs a node (default: 8)")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--mfu", type=float, default=0.4,
@@ -38,13 +48,16 @@ def main() -> None:
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.numbers import format_count
     from deberta_ds.objectives.build import build_model, objective_of
+    from deberta_ds.planner.gpus import card_of
     from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page
     from deberta_ds.train.deepspeed_check import check_json
 
     check_json(ds, options.deepspeed_config)
 
-    choices = make_plan(run, ds, gpu=options.gpu, gpus=options.gpus, nodes=options.nodes,
+    gpu = card_of(options.gpu, options.tflops, options.memory_gb, options.link_gb_s,
+                  options.network_gb_s)
+    choices = make_plan(run, ds, gpu=gpu, gpus=options.gpus, nodes=options.nodes,
                         mfu=options.mfu)
     ranks = options.gpus * options.nodes
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
@@ -66,8 +79,16 @@ def main() -> None:
     print(f"fastest that fits: ZeRO-{best.stage}, recompute {best.recompute}" if best else
           "nothing fits: use more GPUs, a smaller train.micro_batch_rows, or offload")
     if options.html:
-        write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, ranks))
+        write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, gpu,
+                                             ranks))
         print(f"page: {options.html}")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise ValueError
+    return value
 
 
 def table(choices: list, ranks: int) -> list[str]:

@@ -1,30 +1,43 @@
 """The prep stages: the same bytes for any number of workers, restarts, duplicates, refusals."""
 
+import dataclasses
 import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import SENTENCES, random_documents, tiny_tokenizer, tokenizer_path
+from data_helpers import (
+    SENTENCES,
+    random_documents,
+    tiny_tokenizer,
+    tokenizer_path,
+)
 from tqdm import tqdm
 
 from deberta_ds.data import shards
 from deberta_ds.data.corpus import Corpus, map_array
 from deberta_ds.data.prep.contamination import find_contamination
 from deberta_ds.data.prep.dedup import find_duplicates
-from deberta_ds.data.prep.docstrings import installed_python_files, write_docstrings
+from deberta_ds.data.prep.docstrings import (
+    installed_python_files,
+    pinned_python_files,
+    write_docstrings,
+)
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.near import similar_to_earlier, similarity
 from deberta_ds.data.prep.pack import pack_corpus
@@ -512,7 +525,7 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
     assert tokenizer.mask_id == 400
     for text in SENTENCES:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    with pytest.raises(UserError, match="cannot make 100000 pieces"):
+    with pytest.raises(UserError, match=r"cannot make 100000 pieces.*--pieces \d+, or give more"):
         train_tokenizer(units, tmp_path / "x.model", pieces=100_000, sample_bytes=1 << 20,
                         read=read, threads=1)
     assert not (tmp_path / "x.model").exists()
@@ -529,6 +542,33 @@ def test_docstrings_are_deduplicated_english(tmp_path):
     assert not any(record["id"].startswith("/") for record in records)
 
 
+def test_docstrings_of_pinned_packages_are_the_same_everywhere(tmp_path):
+    """Files of the pinned packages alone, whatever else is installed; another version is said."""
+    version = metadata.version("tqdm")
+    pins = ["# pins", f"tqdm=={version}", "numpy==0.1", "no-such==1"]
+    (tmp_path / "constraints.txt").write_text("\n".join(pins))
+    files, notes = pinned_python_files(tmp_path / "constraints.txt")
+    assert {Path(path).relative_to(sysconfig.get_paths()["purelib"]).parts[0]
+            for path in files} == {"numpy", "tqdm"}
+    assert [note.split(" is ")[0] for note in notes] == ["numpy", "no-such"]
+    assert files[0].endswith("numpy/__config__.py") and not any("/tests/" in p for p in files)
+
+
+def test_stats_of_another_script_warn(tmp_path):
+    """Spelled in bytes because the tokenizer has no piece for it, and unknown pieces."""
+    path = tmp_path / "thai.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "\u0e20\u0e32\u0e29\u0e32" * 20 + str(n)})
+                              for n in range(30)), encoding="utf-8")
+    tokenize(path, tmp_path / "thai")
+    tokenizer = tiny_tokenizer()
+    assert re.search(r"WARNING: 9\d\.\d% of the tokens are (single bytes|unknown)",
+                     stats_text(corpus_stats(tmp_path / "thai", tokenizer), tokenizer))
+    frequencies = np.bincount([tokenizer.unk_id, *range(300, 340)], minlength=tokenizer.size)
+    stats = dataclasses.replace(corpus_stats(tmp_path / "thai", tokenizer),
+                                frequencies=frequencies)
+    assert "WARNING: 2.4% of the tokens are unknown" in stats_text(stats, tokenizer)
+
+
 def test_stats_count_every_token(text_file, tmp_path):
     tokenize(text_file, tmp_path / "out")
     pack_corpus(tmp_path / "out", tiny_tokenizer(), 64)
@@ -536,7 +576,7 @@ def test_stats_count_every_token(text_file, tmp_path):
     assert stats.frequencies.sum() == stats.manifest.counts["tokens"]
     assert stats.lengths.sum() == 300
     text = stats_text(stats, tiny_tokenizer())
-    assert "rows-64" in text and "top 20 pieces" in text
+    assert "rows-64" in text and "top 20 pieces" in text and "WARNING" not in text
 
 
 def test_commands_print_one_error_line(tmp_path):

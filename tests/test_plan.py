@@ -19,7 +19,7 @@ from deberta_ds.planner.communication import (
     step_seconds,
     traffic,
 )
-from deberta_ds.planner.gpus import GPUS
+from deberta_ds.planner.gpus import GPUS, card_of
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
 
 MODELS = {
@@ -66,6 +66,14 @@ def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, rank
         assert memory.peak == pytest.approx(measured["peak"], rel=TOLERANCE), name
 
 
+def test_a_card_by_hand():
+    with pytest.raises(UserError, match="--gpu h300: not listed.*--tflops.*--memory_gb"):
+        card_of("h300", tflops=100)
+    slower = card_of("h100", link_gb_s=32)
+    assert slower.peaks == GPUS["h100"].peaks and slower.link == 32e9
+    assert card_of("h100", tflops=100).peak("fp32") == 100e12
+
+
 def test_states_of_the_published_sizes():
     """ZeRO's own arithmetic: 16 bytes a parameter in bf16 with fp32 Adam, gradients included."""
     ds = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}, "bf16": {"enabled": True}}
@@ -77,7 +85,7 @@ def test_states_of_the_published_sizes():
 def test_table(run_file):
     run, _ = config.load(run_file, ["--train.global_batch_rows=64"])
     ds = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
-    choices = make_plan(run, ds, gpu="h100", gpus=4, nodes=1, mfu=0.5)
+    choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
     assert [(c.stage, c.recompute) for c in choices] == [
         (stage, how) for how in ("none", "cheap", "full") for stage in (1, 2, 3)]
     assert recommended(choices) is not None and recommended(choices).recompute == "none"
@@ -90,8 +98,8 @@ def test_table(run_file):
     assert plain.step_seconds == pytest.approx(seconds + sending)  # nothing overlaps
     kept = {c.recompute: c.memory.work for c in choices if c.stage == 1}
     assert kept["none"] > kept["cheap"] > kept["full"]
-    with pytest.raises(UserError, match="--gpu h300"):
-        make_plan(run, ds, gpu="h300", gpus=4, nodes=1, mfu=0.5)
+    by_hand = card_of("mine", tflops=989, memory_gb=80, link_gb_s=450, network_gb_s=50)
+    assert make_plan(run, ds, gpu=by_hand, gpus=4, nodes=1, mfu=0.5) == choices
 
 
 BF16 = {"bf16": {"enabled": True}}

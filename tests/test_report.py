@@ -247,6 +247,19 @@ def test_float_noise_is_not_magnified():
     assert len(ys) == 1
 
 
+def test_a_share_has_no_ticks_beyond_all_of_it_and_noise_at_zero_is_flat():
+    def ticks(unit, *values):
+        chart = Chart("x", "x", "", unit, [Series("x", list(enumerate(values)), "main", "dots")],
+                      last_x=len(values) - 1)
+        return [text for _, text in draw(chart).y_ticks]
+
+    assert "120%" not in ticks("share", 0.881, 0.881) and "100%" in ticks("share", 0.881, 0.881)
+    assert "100%" in ticks("share", 0.1, 0.999) and not any(
+        text.startswith("−") for text in ticks("share", 0.001, 0.5))
+    assert not any("e" in text for text in ticks("gain", -1e-9, 0.0))
+    assert format_value(-1e-9, "gain") == "0"
+
+
 def test_masks_are_filled_by_the_trained_and_by_an_untrained_network(tmp_path):
     model = Path(__file__).parent / "fixtures/version_0_1_0/rtd/export"
     table = filled_masks(model, ["the [MASK] and <b> a [MASK]", "[MASK]"])

@@ -13,11 +13,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.config import ModelConfig, from_dict
+from deberta_ds.config import FREE_FIELDS, ModelConfig, from_dict
 from deberta_ds.errors import UserError
 
 ROW_MULTIPLE = 64  # word tables of such a height are fast, and divide evenly among GPUs
-_ASIDE = ("attention",)  # how a model is computed, not its shape
 
 def padded_rows(num_ids: int) -> int:
     """Return the rows of a word table for a tokenizer of `num_ids` ids."""
@@ -110,6 +109,7 @@ def _source_shape(source: str, generator: str) -> dict[str, Any]:
 
 
 def _flat(model: ModelConfig, generator_layers: int) -> dict[str, Any]:
-    shape = {f"model.{name}": value for name, value in dataclasses.asdict(model).items()
-             if name not in _ASIDE}
+    shape = {f"model.{name}": value for name, value in dataclasses.asdict(model).items()}
+    for key in FREE_FIELDS:  # how a model is computed
+        del shape[key]
     return shape | {"objective.generator_layers": generator_layers}

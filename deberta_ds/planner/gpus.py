@@ -3,9 +3,11 @@
 Dense figures of the vendors' data sheets (no sparsity), a card in its usual 8-GPU node.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from deberta_ds.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,31 @@ GPUS = {
     "a100": Gpu({"bf16": 312e12, "fp32": 156e12}, 80e9, 300e9, 25e9),
     "a800": Gpu({"bf16": 312e12, "fp32": 156e12}, 80e9, 200e9, 25e9),
     "l40s": Gpu({"bf16": 362e12, "fp32": 183e12}, 48e9, 32e9, 12.5e9),
+    "l4": Gpu({"bf16": 121e12, "fp32": 60e12}, 24e9, 32e9, 12.5e9),
+    "a10": Gpu({"bf16": 125e12, "fp32": 62.5e12}, 24e9, 32e9, 12.5e9),
     "v100": Gpu({"fp16": 125e12, "fp32": 15.7e12}, 32e9, 150e9, 12.5e9),
+    # Consumer cards, which have no NVLink: PCIe 4.0 x16 (RTX 5090: 5.0).
+    "rtx5090": Gpu({"bf16": 209.5e12, "fp32": 104.8e12}, 32e9, 64e9, 12.5e9),
+    "rtx4090": Gpu({"bf16": 165.2e12, "fp32": 82.6e12}, 24e9, 32e9, 12.5e9),
+    "rtx3090": Gpu({"bf16": 71e12, "fp32": 35.6e12}, 24e9, 32e9, 12.5e9),
 }
+
+
+def card_of(name: str, tflops: float | None = None, memory_gb: float | None = None,
+            link_gb_s: float | None = None, network_gb_s: float | None = None) -> Gpu:
+    """Return the card called `name`, with the figures that are given in place of the table's.
+
+    `tflops` is for the precision of the run. A card that is not listed needs `tflops` and
+    `memory_gb`; its links are those of PCIe 4.0 x16 and a 100 Gbit/s network.
+    """
+    known = GPUS.get(name)
+    if known is None and not (tflops and memory_gb):
+        raise UserError(f"--gpu {name}: not listed; one of {', '.join(GPUS)}, or give its data "
+                        "sheet's figures: --tflops (dense, of the run's precision) and --memory_gb")
+    card = known or Gpu({}, 0.0, 32e9, 12.5e9)
+    peaks = dict.fromkeys(("bf16", "fp16", "fp32"), tflops * 1e12) if tflops else card.peaks
+    given = {"memory": memory_gb, "link": link_gb_s, "network": network_gb_s}
+    return replace(card, peaks=peaks, **{key: value * 1e9 for key, value in given.items() if value})
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -19,12 +19,11 @@ import torch
 
 from deberta_ds import deepspeed_config
 from deberta_ds.config import RunConfig
-from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.communication import bandwidth, host_seconds, step_seconds, traffic
-from deberta_ds.planner.gpus import GPUS
+from deberta_ds.planner.gpus import Gpu
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,19 +103,17 @@ def _width(ds: dict) -> int:
     return 4 if deepspeed_config.precision(ds) == "fp32" else 2
 
 
-def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu: float
+def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu: float
               ) -> list[Choice]:
     """Return every ZeRO stage x recomputation for `run` on `nodes` x `gpus` of a kind.
 
-    `ds` gives precision, buckets and offload; its stage is replaced. Raises UserError if the GPU is
-    not listed or the batch does not divide.
+    `ds` gives precision, buckets and offload; its stage is replaced. Raises UserError if the
+    batch does not divide.
     """
-    if gpu not in GPUS:
-        raise UserError(f"--gpu {gpu}: not listed; one of {', '.join(GPUS)}")
-    ranks, kind = gpus * nodes, GPUS[gpu]
+    ranks = gpus * nodes
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
     precision = deepspeed_config.precision(ds)
-    peak_flops = GPUS[gpu].peak(precision)
+    peak_flops = gpu.peak(precision)
     model = on_meta(build_model, run)
     parameters, tensors = count_parameters(model), len(list(model.parameters()))
     tokens = run.train.global_batch_rows * run.data.seq_len
@@ -133,10 +130,10 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: str, gpus: int, nodes: int, mfu:
             # Full recomputation repeats the forward pass: a third of forward + backward.
             seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
             sent = traffic(parameters, staged, accumulation, name != "none")
-            rate = bandwidth(kind, gpus, nodes) if ranks > 1 else math.inf
+            rate = bandwidth(gpu, gpus, nodes) if ranks > 1 else math.inf
             step = step_seconds(sent, seconds, rate, staged, accumulation,
                                 host_seconds(tensors, ranks) if ranks > 1 else 0.0)
-            choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < kind.memory,
+            choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < gpu.memory,
                                   seconds, sent.total / rate, step, tokens / step,
                                   run.train.steps * step / 86400))
     return choices

@@ -16,7 +16,8 @@ from deberta_ds.numbers import format_count, format_value
 MAX_POINTS = 240  # more than the pixels of a small card can tell apart
 _LABEL_HEIGHT = 8.0  # of one line of text, in percent of the frame's height
 _LABEL_CHARACTERS = 12  # of one line in the margin at the right
-_FLAT = 1e-6  # a range below this share of the values is float noise
+_FLAT = 1e-6  # a range below this share of the values, or in itself, is float noise
+_ROOM = 0.1  # on each side of a flat line at zero
 
 Points = list[tuple[float, float]]
 
@@ -115,13 +116,19 @@ def _domain(chart: Chart) -> tuple[float, float, str]:
         note = f"Starts at {format_value(first, chart.unit)}, off the frame."
     if chart.from_zero:
         low = min(0.0, low)
-    if high - low <= _FLAT * max(abs(high), abs(low)):
-        margin = 0.5 * abs(high) or 1.0  # one value: in the middle, with room that means something
+    largest = max(abs(high), abs(low))
+    if chart.unit == "rate":
+        is_flat = high - low <= _FLAT * largest
+    else:
+        is_flat = high - low <= _FLAT * max(1.0, largest)
+    if is_flat:  # one value: in the middle, with room that means something
+        margin = 0.5 * largest if largest > _FLAT or chart.unit == "rate" and largest else _ROOM
     else:
         margin = 0.08 * (high - low)
-    if margin < 1e-12:
-        margin = 1e-12
-    return (low if chart.from_zero and low == 0 else low - margin), high + margin, note
+    bottom = low if chart.from_zero and low == 0 else low - margin
+    if chart.unit != "share":
+        return bottom, high + margin, note
+    return max(bottom, min(low, -0.01)), min(high + margin, max(high, 1.01)), note
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -154,7 +154,8 @@ def _speed(run: Run) -> Tile:
 def _costs(run: Run) -> list[Tile]:
     """Return time, and memory and goodput where they were measured."""
     seconds, ranks = run.training_seconds(), run.saved.world_size
-    note = f"{ranks:,} {'rank' if ranks == 1 else 'ranks'} · {_hours(seconds * ranks / 3600)}"
+    of = "GPU" if run.saved.device == "cuda" else "rank"
+    note = f"{ranks:,} {of}{'s' * (ranks != 1)} · {_hours(seconds * ranks / 3600)} {of}-hours"
     found = [Tile("seconds", "Training time", format_duration(seconds), note, seconds)]
     if run.saved.hardware:
         source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""
@@ -169,4 +170,4 @@ def _costs(run: Run) -> list[Tile]:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:,.2f} rank-hours" if hours < 10 else f"{hours:,.0f} rank-hours"
+    return f"{hours:,.2f}" if hours < 10 else f"{hours:,.0f}"

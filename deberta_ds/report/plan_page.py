@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from deberta_ds.planner.plan import GPUS, RESERVED_BYTES, Choice, recommended
+from deberta_ds.planner.gpus import Gpu
+from deberta_ds.planner.plan import RESERVED_BYTES, Choice, recommended
 from deberta_ds.report.pages import render
 from deberta_ds.report.tables import Cell, Table
 
@@ -22,12 +23,13 @@ class Bar:
     is_best: bool
 
 
-def plan_page(title: str, facts: list[str], choices: list[Choice], gpu: str, ranks: int) -> str:
+def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gpu: Gpu,
+              ranks: int) -> str:
     """Return one self-contained HTML document."""
-    best, limit = recommended(choices), GPUS[gpu].memory
+    best, limit = recommended(choices), gpu.memory
     scale = min(max(limit, *(sum(_segments(choice)) for choice in choices)), _WIDEST * limit)
     return render(
-        "plan.html", title=title, facts=facts, gpu=gpu.upper(), parts=PARTS,
+        "plan.html", title=title, facts=facts, gpu=name.upper(), parts=PARTS,
         best=best and f"ZeRO-{best.stage}, recompute {best.recompute}",
         cost=best and f"{best.days:.1f} days, {best.days * 24 * ranks:,.0f} GPU-hours",
         bars=[_bar(choice, scale, choice is best) for choice in choices],

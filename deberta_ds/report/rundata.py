@@ -66,6 +66,7 @@ class _Saved:
     parameters: Count | None = None
     world_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     hardware: str = ""  # of one rank
+    device: str = ""  # cpu or cuda
     commit: str = ""
 
 

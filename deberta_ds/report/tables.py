@@ -14,6 +14,7 @@ from deberta_ds.report.rundata import Run
 
 MAX_EVAL_ROWS = 12
 MAX_DIFFERENCES = 40
+_LARGEST_READABLE = 10**15  # whole numbers beyond stand for "never"
 
 
 @dataclass(frozen=True)
@@ -183,4 +184,6 @@ def _fold(title: str, values: dict[str, Any], origins: dict[str, str]) -> Fold:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= _LARGEST_READABLE:
+        return f"{value:.3g}"
     return value if isinstance(value, str) else json.dumps(value)

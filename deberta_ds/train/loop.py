@@ -34,6 +34,7 @@ from deberta_ds.train.setup import (
     describe,
     join_group,
     open_inputs,
+    prepare,
     versions,
     write_config,
 )
@@ -126,8 +127,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
 
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    join_group(run, ds_values, place)
-    inputs = open_inputs(run, ds_values, place, ROW_RULES)
+    inputs = prepare(run, ds_values, place)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
     tensors, notes = _first_weights(run)
@@ -195,6 +195,9 @@ class Trainer:
             point_best(checkpoint.path_of(run.out_dir, self.best.step))
         self.watchdog = watchdog
         watchdog.start_at(self.step)
+        # Of the wall clock since the run's first start, the seconds of steps that still count.
+        self.first_started = record.get("first_started", time.time()) if record else time.time()
+        self.good_seconds = record.get("good_seconds", 0.0) if record else 0.0
         # Sums and counts of the good steps since the last logged line, over all ranks.
         self.since_line: dict[str, float] = record.get("since_line", {}) if record else {}
 
@@ -207,6 +210,7 @@ class Trainer:
         self.speed.start()
         while self.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
+            begun = time.monotonic()
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
             micro = [next(batches) for _ in range(per_step)]
@@ -216,6 +220,7 @@ class Trainer:
                                 raise_if_bad=train.on_spike == "stop")
             self.step += 1
             self._account(result)
+            self.good_seconds += 0.0 if result.problem else time.monotonic() - begun
             self.watchdog.beat(self.step)
             # -------------------------------------------------------------------------------------
             if self.step % train.log_every == 0 or self.step == end:
@@ -309,7 +314,11 @@ class Trainer:
         norm = self.engine.get_global_grad_norm()
         record = {"kind": "train", "step": self.step,
                   "rows_seen": self.step * self.run.train.global_batch_rows,
-                  "tokens_seen": self.tokens_seen, "seconds": self._seconds()}
+                  "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
+                  "epochs": self.step * self.run.train.global_batch_rows
+                  / sum(self.inputs.dataset.num_rows.values()),
+                  "goodput": min(1.0, self.good_seconds
+                                 / max(1e-9, time.time() - self.first_started))}
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
@@ -339,7 +348,8 @@ class Trainer:
         run = self.run
         record = {"rows_seen": self.step * run.train.global_batch_rows,
                   "tokens_seen": self.tokens_seen, "since_line": self.since_line,
-                  "best": self.best.state(),
+                  "best": self.best.state(), "first_started": self.first_started,
+                  "good_seconds": self.good_seconds,
                   "seconds": self._seconds(), "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,

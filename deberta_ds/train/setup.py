@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.config import RunConfig
-from deberta_ds.data.rows import Row, RowDataset, eval_rows
+from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -35,6 +35,12 @@ class Inputs:
     ds: dict
     num_parameters: int
     pairs: tuple[Pairs, list[str]]
+
+
+def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
+    """Join the process group, open the inputs of a new run and check it as a whole."""
+    join_group(run, ds_values, place)
+    return open_inputs(run, ds_values, place, ROW_RULES)
 
 
 def join_group(run: RunConfig, ds_values: dict, place: str) -> None:
@@ -138,5 +144,6 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
               "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
               "world_size": dist.world_size(),
               "parameters": inputs.num_parameters,
-              "hardware": machine.hardware(local_device()), "commit": machine.commit()}
+              "hardware": machine.hardware(local_device()), "device": local_device().type,
+              "commit": machine.commit()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

@@ -1,15 +1,18 @@
 """A corpus of real English that every machine has: the docstrings of its Python installation.
 
-Files are parsed, never imported. Blocks of code inside docstrings (doctest lines) are left out.
+Files are parsed, never imported. Blocks of code inside docstrings (doctest lines) are left out. Of
+packages in pinned versions alone, the corpus is the same on every machine that has them.
 """
 
 import ast
 import json
 import os
+import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import xxhash
@@ -26,6 +29,8 @@ _FILES_PER_TASK = 64
 _DOCTEST = (">>>", "...")
 _NOT_PROSE = {"test", "tests", "testing", "idlelib", "encodings", "lib2to3", "ensurepip", "pip"}
 _PROSE_FIRST = ("numpy", "scipy", "sklearn", "pandas", "networkx", "matplotlib", "torch")
+_BUILDS = {"torch", "triton"}  # whose files differ between a CPU and a GPU machine
+_PIN = re.compile(r"([A-Za-z0-9._-]+)==(\S+)")
 _OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -42,6 +47,30 @@ def installed_python_files() -> list[str]:
             first = package in _PROSE_FIRST
             packages.append((_PROSE_FIRST.index(package) if first else len(_PROSE_FIRST), path))
     return found + [path for _, path in sorted(packages, key=lambda pair: pair[0])]
+
+
+def pinned_python_files(constraints: str | Path) -> tuple[list[str], list[str]]:
+    """Return the .py files of the packages that a constraints file pins, and what is not as pinned.
+
+    In the order of `installed_python_files`; without the standard library, which differs by version
+    of Python, and without packages that are built differently for GPUs.
+    """
+    files, notes = [], []
+    for line in Path(constraints).read_text(encoding="utf-8").splitlines():
+        if not (pin := _PIN.fullmatch(line.strip())) or pin[1] in _BUILDS:
+            continue
+        try:
+            package = metadata.distribution(pin[1])
+        except metadata.PackageNotFoundError:
+            notes.append(f"{pin[1]} is not installed")
+            continue
+        if package.version != pin[2]:
+            notes.append(f"{pin[1]} is {package.version}, not {pin[2]}")
+        found = sorted(file.parts for file in package.files or [] if file.suffix == ".py"
+                       and not _NOT_PROSE & set(file.parts) and ".." not in file.parts)
+        first = _PROSE_FIRST.index(pin[1]) if pin[1] in _PROSE_FIRST else len(_PROSE_FIRST)
+        files += [(first, pin[1], str(package.locate_file("/".join(parts)))) for parts in found]
+    return [path for _, _, path in sorted(files)], notes
 
 
 def write_docstrings(

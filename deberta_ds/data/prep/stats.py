@@ -1,5 +1,6 @@
 """What a corpus holds: counts, lengths, fill, labels and the most frequent pieces."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from deberta_ds.files import atomic_path
 from deberta_ds.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 1 << 22
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback; a byte-level BPE has no such
+# Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
+_MANY_BYTES, _MANY_UNKNOWN = 0.02, 0.001
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
         f"  characters  {counts['characters']:>15,}   "
         f"{counts['characters'] / max(1, tokens):.2f} a token",
     ]
+    lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     left_out = {name: counts[name] for name in counts
                 if name not in ("documents", "tokens", "characters") and counts[name]}
     if left_out:
@@ -93,6 +98,24 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     frequent = "  ".join(f"{piece} {count / max(1, tokens):.2%}" for piece, count in pairs)
     lines += ["", f"  top {top} pieces: {frequent}"]
     return "\n".join(lines)
+
+
+def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
+    """Return what shows that the tokenizer was not made for this text."""
+    pieces = tokenizer.pieces(range(len(stats.frequencies)))
+    tokens = max(1, int(stats.frequencies.sum()))
+    in_bytes = sum(int(count) for piece, count in zip(pieces, stats.frequencies, strict=True)
+                   if _BYTE_PIECE.fullmatch(piece)) / tokens
+    unknown = int(stats.frequencies[tokenizer.unk_id]) / tokens
+    remedy = "another language or script than the tokenizer's? Train one on text like this"
+    found = []
+    if in_bytes > _MANY_BYTES:
+        found.append(f"{in_bytes:.1%} of the tokens are single bytes of characters that it has no "
+                     f"piece for; {remedy}")
+    if unknown > _MANY_UNKNOWN:
+        found.append(f"{unknown:.1%} of the tokens are unknown pieces: what they stood for is "
+                     f"lost; {remedy}")
+    return found
 
 
 def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> None:

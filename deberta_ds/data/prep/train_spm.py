@@ -1,11 +1,14 @@
 """Train a SentencePiece unigram model with DeBERTa's special ids on a bounded sample."""
 
 import io
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import sentencepiece
+from tqdm import tqdm
 
 from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
@@ -15,6 +18,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import Tokenizer
 
+_MOST_PIECES = re.compile(r"<= (\d+)")  # in SentencePiece's message
 _SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes without a word
 
 
@@ -40,7 +44,7 @@ def train_tokenizer(
         write_atomic(rules, normalizer_tsv())
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=sample_texts(units, sample_bytes, read),
+                sentence_iterator=_sample(units, sample_bytes, read, pieces),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
@@ -53,9 +57,10 @@ def train_tokenizer(
                 minloglevel=2,
             )
         except RuntimeError as error:
+            most = _MOST_PIECES.search(str(error))
             raise UserError(
                 f"SentencePiece cannot make {pieces} pieces from this sample ({error}); ask for "
-                "fewer pieces or give more text"
+                f"fewer with --pieces{' ' + most[1] if most else ''}, or give more text"
             ) from error
     write_atomic(out, _named(model.getvalue()))
     return Tokenizer(out)
@@ -69,6 +74,20 @@ def _named(model: bytes) -> bytes:
     proto.normalizer_spec.name = RULES_NAME
     proto.normalizer_spec.ClearField("normalization_rule_tsv")
     return proto.SerializeToString(deterministic=True)
+
+
+def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int
+            ) -> Iterator[str]:
+    """Yield sentences of about `sample_bytes` in all, and show how far that is."""
+    size = 0
+    with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
+              disable=None) as bar:
+        for sentence in sample_texts(units, sample_bytes, read):
+            bar.update(len(sentence.encode()))
+            size += len(sentence.encode())
+            yield sentence
+    print(f"SentencePiece makes {pieces:,} pieces of {size / 1e6:.1f} MB of text, which takes "
+          f"{'minutes' if size > 1e7 else 'seconds'} and shows nothing", file=sys.stderr)
 
 
 def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions) -> Iterator[str]:

@@ -1,0 +1,87 @@
+"""Write docs/recipes.md from the recipes and the planner: python docs/make_recipes.py (minutes)."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from deberta_ds import config, deepspeed_config
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.numbers import format_count
+from deberta_ds.objectives.build import build_model
+from deberta_ds.planner import plan
+from deberta_ds.planner.gpus import Gpu, card_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/recipes.md"
+RECIPES = ROOT / "launch/runs/lab"
+PIECES = 32_000  # of the tokenizer in README.md
+BYTES_A_TOKEN = 4.0  # of English text with that many pieces
+# Shares of peak. Assumed, not measured: narrow models wait for memory and launches.
+MFU = {"deberta-v3-xsmall": 0.1, "deberta-v3-small": 0.2, "deberta-v3-base": 0.2, "cpu": 0.3}
+# 16 cores at 2.5 GHz with 64 fp32 FLOP a cycle (two AVX-512 units); ranks talk through memory.
+CPU = Gpu({"fp32": 2.56e12}, 64e9, 10e9, 1e9)
+CARDS = {  # recipe: (card, GPUs)
+    "lab_xsmall_cpu": [("CPU, 16 cores", 4)],
+    "lab_xsmall_1gpu": [("rtx4090", 1), ("a100", 1), ("h100", 1)],
+    "lab_small_1gpu": [("rtx4090", 1), ("rtx4090", 4), ("a100", 1), ("h100", 1)],
+    "lab_base_8gpu": [("rtx4090", 8), ("a100", 4), ("a100", 8), ("h100", 8)],
+}
+HEAD = f"""# Recipes for a small laboratory
+
+Made by `python docs/make_recipes.py` from `launch/runs/lab/` and the planner; do not edit.
+
+Time and memory are the planner's ([scale](scale.md)), for a tokenizer of {PIECES:,} pieces and bf16
+(on the CPU fp32). The share of the peak that a card reaches is assumed: 20 % for base and small,
+which is what [performance](performance.md) prices for an H100, 10 % for xsmall, 30 % on a CPU. So
+take the days as an order of magnitude, and ask again with your card, your count and the share that
+your first hundred steps log as `mfu`:
+
+    python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu rtx4090 --gpus 2 \\
+        --mfu 0.2
+    python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu mine --gpus 2 \\
+        --tflops 120 --memory_gb 48
+
+A GB of English text is about {1000 / BYTES_A_TOKEN:.0f} M tokens. Text that is seen four times
+teaches nearly as much as new text (arXiv 2305.16264), so the steps are for four epochs or fewer of
+the text named. With less text take fewer `--train.steps`: a start says how many epochs it will be.
+Hyper-parameters come from ELECTRA and DeBERTaV3, as the head of each file says; nobody has tuned
+them for these sizes.
+
+| recipe | model | text | tokens | card | peak memory of one | how | days |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def rows(path: Path) -> list[str]:
+    """Return the lines of the table for one recipe."""
+    run, origins = config.load(path)
+    preset = origins["model.hidden_size"].removeprefix("preset ")
+    run = replace(run, model=replace(run.model, vocab_size=-(-(PIECES + 1) // 64) * 64))
+    tokens = run.train.steps * run.train.global_batch_rows * run.data.seq_len
+    text = tokens * BYTES_A_TOKEN / 1e9
+    parameters = format_count(count_parameters(on_meta(build_model, run)))
+    found = []
+    for name, count in CARDS[path.stem]:
+        on_cpu = name.startswith("CPU")
+        ds = deepspeed_config.load(
+            ROOT / f"ds_configs/zero1_{'fp32' if on_cpu else 'bf16'}.json")
+        # The ranks of a CPU share its cores and its memory.
+        gpu = replace(CPU, peaks={"fp32": CPU.peaks["fp32"] / count}) if on_cpu else card_of(name)
+        choices = plan.make_plan(run, ds, gpu=gpu, gpus=count, nodes=1,
+                                 mfu=MFU["cpu" if on_cpu else preset])
+        best = min((c for c in choices if c.stage == 1 and c.fits), key=lambda c: c.days)
+        if on_cpu:
+            best = next(c for c in choices if c.stage == 1 and c.recompute == "full")
+        peak = best.memory.peak + (0 if on_cpu else plan.RESERVED_BYTES)
+        where = f"{name}, {count} ranks" if on_cpu else f"{count} x {name.upper()}"
+        found.append(f"| `{path.stem}` | {preset.removeprefix('deberta-v3-')}, {parameters} | "
+                     f"{text / 4:.1f} GB four times | {format_count(tokens)} | {where} | "
+                     f"{peak / 1e9:.0f} GB | ZeRO-1, recompute {best.recompute} | "
+                     f"{best.days:.1f} |")
+    return found
+
+
+if __name__ == "__main__":
+    plan.trace = cache(plan.trace)
+    lines = [line for name in CARDS for line in rows(RECIPES / f"{name}.toml")]
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
