@@ -230,7 +230,8 @@ def eval_rows(
     if count > available:
         raise UserError(
             f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
-            f"{seq_len} tokens; ask for fewer or hold out more documents"
+            f"{seq_len} tokens; ask for fewer (train.eval_rows = {available}, evaluate.py --rows), "
+            "or hold out more documents (tokenize_corpus.py --heldout_share)"
         )
     rows = range(count)
     if rules > 1:

@@ -125,6 +125,7 @@ def _domain(chart: Chart) -> tuple[float, float, str]:
         margin = 0.5 * largest if largest > _FLAT or chart.unit == "rate" and largest else _ROOM
     else:
         margin = 0.08 * (high - low)
+    margin = max(margin, 1e-12)  # of denormal numbers
     bottom = low if chart.from_zero and low == 0 else low - margin
     if chart.unit != "share":
         return bottom, high + margin, note
