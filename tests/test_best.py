@@ -72,6 +72,10 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert "roc_auk" in problems(best="roc_auk") and "roc_auc" in problems(best="roc_auk")
     assert "evaluate.minimal_pairs" in problems(best="minimal_pairs")
     assert "data.eval" in problems(best="roc_auc", eval_corpus="")
+    several = {"de": "a", "en": "b"}
+    assert not problems(best="roc_auc/de", eval_corpus=several)
+    assert "roc_auc/fr" in problems(best="roc_auc/fr", eval_corpus=several)
+    assert "roc_auc/de" in problems(best="roc_auc/de")
     assert "train.best" in problems(patience=2)
     saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2))}
     wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best="roc_auc"))

@@ -42,8 +42,11 @@ def continued(run: RunConfig, record: dict | None) -> Best:
 
 def metric_of(run: RunConfig) -> Metric | None:
     """Return the metric that `train.best` names, None if it is no score of this run."""
+    key, _, corpus = run.train.best.partition("/")  # of one of several held-out corpora
+    if corpus and (isinstance(run.data.eval, str) or corpus not in run.data.eval):
+        return None
     metrics = [*objective_of(run).METRICS, *([MINIMAL_PAIRS] if run.evaluate.minimal_pairs else [])]
-    return next((metric for metric in metrics if metric.key == run.train.best), None)
+    return next((metric for metric in metrics if metric.key == key), None)
 
 
 def problems(run: RunConfig) -> list[str]:
@@ -59,5 +62,6 @@ def problems(run: RunConfig) -> list[str]:
     if metric_of(run) is None:
         known = [metric.key for metric in objective_of(run).METRICS]
         found.append(f"train.best = {train.best!r}: is no score of this run; one of "
-                     f"{', '.join(known)}, or minimal_pairs with evaluate.minimal_pairs")
+                     f"{', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
+                     "minimal_pairs with evaluate.minimal_pairs")
     return found

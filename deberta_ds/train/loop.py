@@ -341,7 +341,7 @@ class Trainer:
                           "seconds": self._seconds()} | scores)
         self.speed.start()
         return bool(self.best_metric) and self.best.accept(
-            self.best_metric, self.step, scores.get(self.best_metric.key))
+            self.best_metric, self.step, scores.get(self.run.train.best))
 
     def _save(self, is_best: bool) -> None:
         self.speed.pause()
