@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Replace the masked tokens of a packed corpus by a frozen generator's samples, once.
 
-    python data_prep/replace.py shards/web --generator runs/v3_base --seq_len 512 \
+    python data_prep/replace.py shards/web --generator runs/v3_base --seq_len 512 \\
         --out shards/web/replaced-512 --temperatures 2.0 1.5 1.0
 
 A run with objective.kind = "rtd_cached" then trains discriminators on them without a generator.

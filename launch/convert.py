@@ -15,8 +15,8 @@ from deberta_ds.errors import exit_cleanly
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="SOURCE")
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--model", required=True, metavar="SOURCE", help="what is read")
+    parser.add_argument("--out", required=True, metavar="DIR", help="what is written")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True)
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
     arguments = parser.parse_args()

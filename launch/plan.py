@@ -15,7 +15,7 @@ from deberta_ds.errors import UserError, exit_cleanly
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="TOML")
+    parser.add_argument("--config", required=True, metavar="TOML", help="a run file")
     parser.add_argument("--deepspeed_config", default="ds_configs/zero1_bf16.json", metavar="JSON",
                         help="precision, buckets and offload; its stage is replaced (default: "
                              "%(default)s)")
@@ -30,9 +30,9 @@ def main() -> None:
     parser.add_argument("--network_gb_s", type=_positive,
                         help="GB/s between nodes for each card (100 Gbit/s: 12.5)")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs a node (default: 8)")
-    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=1, help="hosts (default: 1)")
     parser.add_argument("--mfu", type=float, default=0.4,
-                        help="model FLOPs utilization to expect (default: 0.4)")
+                        help="share of the cards' peak FLOP/s to expect (default: 0.4)")
     parser.add_argument("--html", metavar="FILE", help="also write a page with a picture")
     options, overrides = parser.parse_known_args()
     if min(options.gpus, options.nodes) < 1 or not 0 < options.mfu <= 1:
