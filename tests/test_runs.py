@@ -62,3 +62,13 @@ def test_official_recipe_is_the_released_one(path):
         assert objective_of(run).encoders(run)["generator"].num_layers == run.model.num_layers // 2
     else:
         assert run.objective.mask.mask_share == 0.8 and run.objective.mask.random_share == 0.1
+
+
+@pytest.mark.parametrize("path", [p for p in RUNS if p.parent.name == "lab"],
+                         ids=lambda path: path.stem)
+def test_recipe_of_a_laboratory_has_its_time_and_memory_beside_it(path):
+    """docs/make_recipes.py writes the page; a batch fits one to eight ranks."""
+    assert f"| `{path.stem}` |" in (ROOT / "docs/recipes.md").read_text()
+    run, _ = config.load(path)
+    for ranks in (1, 2, 4, 8):
+        assert run.train.global_batch_rows % (ranks * run.train.micro_batch_rows) == 0
