@@ -35,7 +35,7 @@ def installation(tmp_path_factory):
 def call(installation, directory, *words):
     environment = os.environ | {"PYTHONPATH": str(installation), "DS_ACCELERATOR": "cpu"}
     return subprocess.run([sys.executable, "-P", *words], cwd=directory, env=environment, text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -65,8 +65,8 @@ def test_a_recipe_is_found_from_anywhere(installation, tmp_path):
     """A command under its installed name plans the recipe of the installation."""
     program = tmp_path / "deberta-plan"
     program.write_text("from deberta_ds.__main__ import main\nmain()\n")
-    done = call(installation, tmp_path, program, "--config", "launch/runs/v3_xsmall.toml",
-                "--gpu", "h100")
+    done = call(installation, tmp_path, program, "--config", "launch/runs/demo.toml",
+                "--gpu", "h100", "--gpus", "2")
     assert "fastest that fits" in done.stdout, done.stderr
     assert str(installation) in call(
         installation, tmp_path, "-c", "import deberta_ds; print(deberta_ds.__file__)").stdout
