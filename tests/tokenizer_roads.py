@@ -9,10 +9,8 @@ train_tokenizer.py makes are made by it, the others as their authors do.
 
 import argparse
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import deberta_v1_files as public  # noqa: E402
+import rank_helpers  # noqa: E402
 import tokenizer_makers as makers  # noqa: E402
 from data_helpers import SENTENCES, random_documents  # noqa: E402
 from launching import ROOT, losses  # noqa: E402
@@ -59,23 +58,12 @@ KINDS = (
 )
 
 
-def by_subprocess(script: str, arguments: list[str], log: Path) -> str:
-    """Run a script as a user does; return what it printed, AssertionError if it failed."""
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
-                                "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, ROOT / script, *arguments], text=True, env=environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
-    assert done.returncode == 0, f"{script} exited with {done.returncode}\n{done.stdout[-4000:]}"
-    return done.stdout
-
-
 @dataclass
 class Road:
-    """One kind on its way: where its files are, how commands are run, which were."""
+    """One kind on its way: where its files are, which commands were run."""
 
     kind: Kind
     root: Path
-    run_script: Callable[[str, list[str], Path], str] = by_subprocess
     commands: list[str] = field(default_factory=list)
 
     @property
@@ -83,10 +71,12 @@ class Road:
         return self.root / self.kind.path
 
     def run(self, script: str, *arguments) -> str:
+        """Run a script in a process of its own; return its output, AssertionError if it failed."""
         words = [str(argument) for argument in arguments]
         shown = [word.replace(f"{self.root}/", "") for word in words]
         self.commands.append(f"python {script} {shlex.join(shown)}")
-        return self.run_script(script, words, self.root / f"log-{len(self.commands)}.txt")
+        log = self.root / f"{Path(script).stem}-{len(self.commands)}.log"
+        return rank_helpers.run(1, words, log, ROOT / script)
 
 
 def train(road: Road) -> str:
@@ -265,13 +255,13 @@ ROADS = (train, tokenize, masks, pretrain, resume, export, auto_tokenizer, fine_
          fill_mask, convert)
 
 
-def take(kind: Kind, root: Path, roads=ROADS, run_script=by_subprocess) -> dict[str, dict]:
+def take(kind: Kind, root: Path, roads=ROADS) -> dict[str, dict]:
     """Take the roads of one kind in order; return {road: {seen, commands} or {problem, commands}}.
 
     Stops at the first that fails, because the next ones need what it should have left.
     """
     found = {}
-    road = Road(kind, root, run_script)
+    road = Road(kind, root)
     for step in roads:
         road.commands = []
         try:
