@@ -176,6 +176,10 @@ def test_a_first_release_needs_the_vocabulary_of_the_hub_and_its_pickle_is_not_r
     convert(unpacked, tmp_path / "hf", "hf", tokenizer=hub / "vocab.json")
     names = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     assert names("naïve Straße")["input_ids"] == [1, *Tokenizer(hub).encode("naïve Straße"), 2]
+    for masked in ("Straße [MASK]", "The quick [MASK], again [MASK] again."):  # in a pipeline
+        assert names(masked)["input_ids"] == encode_with_masks(Tokenizer(hub), masked)
+    pair = names("Straße", "again")["input_ids"]
+    assert pair.count(2) == 2, "transformers' own v1 class puts two [SEP] between the parts"
     for name in ("vocab.json", "merges.txt"):  # or beside the weights
         shutil.copy(hub / name, unpacked / name)
     assert load_masked_lm(unpacked).tokenizer.sha256 == Tokenizer(hub).sha256

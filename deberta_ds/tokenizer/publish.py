@@ -23,7 +23,8 @@ def write_tokenizer_json(
 ) -> None:
     """Write tokenizer.json (its own, or `text`) and tokenizer_config.json to directory `out`."""
     if text is None:
-        text = json.dumps(tokenizer.specification | _framing(tokenizer), ensure_ascii=False) + "\n"
+        parts = {"added_tokens": _with_roles(tokenizer)} | _framing(tokenizer)
+        text = json.dumps(tokenizer.specification | parts, ensure_ascii=False) + "\n"
     write_atomic(out / JSON, text)
     names = {f"{role}_token": tokenizer.pieces([number])[0]
              for role, number in tokenizer.special_ids.items()}
@@ -32,6 +33,28 @@ def write_tokenizer_json(
                         "model_max_length": max_length, "padding_side": "right",
                         "model_input_names": ["input_ids", "attention_mask"]}
     write_atomic(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def special_token(name: str, number: int, is_mask: bool) -> dict:
+    """Return a special token as tokenizer.json has it.
+
+    A mask takes the space before it along, as the word whose place it takes would (transformers'
+    own classes of RoBERTa and DeBERTa v1 do the same); a pipeline would leave the space in the text
+    otherwise, where the model has never seen one.
+    """
+    return {"id": number, "content": name, "single_word": False, "lstrip": is_mask,
+            "rstrip": False, "normalized": False, "special": True}
+
+
+def _with_roles(tokenizer: Tokenizer) -> list[dict]:
+    """Return the added tokens, with the special tokens that stand in the vocabulary alone."""
+    added = list(tokenizer.specification["added_tokens"])
+    known = {token["content"] for token in added}
+    for role, number in tokenizer.special_ids.items():
+        name = tokenizer.pieces([number])[0]
+        if name not in known:
+            added.append(special_token(name, number, role == "mask"))
+    return sorted(added, key=lambda token: token["id"])
 
 
 def _framing(tokenizer: Tokenizer) -> dict:
@@ -71,8 +94,7 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
             roles[role] = max(ids.values()) + 1
             ids[names[-1]] = roles[role]
             specification["added_tokens"].append(
-                {"id": roles[role], "content": names[-1], "single_word": False, "lstrip": False,
-                 "rstrip": False, "normalized": False, "special": True})
+                special_token(names[-1], roles[role], role == "mask"))
     pieces = {number: piece for piece, number in ids.items()}
     write_atomic(out / JSON, json.dumps(specification, ensure_ascii=False) + "\n")
     write_atomic(out / SETTINGS, json.dumps(

@@ -22,7 +22,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
 from deberta_ds.tokenizer.files import JSON
-from deberta_ds.tokenizer.publish import write_tokenizer_json
+from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
 
 KINDS = ("byte_bpe", "bpe", "wordpiece")
 
@@ -52,9 +52,7 @@ def train_fast(
                         "this sample; ask for fewer pieces or give more text")
     parts = json.loads(fast.to_str())
     parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_PIECES)]  # bytes are pieces
-    parts["added_tokens"].append(
-        {"id": pieces, "content": MASK_PIECE, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False, "special": True})
+    parts["added_tokens"].append(special_token(MASK_PIECE, pieces, is_mask=True))
     write_atomic(out / JSON, json.dumps(parts, ensure_ascii=False) + "\n")
     write_tokenizer_json(Tokenizer(out / JSON), out)
     return Tokenizer(out)
