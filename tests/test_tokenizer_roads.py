@@ -4,7 +4,13 @@ tests/tokenizer_roads.py takes it for every kind and writes the table of docs/da
 """
 
 import pytest
+import tokenizer_makers as makers
 import tokenizer_roads as roads
+import tokenizers
+from data_helpers import random_documents
+
+from deberta_ds.formats.tokenizer_files import build_tokenizer_json
+from deberta_ds.tokenizer import Tokenizer
 
 
 @pytest.mark.multi
@@ -14,3 +20,13 @@ def test_v1_goes_from_public_files_to_a_fine_tuned_model(tmp_path):
     found = roads.take(kind, tmp_path / "v1", steps)
     problems = {name: result["problem"] for name, result in found.items() if "problem" in result}
     assert not problems and len(found) == len(steps)
+
+
+def test_a_sentencepiece_bpe_model_is_published_with_its_ids(tmp_path):
+    """`tokenizers` has no such model: the merges are read off the pieces and their scores."""
+    makers.sentencepiece_bpe(tmp_path / "spm.model")
+    ours = Tokenizer(tmp_path / "spm.model")
+    published = tokenizers.Tokenizer.from_str(build_tokenizer_json(ours))
+    assert published.token_to_id("[MASK]") == ours.mask_id
+    for text in (*roads.TEXTS, *random_documents(50, seed=7)):
+        assert published.encode(text).ids[1:-1] == ours.encode(text), text

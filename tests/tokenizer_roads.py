@@ -46,10 +46,10 @@ class Kind:
 
 
 KINDS = (
-    Kind("SentencePiece unigram", "spm.model", ("--kind", "unigram", "--pieces", "600")),
+    Kind("SentencePiece unigram", "spm.model", ("--kind", "unigram", "--pieces", "400")),
     Kind("SentencePiece BPE", "spm.model", make=makers.sentencepiece_bpe),
     Kind("byte-level BPE, tokenizer.json", "tokenizer", ("--kind", "byte_bpe", "--pieces", "600")),
-    Kind("WordPiece, tokenizer.json", "tokenizer", ("--kind", "wordpiece", "--pieces", "600")),
+    Kind("WordPiece, tokenizer.json", "tokenizer", ("--kind", "wordpiece", "--pieces", "400")),
     Kind("Metaspace BPE, tokenizer.json", "tokenizer", ("--kind", "bpe", "--pieces", "600")),
     Kind("Metaspace BPE as Llama's", "tokenizer.json", make=makers.metaspace_bpe),
     Kind("Unigram, tokenizer.json", "tokenizer.json", make=makers.unigram),
