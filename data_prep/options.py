@@ -67,6 +67,8 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
         help="a document of a text file: file, line, blank_line or match:PATTERN",
     )
     parser.add_argument("--text_key", default="text", help="key or column of the text")
+    parser.add_argument("--id_key", default="",
+                        help="key or column of the document's id, kept beside the shards")
     parser.add_argument("--label_key", default="", help="key or column to count by (language)")
     parser.add_argument(
         "--label_from_directory", action="store_true", help="count by the name of the directory"
@@ -85,7 +87,7 @@ def read_options(args: argparse.Namespace) -> "ReadOptions":
 
     return ReadOptions(
         args.documents, args.text_key, args.label_key, args.label_from_directory,
-        args.max_document_bytes,
+        args.max_document_bytes, args.id_key,
     )
 
 

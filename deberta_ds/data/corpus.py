@@ -208,6 +208,25 @@ class Corpus:
         return {shard.name: range(int(first), int(last)) for (shard, _), first, last in zip(
             self._shards, self._cumulative[:-1], self._cumulative[1:], strict=True)}
 
+    def documents_of(self, index: int) -> tuple[str, list[int]]:
+        """Return (shard, its documents that row `index` holds pieces of, in the row's order)."""
+        number, local = self._find(index)
+        paths = self._paths(number)
+        first, last = map_array(paths.starts)[local : local + 2].tolist()
+        begins = map_array(paths.pieces)[first:last, 0].astype(np.int64)
+        found = map_array(paths.ends).searchsorted(begins, side="right")
+        return self._shards[number][0].name, found.tolist()
+
+    def rows_of(self, shard: str, document: int) -> list[int]:
+        """Return the rows that hold pieces of a document of a shard."""
+        paths = self._paths([info.name for info, _ in self._shards].index(shard))
+        ends = map_array(paths.ends)
+        begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
+        starts = map_array(paths.pieces)[:, 0]
+        pieces = np.flatnonzero((starts >= begin) & (starts < end))
+        rows = map_array(paths.starts).searchsorted(pieces, side="right") - 1
+        return sorted({self.shard_rows[shard].start + row for row in rows.tolist()})
+
     def place(self, index: int) -> str:
         """Return where row `index` lies, for messages: shard file and row in it."""
         number, local = self._find(index)

@@ -100,11 +100,15 @@ def canonical_json(value: Manifest | RowsManifest) -> str:
     return head + ', "shards": [\n' + ",\n".join(shards) + "\n]}\n"
 
 
+def fingerprint_of(value: Manifest | RowsManifest) -> str:
+    """Return the fingerprint that a manifest has once it is written."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
 def write_manifest(directory: str | Path, value: Manifest | RowsManifest) -> str:
     """Write manifest.json atomically and return its fingerprint."""
-    text = canonical_json(value)
-    write_atomic(Path(directory) / MANIFEST, text)
-    return hashlib.sha256(text.encode()).hexdigest()
+    write_atomic(Path(directory) / MANIFEST, canonical_json(value))
+    return fingerprint_of(value)
 
 
 def read_manifest(directory: str | Path) -> tuple[Manifest, str]:

@@ -67,7 +67,7 @@ def find_contamination(
     evaluation = [extent for unit in plan_units(against, ReadOptions()) for extent in unit]
     numbers = {source: number for number, source in enumerate(input_files(units))}
     description = {
-        "version": FINDINGS_VERSION, "units": units_digest(units), "read": asdict(read),
+        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
         "text_rules": TEXT_RULES_VERSION, "against": units_digest([evaluation]), "words": words,
     }
     with job(out, description, finished=MANIFEST) as is_done:

@@ -13,7 +13,6 @@ call over all of them.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def find_duplicates(
     bands = near.near_bands(near_threshold) if near_threshold else (0, 0)
     numbers = {source: number for number, source in enumerate(input_files(units))}
     description = {
-        "version": FINDINGS_VERSION, "units": units_digest(units), "read": asdict(read),
+        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
         "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold, "bands": list(bands),
     }
     with job(out, description, finished=MANIFEST, part=part) as is_done:

@@ -37,6 +37,11 @@ class ReadOptions:
     label_key: str = ""
     label_from_directory: bool = False
     max_document_bytes: int = 1 << 26
+    id_key: str = ""
+
+    def describe(self) -> dict:
+        """Return what ties a job to these options; those of jobs begun before id_key was."""
+        return {name: value for name, value in asdict(self).items() if name != "id_key" or value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class Document(NamedTuple):  # made in a third of a dataclass's time, once a doc
     kind: str
     label: str = ""
     problem: str = ""
+    id: str = ""
 
     def place(self) -> str:
         """Return file:line (or file:row) for messages; counts line ends, so only for errors."""

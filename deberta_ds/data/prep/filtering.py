@@ -23,7 +23,7 @@ def try_filters(
     one part of an array of jobs.
     """
     filters_of(rules)  # a bad function or language is said before any work
-    description = {"version": _TRY_VERSION, "units": units_digest(units), "read": asdict(read),
+    description = {"version": _TRY_VERSION, "units": units_digest(units), "read": read.describe(),
                    "filters": describe(rules)}
     with job(out, description, finished=REPORT, part=part) as is_done:
         if not is_done:

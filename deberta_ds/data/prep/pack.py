@@ -40,7 +40,7 @@ def pack_corpus(
     if seq_len < MIN_SEQ_LEN:
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
-    description = {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
+    description = plan_description(fingerprint, seq_len)
     with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             word_starts = tokenizer.word_starts()
@@ -58,6 +58,11 @@ def pack_corpus(
             rows = RowsManifest(seq_len, PACKER_VERSION, fingerprint, hard_cuts, shards)
             write_manifest(directory, rows)
     return read_rows_manifest(directory)[0]
+
+
+def plan_description(fingerprint: str, seq_len: int) -> dict:
+    """Return what decides a row plan: the corpus, the length and the packer."""
+    return {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
 
 
 def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: int) -> dict:

@@ -20,6 +20,7 @@ from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_st
 from deberta_ds.errors import UserError, naming
 
 _BLOCK_BYTES = 1 << 18
+_EMPTY: dict = {}  # what an empty line of JSON lines stands for
 
 
 def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
@@ -178,18 +179,18 @@ def _text_document(
 def _json_document(
     path: str, where: int, line: bytes, problem: str, label: str, options: ReadOptions
 ) -> Document:
-    text = ""
+    text = name = ""
     if where == 0:
         line = line.removeprefix(codecs.BOM_UTF8)
     if not problem:
         try:
-            record = _parse(line.decode("utf-8")) if line.strip() else {options.text_key: ""}
-            text, problem, label = _fields(record, label, options)
+            record = _parse(line.decode("utf-8")) if line.strip() else _EMPTY
+            text, problem, label, name = _fields(record, label, options)
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
         except (ValueError, RecursionError) as error:
             problem = f"not JSON ({error})"
-    return Document(text, path, where, "json", label, problem)
+    return Document(text, path, where, "json", label, problem, name)
 
 
 def _parse(line: str):
@@ -199,23 +200,31 @@ def _parse(line: str):
         return json.loads(line)  # knows NaN, which Python programs write, and names the fault
 
 
-def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str]:
-    """Return (text, problem, label) of one record."""
+def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str, str]:
+    """Return (text, problem, label, id) of one record."""
+    if record is _EMPTY:
+        return "", "", label, ""
     if not isinstance(record, dict):
-        return "", f"a JSON {type(record).__name__}, not an object", label
+        return "", f"a JSON {type(record).__name__}, not an object", label, ""
     text = record.get(options.text_key)
     if text is None and options.text_key in record:
-        return "", f"no string under {options.text_key!r} but null", label
+        return "", f"no string under {options.text_key!r} but null", label, ""
     if not isinstance(text, str):
         found = ", ".join(map(str, record)) or "nothing"
-        return "", f"no string under {options.text_key!r} (found: {found}); see --text_key", label
+        problem = f"no string under {options.text_key!r} (found: {found}); see --text_key"
+        return "", problem, label, ""
     if options.label_key:
         label = str(record.get(options.label_key, ""))
-    return text, "", label
+    if not options.id_key:
+        return text, "", label, ""
+    name = record.get(options.id_key)
+    if name is None or name == "":
+        return "", f"no id under {options.id_key!r}; see --id_key", label, ""
+    return text, "", label, str(name)
 
 
 def _columns(options: ReadOptions, available: list[str], path: str) -> list[str]:
-    wanted = [options.text_key] + ([options.label_key] if options.label_key else [])
+    wanted = [options.text_key] + [key for key in (options.label_key, options.id_key) if key]
     for name in wanted:
         if name not in available:
             raise UserError(f"{path}: no column {name!r} (found: {', '.join(available)})")
@@ -234,8 +243,8 @@ def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         rows = csv.DictReader(text, delimiter=delimiter, strict=True)
         _columns(options, list(rows.fieldnames or []), extent.path)
         for row, record in enumerate(rows):
-            found, problem, named = _fields(record, label, options)
-            yield Document(found, extent.path, row, extent.kind, named, problem)
+            found, problem, named, name = _fields(record, label, options)
+            yield Document(found, extent.path, row, extent.kind, named, problem, name)
 
 
 def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
@@ -274,13 +283,13 @@ def _read_arrow(extent: Extent, options: ReadOptions) -> Iterator[Document]:
 def _read_batch(batch, row: int, extent: Extent, options: ReadOptions) -> Iterator[Document]:
     directory = _directory_label(extent, options)
     for offset, record in enumerate(batch.to_pylist()):
-        text, problem, label = _fields(record, directory, options)
-        yield Document(text, extent.path, row + offset, extent.kind, label, problem)
+        text, problem, label, name = _fields(record, directory, options)
+        yield Document(text, extent.path, row + offset, extent.kind, label, problem, name)
 
 
 def _read_stream(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     stream = open_stream(extent.path).shard(num_shards=extent.end, index=extent.start)
     for row, record in enumerate(stream):
-        text, problem, label = _fields(record, "", options)
+        text, problem, label, name = _fields(record, "", options)
         place = f"{extent.path} (shard {extent.start})"
-        yield Document(text, place, row, "stream", label, problem)
+        yield Document(text, place, row, "stream", label, problem, name)

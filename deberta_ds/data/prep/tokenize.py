@@ -16,6 +16,12 @@ from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.data.prep.filtering import describe, filters_of, write_report
 from deberta_ds.data.prep.filters import Tally
 from deberta_ds.data.prep.findings import Findings
+from deberta_ds.data.prep.identity import (
+    Origin,
+    OriginWriter,
+    origin_of,
+    write_origins_manifest,
+)
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
     TEXT_RULES_VERSION,
@@ -84,7 +90,7 @@ def tokenize_corpus(
         search.check(units, read)
     description = {
         "version": JOB_VERSION, "units": units_digest(units),
-        "tokenizer": tokenizer.sha256, "read": asdict(read), "clean": asdict(clean),
+        "tokenizer": tokenizer.sha256, "read": read.describe(), "clean": asdict(clean),
         "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
         "heldout_share": share,
         "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
@@ -107,6 +113,9 @@ def tokenize_corpus(
             if filters:
                 write_report(out, filters, [result["filters"] for result in results])
             for target in reversed(targets):
+                write_origins_manifest(target, {
+                    name: file for result in results
+                    for name, file in result.get("origins", {}).get(target, {}).items()})
                 write_manifest(target, _manifest(results, target == targets[0], tokenizer))
     return {target: read_manifest(target)[0] for target in targets}
 
@@ -160,13 +169,15 @@ def tokenize_unit(
                     # Line ends that part the documents of a text file belong to neither.
                     text = (document.text if read.documents == "file"
                             else document.text.strip("\r\n"))
-                writers[held_out].write(text, document.label)
+                writers[held_out].write(text, origin_of(document))
         if tokenizer.normalizes_itself:
             counts["removed_characters"] = 0  # removed from what was looked at, not from the text
         shards = [writer.finish() for writer in writers]
     return {
         "shards": [[asdict(shard) for shard in written] for written in shards],
         "labels": [writer.labels for writer in writers],
+        "origins": {target: writer.origins for target, writer in zip(targets, writers,
+                                                                     strict=True)},
         "counts": counts,
         "problems": problems,
     } | ({"filters": asdict(tally)} if filters else {})
@@ -261,6 +272,8 @@ class _Rolling:
         self._dtype = token_dtype(tokenizer.size)
         self._shards: list[ShardInfo] = []
         self._writer: ShardWriter | None = None
+        self._origins: OriginWriter | None = None
+        self.origins: dict[str, list] = {}
         self.labels: dict[str, list[int]] = {}
 
     def __enter__(self):
@@ -269,9 +282,10 @@ class _Rolling:
     def __exit__(self, *error) -> None:
         if self._writer is not None:
             self._writer.abandon()
+            self._origins.abandon()
 
-    def write(self, text: str, label: str) -> None:
-        self._pending.append((text, label))
+    def write(self, text: str, origin: Origin) -> None:
+        self._pending.append((text, origin))
         self._pending_characters += len(text)
         if self._pending_characters >= BATCH_CHARACTERS:
             self._flush()
@@ -279,29 +293,32 @@ class _Rolling:
     def _flush(self) -> None:
         texts = [text for text, _ in self._pending]
         found = encode_documents(self._tokenizer, texts)
-        for (text, label), documents in zip(self._pending, found, strict=True):
-            tokens = sum(self._append(ids) for ids in documents if len(ids))
+        for (text, origin), documents in zip(self._pending, found, strict=True):
+            tokens = sum(self._append(ids, origin) for ids in documents if len(ids))
             if not tokens:  # such as only characters that the tokenizer removes
                 self._counts["empty"] += 1
                 continue
             self._counts["cut"] += len(documents) - 1
-            row = self.labels.setdefault(label, [0, 0, 0])
+            row = self.labels.setdefault(origin.label, [0, 0, 0])
             row[0] += 1
             row[1] += len(text)
             row[2] += tokens
         self._pending, self._pending_characters = [], 0
 
-    def _append(self, ids: np.ndarray) -> int:
+    def _append(self, ids: np.ndarray, origin: Origin) -> int:
         """Add one document to the shard; return its tokens."""
         if self._writer is None:
             name = f"{self._number:05d}-{len(self._shards):03d}"
             self._writer = ShardWriter(self._target, name, self._dtype)
+            self._origins = OriginWriter(self._target, name)
         self._writer.append(ids)
+        self._origins.append(origin)
         if self._writer.tokens >= SHARD_TOKENS:
             self._end_shard()
         return len(ids)
 
     def _end_shard(self) -> None:
+        self.origins[self._writer.name] = self._origins.finish()
         self._shards.append(self._writer.finish())
         self._writer = None
 

@@ -49,7 +49,7 @@ def job(
     Temporary files of a killed run are removed at the start, markers of units at the end.
     """
     directory = Path(directory)
-    text = json.dumps(description, sort_keys=True, indent=1) + "\n"
+    text = _plan_text(description)
     if (directory / finished).exists() and not (directory / MARKERS).exists():
         _check_description(directory, text)
         yield True
@@ -66,11 +66,20 @@ def job(
         is_done = (directory / finished).exists()
         if not is_done:
             with no_space_as_user_error(directory):
-                write_atomic(directory / PLAN, text)
+                write_plan(directory, description)
                 (directory / MARKERS).mkdir(exist_ok=True)
         yield is_done
         if not part:
             shutil.rmtree(directory / MARKERS, ignore_errors=True)
+
+
+def write_plan(directory: Path, description: dict) -> None:
+    """Say in a directory what job its files are of."""
+    write_atomic(directory / PLAN, _plan_text(description))
+
+
+def _plan_text(description: dict) -> str:
+    return json.dumps(description, sort_keys=True, indent=1) + "\n"
 
 
 def _check_description(directory: Path, text: str) -> None:

@@ -1,0 +1,47 @@
+#!/usr/bin/env python
+"""From a row to its documents, and from a document to its rows.
+
+find.py CORPUS --seq_len 512 --row 17 names the documents in row 17 (show.py and messages give such
+numbers); --document ID names the rows of a document: its id (--id_key), or SOURCE@PLACE.
+"""
+
+from options import natural, parser_for, positive
+
+from deberta_ds.errors import UserError, exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("corpus", help="corpus directory")
+    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--row", type=natural, nargs="+", help="rows of the corpus")
+    wanted.add_argument("--document", nargs="+", metavar="ID", help="documents")
+    args = parser.parse_args()
+
+    from deberta_ds.data.corpus import Corpus
+    from deberta_ds.data.prep.identity import Origins
+
+    corpus, origins = Corpus(args.corpus, seq_len=args.seq_len), Origins(args.corpus)
+    for row in args.row or []:
+        if row >= corpus.num_rows:
+            raise UserError(f"{args.corpus}: has {corpus.num_rows:,} rows of {args.seq_len}, row "
+                            f"{row} is none of them")
+        shard, documents = corpus.documents_of(row)
+        for document in documents:
+            origin = origins.of(shard, document)
+            print(f"row {row}: {origin.name} ({origin.source}@{origin.place}, document {document} "
+                  f"of shard {shard}{', ' + origin.label if origin.label else ''})")
+    found = origins.find(args.document) if args.document else {}
+    known = {name for documents in found.values() for name in documents.values()}
+    for name in args.document or []:
+        if name not in known:
+            raise UserError(f"{args.corpus}: holds no document {name}")
+    for shard, documents in found.items():
+        for document, name in documents.items():
+            rows = ", ".join(map(str, corpus.rows_of(shard, document)))
+            print(f"{name}: document {document} of shard {shard}, rows {rows}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

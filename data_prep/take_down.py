@@ -1,0 +1,42 @@
+#!/usr/bin/env python
+"""Take documents out of a finished corpus by id; only their shards are written anew.
+
+The result is another directory; what did not change in it is hard links to the old one's files.
+"""
+
+from pathlib import Path
+
+from options import add_workers, parser_for
+
+from deberta_ds.errors import UserError, exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("corpus", help="corpus directory")
+    parser.add_argument("--out", required=True, help="directory of the new corpus")
+    parser.add_argument("--tokenizer", required=True, help="the corpus's tokenizer")
+    parser.add_argument("--documents", nargs="+", default=[], metavar="ID",
+                        help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
+    parser.add_argument("--documents_from", metavar="FILE", help="a file with one of them a line")
+    add_workers(parser)
+    args = parser.parse_args()
+
+    from deberta_ds.data.prep.takedown import take_down
+    from deberta_ds.errors import naming
+    from deberta_ds.tokenizer import Tokenizer
+
+    names = list(args.documents)
+    if args.documents_from:
+        with naming(args.documents_from):
+            names += Path(args.documents_from).read_text("utf-8").splitlines()
+    names = [name for name in names if name]
+    if not names:
+        raise UserError("no documents named; give --documents or --documents_from")
+    done = take_down(args.corpus, names, args.out, Tokenizer(args.tokenizer), workers=args.workers)
+    print(f"{args.out}: {done['documents']:,} documents taken out, {done['shards']:,} shards "
+          "written anew")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

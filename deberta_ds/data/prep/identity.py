@@ -1,0 +1,144 @@
+"""Where each document of a corpus came from, kept beside its shards.
+
+    corpus/
+      documents/NAME.parquet   row i is document i of tokens/NAME.npy: its source (input file), its
+                               place there (byte offset or row), its id (--id_key) and its label
+      documents/manifest.json  size and xxh3-128 of each; written before the corpus's own manifest
+
+They take no part in the corpus's fingerprint: equal shards are equal, whatever they came from.
+Corpora of version 0.1.0 have none.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from deberta_ds.data.corpus import check_file
+from deberta_ds.data.prep.documents import Document
+from deberta_ds.data.shards import MANIFEST
+from deberta_ds.errors import UserError
+from deberta_ds.files import atomic_path, write_atomic, xxh3
+
+DIRECTORY = "documents"
+_SCHEMA = pa.schema([("source", pa.string()), ("place", pa.int64()), ("id", pa.string()),
+                     ("label", pa.string())])
+_GROUP_DOCUMENTS = 1 << 15
+_AGAIN = "copy it again from its source, or make the corpus again"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a document came from. `id` is "" without --id_key."""
+
+    source: str
+    place: int
+    id: str
+    label: str
+
+    @property
+    def name(self) -> str:
+        """Return what take_down.py and find.py call it: its id, else SOURCE@PLACE."""
+        return self.id or f"{self.source}@{self.place}"
+
+
+def origin_of(document: Document) -> Origin:
+    return Origin(document.path, document.where, document.id, document.label)
+
+
+class OriginWriter:
+    """Writes the origins of one shard; memory is one group of documents."""
+
+    def __init__(self, corpus: str | Path, name: str):
+        self._path = origins_path(corpus, name)
+        self._context = atomic_path(self._path)
+        self._file = pq.ParquetWriter(self._context.__enter__(), _SCHEMA, compression="zstd")
+        self._pending: list[Origin] = []
+
+    def append(self, origin: Origin) -> None:
+        self._pending.append(origin)
+        if len(self._pending) == _GROUP_DOCUMENTS:
+            self._write()
+
+    def _write(self) -> None:
+        columns = [[getattr(origin, name) for origin in self._pending] for name in _SCHEMA.names]
+        self._file.write_table(pa.table(columns, schema=_SCHEMA))
+        self._pending = []
+
+    def finish(self) -> list:
+        """Complete the file and return [its size, its xxh3-128]."""
+        if self._pending:
+            self._write()
+        self._file.close()
+        self._context.__exit__(None, None, None)
+        return [self._path.stat().st_size, xxh3(self._path)]
+
+    def abandon(self) -> None:
+        """Remove the unfinished file."""
+        self._file.close()
+        self._context.__exit__(None, None, None)
+        self._path.unlink(missing_ok=True)
+
+
+def origins_path(corpus: str | Path, name: str) -> Path:
+    return Path(corpus) / DIRECTORY / f"{name}.parquet"
+
+
+def write_origins_manifest(corpus: str | Path, files: dict[str, list]) -> None:
+    """`files`: {shard: [bytes, xxh3]} of those shards that have origins."""
+    text = json.dumps({"version": 1, "files": files}, sort_keys=True, indent=1) + "\n"
+    write_atomic(Path(corpus) / DIRECTORY / MANIFEST, text)
+
+
+class Origins:
+    """The origins of a corpus's documents, opened for looking things up."""
+
+    def __init__(self, corpus: str | Path):
+        """UserError if the corpus has none, or a damaged list of them."""
+        self._corpus, path = Path(corpus), Path(corpus) / DIRECTORY / MANIFEST
+        try:
+            self.files = json.loads(path.read_bytes())["files"]
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; the corpus was made by a version that kept "
+                            "no origins of documents: make it again to have them") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from error
+        self.table = cache(self._read)
+
+    def _read(self, name: str) -> pa.Table:
+        """Return the table of one shard."""
+        if name not in self.files:
+            raise UserError(f"{self._corpus}: no origins of the documents of shard {name}")
+        path = origins_path(self._corpus, name)
+        check_file(path, *self.files[name], _AGAIN)
+        return pq.read_table(path)
+
+    def of(self, name: str, document: int) -> Origin:
+        """Return the origin of a document of shard `name`."""
+        row = self._read_row(name, document)
+        return Origin(**row)
+
+    def _read_row(self, name: str, document: int) -> dict:
+        return self.table(name).slice(document, 1).to_pylist()[0]
+
+    def find(self, names: list[str]) -> dict[str, dict[int, str]]:
+        """Return {shard: {document in it: its name}} of documents called by id or SOURCE@PLACE."""
+        found: dict[str, dict[int, str]] = {}
+        for shard in self.files:
+            for document, name in _matching(self._read(shard), names):
+                found.setdefault(shard, {})[document] = name
+        return found
+
+
+def _matching(table: pa.Table, names: list[str]) -> Iterator[tuple[int, str]]:
+    wanted = pa.array(names, pa.string())
+    places = pc.binary_join_element_wise(table["source"], pc.cast(table["place"], pa.string()), "@")
+    called = pc.if_else(pc.equal(table["id"], ""), places, table["id"])
+    for column in (called, places):
+        which = pc.indices_nonzero(pc.is_in(column, value_set=wanted)).to_pylist()
+        yield from ((index, column[index].as_py()) for index in which)
