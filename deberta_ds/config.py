@@ -118,6 +118,10 @@ class DataConfig:
     eval_replaced: str | dict[str, str] = option(
         "rtd_cached: what data_prep/replace.py made of it; of several: by the same names", "")
     seed: int = option("of the order, the masks and the generator's samples", 0, ge=0, le=_LARGEST)
+    cache: str = option("directory of this host for the blocks of corpora at a URL",
+                        "~/.cache/deberta_ds", min_length=1)
+    cache_gigabytes: float = option("kept there at most, with some seconds' grace; 0: all that is "
+                                    "read", 0.0, ge=0, le=1e9)
     across_documents: bool = option("true: pieces of a row see each other (official packing)",
                                     False)
     verify: Literal["sizes", "full"] = option(

@@ -138,7 +138,9 @@ def write_marker(out, name, whole):
     texts = stored_texts_of(out, name, ends)
     counts = dict.fromkeys(COUNTS, 0)
     labels = {"": [len(ends), sum(map(len, texts)), shard.tokens]}
-    result = {"shards": [[asdict(shard)]], "labels": [labels], "counts": counts, "problems": []}
+    origins = json.loads(whole["documents/manifest.json"])["files"][name]
+    result = {"shards": [[asdict(shard)]], "labels": [labels], "counts": counts, "problems": [],
+              "origins": [{name: origins}]}
     (out / ".units" / f"{name[:5]}.json").write_text(json.dumps(result))
 
 

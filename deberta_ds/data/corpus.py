@@ -14,6 +14,7 @@ import xxhash
 
 from deberta_ds.data.packing import FRAME_TOKENS
 from deberta_ds.data.reading import read_bytes
+from deberta_ds.data.remote import DEFAULT_CACHE, Cache, RemoteCorpus, is_remote
 from deberta_ds.data.shards import (
     MANIFEST,
     RowShardInfo,
@@ -38,19 +39,23 @@ class Corpus:
 
     def __init__(
         self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0),
-        part_by: str = "hash",
+        part_by: str = "hash", cache: Cache = DEFAULT_CACHE,
     ):
         """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale.
 
         `part` (from, to) in [0, 1] opens only that stretch of the shards: stages of other lengths
         that take other parts share no token. `part_by` "hash" orders the shards by a hash of their
         names, so that every part is a sample of all inputs; "position" leaves them in input order,
-        as version 0.1.0 did.
+        as version 0.1.0 did. `path` may be a URL where data_prep/upload.py has put the corpus.
         """
-        self.path = Path(path)
+        self._remote = RemoteCorpus(str(path), cache) if is_remote(path) else None
+        self.path = self._remote.directory if self._remote else Path(path)
+        self._read = self._remote.read if self._remote else read_bytes
         self.seq_len = seq_len
         self.manifest, self.corpus_fingerprint = read_manifest(self.path)
         rows_path = rows_directory(self.path, seq_len)
+        if self._remote:
+            self._remote.fetch(f"{rows_path.name}/{MANIFEST}")
         if not (rows_path / MANIFEST).exists():
             found = sorted(p.parent.name for p in self.row_plans(self.path))
             names = ", ".join(found) or "none"
@@ -98,8 +103,11 @@ class Corpus:
         """Check the files of shards rank::world_size and return how many files were checked.
 
         "sizes" compares sizes, "full" also xxh3 checksums and every row of the plan. UserError
-        names the first bad file.
+        names the first bad file. Of a remote corpus nothing is checked: its blocks are, as they
+        are read.
         """
+        if self._remote:
+            return 0
         if mode not in VERIFY_MODES:
             raise UserError(f"verify is {mode!r}; it must be one of {', '.join(VERIFY_MODES)}")
         fetch = "copy the shard again from its source, or make the corpus again"
@@ -145,12 +153,12 @@ class Corpus:
         shard, rows = self._shards[number]
         paths = self._paths(number)
         header = rows.starts_bytes - 4 * (rows.rows + 1)
-        first, last = struct.unpack("<2I", read_bytes(paths.starts, header + 4 * local, 8))
+        first, last = struct.unpack("<2I", self._read(paths.starts, header + 4 * local, 8))
         count = last - first
         if not 0 < count <= self.seq_len or last > rows.pieces:
             raise self._bad_row(number, local)
         header = rows.bytes - 8 * rows.pieces
-        data = read_bytes(paths.pieces, header + 8 * first, 8 * count)
+        data = self._read(paths.pieces, header + 8 * first, 8 * count)
         numbers = struct.unpack(f"<{2 * count}I", data)
         begins, lengths = numbers[::2], numbers[1::2]
         ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
@@ -167,7 +175,7 @@ class Corpus:
     def _tokens(self, number: int, first: int, last: int) -> np.ndarray:
         shard, size = self._shards[number][0], self._dtype.itemsize
         offset = shard.bytes - size * (shard.tokens - first)
-        data = read_bytes(self._paths(number).tokens, offset, size * (last - first))
+        data = self._read(self._paths(number).tokens, offset, size * (last - first))
         return np.frombuffer(data, self._dtype)
 
     def _find(self, index: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
 from deberta_ds.data.mixture import build_mixture, build_slot_mixture
 from deberta_ds.data.permutation import Permutation
+from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.data.replaced import Replacements
 from deberta_ds.errors import UserError
 
@@ -49,6 +50,7 @@ class RowDataset:
         rules: int = ROW_RULES,
         draws_by: str = "epoch",
         rows_of_run: int = 0,
+        cache: Cache = DEFAULT_CACHE,
     ):
         """Open and check every source.
 
@@ -69,7 +71,7 @@ class RowDataset:
         self._mixture = build([source.weight for source in sources])
         self._corpora = [
             Corpus(source.path, seq_len=seq_len, part=source.part,
-                   part_by=source.part_by if rules > 1 else "position")
+                   part_by=source.part_by if rules > 1 else "position", cache=cache)
             for source in sources
         ]
         for corpus in self._corpora:
@@ -214,7 +216,7 @@ def frame_pieces(
 def eval_rows(
     path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
     num_rows: int | None = None, across_documents: bool = False, verify: str = "sizes",
-    rules: int = ROW_RULES, replaced: str = "",
+    rules: int = ROW_RULES, replaced: str = "", cache: Cache = DEFAULT_CACHE,
 ) -> list[Row]:
     """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
@@ -223,7 +225,7 @@ def eval_rows(
     """
     dataset = RowDataset(
         [SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len, seed=eval_seed,
-        mask=mask, across_documents=across_documents, verify=verify, rules=rules,
+        mask=mask, across_documents=across_documents, verify=verify, rules=rules, cache=cache,
     )
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows

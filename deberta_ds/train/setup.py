@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.config import RunConfig
+from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.formats.shape import padded_rows
@@ -68,17 +69,18 @@ def open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inpu
 def _open(run: RunConfig, rules: int) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     """Open tokenizer and corpora; each rank verifies its share of the shards."""
     data, mask = run.data, run.objective.mask
+    cache = Cache(data.cache, data.cache_gigabytes)
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(
         data.sources, tokenizer,
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
         rules=rules, draws_by=run.objective.draws_by,
-        rows_of_run=run.train.steps * run.train.global_batch_rows)
+        rows_of_run=run.train.steps * run.train.global_batch_rows, cache=cache)
     held_out = {
         name: eval_rows(path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
                         num_rows=run.train.eval_rows, across_documents=data.across_documents,
-                        rules=rules, replaced=data.eval_replacements.get(name, ""))
+                        rules=rules, replaced=data.eval_replacements.get(name, ""), cache=cache)
         for name, path in data.eval_corpora.items()}
     return tokenizer, dataset, held_out
 

@@ -112,10 +112,10 @@ def tokenize_corpus(
             _check_problems(results, clean)
             if filters:
                 write_report(out, filters, [result["filters"] for result in results])
-            for target in reversed(targets):
-                write_origins_manifest(target, {
-                    name: file for result in results
-                    for name, file in result.get("origins", {}).get(target, {}).items()})
+            for number, target in reversed(list(enumerate(targets))):
+                write_origins_manifest(target, {  # units done by older versions have none
+                    name: file for result in results if "origins" in result
+                    for name, file in result["origins"][number].items()})
                 write_manifest(target, _manifest(results, target == targets[0], tokenizer))
     return {target: read_manifest(target)[0] for target in targets}
 
@@ -176,8 +176,7 @@ def tokenize_unit(
     return {
         "shards": [[asdict(shard) for shard in written] for written in shards],
         "labels": [writer.labels for writer in writers],
-        "origins": {target: writer.origins for target, writer in zip(targets, writers,
-                                                                     strict=True)},
+        "origins": [writer.origins for writer in writers],
         "counts": counts,
         "problems": problems,
     } | ({"filters": asdict(tally)} if filters else {})

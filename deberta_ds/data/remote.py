@@ -1,0 +1,278 @@
+"""Corpora on anything that fsspec opens (s3://, gs://, https://, file://), read block by block.
+
+A row of a remote corpus needs a few blocks of 128 KiB. Each is fetched once, written to its place
+in a sparse local file and checked against its checksum every time it is read from there. So there
+is no list of what is present: what is missing, cut short, evicted or half written after a crash
+differs from its checksum and is fetched (again), and the processes of a host share the files
+without locks. Where reading takes long, the loader's threads read the rows that come next.
+
+    URL/blocks/manifest.json      block size, and {file: [bytes, xxh3-128 of its checksums]}
+    URL/blocks/FILE               u64 xxh3 of each block of FILE
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import xxhash
+
+from deberta_ds.data.shards import MANIFEST
+from deberta_ds.errors import UserError, first_line
+from deberta_ds.files import write_atomic
+
+BLOCK_BYTES = 1 << 17
+BLOCKS = "blocks"
+_TRIES = 8
+_FIRST_WAIT_SECONDS = 0.1  # doubled at each try: 13 s in all
+_BLOCKS_BETWEEN_COUNTS = 256
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where blocks are kept on this host, and how much of them; 0: all that are read."""
+
+    directory: str = "~/.cache/deberta_ds"
+    gigabytes: float = 0.0
+
+
+DEFAULT_CACHE = Cache()
+
+
+def is_remote(path: str | Path) -> bool:
+    return "://" in str(path)
+
+
+def file_system(url: str):
+    """Return (file system, path in it). s3:// needs no package where s3fs is not installed: Arrow
+    has a client (AWS_ENDPOINT_URL names another server than Amazon's).
+    """
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        if url.startswith("s3://"):
+            return _arrow_s3(), url.removeprefix("s3://").rstrip("/")
+        raise UserError(f"{url}: needs another package: {error}") from error
+
+
+def _arrow_s3():
+    from fsspec.implementations.arrow import ArrowFSWrapper
+    from pyarrow.fs import S3FileSystem
+
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    scheme, _, host = endpoint.rpartition("://")
+    options = {"endpoint_override": host, "scheme": scheme or "https"} if endpoint else {}
+    class ArrowS3(ArrowFSWrapper):
+        def cat_file(self, path, start=None, end=None, **_):  # the wrapper's own cannot seek
+            with self.fs.open_input_file(path) as file:
+                start, end = start or 0, file.size() if end is None else end
+                return file.read_at(end - start, start)
+
+    return ArrowS3(S3FileSystem(region=os.environ.get("AWS_REGION"), **options))
+
+
+class RemoteCorpus:
+    """A corpus at a URL, and its local files.
+
+    Attributes: directory, which has the manifests at once and the shards block by block.
+    """
+
+    def __init__(self, url: str, cache: Cache):
+        """Fetch the corpus's manifest and the one of its blocks; UserError if there is none."""
+        self.url, self._cache = url.rstrip("/"), cache
+        root = Path(cache.directory).expanduser()
+        self.directory = root / xxhash.xxh3_64_hexdigest(self.url.encode())
+        self._systems: dict[int, tuple] = {}
+        self._sums: dict[str, np.ndarray] = {}
+        self._written = 0
+        self.fetch(MANIFEST)
+        blocks = json.loads(self.fetch(f"{BLOCKS}/{MANIFEST}"))
+        if blocks.get("block_bytes") != BLOCK_BYTES:
+            raise UserError(f"{url}: blocks of another version of data_prep/upload.py; upload the "
+                            "corpus again")
+        self._files: dict[str, list] = blocks["files"]
+
+    def fetch(self, name: str) -> bytes:
+        """Return a small file and write it to its place in the directory."""
+        data = self._get(name, None, None, _is_json)
+        if not (self.directory / name).exists() or (self.directory / name).read_bytes() != data:
+            write_atomic(self.directory / name, data)
+        return data
+
+    def read(self, path: str, offset: int, count: int) -> bytes:
+        """Return `count` bytes of a local file from `offset`, fetching the blocks that miss."""
+        name = str(Path(path).relative_to(self.directory))
+        first, last = offset // BLOCK_BYTES, (offset + count - 1) // BLOCK_BYTES
+        data = b"".join(self._block(name, path, number) for number in range(first, last + 1))
+        begin = offset - first * BLOCK_BYTES
+        if len(data) < begin + count:
+            raise UserError(f"{self.url}/{name}: ends before byte {offset + count}; upload the "
+                            "corpus again")
+        return data[begin : begin + count]
+
+    def _block(self, name: str, path: str, number: int) -> bytes:
+        sums, size = self._checksums(name), self._files[name][0]
+        begin, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, size)
+        expected = int(sums[number]) if number < len(sums) else -1
+
+        def is_whole(data: bytes) -> bool:
+            return len(data) == end - begin and xxhash.xxh3_64_intdigest(data) == expected
+
+        file = self._open(path, size)
+        try:
+            data = os.pread(file, end - begin, begin)
+            if is_whole(data):
+                return data
+            data = self._get(name, begin, end, is_whole)
+            os.pwrite(file, data, begin)
+        finally:
+            os.close(file)
+        self._written += 1
+        if self._cache.gigabytes and self._written % _BLOCKS_BETWEEN_COUNTS == 0:
+            self._make_room()
+        return data
+
+    @staticmethod
+    def _open(path: str, size: int) -> int:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if os.fstat(file).st_size < size:
+            os.ftruncate(file, size)
+        return file
+
+    def _checksums(self, name: str) -> np.ndarray:
+        found = self._sums.get(name)
+        if found is None:
+            if name not in self._files:
+                raise UserError(f"{self.url}/{name}: not among what was uploaded; run data_prep/"
+                                "upload.py again")
+            digest = self._files[name][1]
+            data = self._get(f"{BLOCKS}/{name}", None, None,
+                             lambda data: xxhash.xxh3_128_hexdigest(data) == digest)
+            self._sums[name] = found = np.frombuffer(data, "<u8")
+        return found
+
+    def _get(self, name: str, begin: int | None, end: int | None, is_whole) -> bytes:
+        """Return bytes of a remote file, tried again where an answer is cut short or damaged."""
+        wait, problem = _FIRST_WAIT_SECONDS, "damaged: it differs from its checksum"
+        for number in range(_TRIES):
+            try:
+                system, root = self._system
+                data = system.cat_file(f"{root}/{name}", start=begin, end=end)
+                if is_whole(data):
+                    return data
+                problem = "damaged: it differs from its checksum; upload the corpus again"
+            except FileNotFoundError:
+                raise UserError(f"{self.url}/{name}: no such file; upload the corpus with data_prep"
+                                "/upload.py, or give the right address") from None
+            except UserError:
+                raise
+            except Exception as error:  # each file system has errors of its own
+                problem = f"{type(error).__name__}: {first_line(error)}"
+            if number < _TRIES - 1:
+                time.sleep(wait * random.uniform(0.5, 1.0))  # ranks shall not all ask at once
+                wait *= 2
+        raise UserError(f"{self.url}/{name}: cannot be read in {_TRIES} tries ({problem})")
+
+    @property
+    def _system(self) -> tuple:
+        """The file system of this process: clients do not survive a fork."""
+        found = self._systems.get(os.getpid())
+        if found is None:
+            found = self._systems[os.getpid()] = file_system(self.url)
+        return found
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_systems": {}}
+
+    @cached_property
+    def _limit(self) -> int:
+        return int(self._cache.gigabytes * 1e9)
+
+    def _make_room(self) -> None:
+        """Empty files, least recently written first, until a fifth of the limit is free."""
+        files = [(path, path.stat()) for path in self.directory.parent.rglob("*.npy")]
+        used = sum(512 * status.st_blocks for _, status in files)
+        if used <= self._limit:
+            return
+        for path, status in sorted(files, key=lambda item: item[1].st_mtime):
+            if used <= 0.8 * self._limit:
+                return
+            used -= 512 * status.st_blocks
+            os.truncate(path, 0)  # whoever reads it now fetches its blocks again
+
+
+def upload(corpus: str | Path, url: str) -> tuple[int, int]:
+    """Copy a finished corpus to `url` with the checksums of its blocks; return (files, those copied
+    now). A file whose checksums are there already is not copied again; manifests come last.
+    """
+    corpus, (system, root) = Path(corpus), file_system(url)
+    files, copied, total = {}, 0, 0
+    data_files = sorted(path for directory in ("tokens", "ends", "documents", "rows-*")
+                        for path in corpus.glob(f"{directory}/*") if path.name[0] != "."
+                        and path.name != MANIFEST)
+    for path in data_files:
+        name = path.relative_to(corpus).as_posix()
+        sums = _block_sums(path)
+        files[name] = [path.stat().st_size, xxhash.xxh3_128_hexdigest(sums)]
+        total += 1
+        if _remote_bytes(system, f"{root}/{BLOCKS}/{name}") == sums:
+            continue
+        _put(system, f"{root}/{name}", path.read_bytes() if path.stat().st_size < 1 << 26 else path)
+        _put(system, f"{root}/{BLOCKS}/{name}", sums)
+        copied += 1
+    for path in [*sorted(corpus.glob(f"*/{MANIFEST}")), corpus / MANIFEST]:
+        _put(system, f"{root}/{path.relative_to(corpus).as_posix()}", path.read_bytes())
+    text = json.dumps({"version": 1, "block_bytes": BLOCK_BYTES, "files": files}, sort_keys=True)
+    _put(system, f"{root}/{BLOCKS}/{MANIFEST}", text.encode())
+    return total, copied
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        return isinstance(json.loads(data), dict)
+    except ValueError:
+        return False
+
+
+def _block_sums(path: Path) -> bytes:
+    sums = []
+    with open(path, "rb") as file:
+        while data := file.read(BLOCK_BYTES):
+            sums.append(xxhash.xxh3_64_intdigest(data))
+    return np.array(sums, "<u8").tobytes()
+
+
+def _remote_bytes(system, path: str) -> bytes | None:
+    try:
+        return system.cat_file(path)
+    except Exception:  # each file system has errors of its own for what is not there
+        return None
+
+
+def _put(system, path: str, data: bytes | Path) -> None:
+    wait = _FIRST_WAIT_SECONDS
+    for number in range(_TRIES):
+        try:
+            if not path.startswith("/") and "/" in path:
+                system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            elif path.startswith("/"):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            if isinstance(data, bytes):
+                system.pipe_file(path, data)
+            else:
+                system.put_file(str(data), path)
+            return
+        except Exception as error:  # as above
+            if number == _TRIES - 1:
+                raise UserError(f"{path}: cannot be written ({type(error).__name__}: "
+                                f"{first_line(error)}); run the same command again") from error
+            print(f"note: {path}: {first_line(error)}; trying again", file=sys.stderr)
+            time.sleep(wait)
+            wait *= 2

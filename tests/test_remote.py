@@ -1,0 +1,258 @@
+"""Remote corpora: the rows of the local one, whatever the server does to its answers."""
+
+import dataclasses
+import itertools
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from data_helpers import make_corpus, random_documents, tiny_tokenizer
+from fsspec.implementations.local import LocalFileSystem
+
+from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.data import remote
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.remote import BLOCK_BYTES, Cache, RemoteCorpus, upload
+from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.errors import UserError
+
+
+class FaultyFileSystem(LocalFileSystem):
+    """Local files whose reads fail as those of object stores do, in turns."""
+
+    protocol = "faulty"
+    faults = itertools.cycle([""])
+    reads = 0
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("faulty://"))
+
+    def cat_file(self, path, start=None, end=None, **options):
+        type(self).reads += 1
+        data = super().cat_file(path, start=start, end=end, **options)
+        fault = next(self.faults)
+        if fault == "cut":
+            raise ConnectionResetError(104, "Connection reset by peer")
+        if fault == "short":
+            return data[: len(data) // 2]
+        if fault == "corrupt":
+            return data[:-1] + bytes([data[-1] ^ 1])
+        if fault == "slow":
+            time.sleep(0.02)
+        return data
+
+
+fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    generator = random.Random(0)
+    words = [tiny_tokenizer().encode(text) for text in random_documents(300)]
+    documents = [generator.choice(words) for _ in range(2500)]
+    path = make_corpus(tmp_path_factory.mktemp("remote") / "corpus", documents, tiny_tokenizer(),
+                       shards=4)
+    largest = max(file.stat().st_size for file in path.rglob("*.npy"))
+    assert largest > 1.5 * BLOCK_BYTES  # else no file has two blocks
+    return path
+
+
+@pytest.fixture
+def url(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(FaultyFileSystem, "faults", itertools.cycle([""]))
+    monkeypatch.setattr(FaultyFileSystem, "reads", 0)
+    monkeypatch.setattr(remote, "_FIRST_WAIT_SECONDS", 0.001)
+    found = f"faulty://{tmp_path}/store/web"
+    total, copied = upload(corpus, found)
+    assert total == copied == 4 * 4
+    assert upload(corpus, found) == (total, 0)
+    return found
+
+
+def same_rows(local, other, numbers):
+    return all(np.array_equal(a, b) for row in numbers
+               for a, b in zip(local.row(row), other.row(row), strict=True))
+
+
+@pytest.mark.parametrize("faults", [[""], ["cut", ""], ["corrupt", "short", ""],
+                                    ["slow", "cut", "corrupt", "short", "cut", ""]])
+def test_rows_are_those_of_the_local_corpus(corpus, url, tmp_path, monkeypatch, faults):
+    monkeypatch.setattr(FaultyFileSystem, "faults", itertools.cycle(faults))
+    local = Corpus(corpus, seq_len=64)
+    found = Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
+    assert found.fingerprint == local.fingerprint and found.num_rows == local.num_rows
+    assert same_rows(local, found, range(0, local.num_rows, 7))
+    reads = FaultyFileSystem.reads
+    again = pickle.loads(pickle.dumps(found))
+    assert same_rows(local, again, range(0, local.num_rows, 7))
+    assert FaultyFileSystem.reads == reads  # everything was in the cache
+
+
+def test_damage_in_the_cache_is_mended_and_in_the_store_refused(corpus, url, tmp_path):
+    local, cache = Corpus(corpus, seq_len=64), Cache(str(tmp_path / "cache"))
+    found = Corpus(url, seq_len=64, cache=cache)
+    rows = range(0, local.num_rows, 50)
+    assert same_rows(local, found, rows)
+    for path in (tmp_path / "cache").rglob("*.npy"):
+        size = path.stat().st_size
+        path.write_bytes(os.urandom(size // 2))  # cut short, and other bytes
+    assert same_rows(local, found, rows)
+    for path in (tmp_path / "store/web/tokens").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match=r"tokens.*8 tries \(damaged"):
+        Corpus(url, seq_len=64, cache=cache).row(0)
+    with pytest.raises(UserError, match="no such file"):
+        Corpus(url + "x", seq_len=64, cache=cache)
+
+
+def test_a_bounded_cache_stays_small_and_gives_the_same_rows(corpus, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_BLOCKS_BETWEEN_COUNTS", 1)
+    limit = 4 * BLOCK_BYTES
+    cache = Cache(str(tmp_path / "cache"), limit / 1e9)
+    local, found = Corpus(corpus, seq_len=64), Corpus(url, seq_len=64, cache=cache)
+    largest = 0
+    for row in random.Random(1).sample(range(local.num_rows), 60):
+        assert same_rows(local, found, [row])
+        used = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
+        largest = max(largest, used)
+    assert 0 < largest <= limit + BLOCK_BYTES
+
+
+def test_ranks_of_a_host_share_the_cache_at_the_same_time(corpus, url, tmp_path):
+    local = Corpus(corpus, seq_len=64)
+    results = []
+
+    ranks = [Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache"))) for _ in range(4)]
+
+    def read(number):
+        results.append(same_rows(local, ranks[number], range(number, local.num_rows, 5)))
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+
+
+def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
+    """Its first rows need a few blocks; workers fetch ahead; evaluation rows may be remote too."""
+    sizes = sum(path.stat().st_size for path in corpus.rglob("*.npy"))
+    cache = Cache(str(tmp_path / "cache"))
+    options = {"seq_len": 64, "mask": MaskConfig()}
+
+    def dataset(path):
+        return RowDataset([SourceConfig(path=path)], tiny_tokenizer(), seed=1, cache=cache,
+                          **options)
+
+    first = dataset(url)[0]
+    assert np.array_equal(first.input_ids, dataset(str(corpus))[0].input_ids)
+    got = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
+    assert 0 < got < sizes / 2
+    loader = {"start_row": 0, "global_batch_rows": 8, "micro_batch_rows": 4, "rank": 0,
+              "world_size": 1, "num_workers": 1, "num_steps": 4}
+    for one, other in zip(build_loader(dataset(url), **loader),
+                          build_loader(dataset(str(corpus)), **loader), strict=True):
+        for field in dataclasses.fields(one):
+            assert np.array_equal(getattr(one, field.name), getattr(other, field.name))
+    held_out = eval_rows(url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options)
+    assert len(held_out) == 3
+
+
+def test_on_an_s3_server_that_cuts_its_connections(corpus, tmp_path, monkeypatch):
+    """moto's server behind a proxy that breaks every third connection in the middle."""
+    pytest.importorskip("moto")
+    pytest.importorskip("flask")
+    port = _free_port()
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(port)
+        for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+                            "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
+                            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+            monkeypatch.setenv(name, value)
+        from pyarrow.fs import S3FileSystem
+
+        S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http",
+                     allow_bucket_creation=True).create_dir("shop")
+        upload(corpus, "s3://shop/web")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{_cutting_proxy(port)}")
+        fsspec.get_filesystem_class("file").clear_instance_cache()
+        local = Corpus(corpus, seq_len=64)
+        found = Corpus("s3://shop/web", seq_len=64, cache=Cache(str(tmp_path / "cache")))
+        assert same_rows(local, found, range(0, local.num_rows, 25))
+        shutil.rmtree(tmp_path / "cache")  # and in a worker, which the client must survive
+        batches = [[batch.input_ids.numpy() for batch in build_loader(
+            RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
+                       mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
+            start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
+            num_workers=1, num_steps=3)] for path in (corpus, "s3://shop/web")]
+        assert np.array_equal(*batches)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the server did not start")
+
+
+def _cutting_proxy(port: int) -> int:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        for number in itertools.count():
+            client = listener.accept()[0]
+            upstream = socket.create_connection(("127.0.0.1", port))
+            room = 40_000 if number % 3 == 0 else 1 << 60
+            threading.Thread(target=_copy, args=(client, upstream, 1 << 60), daemon=True).start()
+            threading.Thread(target=_copy, args=(upstream, client, room), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def _copy(source, target, room: int) -> None:
+    try:
+        while room > 0 and (data := source.recv(min(room, 1 << 16))):
+            target.sendall(data)
+            room -= len(data)
+    except OSError:
+        pass
+    for end in (source, target):
+        try:
+            end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def test_the_local_directory_has_a_place_for_each_url(tmp_path, corpus, url):
+    cache = Cache(str(tmp_path / "cache"))
+    assert RemoteCorpus(url, cache).directory == RemoteCorpus(url + "/", cache).directory
+    assert Path(tmp_path / "cache") in RemoteCorpus(url, cache).directory.parents
