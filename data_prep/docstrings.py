@@ -13,8 +13,9 @@ def main() -> None:
                         help="stop after this much")
     parser.add_argument("--heldout_share", type=share, default=0.02, help="share of documents")
     parser.add_argument("--pinned", metavar="FILE",
-                        help="only packages of this constraints file, in its versions: the same "
-                             "corpus on every machine (default: all that is installed)")
+                        help="only six packages with much prose, in this constraints file's "
+                             "versions: the same corpus on every machine (default: all that is "
+                             "installed)")
     add_workers(parser)
     args = parser.parse_args()
 

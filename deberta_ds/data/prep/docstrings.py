@@ -29,7 +29,8 @@ _FILES_PER_TASK = 64
 _DOCTEST = (">>>", "...")
 _NOT_PROSE = {"test", "tests", "testing", "idlelib", "encodings", "lib2to3", "ensurepip", "pip"}
 _PROSE_FIRST = ("numpy", "scipy", "sklearn", "pandas", "networkx", "matplotlib", "torch")
-_BUILDS = {"torch", "triton"}  # whose files differ between a CPU and a GPU machine
+# Pinned packages with much prose, whose files are the same for every machine (torch's are not).
+_PINNED_PROSE = ("numpy", "scipy", "scikit-learn", "pandas", "networkx", "matplotlib")
 _PIN = re.compile(r"([A-Za-z0-9._-]+)==(\S+)")
 _OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -50,27 +51,25 @@ def installed_python_files() -> list[str]:
 
 
 def pinned_python_files(constraints: str | Path) -> tuple[list[str], list[str]]:
-    """Return the .py files of the packages that a constraints file pins, and what is not as pinned.
+    """Return the .py files of the _PINNED_PROSE of a constraints file, and what is not as pinned.
 
-    In the order of `installed_python_files`; without the standard library, which differs by version
-    of Python, and without packages that are built differently for GPUs.
+    The standard library is not among them: it differs by version of Python.
     """
+    lines = Path(constraints).read_text(encoding="utf-8").splitlines()
+    pins = dict(pin.groups() for line in lines if (pin := _PIN.fullmatch(line.strip())))
     files, notes = [], []
-    for line in Path(constraints).read_text(encoding="utf-8").splitlines():
-        if not (pin := _PIN.fullmatch(line.strip())) or pin[1] in _BUILDS:
-            continue
+    for name in _PINNED_PROSE:
         try:
-            package = metadata.distribution(pin[1])
+            package = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            notes.append(f"{pin[1]} is not installed")
+            notes.append(f"{name} is not installed")
             continue
-        if package.version != pin[2]:
-            notes.append(f"{pin[1]} is {package.version}, not {pin[2]}")
+        if package.version != pins.get(name):
+            notes.append(f"{name} is {package.version}, not {pins.get(name, 'pinned')}")
         found = sorted(file.parts for file in package.files or [] if file.suffix == ".py"
                        and not _NOT_PROSE & set(file.parts) and ".." not in file.parts)
-        first = _PROSE_FIRST.index(pin[1]) if pin[1] in _PROSE_FIRST else len(_PROSE_FIRST)
-        files += [(first, pin[1], str(package.locate_file("/".join(parts)))) for parts in found]
-    return [path for _, _, path in sorted(files)], notes
+        files += [str(package.locate_file("/".join(parts))) for parts in found]
+    return files, notes
 
 
 def write_docstrings(
