@@ -44,6 +44,10 @@ def rows_of(kind: str, count: int = 32) -> list[dict]:
             row["options"] = [f"it is {animal}" for animal in ("cat", "dog", "moon")]
             DICE.shuffle(row["options"])
             row["label"] = "ABC"[row["options"].index("it is dog")]
+        elif kind == "spans":
+            text = " ".join(words)
+            row["label"] = {"text": animals[:1],
+                            "answer_start": [text.index(animal) for animal in animals[:1]]}
         else:
             row["words"] = words
             row["label"] = [TAGS.get(word, "O") for word in words]
@@ -59,6 +63,8 @@ def write_task(directory: Path, kind: str, rows: list[dict], settings: str = "",
     values["texts"] = ["words"] if kind in ("tags", "choice") else ["words", "extra"]
     if kind == "choice":
         values["choices"] = ["options"]
+    if kind == "spans":
+        values["texts"] = ["extra", "words"]
     values |= more
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     path = directory / "task.toml"
@@ -88,7 +94,8 @@ def train(path: Path, out: Path, *overrides: str) -> dict:
     return result
 
 
-@pytest.mark.parametrize("kind", ["classification", "multilabel", "regression", "choice", "tags"])
+@pytest.mark.parametrize("kind", ["classification", "multilabel", "regression", "choice", "tags",
+                                  "spans"])  # fmt: skip
 def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_group, tmp_path, kind):
     rows = rows_of(kind)
     # Ranks of equal numbers cannot be learned, so a regression is not scored by Spearman here.
@@ -108,6 +115,11 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
         wanted = row["label"]
         if kind == "choice":
             wanted = f"choice{'ABC'.index(wanted)}"
+        if kind == "spans":
+            place = wanted["answer_start"] or [-1]
+            wanted = "".join(wanted["text"])
+            assert [line["start"], line["end"]] == [place[0], place[0] + len(wanted)]
+            assert (line["no_answer_margin"] > saved.threshold) == (not wanted)
         if kind == "regression":
             assert line["prediction"] == pytest.approx(wanted, abs=0.3)
         else:

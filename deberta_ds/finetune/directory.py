@@ -10,6 +10,7 @@
                 DebertaV2ForSequenceClassification                 pooler.dense.*, classifier.*
     tags        DebertaV2ForTokenClassification (a word's label    classifier.*
                 is that of its first token)
+    answer      DebertaV2ForQuestionAnswering                      qa_outputs.*
     choice      DebertaV2ForMultipleChoice; v1 has none: one label pooler.dense.*, classifier.*
                 of DebertaForSequenceClassification
     words       none (AutoModel loads the encoder):                head.attention.*,
@@ -21,6 +22,7 @@ Directories of version 0.1.0 (finetuned.json with the model's shape, our tensor 
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +53,10 @@ _FORMAT = 2  # 0.1.0 wrote no number
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
 _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
             "regress": "ForSequenceClassification", "choice": "ForMultipleChoice",
-            "tags": "ForTokenClassification"}  # fmt: skip
+            "tags": "ForTokenClassification", "answer": "ForQuestionAnswering"}  # fmt: skip
 _PROBLEMS = {"classify": "single_label_classification", "regress": "regression",
              "multilabel": "multi_label_classification"}  # fmt: skip
+_QA = "qa_outputs."  # what that class calls the classifier
 _CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
 
 
@@ -66,6 +69,7 @@ class Finetuned:
     config: ModelConfig
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
+    threshold: float = 0.0  # of answers: by how much no answer must score more to be said
 
     def backbone(self) -> dict[str, Tensor]:
         """Return the encoder's weights."""
@@ -82,7 +86,7 @@ def _inside(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def save_finetuned(
     directory: Path, task: Task, settings: Settings, config: ModelConfig,
-    weights: Mapping[str, Tensor], tokenizer: Tokenizer,
+    weights: Mapping[str, Tensor], tokenizer: Tokenizer, threshold: float = 0.0,
 ) -> None:  # fmt: skip
     """Write the TaskModel weights of a fine-tuned model; a reader never sees a half-new one."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -94,7 +98,9 @@ def save_finetuned(
     if aside:  # rows of the relative table that transformers would read and we do not
         write_safetensors(directory / hf.SIDE_FILE, aside, {"format": "pt"})
     prefix = HEAD if name is None else ""
-    tensors |= {prefix + key: value for key, value in _inside(weights, HEAD).items()}
+    for key, value in _inside(weights, HEAD).items():
+        key = key.replace("classifier.", _QA) if task.head == "answer" else key
+        tensors[prefix + key] = value
     write_safetensors(directory / SAFETENSORS, tensors, {"format": "pt"})
     values = configs.to_hugging_face(config, kind=kind, rest=_head_values(task, settings, name))
     values |= {"architectures": [name or _CLASS_PREFIX[kind] + "Model"], "dtype": "float32"}
@@ -102,7 +108,7 @@ def save_finetuned(
     if not find_tokenizer_files(directory):
         write_tokenizer_files(tokenizer.files, directory, settings.max_length)
     facts = {"format": _FORMAT, "task": dataclasses.asdict(task),
-             "settings": dataclasses.asdict(settings)}  # fmt: skip
+             "settings": dataclasses.asdict(settings), "threshold": threshold}  # fmt: skip
     write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -148,9 +154,13 @@ def load_finetuned(path: str | Path) -> Finetuned:
     weights = {}
     for key, value in network.tensors.items():
         own = key.startswith(("words.", "trunk."))
-        weights[(BACKBONE if own else HEAD) + key.removeprefix(HEAD)] = value
+        key = key.removeprefix(HEAD).replace(_QA, "classifier.")
+        weights[(BACKBONE if own else HEAD) + key] = value
     tokenizer = _tokenizer(release.tokenizer_files, path)
-    return Finetuned(task, settings, network.config, weights, tokenizer)
+    threshold = facts.get("threshold", 0.0)
+    if type(threshold) is not float or not math.isfinite(threshold):
+        raise UserError(f"{path / FACTS}: threshold {threshold!r} is no finite number")
+    return Finetuned(task, settings, network.config, weights, tokenizer, threshold)
 
 
 def _load_first_version(path: Path, facts: dict) -> Finetuned:

@@ -1,17 +1,19 @@
 """Examples -> token ids, token spans and padded batches.
 
-What is unusual: only the first text of a sequence is ever cut, and always from its end; MultiRC and
-ReCoRD passages are not cut but read in overlapping windows, all of which stay in one batch, so the
-model is trained on the same averaged scores that it predicts with. Spans go from characters to
-tokens by the tokenizer's offsets.
+What is unusual: only one text of a sequence is ever cut, the first (of SQuAD the second), always
+from its end; MultiRC, ReCoRD and SQuAD passages are not cut but read in overlapping windows, all
+of which stay in one batch, so the model is trained on the same scores that it predicts with. Spans
+go from characters to tokens by the tokenizer's offsets.
 
 Legend: E examples, R sequences (rows), L length, S spans, T tokens of the longest span,
-K slots (what spans are pooled for: two words, or the mentions of every example).
+K slots (what spans are pooled for: two words, or the mentions of every example; of answers the
+start and the end in every row).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +22,9 @@ from deberta_ds.finetune.layouts import PLACEHOLDER, Example
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
-_WINDOWED = ("multirc", "record", "tags")
+_WINDOWED = ("multirc", "record", "tags", "answers")
 _UNCUT = ("wic", "wsc")
-_MIN_FIRST_TOKENS = 8
+_MIN_LONG_TOKENS = 8  # at least so much of the text that may be cut must be seen
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,11 @@ class Feature:
     spans: tuple[tuple[int, int, int, int], ...]
     num_slots: int
     label: int | float | tuple[int, ...]  # -1: unknown; several labels: 0 or 1 for each
-    slot_labels: tuple[float, ...]  # ReCoRD: 1 for a mention of an answer; tags: the class
-    cut_tokens: int  # tokens of the first text that the model never sees
+    # ReCoRD: 1 for a mention of an answer; tags: the class; answers: first and last token of the
+    # answer in each row, 0 ([CLS]) if it is not whole in it.
+    slot_labels: tuple[float, ...]
+    cut_tokens: int  # tokens of the text that may be cut which the model never sees
+    offsets: tuple[np.ndarray, ...] = ()  # answers: characters [tokens, 2] of each row's window
 
     @property
     def num_tokens(self) -> int:
@@ -87,9 +92,12 @@ class _Encoder:
     def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int):
         self.task, self.tokenizer = task, tokenizer
         self.max_length, self.window_overlap = max_length, window_overlap
+        self.long = 1 if task.layout == "answers" else 0  # the text that may be cut or windowed
         self.known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
 
     def feature(self, position: int, example: Example) -> Feature:
+        if self.task.layout == "answers":
+            return self.answer_feature(position, example)
         sequences, spans, cut = [], [], 0
         for texts in example.sequences:
             rows, row_spans, lost = self.rows(example, texts)
@@ -123,10 +131,11 @@ class _Encoder:
         """Return the least max_length at which nothing is lost that must be seen together."""
         lengths = []
         for texts in example.sequences:
-            first = len(self.tokens(texts[0])[0])
+            long = len(self.tokens(texts[self.long])[0])
             if self.task.layout not in _UNCUT:
-                first = min(first, _MIN_FIRST_TOKENS)
-            lengths.append(1 + first + sum(len(self.plain(t)) for t in texts[1:]) + len(texts))
+                long = min(long, _MIN_LONG_TOKENS)
+            rest = [len(self.plain(text)) for i, text in enumerate(texts) if i != self.long]
+            lengths.append(1 + long + sum(rest) + len(texts))
         return max(lengths)
 
     def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -153,6 +162,34 @@ class _Encoder:
         ]
         spans = self.spans(example, texts, starts, room)
         return rows, spans, 0 if len(starts) > 1 else max(0, len(first) - room)
+
+    def answer_feature(self, position: int, example: Example) -> Feature:
+        """Return (question, window of the context) rows; a span is a row's window."""
+        question, context = example.sequences[0]
+        ids, places = self.tokens(context)
+        if not ids:
+            raise UserError(f"{example.place}: {context!r} gives no token, so no answer can be "
+                            "found in it; remove the line, or use another tokenizer")  # fmt: skip
+        offsets = np.array(places, dtype=np.int32).reshape(-1, 2)
+        asked = self.plain(question)
+        low = 2 + len(asked)
+        room = self.max_length - low - 1
+        starts = window_starts(len(ids), room, min(self.window_overlap, room // 2))
+        answer = None
+        if example.spans:
+            answer = token_range(places, example.spans[0].start, example.spans[0].end)
+        rows, spans, targets = [], [], []
+        for number, start in enumerate(starts):
+            window = ids[start : start + room]
+            rows.append(tuple(_join(self.tokenizer, [asked, window])))
+            spans.append((number, 2 * number, low, low + len(window)))
+            whole = answer and start <= answer[0] and answer[1] <= start + len(window)
+            targets += [low + answer[0] - start, low + answer[1] - start - 1] if whole else [0, 0]
+        return Feature(
+            position=position, sequences=tuple(rows), spans=tuple(spans), num_slots=2 * len(rows),
+            label=-1, slot_labels=tuple(map(float, targets)), cut_tokens=0,
+            offsets=tuple(offsets[start : start + room] for start in starts),
+        )  # fmt: skip
 
     def spans(self, example: Example, texts: tuple[str, ...], starts: list[int], room: int):
         """Return (row, slot, start, end) in tokens of the row; a mention once per whole window."""
@@ -226,6 +263,7 @@ class FeatureBatch:
     labels_E: Tensor
     slot_labels_K: Tensor
     weights_E: Tensor  # 0 for an example that only fills the batch up
+    characters_RL2: Tensor  # answers: characters [start, end) of each token of the context
     longest_span: int  # known here, so the model needs no synchronization
 
     def to(self, device: torch.device) -> "FeatureBatch":
@@ -257,6 +295,10 @@ def collate(
     spans_S4 = torch.tensor(spans, dtype=torch.long).reshape(-1, 4)
     slots = [e for e, feature in enumerate(features) for _ in range(feature.num_slots)]
     slot_labels = [label for feature in features for label in feature.slot_labels]
+    offsets = [part for feature in features for part in feature.offsets]
+    characters_RL2 = torch.zeros(len(offsets), length if offsets else 0, 2, dtype=torch.int32)
+    for part, (row, _, low, high) in zip(offsets, spans, strict=False):
+        characters_RL2[row, low:high] = torch.from_numpy(part)
     return FeatureBatch(
         input_ids_RL=ids_RL,
         segments_RL=segments_RL,
@@ -269,5 +311,6 @@ def collate(
         labels_E=torch.tensor([feature.label for feature in features]),
         slot_labels_K=torch.tensor(slot_labels, dtype=torch.float32),
         weights_E=torch.tensor([1.0] * len(features) if weights is None else list(weights)),
+        characters_RL2=characters_RL2,
         longest_span=max((high - low for _, _, low, high in spans), default=0),
     )

@@ -2,7 +2,8 @@
 
 Classification is microsoft/DeBERTa's context pooler (apps/models/sequence_classification.py); WSC
 pools its spans by self-attention and WiC adds [CLS] (jiant modules/span_modules.py, models.py);
-tags are read off each word's first token (transformers' token classification);
+tags are read off each word's first token (transformers' token classification); answers have a score
+for each token to be their first or last (BERT, 4.2 and 4.3; transformers' question answering);
 ReCoRD scores every mention, pooled by attention against [CLS], in one pass (apps/models/
 record_qa.py). Scores of an example that was read in several windows are averaged.
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deberta_ds.finetune.answers import NEVER, best_answers
 from deberta_ds.finetune.features import FeatureBatch
 from deberta_ds.finetune.sift import Sift, adversarial_divergence
 from deberta_ds.finetune.tasks import HeadKind, Task
@@ -23,7 +25,7 @@ from deberta_ds.model.backbone import Backbone
 
 class TaskOutput(NamedTuple):
     """`loss_sum` adds up the examples' losses times their weights; `scores` are [E, N], of
-    mentions [K], of tags [K, N].
+    mentions [K], of tags [K, N], of answers [E, 4] as `best_answers` returns them.
 
     `adversarial_sum` is SiFT's part of the loss before its weight, 0 without.
     """
@@ -36,8 +38,10 @@ class TaskOutput(NamedTuple):
 class TaskModel(nn.Module):
     """`backbone` and `head` of `task`; forward takes a FeatureBatch."""
 
-    def __init__(self, task: Task, backbone: Backbone, dropout: float, sift: Sift | None = None):
+    def __init__(self, task: Task, backbone: Backbone, dropout: float, sift: Sift | None = None,
+                 max_answer_tokens: int = 30):  # fmt: skip
         super().__init__()
+        self.max_answer_tokens = max_answer_tokens
         self.backbone = backbone
         self.head = build_head(task, backbone.config.hidden_size, dropout)
         self.sift = sift
@@ -56,6 +60,8 @@ class TaskModel(nn.Module):
             parts = by_example(self.kind, self._divergence(sums_RLC, scores, batch), batch)
             adversarial = (parts * batch.weights_E).sum()
             loss = loss + self.sift.weight * adversarial
+        if self.kind == "answer":
+            scores = best_answers(scores.detach(), batch, self.max_answer_tokens)
         return TaskOutput(loss, scores, adversarial.detach())
 
     def _divergence(self, sums_RLC: Tensor, scores: Tensor, batch: FeatureBatch) -> Tensor:
@@ -87,6 +93,8 @@ def build_head(task: Task, hidden_size: int, dropout: float) -> nn.Module:
         return ClassifyHead(hidden_size, 1, dropout, choices=True)
     if task.head == "tags":
         return TagHead(hidden_size, len(task.labels), dropout)
+    if task.head == "answer":
+        return AnswerHead(hidden_size, dropout)
     if task.head == "mentions":
         return MentionHead(hidden_size, dropout)
     if task.head in ("words", "spans"):
@@ -98,7 +106,8 @@ def build_head(task: Task, hidden_size: int, dropout: float) -> nn.Module:
 def loss_sum(kind: HeadKind, scores: Tensor, batch: FeatureBatch) -> Tensor:
     """Return the sum over examples of their loss times their weight.
 
-    Cross-entropy; of a number the squared error; of labels, mentions or tags the mean of theirs.
+    Cross-entropy; of a number the squared error; of labels, mentions, tags, or the starts and ends
+    of an answer in every window, the mean of theirs.
     """
     labels = batch.labels_E
     if kind == "regress":
@@ -108,15 +117,15 @@ def loss_sum(kind: HeadKind, scores: Tensor, batch: FeatureBatch) -> Tensor:
     elif kind == "mentions":
         losses = F.binary_cross_entropy_with_logits(scores, batch.slot_labels_K, reduction="none")
     else:
-        targets = batch.slot_labels_K.long() if kind == "tags" else labels
+        targets = batch.slot_labels_K.long() if kind in ("tags", "answer") else labels
         losses = F.cross_entropy(scores, targets, reduction="none", ignore_index=-1)
     return (by_example(kind, losses, batch) * batch.weights_E).sum()
 
 
 def by_example(kind: HeadKind, values: Tensor, batch: FeatureBatch) -> Tensor:
-    """Return the mean of `values` over what an example has several of: labels, mentions, tags."""
+    """Return the mean of `values` over what an example has several of: labels, mentions, slots."""
     num_examples = batch.weights_E.numel()
-    if kind in ("tags", "mentions"):
+    if kind in ("tags", "mentions", "answer"):
         return mean_by(values, batch.slot_example_K, num_examples)
     return values.view(num_examples, -1).mean(-1)
 
@@ -205,6 +214,26 @@ class TagHead(nn.Module):
         words_SC = hidden_RLC[batch.span_row_S, batch.span_start_S]
         scores_SN = self.classifier(self.dropout(words_SC))
         return mean_by(scores_SN, batch.span_slot_S, batch.slot_example_K.numel())
+
+
+class AnswerHead(nn.Module):
+    """Scores [K, L] of every token of a row to be the first (even K) or last of the answer; fp32.
+
+    [CLS] stands for "not in this row"; the question and padding are out of the question.
+    """
+
+    def __init__(self, hidden_size: int, dropout: float):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(hidden_size, 2)
+
+    def forward(self, hidden_RLC: Tensor, batch: FeatureBatch) -> Tensor:
+        scores_RL2 = self.classifier(self.dropout(hidden_RLC)).float()
+        columns_L = torch.arange(hidden_RLC.size(1), device=hidden_RLC.device)
+        context_RL = columns_L >= batch.span_start_S[:, None]
+        context_RL = context_RL & (columns_L < batch.span_end_S[:, None]) | (columns_L == 0)
+        scores_R2L = scores_RL2.masked_fill(~context_RL[..., None], NEVER).transpose(1, 2)
+        return scores_R2L.flatten(0, 1)
 
 
 class MentionHead(nn.Module):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.errors import UserError
+from deberta_ds.finetune.tables import to_line
 from deberta_ds.finetune.tasks import Task
 
 HUB = "hub"
@@ -59,8 +60,9 @@ def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[s
         if convert:
             yield from convert(rows)
             return
-        for place, row in rows:
-            yield place, _flat(task, row)
+        for number, (place, row) in enumerate(rows):
+            answers = task.layout == "answers"
+            yield place, to_line(task, place, row, number) if answers else _flat(task, row)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         place, row = rows[0]
         raise UserError(

@@ -2,17 +2,16 @@
 
 The formulations are those of the DeBERTa and jiant releases: BoolQ is (passage, question), MultiRC
 (passage, question + answer), COPA puts the cause before the effect, WiC is (word, sentence1,
-sentence2), ReCoRD marks every entity mention of the passage. Character spans are end-exclusive
-here; ReCoRD's files count the last character in.
+sentence2), ReCoRD marks every entity mention of the passage, SQuAD is (question, context).
+Character spans are end-exclusive here; ReCoRD's files count the last character in.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deberta_ds.errors import UserError
+from deberta_ds.finetune.line import Line, show
 from deberta_ds.finetune.tasks import Task
 
 PLACEHOLDER = "@placeholder"
@@ -37,100 +36,12 @@ class Example:
     # Class index; of a regression a number, of several labels 0 or 1 for each, of tags the class of
     # each word. None where the file has none.
     label: int | float | tuple[int, ...] | None = None
-    spans: tuple[TextSpan, ...] = ()  # WiC and WSC: two; ReCoRD: every mention; tags: every word
+    # WiC and WSC: two; ReCoRD: every mention; tags: every word; SQuAD: the first answer, if any
+    spans: tuple[TextSpan, ...] = ()
     names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
-    gold: tuple[str, ...] = ()  # ReCoRD: the answer strings
+    gold: tuple[str, ...] = ()  # ReCoRD and SQuAD: the answer strings
+    id: str = ""  # SQuAD: what predictions.json calls the question
     place: str = field(default="", compare=False)  # file and line it was read from
-
-
-class Line:
-    """One JSON object with its place, whose fields are read with a check of their type."""
-
-    def __init__(self, task: Task, place: str, value: Any, key: str = ""):
-        self.task, self.place, self.key = task, place, key
-        if not isinstance(value, Mapping):
-            self.fail(f"expected a JSON object, found {_show(value)}")
-        self.value = value
-
-    def fail(self, problem: str):
-        raise UserError(f"{self.place}: {problem}\n  expected format: {line_format(self.task)}")
-
-    def get(self, name: str, kind: type, may_be_blank: bool = False) -> Any:
-        """Return field `name`, which must be of exactly `kind` (a bool is not an int)."""
-        where = f"{self.key}{name}"
-        if name not in self.value:
-            self.fail(f'field "{where}" is missing')
-        value = self.value[name]
-        if type(value) is not kind:
-            self.fail(f'field "{where}" must be {_NAMES[kind]}, found {_show(value)}')
-        if kind is str:
-            self.check_text(where, value, may_be_blank or name == "word")
-        return value
-
-    def check_text(self, where: str, text: str, may_be_blank: bool = False) -> None:
-        """Fail on a text that is blank, or that no tokenizer can read."""
-        if not may_be_blank and not text.strip():
-            self.fail(f'field "{where}" is empty')
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                self.fail(f'field "{where}" has half a character ({text[error.start]!a} at '
-                          f"{error.start}); write the text as UTF-8, or escape whole pairs")
-
-    def index(self) -> int:
-        """Return "idx"; AX-b writes it as a string of digits."""
-        value = self.value.get("idx")
-        if self.task.name == "AX-b" and isinstance(value, str) and value.isdecimal():
-            return int(value)
-        return self.get("idx", int)
-
-    def inside(self, name: str, position: int = -1) -> "Line":
-        """Return the object in field `name` (of a list: at `position`) as a Line of its own."""
-        if position < 0:
-            return Line(self.task, self.place, self.get(name, dict), f"{self.key}{name}.")
-        values = self.get(name, list)
-        return Line(self.task, self.place, values[position], f"{self.key}{name}[{position}].")
-
-    def label(self, needed: bool) -> int | float | None:
-        """Return field "label" as class index or number; None if absent and not `needed`."""
-        if "label" not in self.value and not needed:
-            return None
-        if self.task.head == "regress":
-            value = self.value.get("label")
-            if type(value) not in (int, float) or not math.isfinite(value):
-                self.get("label", float)
-                self.fail(f'field "{self.key}label" must be a finite number, found {_show(value)}')
-            return float(value)
-        return self.class_index("label", self.value.get("label"))
-
-    def class_index(self, where: str, value: Any) -> int:
-        """Return the class index of a label in field `where`."""
-        values = self.task.values or self.task.labels
-        if "label" not in self.value or type(value) is not type(values[0]):
-            self.get("label", type(values[0]) if where == "label" else list)
-            self.fail(f'field "{where}" must be {_NAMES[type(values[0])]}, found {_show(value)}')
-        if value not in values:
-            wanted = ", ".join(_show(known) for known in values)
-            self.fail(f'field "{self.key}{where}" must be one of {wanted}, found {_show(value)}')
-        return values.index(value)
-
-
-_NAMES = {str: "a string", float: "a number", int: "an integer", bool: "true or false",
-          list: "a list", dict: "a JSON object"}  # fmt: skip
-
-
-def line_format(task: Task) -> str:
-    """Return a line in the format that is expected."""
-    if task.line:
-        return task.line
-    fields = [task.columns.get(name, name) for name in (*task.texts, *task.choices, "label")]
-    return ", ".join(fields)
-
-
-def _show(value: Any) -> str:
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]:
@@ -190,7 +101,7 @@ def _choice(line: Line, answers: list[str]) -> int:
     if isinstance(value, str) and value and value in letters:
         return letters.index(value)
     line.fail(f'field "label" must be a number from 0 to {len(answers) - 1}, a letter from A to '
-              f"{letters[-1]}, or the answer itself; found {_show(value)}")
+              f"{letters[-1]}, or the answer itself; found {show(value)}")
 
 
 def _tags(line: Line, labelled: bool) -> list[Example]:
@@ -213,10 +124,65 @@ def _tags(line: Line, labelled: bool) -> list[Example]:
     return [Example((line.index(),), ((" ".join(words),),), label, tuple(spans))]
 
 
+def _answers(line: Line, labelled: bool) -> list[Example]:
+    """An answer inside a text: (question, context); several answers count, the first is learned."""
+    question, context = (line.get(name, str) for name in line.task.texts)
+    answers: list[tuple[str, int]] = []
+    if labelled or "label" in line.value:
+        answers = [(text, _answer_start(line, context, text, start))
+                   for text, start in _given_answers(line)]  # fmt: skip
+        if labelled and not answers and not line.task.no_answer:
+            line.fail(f"the question has no answer, but {line.task.name} has one everywhere; of an "
+                      "own task: train must have some without an answer, too")  # fmt: skip
+    spans = tuple(TextSpan(1, start, start + len(text)) for text, start in answers[:1])
+    gold = tuple(text for text, _ in answers)
+    name = line.value.get("id", line.index())
+    return [Example((line.index(),), ((question, context),), None, spans, (), gold, str(name))]
+
+
+def _given_answers(line: Line) -> list[tuple[str, Any]]:
+    """Return (text, where it starts or None) of every answer of a line, in any of the usual forms.
+
+    {"text": [...], "answer_start": [...]} (the Hub), a list of {"text", "answer_start"} (the
+    official files), or one text, with its place in field "start" or without.
+    """
+    value = line.value.get("label")
+    if isinstance(value, str):
+        return [(value, line.value.get("start"))] if value else []
+    if isinstance(value, dict) and {"text", "answer_start"} <= value.keys():
+        texts, starts = value["text"], value["answer_start"]
+        if isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts):
+            return list(zip(texts, starts, strict=True))
+    if isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value):
+        return [(part["text"], part.get("answer_start")) for part in value]
+    line.fail(f"answers must be a text, a list of {{text, answer_start}}, or {{text: [...], "
+              f"answer_start: [...]}}; found {show(value)}")  # fmt: skip
+
+
+def _answer_start(line: Line, context: str, text: Any, start: Any) -> int:
+    """Return where an answer starts in its context; without a number, where it first occurs."""
+    name = line.task.texts[1]
+    if not isinstance(text, str) or not text.strip():
+        line.fail(f"an answer must be a text, found {show(text)}; a question without an answer has "
+                  "no entry at all")  # fmt: skip
+    found = context.find(text)
+    if start is None and found >= 0:
+        return found
+    if isinstance(start, str) and start.strip().isdecimal():
+        start = int(start)
+    if type(start) is int and start >= 0 and context.startswith(text, start):
+        return start
+    if found < 0:
+        line.fail(f'answer {show(text)} is nowhere in field "{name}"; an answer must be a piece of '
+                  "it, letter by letter")  # fmt: skip
+    line.fail(f'answer {show(text)} is not at character {show(start)} of field "{name}"; it is at '
+              f"{found} (characters are counted from 0, not bytes)")  # fmt: skip
+
+
 def _copa(line: Line, labelled: bool) -> list[Example]:
     premise, question = line.get("premise", str), line.get("question", str)
     if question not in ("cause", "effect"):
-        line.fail(f'field "question" must be "cause" or "effect", found {_show(question)}')
+        line.fail(f'field "question" must be "cause" or "effect", found {show(question)}')
     choices = [line.get(name, str) for name in ("choice1", "choice2")]
     sequences = tuple(
         (choice, premise) if question == "cause" else (premise, choice) for choice in choices
@@ -226,7 +192,7 @@ def _copa(line: Line, labelled: bool) -> list[Example]:
 
 def _multirc(line: Line, labelled: bool) -> list[Example]:
     if line.value.get("version") != 1.1:
-        line.fail(f'field "version" must be 1.1, found {_show(line.value.get("version"))}')
+        line.fail(f'field "version" must be 1.1, found {show(line.value.get("version"))}')
     passage = line.inside("passage")
     text = passage.get("text", str)
     examples = []
@@ -363,6 +329,7 @@ _PARSERS: dict[str, Callable[[Line, bool], list[Example]]] = {
     "texts": _texts,
     "choices": _choices,
     "tags": _tags,
+    "answers": _answers,
     "copa": _copa,
     "multirc": _multirc,
     "record": _record,

@@ -20,6 +20,7 @@ from deberta_ds.config import to_dict
 from deberta_ds.deepspeed_config import precision
 from deberta_ds.errors import UserError
 from deberta_ds.finetune import metrics
+from deberta_ds.finetune.answers import best_threshold
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.features import Feature, collate
 from deberta_ds.finetune.models import Start, build_model, keep_head, start_from
@@ -93,15 +94,16 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
     history: list[dict] = []
     lengths = np.array([row.num_tokens for row in rows])
     best, best_step, since_best = -math.inf, 0, 0
+    class_weights = weights_of_classes(job.task, settings, rows)
     losses, began = [], time.monotonic()
     for step in range(total_steps):
         set_learning_rate(engine, learning_rate(optim, step, total_steps))
         chosen = stream(lengths, job.seed, step, settings.batch_rows, settings.group_updates)
         picked = [rows[i] for i in chosen]
-        losses.append(_step(engine, picked, shape, job.seed, step))
+        losses.append(_step(engine, picked, shape, job.seed, step, class_weights))
         if step + 1 not in evals:
             continue
-        values = _evaluate(job, engine, val_features)
+        values, threshold = _evaluate(job, engine, val_features)
         score = metrics.task_score(job.task, values)
         if settings.best_metric:
             score = values[settings.best_metric]
@@ -114,7 +116,7 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
         losses, since_best = [], since_best + 1
         if score > best:
             best, best_step, since_best = score, step + 1, 0
-            _keep(job, engine)
+            _keep(job, engine, threshold)
         _say_epoch(job, history[-1], total_steps, time.monotonic() - began, since_best == 0)
         if settings.patience and since_best >= settings.patience:
             job.say(f"  no better evaluation in {settings.patience}: stopped at step {step + 1}")
@@ -122,15 +124,17 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
     return best_step, history
 
 
-def _evaluate(job: Job, engine, features: Sequence[Feature]) -> dict[str, float]:
+def _evaluate(job: Job, engine, features: Sequence[Feature]) -> tuple[dict[str, float], float]:
+    """Return (metrics, margin above which "no answer" is said, 0 where there is no such thing)."""
     sizes = [num_scores(job.task, example) for example in job.val.examples]
     engine.eval()
     scores = score_split(
         engine, features, sizes, batch_rows=job.settings.eval_batch_rows, device=job.device
     )
     engine.train()
-    guesses = predictions_of(job.task, job.val.examples, scores)
-    return metrics.score(job.task, job.val.examples, guesses)
+    threshold = best_threshold(job.val.examples, scores) if job.task.no_answer else 0.0
+    guesses = predictions_of(job.task, job.val.examples, scores, threshold)
+    return metrics.score(job.task, job.val.examples, guesses), threshold
 
 
 @dataclass(frozen=True)
@@ -221,12 +225,25 @@ def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int):
+def weights_of_classes(task: Task, settings: Settings, rows: Sequence[Feature]) -> list[float]:
+    """Return what an example counts by its class, in the order of the labels; empty: all alike."""
+    wanted = settings.class_weights
+    if isinstance(wanted, dict):
+        return [wanted.get(label, 1.0) for label in task.labels]
+    if not wanted:
+        return []
+    counts = np.bincount([row.label for row in rows], minlength=len(task.labels))
+    return (len(rows) / (len(counts) * np.maximum(counts, 1))).tolist()
+
+
+def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int,
+          class_weights: Sequence[float] = ()):  # fmt: skip
     """Make one update from the examples in `picked`; return their mean (loss, adversarial)."""
     world, rank = dist.world_size(), dist.rank()
     slots = shape.micro_rows * shape.accumulation
     mine = list(picked[rank * slots : (rank + 1) * slots])
-    weights = [1.0] * len(mine) + [0.0] * (slots - len(mine))
+    weights = [class_weights[row.label] if class_weights else 1.0 for row in mine]
+    weights += [0.0] * (slots - len(mine))
     mine += [picked[0]] * (slots - len(mine))
     # DeepSpeed averages over ranks and micro-batches; this makes it the mean over the batch.
     scale = world * shape.accumulation / shape.batch_rows
@@ -249,7 +266,7 @@ class DivergedError(UserError):
     """A run's loss became NaN or infinite; a sweep counts it as failed and goes on."""
 
 
-def _keep(job: Job, engine) -> None:
+def _keep(job: Job, engine, threshold: float) -> None:
     """Write the engine's weights; under ZeRO-3 they are made whole one at a time."""
     weights = {}
     for name, parameter in engine.module.named_parameters():
@@ -258,7 +275,7 @@ def _keep(job: Job, engine) -> None:
                 weights[name] = parameter.detach().to("cpu", torch.float32).clone()
     if dist.is_main():
         save_finetuned(job.out / "model", job.task, job.settings, job.start.config, weights,
-                       job.start.tokenizer)  # fmt: skip
+                       job.start.tokenizer, threshold)  # fmt: skip
     dist.barrier()
 
 

@@ -2,9 +2,9 @@
 
 Every value is a share in [0, 1] (correlations: in [-1, 1]), and more is better. Sources:
 jiant/tasks/tasks.py (CB), huggingface/datasets metrics/super_glue (MultiRC, AX-b), metrics/glue and
-record_evaluation.py (ReCoRD), jiant metrics/winogender_metrics.py (AX-g), chakki-works/seqeval
-metrics/sequence_labeling.py. A third MultiRC number, which differs between all code bases, is not
-scored and not computed here.
+record_evaluation.py (ReCoRD), SQuAD's evaluate-v1.1.py and evaluate-v2.0.py, jiant
+metrics/winogender_metrics.py (AX-g), chakki-works/seqeval metrics/sequence_labeling.py. A third
+MultiRC number, which differs between all code bases, is not scored and not computed here.
 """
 
 import re
@@ -19,7 +19,7 @@ from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.tasks import MAIN_TASKS, Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
-# word; for ReCoRD the answer string.
+# word; for ReCoRD and SQuAD the answer string.
 Prediction = int | float | str | tuple[int, ...]
 
 
@@ -53,6 +53,9 @@ def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
     """
     if task.layout == "record":
         return [Counter(example.names).most_common(1)[0][0] for example in examples]
+    if task.head == "answer":  # the commonest answer, "" where most have none
+        firsts = Counter((*example.gold, "")[0] for example in examples)
+        return [firsts.most_common(1)[0][0]] * len(examples)
     if task.head == "regress":
         return [float(np.mean([example.label for example in examples]))] * len(examples)
     if task.head == "multilabel":
@@ -194,11 +197,12 @@ def f1a(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float
 
 
 def exact_match(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return MultiRC's share of questions whose every answer is right; ReCoRD's of exact strings.
+    """Return MultiRC's share of questions whose every answer is right; of ReCoRD and SQuAD v1.1 the
+    share of exact strings.
 
     A MultiRC question without a true answer counts like any other.
     """
-    if examples[0].names:
+    if examples[0].gold:
         return _best_of_gold(examples, predictions, lambda a, b: float(a == b))
     right: dict[tuple[int, ...], bool] = {}
     for example, prediction in zip(examples, predictions, strict=True):
@@ -208,8 +212,32 @@ def exact_match(examples: Sequence[Example], predictions: Sequence[Prediction]) 
 
 
 def record_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return ReCoRD's bag-of-tokens F1 against the best gold string, averaged over queries."""
+    """Return the bag-of-tokens F1 against the best gold string, averaged (ReCoRD, SQuAD v1.1)."""
     return _best_of_gold(examples, predictions, _token_f1)
+
+
+def f1_v2(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return SQuAD v2.0's F1: as `record_f1`, and "" is right where there is no answer."""
+    return float(np.mean([f1_v2_of(*pair) for pair in zip(examples, predictions, strict=True)]))
+
+
+def f1_v2_of(example: Example, answer: str) -> float:
+    """Return SQuAD v2.0's F1 of one answer, "" for none."""
+    found = normalize(answer)
+    return max(_token_f1(found, gold) if found and gold else float(found == gold)
+               for gold in _gold_v2(example))  # fmt: skip
+
+
+def exact_match_v2(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return SQuAD v2.0's share of exact answers; "" is right where there is none."""
+    right = [normalize(answer) in _gold_v2(example)
+             for example, answer in zip(examples, predictions, strict=True)]  # fmt: skip
+    return float(np.mean(right))
+
+
+def _gold_v2(example: Example) -> list[str]:
+    """Return the normalized answers, [""] for none; v2.0 drops those of which nothing is left."""
+    return [gold for gold in map(normalize, example.gold) if gold] or [""]
 
 
 def _best_of_gold(examples, predictions, compare: Callable[[str, str], float]) -> float:
@@ -221,7 +249,7 @@ def _best_of_gold(examples, predictions, compare: Callable[[str, str], float]) -
 
 
 def normalize(answer: str) -> str:
-    """Return a ReCoRD answer lower-cased, without ASCII punctuation, articles or extra spaces."""
+    """Return an answer lower-cased, without ASCII punctuation, articles or extra spaces."""
     answer = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
 
@@ -267,6 +295,8 @@ _METRICS: dict[str, Callable[..., float]] = {
     "span_f1": span_f1,
     "em": exact_match,
     "f1": record_f1,
+    "em_v2": exact_match_v2,
+    "f1_v2": f1_v2,
     "matthews": matthews,
     "gender_parity": gender_parity,
 }

@@ -81,7 +81,8 @@ def build_model(task: Task, start: Start, settings: Settings, seed: int) -> Task
     if settings.sift_weight > 0:
         sift = Sift(settings.sift_weight, settings.sift_step, settings.sift_noise,
                     settings.sift_loss)  # fmt: skip
-    model = TaskModel(task, Backbone(config), settings.head_dropout, sift)
+    model = TaskModel(task, Backbone(config), settings.head_dropout, sift,
+                      settings.max_answer_tokens)  # fmt: skip
     if start.weights is None:
         init_parameters(model.backbone, config.init_std, seed)
     else:

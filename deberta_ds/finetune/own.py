@@ -1,7 +1,7 @@
 """A task of the user's own, described by a TOML file: which columns of which tables are what.
 
     name = "tickets"
-    kind = "classification"        # or multilabel, regression, choice, tags
+    kind = "classification"        # or multilabel, regression, choice, tags, spans
     texts = ["title", "body"]      # columns in the order the model reads them; the first may be cut
     label = "queue"
     train = "train.csv"            # paths are relative to the TOML file
@@ -15,22 +15,23 @@ It becomes a `Task`, so that everything after that is what the benchmarks' tasks
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.errors import UserError
+from deberta_ds.finetune.layouts import examples_of
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.tables import label_text, read_table
+from deberta_ds.finetune.tables import label_text, read_table, to_line
 from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
 from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import read_toml
 from deberta_ds.validation import nearest, validate
 
-Kind = Literal["classification", "multilabel", "regression", "choice", "tags"]
+Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
 _MOST_LABELS = 1000
 # kind: (head, layout, metrics)
 _FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...]]] = {
@@ -39,6 +40,7 @@ _FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...]]] = {
     "regression": ("regress", "texts", ("pearson", "spearman")),
     "choice": ("choice", "choices", ("accuracy",)),
     "tags": ("tags", "tags", ("span_f1",)),
+    "spans": ("answer", "answers", ("f1", "em")),  # f1_v2 and em_v2 if some have no answer
 }
 
 
@@ -50,6 +52,8 @@ class OwnTask:
     kind: Kind = option("what is predicted")
     texts: tuple[str, ...] = option("columns that are read, the first may be cut", min_length=1)
     label: str = option("column of the label", "label")
+    start: str = option("of spans: column of the answer's first character; empty: in the label, or "
+                        "where the answer first occurs", "")
     choices: tuple[str, ...] = option("of a choice: the answers' columns, or one with a list", ())
     labels: tuple[str, ...] = option("names of the labels in order; empty: those in train", ())
     metrics: tuple[str, ...] = option("the score is their mean; empty: the usual of the kind", ())
@@ -73,13 +77,40 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     head, layout, metrics = _FORMS[own.kind]
     files = {split: str((path.parent / name).resolve()) for split, name in
              (("train", own.train), ("val", own.val), ("test", own.test)) if name}  # fmt: skip
-    labels, said = _labels(own, Path(files["train"]), path)
     task = Task(
-        name=own.name, head=head, layout=layout, labels=labels, texts=own.texts,
-        choices=own.choices, metrics=own.metrics or metrics, files=files,
-        columns={"label": own.label}, may_be_blank=len(own.texts) > 1, settings=own.settings,
+        name=own.name, head=head, layout=layout, labels=(), texts=own.texts, choices=own.choices,
+        metrics=own.metrics or metrics, files=files, columns={"label": own.label},
+        may_be_blank=len(own.texts) > 1, settings=own.settings,
     )  # fmt: skip
+    if own.kind == "spans":
+        task, said = _with_answers(task, own, Path(files["train"]))
+    else:
+        labels, said = _labels(own, Path(files["train"]), path)
+        task = replace(task, labels=labels)
     return task, own, said
+
+
+def _with_answers(task: Task, own: OwnTask, train: Path) -> tuple[Task, str]:
+    """Return (task that knows whether answers may be missing, a line on what train has)."""
+    columns = {"label": own.label} | ({"start": own.start} if own.start else {})
+    task = replace(task, labels=("start", "end"), columns=columns, no_answer=True)
+    count = missing = repeated = 0
+    for number, (place, row) in enumerate(read_table(train)):
+        for example in examples_of(task, place, to_line(task, place, row, number), "train"):
+            count += 1
+            missing += not example.gold
+            text = isinstance(row[own.label], str) and not own.start
+            repeated += bool(text and example.gold) and (
+                example.sequences[0][1].count(example.gold[0]) > 1)  # fmt: skip
+    if count == missing:
+        raise UserError(f"{train}: column {own.label!r} holds no answer in {count} rows; there is "
+                        "nothing to learn")  # fmt: skip
+    metrics = own.metrics or (("f1_v2", "em_v2") if missing else ("f1", "em"))
+    said = f"{own.name}: {count} questions, {missing} without an answer"
+    if repeated:
+        said += (f"; {repeated} answers occur more than once in their text and have no place: the "
+                 "first is taken (name a column of places with start = ...)")  # fmt: skip
+    return replace(task, no_answer=missing > 0, metrics=metrics), said
 
 
 def _check(own: OwnTask, path: Path) -> None:
@@ -88,6 +119,11 @@ def _check(own: OwnTask, path: Path) -> None:
                         "benchmark's task")  # fmt: skip
     if (own.kind == "choice") != bool(own.choices):
         raise UserError(f"{path}: choices are needed for kind = \"choice\", and for no other kind")
+    if own.kind == "spans" and len(own.texts) != 2:
+        raise UserError(f"{path}: spans are answers in a text; texts must name two columns, the "
+                        "question and the text that the answer lies in")  # fmt: skip
+    if own.start and own.kind != "spans":
+        raise UserError(f'{path}: start is the place of an answer, for kind = "spans" only')
     if own.kind == "tags" and len(own.texts) != 1:
         raise UserError(f"{path}: tags are of one text; texts must name the column of its words")
     for name in own.metrics:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from deberta_ds import dist
+from deberta_ds.finetune.answers import answer_text
 from deberta_ds.finetune.features import Feature, FeatureBatch, collate
 from deberta_ds.finetune.heads import TaskOutput
 from deberta_ds.finetune.layouts import Example
@@ -54,17 +55,23 @@ def num_scores(task: Task, example: Example) -> int:
         return len(example.spans)
     if task.head == "tags":
         return len(example.spans) * len(task.labels)
+    if task.head == "answer":
+        return 4  # as answers.best_answers returns them
     return len(example.sequences) if task.head == "choice" else len(task.labels)
 
 
 def predictions_of(
-    task: Task, examples: Sequence[Example], scores: Sequence[np.ndarray]
+    task: Task, examples: Sequence[Example], scores: Sequence[np.ndarray], threshold: float = 0.0
 ) -> list[Prediction]:
     """Return what is predicted of each example, in the form of `Example.label`.
 
     A class, a number, 0 or 1 for each of several labels (score above 0), the class of each word;
-    of ReCoRD, the string of the best mention.
+    of ReCoRD, the string of the best mention; of answers, the best one, or "" where no answer
+    scores more than it by `threshold`.
     """
+    if task.head == "answer":
+        limit = threshold if task.no_answer else None
+        return [answer_text(*pair, limit) for pair in zip(examples, scores, strict=True)]
     if task.head == "regress":
         return [float(values[0]) for values in scores]
     if task.head == "multilabel":

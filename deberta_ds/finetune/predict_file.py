@@ -19,6 +19,7 @@ from scipy.special import expit, softmax
 from deberta_ds import dist
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
+from deberta_ds.finetune.answers import MARGIN, answer_place
 from deberta_ds.finetune.directory import Finetuned
 from deberta_ds.finetune.features import TooLongError, encode
 from deberta_ds.finetune.layouts import Example, examples_of
@@ -39,7 +40,8 @@ def predict_file(
     """Write a JSON line for each row of `data` to `out`; return how many.
 
     A line holds "idx", the columns in `keep`, "prediction" and, where there are classes, their
-    probabilities. Raises UserError naming the row that cannot be read; then `out` is not written.
+    probabilities; of answers, their characters [start, end) and the margin of no answer. Raises
+    UserError naming the row that cannot be read; then `out` is not written.
     """
     model = finetuned_model(saved, device)
     rows = read_table(data)
@@ -64,7 +66,7 @@ def _on_all_ranks(saved, model, rows: Iterator[Row], batch_rows, max_length, kee
         scores = score_split(model, features, sizes, batch_rows=batch_rows, device=device)
         count += len(block)
         if file:
-            lines = _lines(saved.task, examples, scores, block, keep)
+            lines = _lines(saved, examples, scores, block, keep)
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             rate = count / (time.monotonic() - began)
             print(f"  {count:,} rows, {rate:,.0f} a second", file=sys.stderr, flush=True)
@@ -76,15 +78,17 @@ def _on_all_ranks(saved, model, rows: Iterator[Row], batch_rows, max_length, kee
 def _examples(task: Task, block: Iterable[Row], first: int) -> Iterator[Example]:
     for number, (place, row) in enumerate(block, start=first):
         line = dict(row) if task.layout in _OWN_LINES else to_line(task, place, row, number)
-        line.pop("label", None)
+        for field in ("label", "start"):  # not needed, so not checked either
+            line.pop(field, None)
         yield from examples_of(task, place, line, "test")
 
 
 def _lines(
-    task: Task, examples: Sequence[Example], scores: Sequence[np.ndarray], block: Sequence[Row],
-    keep: Sequence[str],
+    saved: Finetuned, examples: Sequence[Example], scores: Sequence[np.ndarray],
+    block: Sequence[Row], keep: Sequence[str],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    guesses = predictions_of(task, examples, scores)
+    task = saved.task
+    guesses = predictions_of(task, examples, scores, saved.threshold)
     rows = dict(block)
     for example, guess, values in zip(examples, guesses, scores, strict=True):
         line: dict[str, Any] = {"idx": example.key[0] if len(example.key) == 1 else example.key}
@@ -95,7 +99,11 @@ def _lines(
                                 f"{', '.join(map(str, row))}")  # fmt: skip
             line[name] = row[name]
         line["prediction"] = as_written(task, guess)
-        if task.head == "multilabel":
+        if task.head == "answer":
+            start, end = answer_place(example, values) if guess else (-1, -1)
+            line |= {"start": start, "end": end}
+            line["no_answer_margin"] = round(float(values[MARGIN]), 5)
+        elif task.head == "multilabel":
             line["probabilities"] = dict(zip(task.labels, _rounded(expit(values)), strict=True))
         elif task.head not in ("regress", "tags", "mentions"):
             line["probabilities"] = dict(zip(task.labels, _rounded(softmax(values)), strict=True))

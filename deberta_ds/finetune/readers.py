@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 from deberta_ds.errors import UserError, naming
 from deberta_ds.finetune.hub import HUB, hub_split, official_lines, read_hub, read_parquet
-from deberta_ds.finetune.layouts import Example, examples_of, line_format
+from deberta_ds.finetune.layouts import Example, examples_of
+from deberta_ds.finetune.line import line_format
 from deberta_ds.finetune.tables import json_of, read_table, text_lines, to_line
 from deberta_ds.finetune.tasks import Task
 
@@ -122,10 +123,11 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
             return str(file), _jsonl_file(file)
         tried.append(str(file))
         if split in task.files:
-            table = Path(os.path.normpath(root / task.name / task.files[split]))
-            if table.is_file():
-                return str(table), table_lines(task, table, split)
-            tried.append(str(table))
+            for place in (root / task.name, root):  # SQuAD's files have names of their own
+                table = Path(os.path.normpath(place / task.files[split]))
+                if table.is_file() and (place != root or task.layout == "answers"):
+                    return str(table), table_lines(task, table, split)
+                tried.append(str(table))
         archives = [root / f"{task.name}.zip", root / _COMBINED]
         parquet = sorted((root / task.hub).glob(f"{hub_split(task, split)}-*.parquet"))
         if task.hub and parquet:

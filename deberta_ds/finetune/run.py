@@ -20,6 +20,7 @@ from deberta_ds.deepspeed_config import precision
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune import metrics
+from deberta_ds.finetune.answers import write_official
 from deberta_ds.finetune.directory import Finetuned, load_finetuned
 from deberta_ds.finetune.features import Feature, TooLongError, encode
 from deberta_ds.finetune.layouts import Example
@@ -122,7 +123,7 @@ def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
     model = finetuned_model(saved, job.device, precision(job.deepspeed))
     examples = job.val.examples
     scores = _scores(job, model, job.val, val_features)
-    guesses = predictions_of(job.task, examples, scores)
+    guesses = predictions_of(job.task, examples, scores, saved.threshold)
     values = metrics.score(job.task, examples, guesses)
     constant = metrics.score(job.task, examples, metrics.baseline(job.task, examples))
     result = {
@@ -133,24 +134,28 @@ def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
         "failed": metrics.is_failed(job.task, examples, guesses),
         "diagnostics": {},
     }
+    if job.task.no_answer:
+        result["no_answer_threshold"] = saved.threshold
     if job.task.head in _ONE_LABEL:
         result["confusion"] = metrics.confusion(job.task, examples, guesses)
     if dist.is_main():
         _write_predictions(job.out / "val_predictions.jsonl", examples, guesses, scores)
+        if job.task.head == "answer":
+            write_official(job.out, examples, guesses, scores)
     for name, split in job.diagnostics.items():
-        answers = _answers(job, model, split)
+        answers = _answers(job, model, split, saved.threshold)
         result["diagnostics"][name] = metrics.score(split.task, split.examples, answers)
     for name, test in job.tests.items():
-        answers = _answers(job, model, test)
+        answers = _answers(job, model, test, saved.threshold)
         if dist.is_main():
             text = render(test.task, test.examples, answers)
             write_atomic(job.out / "submission" / f"{name}.jsonl", text)
     return result
 
 
-def _answers(job: Job, model, split: Split) -> list[metrics.Prediction]:
+def _answers(job: Job, model, split: Split, threshold: float) -> list[metrics.Prediction]:
     scores = _scores(job, model, split, encode_split(job, split))
-    return predictions_of(split.task, split.examples, scores)
+    return predictions_of(split.task, split.examples, scores, threshold)
 
 
 def _scores(job: Job, model, split: Split, features: Sequence[Feature]) -> list[np.ndarray]:
@@ -175,7 +180,8 @@ def _write_predictions(
     path: Path, examples: Sequence[Example], guesses: Sequence, scores: Sequence[np.ndarray]
 ) -> None:
     lines = [
-        {"key": example.key, "label": example.label if not example.names else example.gold,
+        {"key": example.key,
+         "label": example.gold if example.names or example.id else example.label,
          "prediction": guess, "scores": [round(float(value), 5) for value in values]}
         for example, guess, values in zip(examples, guesses, scores, strict=True)
     ]  # fmt: skip

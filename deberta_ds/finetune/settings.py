@@ -41,6 +41,11 @@ class Settings:
     max_length: int = option("tokens of one row", 256, ge=8, le=1 << 16)
     window_overlap: int = option("tokens that neighboring windows of a long text share", 128,
                                  ge=0, le=1 << 16)
+    max_answer_tokens: int = option("of answers in a text: tokens of the longest that is given", 30,
+                                    ge=1, le=1 << 16)
+    class_weights: dict[str, float] | Literal["", "balanced"] = option(
+        "what an example counts, by its label: {LABEL = WEIGHT, ...}, others 1; balanced: rows / "
+        "(labels * rows of the label); empty: all the same", "")
     evals_per_epoch: int = option("evaluations per epoch", 1, ge=1, le=1 << 20)
     patience: int = option("stop after this many evaluations without a better one; 0: never", 0,
                            ge=0, le=1 << 20)
@@ -114,7 +119,20 @@ def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]]) -> Settings:
             f"settings of {task.name}: best_metric = {settings.best_metric!r} is not one of its "
             f"metrics, {', '.join(task.metrics)}"
         )
+    _check_class_weights(task, settings.class_weights)
     return settings
+
+
+def _check_class_weights(task: Task, weights: dict[str, float] | str) -> None:
+    place = f"settings of {task.name}: class_weights"
+    if weights and task.head not in ("classify", "words", "spans"):
+        raise ConfigError(f"{place}: only a classification with one label each has them")
+    for label, weight in weights.items() if isinstance(weights, dict) else ():
+        if label not in task.labels:
+            raise ConfigError(f"{place}: no label {label!r}{nearest(label, task.labels)}; there "
+                              f"are {', '.join(task.labels)}")  # fmt: skip
+        if weight < 0:
+            raise ConfigError(f"{place}: {label} = {weight}: must be at least 0")
 
 
 def underscored(text: str) -> str:

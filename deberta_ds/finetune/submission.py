@@ -40,8 +40,10 @@ def as_written(task: Task, prediction: Prediction) -> Any:
         return [names[tag] for tag in prediction]
     if task.head == "multilabel":
         return [name for name, chosen in zip(names, prediction, strict=True) if chosen]
-    if task.head in ("regress", "mentions"):
-        return prediction if task.head == "mentions" else round(prediction, 4)
+    if task.head in ("mentions", "answer"):
+        return prediction
+    if task.head == "regress":
+        return round(prediction, 4)
     return names[prediction]
 
 

@@ -1,10 +1,14 @@
 """Tables of any common kind -> lines of the form that layouts.py reads, by column names.
 
     .jsonl .json .ndjson   one JSON object a line      .csv   quoted, with a header
-    .tsv                   GLUE's: no quoting          .parquet .arrow .feather
+    .json                  also a list of objects, or a SQuAD document
+    .tsv                   GLUE's: no quoting
     .conll .txt            one token a line (token first, tag last), a blank line after a sentence
+    no ending              WikiANN's: a language and a colon before the token, a tab, the tag
+    .parquet .arrow .feather    class numbers that `datasets` wrote with names become those names
 
-Rows are read one after another, so a file may be larger than memory (parquet and Arrow by batches).
+Rows are read one after another, so a file may be larger than memory (parquet and Arrow by batches;
+of JSON files only lists and SQuAD's are read whole).
 """
 
 import csv
@@ -32,7 +36,7 @@ def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: in
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     kind = path.suffix.lower()
-    if kind not in KINDS:
+    if kind not in (*KINDS, ""):
         raise UserError(f"{path}: unknown kind of table; the ending must be one of "
                         f"{' '.join(KINDS)}")  # fmt: skip
     with naming(path):
@@ -47,6 +51,8 @@ def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: in
                     yield from _tsv(path, lines, headless, skip_broken)
                 elif kind in (".conll", ".txt"):
                     yield from _conll(lines)
+                elif kind == "":
+                    yield from _conll(_without_language(lines))
                 else:
                     yield from _json_lines(lines)
 
@@ -73,12 +79,52 @@ def json_of(place: str, line: str) -> Any:
 
 
 def _json_lines(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
+    first = True
     for place, line in lines:
-        if line.strip():
-            value = json_of(place, line)
-            if not isinstance(value, dict):
-                raise UserError(f"{place}: not a JSON object; write one object a line")
-            yield place, value
+        if not line.strip():
+            continue
+        if first and (line.strip() == "{" or line.lstrip().startswith("[")):
+            line += "\n" + "\n".join(more for _, more in lines)  # one value on many lines
+        value = json_of(place, line)
+        if first and isinstance(value, list):
+            for number, row in enumerate(value):
+                yield f"{place}, entry {number}", _object(f"{place}, entry {number}", row)
+        elif first and _is_squad(value):
+            yield from squad_rows(place, value["data"])
+        else:
+            yield place, _object(place, value)
+        first = False
+
+
+def _object(place: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: not a JSON object; write one object a line")
+    return value
+
+
+def _is_squad(value: Any) -> bool:
+    articles = value.get("data") if isinstance(value, dict) else None
+    return (isinstance(articles, list) and bool(articles) and isinstance(articles[0], dict)
+            and "paragraphs" in articles[0])  # fmt: skip
+
+
+def squad_rows(place: str, articles: list) -> Iterator[Row]:
+    """Yield the questions of a SQuAD document (v1.1 or v2.0) in the form that the Hub has."""
+    where = place
+    try:
+        for a, article in enumerate(articles):
+            for p, paragraph in enumerate(article["paragraphs"]):
+                for q, qa in enumerate(paragraph["qas"]):
+                    where = f"{place.rpartition(':')[0]}: data[{a}].paragraphs[{p}].qas[{q}]"
+                    row = {"id": qa["id"], "title": article.get("title", ""),
+                           "context": paragraph["context"], "question": qa["question"]}  # fmt: skip
+                    if "answers" in qa:
+                        row["answers"] = list(qa["answers"])
+                    yield where, row
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"after {where}: not a SQuAD document ({type(error).__name__}: {error}); "
+                        "it is {data: [{paragraphs: [{context, qas: [{id, question, answers}]}]}]}"
+                        ) from error  # fmt: skip
 
 
 def _csv(path: Path) -> Iterator[Row]:
@@ -142,9 +188,44 @@ def _arrow(path: Path) -> Iterator[Row]:
             source.seek(0)
             batches = iter(pyarrow.ipc.open_stream(source))
     for batch in batches:
+        names = _class_names(batch.schema.metadata)
         for row in batch.to_pylist():
             number += 1
+            for column in names.keys() & row.keys():
+                row[column] = _named(row[column], names[column], f"{path}:{number}")
             yield f"{path}:{number}", row
+
+
+def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, list[str]]:
+    """Return {column: names by number} of class labels (also in lists) that `datasets` wrote."""
+    try:
+        features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+        inner = {name: feature.get("feature", feature) for name, feature in features.items()}
+        return {name: list(feature["names"]) for name, feature in inner.items()
+                if feature.get("_type") == "ClassLabel"}  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError):  # written by something else
+        return {}
+
+
+def _named(value: Any, names: list[str], place: str) -> Any:
+    """Return the name of a class number, in lists too; -1 means that there is no label."""
+    if isinstance(value, list):
+        return [_named(part, names, place) for part in value]
+    if value is None or value == -1:
+        return None
+    if not 0 <= value < len(names):
+        raise UserError(f"{place}: class {value}, but the file names {len(names)} classes")
+    return names[value]
+
+
+def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    for place, line in lines:
+        language, colon, rest = line.partition(":")
+        if line.strip() and not (colon and rest and language.replace("-", "").isalpha()):
+            raise UserError(f"{place}: a file without an ending is read as WikiANN's, whose lines "
+                            f"are LANGUAGE:TOKEN, a tab, TAG; found {line[:40]!r}. Give the file "
+                            f"an ending that says what it is, of {' '.join(KINDS)}")  # fmt: skip
+        yield place, rest if line.strip() else line
 
 
 def _conll(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
@@ -181,7 +262,13 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
         line[field] = row[column]
         if task.head == "tags" and isinstance(line[field], str):
             line[field] = line[field].split()
-    value = row.get(task.columns.get("label", "label"))
+    column = task.columns.get("label", "label")
+    value = row.get(column)
+    if task.head == "answer":
+        line |= {"id": row["id"]} if type(row.get("id")) in (str, int) else {}
+        start = row.get(task.columns.get("start", ""))
+        line |= {"start": start} if start not in (None, "") else {}
+        return line | ({"label": value or []} if column in row else {})
     if task.head == "multilabel" and value == "":  # none of the labels
         value = []
     if value is not None and value != "":

@@ -1,4 +1,4 @@
-"""The tasks of SuperGLUE and GLUE, one row of data each; a user's own tasks have the same form.
+"""The tasks of SuperGLUE, GLUE and SQuAD, one row each; a user's own tasks have the same form.
 
 Label order, JSON values and submission values were checked against two independent releases of
 jiant (jiant/evaluate.py SUPERGLUE_NAME_MAP; jiant/scripts/benchmarks/benchmarks.py) and the
@@ -16,9 +16,9 @@ from deberta_ds.errors import UserError
 from deberta_ds.options import STRICT
 from deberta_ds.validation import nearest
 
-Layout = Literal["texts", "choices", "tags", "copa", "multirc", "record", "wic", "wsc"]
-HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "words", "spans",
-                   "mentions"]  # fmt: skip
+Layout = Literal["texts", "choices", "tags", "answers", "copa", "multirc", "record", "wic", "wsc"]
+HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "answer", "words",
+                   "spans", "mentions"]  # fmt: skip
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -31,8 +31,11 @@ class Task:
     labels: tuple[str, ...]  # names by class index; saved with every head
     values: tuple[bool | int | str, ...] = ()  # the labels as the data files write them
     submitted: tuple[int | str, ...] = ()  # the labels as the leaderboard wants them
-    texts: tuple[str, ...]  # text fields in model order; the first is the one that may be cut
+    # Text fields in model order. The first is the one that may be cut; of answers the second, the
+    # one they lie in, is read in windows.
+    texts: tuple[str, ...]
     choices: tuple[str, ...] = ()  # fields with an answer each, or one field with a list of them
+    no_answer: bool = False  # of answers: some questions have none
     metrics: tuple[str, ...]  # the task score is their mean
     counts: tuple[tuple[str, int], ...] = ()  # split -> predictions to make, in the official files
     line: str = ""  # one line in the expected format, for error messages
@@ -236,9 +239,32 @@ _GLUE_ONLY: tuple[Task, ...] = (
     ),
 )  # fmt: skip
 
+# The official JSON files (rajpurkar.github.io/SQuAD-explorer). microsoft/DeBERTa has no script for
+# them; settings: the middle of the DeBERTa paper's grid for base models (table 10).
+_SQUAD_LINE = ('{"id": "...", "question": "...", "context": "...", '
+               '"answers": {"text": ["..."], "answer_start": [0]}}')  # fmt: skip
+_SQUAD_SETTINGS = {"epochs": 3, "batch_rows": 32, "learning_rate": 2e-5, "warmup_steps": 500,
+                   "max_length": 384, "window_overlap": 128}  # fmt: skip
+SQUAD: tuple[Task, ...] = (
+    Task(
+        name="SQuAD-v1.1", head="answer", layout="answers", labels=("start", "end"),
+        texts=("question", "context"), metrics=("f1", "em"),
+        counts=(("train", 87599), ("val", 10570)), columns={"label": "answers"}, line=_SQUAD_LINE,
+        files={"train": "train-v1.1.json", "val": "dev-v1.1.json"}, hub="plain_text",
+        hub_repository="rajpurkar/squad", settings=_SQUAD_SETTINGS,
+    ),
+    Task(
+        name="SQuAD-v2.0", head="answer", layout="answers", labels=("start", "end"),
+        texts=("question", "context"), no_answer=True, metrics=("f1_v2", "em_v2"),
+        counts=(("train", 130319), ("val", 11873)), columns={"label": "answers"}, line=_SQUAD_LINE,
+        files={"train": "train-v2.0.json", "val": "dev-v2.0.json"}, hub="squad_v2",
+        hub_repository="rajpurkar/squad_v2", settings=_SQUAD_SETTINGS,
+    ),
+)  # fmt: skip
+
 GLUE = (*_GLUE_ONLY[:-2], next(task for task in TASKS if task.name == "RTE"), *_GLUE_ONLY[-2:])
 SUITES = {"SuperGLUE": TASKS, "GLUE": GLUE}
-ALL_TASKS = (*TASKS, *_GLUE_ONLY)
+ALL_TASKS = (*TASKS, *_GLUE_ONLY, *SQUAD)
 TASK_NAMES = tuple(task.name for task in ALL_TASKS)
 MAIN_TASKS = tuple(task.name for task in TASKS if task.predicted_by is None)
 SUBMITTED_FILES = tuple(f"{task.name}.jsonl" for task in TASKS)

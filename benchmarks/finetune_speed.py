@@ -1,0 +1,137 @@
+"""Fine-tuning beside the Hugging Face Trainer: the same model, rows, batch, epochs and settings.
+
+    python benchmarks/finetune_speed.py --model HF_DIRECTORY --data DIR --tasks RTE MNLI --any_size
+
+Both train in fp32 on one thread of one process, in turns, and score the validation split. CPU
+seconds of batching, forward, backward and update are compared; tokenization before that is left out
+for both. The Trainer (which needs `accelerate`) pads to the longest row of a batch; once more it
+groups rows by length itself.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deberta_ds.errors import exit_cleanly
+from deberta_ds.files import write_atomic
+
+WAYS = {"trainer": "random", "trainer, grouped by length": "group_by_length"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="Hugging Face directory with a tokenizer")
+    parser.add_argument("--data", required=True, help="directory of the tasks' files")
+    parser.add_argument("--tasks", nargs="+", default=["RTE", "MNLI"])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--batch_rows", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--learning_rate", type=float, default=2e-4)
+    parser.add_argument("--any_size", action="store_true")
+    parser.add_argument("--out", default="benchmarks/results/finetune_speed.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for name in options.tasks:
+        job, train, val = job_of(name, options)
+        runs = {"ours": [], **{way: [] for way in WAYS}}
+        for round_ in range(options.rounds):
+            runs["ours"].append(run_ours(job, train, val, seed=round_ + 1))
+            for way, sampling in WAYS.items():
+                runs[way].append(run_trainer(options, job, train, val, sampling, round_ + 1))
+            print(name, {way: rows[-1] for way, rows in runs.items()}, flush=True)
+        fastest = {way: min(row["cpu_seconds"] for row in rows) for way, rows in runs.items()}
+        found[name] = {
+            "train_rows": len(train), "val_rows": len(val), "runs": runs,
+            "times_as_fast": {way: round(fastest[way] / fastest["ours"], 2) for way in WAYS},
+        }  # fmt: skip
+    about = {key: getattr(options, key) for key in ("batch_rows", "epochs", "learning_rate")}
+    shape = json.loads((Path(options.model) / "config.json").read_text())
+    about |= {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    write_atomic(options.out, json.dumps(about | found, indent=1) + "\n")
+
+
+def job_of(name: str, options):
+    """Return (job, train features, val features) of a task in our own terms."""
+    from deberta_ds.finetune.loop import Job
+    from deberta_ds.finetune.models import open_start
+    from deberta_ds.finetune.readers import read_split
+    from deberta_ds.finetune.run import encode_split
+    from deberta_ds.finetune.settings import load, resolve
+    from deberta_ds.finetune.tasks import TASK_NAMES, task_named
+    from deberta_ds.train.engine import init_distributed
+
+    device = init_distributed()
+    task = task_named(name)
+    given = [f"--all.{key}={getattr(options, key)}" for key in
+             ("batch_rows", "epochs", "learning_rate")]  # fmt: skip
+    given += ["--all.warmup_share=0.06", "--all.warmup_steps=0", "--all.max_length=128"]
+    train, val = (read_split(task, options.data, split, any_size=options.any_size)
+                  for split in ("train", "val"))  # fmt: skip
+    job = Job(task=task, seed=1, settings=resolve(task, load(None, given, TASK_NAMES)),
+              start=open_start(options.model), train=train, val=val, tests={}, out=Path("."),
+              deepspeed={}, device=device)  # fmt: skip
+    return job, encode_split(job, train), encode_split(job, val)
+
+
+def run_ours(job, train, val, seed: int) -> dict:
+    from deberta_ds.finetune import loop
+    from deberta_ds.train.engine import set_learning_rate
+    from deberta_ds.train.schedule import learning_rate
+
+    settings = job.settings
+    updates = settings.epochs * -(-len(train) // settings.batch_rows)
+    optim = settings.optim(updates)
+    engine, shape = loop._engine(job, optim)
+    lengths = np.array([feature.num_tokens for feature in train])
+    began = time.process_time()
+    for step in range(updates):
+        set_learning_rate(engine, learning_rate(optim, step, updates))
+        rows = loop.stream(lengths, seed, step, settings.batch_rows, settings.group_updates)
+        loop._step(engine, [train[i] for i in rows], shape, seed, step)
+    seconds = time.process_time() - began
+    values, _ = loop._evaluate(job, engine, val)
+    engine.destroy()
+    return {"cpu_seconds": round(seconds, 2), "accuracy": round(values["accuracy"], 4)}
+
+
+def run_trainer(options, job, train, val, sampling: str, seed: int) -> dict:
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+    )
+
+    def rows(features):
+        return [{"input_ids": list(f.sequences[0]), "attention_mask": [1] * len(f.sequences[0]),
+                 "labels": f.label} for f in features]  # fmt: skip
+
+    torch.manual_seed(seed)
+    network = AutoModelForSequenceClassification.from_pretrained(
+        options.model, num_labels=len(job.task.labels))  # fmt: skip
+    with tempfile.TemporaryDirectory() as out:
+        arguments = TrainingArguments(
+            out, per_device_train_batch_size=options.batch_rows, num_train_epochs=options.epochs,
+            use_cpu=True, learning_rate=options.learning_rate, warmup_steps=0.06,
+            weight_decay=0.01, adam_epsilon=1e-6, report_to=[], save_strategy="no",
+            logging_strategy="no", train_sampling_strategy=sampling, disable_tqdm=True, seed=seed,
+        )  # fmt: skip
+        collator = DataCollatorWithPadding(AutoTokenizer.from_pretrained(options.model))
+        trainer = Trainer(network, arguments, data_collator=collator, train_dataset=rows(train))
+        began = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - began
+        scores = trainer.predict(rows(val)).predictions
+    right = scores.argmax(-1) == np.array([feature.label for feature in val])
+    return {"cpu_seconds": round(seconds, 2), "accuracy": round(float(right.mean()), 4)}
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -1,0 +1,102 @@
+"""One line of a task file, whose fields are read with a check of their type.
+
+Every error names the file and the line, the field, and the format that is expected.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.tasks import Task
+
+
+class Line:
+    """One JSON object with its place, whose fields are read with a check of their type."""
+
+    def __init__(self, task: Task, place: str, value: Any, key: str = ""):
+        self.task, self.place, self.key = task, place, key
+        if not isinstance(value, Mapping):
+            self.fail(f"expected a JSON object, found {show(value)}")
+        self.value = value
+
+    def fail(self, problem: str):
+        raise UserError(f"{self.place}: {problem}\n  expected format: {line_format(self.task)}")
+
+    def get(self, name: str, kind: type, may_be_blank: bool = False) -> Any:
+        """Return field `name`, which must be of exactly `kind` (a bool is not an int)."""
+        where = f"{self.key}{name}"
+        if name not in self.value:
+            self.fail(f'field "{where}" is missing')
+        value = self.value[name]
+        if type(value) is not kind:
+            self.fail(f'field "{where}" must be {_NAMES[kind]}, found {show(value)}')
+        if kind is str:
+            self.check_text(where, value, may_be_blank or name == "word")
+        return value
+
+    def check_text(self, where: str, text: str, may_be_blank: bool = False) -> None:
+        """Fail on a text that is blank, or that no tokenizer can read."""
+        if not may_be_blank and not text.strip():
+            self.fail(f'field "{where}" is empty')
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                self.fail(f'field "{where}" has half a character ({text[error.start]!a} at '
+                          f"{error.start}); write the text as UTF-8, or escape whole pairs")
+
+    def index(self) -> int:
+        """Return "idx"; AX-b writes it as a string of digits."""
+        value = self.value.get("idx")
+        if self.task.name == "AX-b" and isinstance(value, str) and value.isdecimal():
+            return int(value)
+        return self.get("idx", int)
+
+    def inside(self, name: str, position: int = -1) -> "Line":
+        """Return the object in field `name` (of a list: at `position`) as a Line of its own."""
+        if position < 0:
+            return Line(self.task, self.place, self.get(name, dict), f"{self.key}{name}.")
+        values = self.get(name, list)
+        return Line(self.task, self.place, values[position], f"{self.key}{name}[{position}].")
+
+    def label(self, needed: bool) -> int | float | None:
+        """Return field "label" as class index or number; None if absent and not `needed`."""
+        if "label" not in self.value and not needed:
+            return None
+        if self.task.head == "regress":
+            value = self.value.get("label")
+            if type(value) not in (int, float) or not math.isfinite(value):
+                self.get("label", float)
+                self.fail(f'field "{self.key}label" must be a finite number, found {show(value)}')
+            return float(value)
+        return self.class_index("label", self.value.get("label"))
+
+    def class_index(self, where: str, value: Any) -> int:
+        """Return the class index of a label in field `where`."""
+        values = self.task.values or self.task.labels
+        if "label" not in self.value or type(value) is not type(values[0]):
+            self.get("label", type(values[0]) if where == "label" else list)
+            self.fail(f'field "{where}" must be {_NAMES[type(values[0])]}, found {show(value)}')
+        if value not in values:
+            wanted = ", ".join(show(known) for known in values)
+            self.fail(f'field "{self.key}{where}" must be one of {wanted}, found {show(value)}')
+        return values.index(value)
+
+
+_NAMES = {str: "a string", float: "a number", int: "an integer", bool: "true or false",
+          list: "a list", dict: "a JSON object"}  # fmt: skip
+
+
+def line_format(task: Task) -> str:
+    """Return a line in the format that is expected."""
+    if task.line:
+        return task.line
+    fields = [task.columns.get(name, name) for name in (*task.texts, *task.choices, "label")]
+    return ", ".join(fields)
+
+
+def show(value: Any) -> str:
+    """Return a value as it is quoted in an error: JSON's words, and not too long."""
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
