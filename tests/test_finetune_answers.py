@@ -289,7 +289,8 @@ def test_the_threshold_is_the_best_of_all(squad):
             start = int(dice.integers(len(example.sequences[0][1]) - 9))
             if example.spans and dice.random() < 0.6:
                 start = example.spans[0].start
-            margin = round(float(dice.normal(0 if example.gold else 1)), seed % 3)  # equal ones, too
+            margin = float(dice.normal(0 if example.gold else 1))
+            margin = round(margin, seed % 3)  # some are equal
             numbers.append(np.array([3.0, start, start + 9, margin]))
 
         def f1(threshold, numbers=numbers):
@@ -341,7 +342,7 @@ def test_transformers_answers_as_we_do(squad, tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"answers": [{"text": "Anna", "answer_start": 3}]}, "not at character 3 .* it is at 45"),
-    ({"answers": [{"text": "Hanna", "answer_start": 3}]}, "'Hanna' is nowhere in field \"context\""),
+    ({"answers": [{"text": "Hanna", "answer_start": 3}]}, "'Hanna' is nowhere in field"),
     ({"answers": {"text": ["Anna"]}}, "answers must be a text, a list of"),
     ({"answers": [{"text": " ", "answer_start": 3}]}, "an answer must be a text, found ' '"),
     ({"answers": []}, "the question has no answer, but SQuAD-v1.1 has one everywhere"),
