@@ -22,7 +22,7 @@ from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.models import build_model
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict import predictions_of
-from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.readers import carve, read_split
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
@@ -221,6 +221,18 @@ def test_every_answer_of_a_window_is_found_in_characters_and_the_rest_point_to_c
             assert (first == 0) == (last == 0)
         assert len(seen) >= len(set(tokenizer.encode_with_offsets(context)[1])) and whole
         assert bool(targets.any()) == bool(example.gold)  # an answer is whole in some window
+
+
+def test_a_context_is_never_on_both_sides_of_a_cut(squad, tmp_path):
+    whole = read_split(V2, squad, "val", any_size=True)
+    train, val = carve(whole, 0.5, seed=1)
+    contexts = [{e.sequences[0][1] for e in part.examples} for part in (train, val)]
+    assert len(train.examples) + len(val.examples) == 11 and not contexts[0] & contexts[1]
+    twice = document("v2.0")
+    twice["data"][0]["paragraphs"][0]["qas"][1]["id"] = "q0"
+    (tmp_path / "dev-v2.0.json").write_text(json.dumps(twice))
+    with pytest.raises(UserError, match="idx q0 was already used at .*qas.0."):
+        read_split(V2, tmp_path, "val", any_size=True)
 
 
 def model_and_batch(squad, task=V2, max_length=40):

@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 from superglue_helpers import SAMPLE, tiny_start
+from test_finetune_answers import document
 
 from deberta_ds.errors import UserError
 from deberta_ds.finetune.features import encode
@@ -101,6 +102,26 @@ def test_no_damage_of_a_zip_or_parquet_file_is_a_traceback(tmp_path):
         datasets.Dataset.from_list([rows[0] | bad]).to_parquet(str(table))
         with pytest.raises(UserError, match="rte"):
             read(task, tmp_path, "train")
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_no_damage_of_a_squad_file_is_a_traceback(version, tmp_path):
+    """The same for one document that holds all questions; an answer's place is checked, too."""
+    task, dice = task_named(f"SQuAD-{version}"), random.Random(version)
+    file = tmp_path / f"train-{version}.json"
+    whole = document(version)
+    refused = 0
+    for turn in range(150):
+        if turn % 3 == 0:
+            file.write_bytes(damaged_bytes(json.dumps(whole).encode(), dice))
+        else:
+            file.write_text(json.dumps(damaged_value(whole, dice), indent=turn % 2 or None))
+        try:
+            read(task, tmp_path, "train")
+        except UserError as error:
+            assert str(file) in str(error), error
+            refused += 1
+    assert refused > 30
 
 
 def damaged_bytes_of_binary(data: bytes, dice: random.Random) -> bytes:

@@ -7,20 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_helpers import start as start_ranks
+from rank_helpers import wait as wait_for_ranks
 from superglue_helpers import tiny_start
 
 from deberta_ds.errors import UserError
 from deberta_ds.finetune import sweep
-from deberta_ds.finetune.directory import load_finetuned
+from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.layouts import Example, TextSpan
 from deberta_ds.finetune.metrics import span_f1, spans_of
+from deberta_ds.finetune.models import build_model
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.settings import load
+from deberta_ds.finetune.settings import Settings, load, resolve
 from deberta_ds.finetune.tables import read_table
 from deberta_ds.finetune.tasks import TASK_NAMES
 
+ROOT = Path(__file__).parent.parent
+PREDICT = ROOT / "launch" / "predict.py"
 DICE = random.Random(4)
 WORDS = "stone oven bread river house cat dog moon train paper glass winter song".split()
 TAGS = {"cat": "B-ANIMAL", "dog": "B-ANIMAL", "moon": "B-SKY"}
@@ -227,6 +232,74 @@ def test_conll_columns_are_sentences(tmp_path):
     assert first.label == (1, 0) and first.spans == (TextSpan(0, 0, 2), TextSpan(0, 3, 10))
 
 
+def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
+    """A WikiANN file has no ending and a language before each token; the Hub has numbers."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "train").write_text("en:Rome\tB-LOC\nen::\tO\nen:a:b\tO\n\nen:He\tO\n")
+    path = write_task(tmp_path, "tags", [], train="train", val="train", texts=["tokens"],
+                      label="tags")  # fmt: skip
+    task, _, said = load_own_task(path)
+    assert said == "mine: 2 labels: O (3), B-LOC (1)"
+    wanted = read_split(task, ".", "train").examples
+    assert wanted[0].sequences == (("Rome : a:b",),) and wanted[0].label == (1, 0, 0)
+    names = ["O", "B-PER", "B-LOC"]
+    features = datasets.Features({
+        "tokens": datasets.List(datasets.Value("string")),
+        "ner_tags": datasets.List(datasets.ClassLabel(names=names))})  # fmt: skip
+    table = datasets.Dataset.from_dict({"tokens": [["Rome", ":", "a:b"], ["He"]],
+                                        "ner_tags": [[2, 0, 0], [0]]}, features=features)
+    table.to_parquet(str(tmp_path / "train.parquet"))
+    path = write_task(tmp_path, "tags", [], train="train.parquet", val="train.parquet",
+                      texts=["tokens"], label="ner_tags", labels=names)  # fmt: skip
+    found = read_split(load_own_task(path)[0], ".", "train").examples
+    assert [e.label for e in found] == [(2, 0, 0), (0,)]
+    (tmp_path / "train").write_text("Rome B-LOC\n")
+    with pytest.raises(UserError, match=r"train:1: a file without an ending is read as WikiANN's"):
+        list(read_table(tmp_path / "train"))
+
+
+def test_class_weights_multiply_what_an_example_adds_to_the_loss(process_group, tmp_path):
+    rows = rows_of("classification", 16)
+    given = "epochs = 1\nbatch_rows = 16\nlearning_rate = 1e-9\ndropout = 0.0\nhead_dropout = 0.0"
+    counts = {name: sum(row["label"] == name for row in rows) for name in ("animal", "thing")}
+    losses = {}
+    for weights in ("", "balanced", "{animal = 0}", "{thing = 0}", "{animal = 3.0}"):
+        value = weights if weights.startswith("{") else f'"{weights}"'
+        path = write_task(tmp_path, "classification", rows, f"{given}\nclass_weights = {value}")
+        losses[weights] = train(path, tmp_path / f"out{len(losses)}")["history"][0]["loss"]
+    thing, animal = losses["{animal = 0}"], losses["{thing = 0}"]
+    assert losses[""] == pytest.approx(animal + thing, abs=2e-5)
+    assert losses["{animal = 3.0}"] == pytest.approx(3 * animal + thing, abs=4e-5)
+    balanced = sum(part * 16 / (2 * counts[name]) for name, part in
+                   (("animal", animal), ("thing", thing)))  # fmt: skip
+    assert losses["balanced"] == pytest.approx(balanced, abs=4e-5)
+
+
+@pytest.mark.multi
+def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, monkeypatch):
+    start = tiny_start()
+    task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
+    model = build_model(task, start, Settings(), 1)
+    save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)  # fmt: skip
+    table, out = tmp_path / "new.csv", tmp_path / "one.jsonl"
+    table.write_text("id,words,extra\n" + "".join(
+        f"{n},{' '.join(WORDS[: 1 + n % 9])},x\n" for n in range(90)))  # fmt: skip
+    processes = start_ranks(2, ["--model", str(tmp_path / "model"), "--data", str(table), "--out",
+                                str(tmp_path / "two.jsonl"), "--keep", "id", "--batch_rows", "8"],
+                            tmp_path / "log", PREDICT)  # fmt: skip
+    monkeypatch.setattr("deberta_ds.finetune.predict_file.BLOCK_ROWS", 7)  # blocks change nothing
+    predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"), batch_rows=8,
+                 max_length=256, keep=["id"])  # fmt: skip
+    assert wait_for_ranks(processes, 120) == [0, 0], (tmp_path / "log").read_text()
+    one, two = ([json.loads(line) for line in file.read_text().splitlines()]
+                for file in (out, tmp_path / "two.jsonl"))  # fmt: skip
+    assert [line["id"] for line in two] == [str(n) for n in range(90)]
+    for first, second in zip(one, two, strict=True):
+        assert first["prediction"] == second["prediction"]
+        assert first["probabilities"] == pytest.approx(second["probabilities"], abs=2e-5)
+
+
 def test_val_is_a_share_of_train_without_a_val_table(process_group, tmp_path):
     rows = rows_of("classification", 20)
     path = write_task(tmp_path, "classification", rows, "epochs = 1", val=None, val_share=0.3)
@@ -250,17 +323,24 @@ MISTAKES = [
     ({"kind": "regression"}, "must be a number|finite number"),
     ({"name": "RTE"}, "not a benchmark's task"),
     ({"val_share": 1.5}, "val_share = 1.5: must be below 1"),
+    ({"kind": "spans", "texts": ["words"]}, "texts must name two columns, the question and the"),
+    ({"kind": "spans", "texts": ["extra", "words"]}, "'thing' is nowhere in field \"words\""),
+    ({"start": "at"}, 'start is the place of an answer, for kind = "spans" only'),
+    ({"train": "train.jsonl", "settings": "class_weights = {animl = 2.0}"},
+     "class_weights: no label 'animl'; did you mean animal"),
+    ({"kind": "tags", "settings": 'class_weights = "balanced"', "texts": ["words"]},
+     "only a classification with one label"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), MISTAKES)
 def test_a_mistake_is_one_clear_error(tmp_path, change, message):
-    path = write_task(tmp_path, "classification", rows_of("classification", 6), **change) \
-        if "kind" not in change else write_task(
-            tmp_path, change["kind"], rows_of("classification", 6),
-            **{k: v for k, v in change.items() if k != "kind"})  # fmt: skip
+    kind = change.get("kind", "classification")
+    rows = rows_of("tags" if "settings" in change and kind == "tags" else "classification", 6)
+    path = write_task(tmp_path, kind, rows, **{k: v for k, v in change.items() if k != "kind"})
     with pytest.raises(UserError, match=message):
         task, _, _ = load_own_task(path)
+        resolve(task, {})
         read_split(task, ".", "train")
 
 

@@ -92,7 +92,6 @@ class _Encoder:
     def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int):
         self.task, self.tokenizer = task, tokenizer
         self.max_length, self.window_overlap = max_length, window_overlap
-        self.long = 1 if task.layout == "answers" else 0  # the text that may be cut or windowed
         self.known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
 
     def feature(self, position: int, example: Example) -> Feature:
@@ -131,11 +130,12 @@ class _Encoder:
         """Return the least max_length at which nothing is lost that must be seen together."""
         lengths = []
         for texts in example.sequences:
-            long = len(self.tokens(texts[self.long])[0])
+            long = len(self.tokens(texts[self.task.long_text])[0])
             if self.task.layout not in _UNCUT:
                 long = min(long, _MIN_LONG_TOKENS)
-            rest = [len(self.plain(text)) for i, text in enumerate(texts) if i != self.long]
-            lengths.append(1 + long + sum(rest) + len(texts))
+            others = (text for i, text in enumerate(texts) if i != self.task.long_text)
+            rest = sum(len(self.plain(text)) for text in others)
+            lengths.append(1 + long + rest + len(texts))
         return max(lengths)
 
     def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -48,6 +48,8 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     for place, value in lines:
         for example in examples_of(task, place, value, split):
             name = example.key[0] if task.layout == "record" else example.key
+            if example.id and split != "train":  # what its prediction is filed under
+                name = example.id
             if name in seen:
                 raise UserError(f"{place}: idx {name} was already used at {seen[name]}")
             seen[name] = place
@@ -86,11 +88,12 @@ def has_split(task: Task, data: str | Path, split: str) -> bool:
 def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
     """Return (train, val) cut from a labelled split, no passage in both; a function of `seed`.
 
-    For a set whose train file is not at hand. Rows that share their first text stay together.
+    For a set whose train file is not at hand. Rows that share their passage (the first text, of
+    SQuAD the second) stay together.
     """
     groups: dict[str, list[Example]] = {}
     for example in val.examples:
-        groups.setdefault(example.sequences[0][0], []).append(example)
+        groups.setdefault(example.sequences[0][val.task.long_text], []).append(example)
     texts = sorted(groups)
     random.Random(seed).shuffle(texts)
     train: list[Example] = []

@@ -51,6 +51,11 @@ class Task:
     predicted_by: str | None = None  # a diagnostic set: the task whose model predicts it
     settings: Mapping[str, Any] = field(default_factory=dict)  # where Settings' defaults do not fit
 
+    @property
+    def long_text(self) -> int:
+        """Which of the texts may be cut or read in windows: a passage that many examples share."""
+        return 1 if self.layout == "answers" else 0
+
     def count(self, split: str) -> int | None:
         """Return how many predictions the official `split` asks for, None if there is none."""
         return dict(self.counts).get(split)
@@ -178,7 +183,7 @@ _GLUE_ONLY: tuple[Task, ...] = (
         name="SST-2", head="classify", labels=("negative", "positive"), values=_NUMBERS,
         submitted=(0, 1), texts=("sentence",), metrics=("accuracy",),
         counts=_splits(67349, 872, 1821), files=_TSV, hub="sst2", hub_repository="nyu-mll/glue",
-        settings=_OFFICIAL,
+        settings=_OFFICIAL | {"warmup_steps": 500},
     ),
     Task(
         name="MRPC", head="classify", labels=("not_equivalent", "equivalent"), values=_NUMBERS,
