@@ -3,10 +3,12 @@
 import csv
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from rank_helpers import run as run_ranks
 from rank_helpers import start as start_ranks
 from rank_helpers import wait as wait_for_ranks
 from superglue_helpers import tiny_start
@@ -22,7 +24,7 @@ from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.settings import Settings, load, resolve
 from deberta_ds.finetune.tables import read_table
-from deberta_ds.finetune.tasks import TASK_NAMES
+from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
 ROOT = Path(__file__).parent.parent
 PREDICT = ROOT / "launch" / "predict.py"
@@ -298,6 +300,32 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
     for first, second in zip(one, two, strict=True):
         assert first["prediction"] == second["prediction"]
         assert first["probabilities"] == pytest.approx(second["probabilities"], abs=2e-5)
+
+
+@pytest.mark.multi
+def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_path):
+    """A new user's road: the task file and both commands of docs/finetuning.md, as they stand."""
+    text = (ROOT / "docs" / "finetuning.md").read_text()
+    task, commands = re.findall(r"```\n(.*?)```", text, re.DOTALL)[:2]
+    (tmp_path / "tickets.toml").write_text(task)
+    lines = [f'{n},{WORDS[n % 5]},"a long, {WORDS[n % 3]} text",{("mail", "phone")[n % 2]}'
+             for n in range(24)]  # fmt: skip
+    for name in ("train.csv", "val.csv", "new.csv"):
+        (tmp_path / name).write_text("\n".join(["id,title,body,queue", *lines]) + "\n")
+    start, settings = tiny_start(), Settings()
+    model = build_model(task_named("RTE"), start, settings, 1)
+    save_finetuned(tmp_path / "runs/base/hf", task_named("RTE"), settings, start.config,
+                   dict(model.state_dict()), start.tokenizer)  # fmt: skip
+    for number, command in enumerate(commands.splitlines()):
+        _, script, *words = command.split()
+        words = [str(tmp_path / word) if re.search(r"[/.]", word) else word for word in words]
+        log = run_ranks(1, words, tmp_path / f"log{number}", ROOT / script)
+        assert "Traceback" not in log
+        if script.endswith("finetune.py"):
+            assert "tickets: 2 labels: mail (12), phone (12)" in log
+    found = [json.loads(line) for line in (tmp_path / "predictions.jsonl").open()]
+    assert [line["id"] for line in found] == [str(n) for n in range(24)]
+    assert all(line["prediction"] in ("mail", "phone") for line in found)
 
 
 def test_val_is_a_share_of_train_without_a_val_table(process_group, tmp_path):
