@@ -274,6 +274,16 @@ def test_the_best_answer_is_that_of_a_loop_over_all_pairs(squad):
                        zip(margins, always, strict=True)]  # fmt: skip
 
 
+def test_a_loss_that_is_not_finite_is_no_index_error(squad):
+    """A diverged run is counted and named by its loss; a look for its best answer must not fail."""
+    model, _, features = model_and_batch(squad)
+    torch.nn.init.constant_(model.head.classifier.bias, float("nan"))
+    batch = collate(features)
+    with torch.no_grad():
+        assert not torch.isfinite(model.train()(batch).loss_sum)
+        assert not torch.isfinite(model.eval()(batch).scores[:, answers.MARGIN]).any()
+
+
 def test_the_loss_is_the_mean_over_windows_of_start_and_end(squad):
     model, _, features = model_and_batch(squad)
     batch = collate(features, weights=[0.5] * len(features))

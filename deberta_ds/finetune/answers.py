@@ -47,7 +47,8 @@ def best_answers(scores_KL: Tensor, batch: FeatureBatch, max_answer_tokens: int)
 
     best_E = of_examples(-torch.inf, best_R, "amax")
     is_best_R = best_R == best_E[batch.example_R]
-    row_E = of_examples(len(best_R), rows_R.where(is_best_R, len(best_R)), "amin")
+    last = len(best_R) - 1  # of NaN, none is the best
+    row_E = of_examples(last, rows_R.where(is_best_R, last), "amin")
     first_E, more_E = first_R[row_E], more_R[row_E]
     begin_E = batch.characters_RL2[row_E, first_E, 0]
     end_E = batch.characters_RL2[row_E, first_E + more_E, 1]

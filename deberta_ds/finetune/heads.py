@@ -25,7 +25,8 @@ from deberta_ds.model.backbone import Backbone
 
 class TaskOutput(NamedTuple):
     """`loss_sum` adds up the examples' losses times their weights; `scores` are [E, N], of
-    mentions [K], of tags [K, N], of answers [E, 4] as `best_answers` returns them.
+    mentions [K], of tags [K, N], of answers [E, 4] as `best_answers` returns them (in training
+    [K, L]).
 
     `adversarial_sum` is SiFT's part of the loss before its weight, 0 without.
     """
@@ -60,7 +61,7 @@ class TaskModel(nn.Module):
             parts = by_example(self.kind, self._divergence(sums_RLC, scores, batch), batch)
             adversarial = (parts * batch.weights_E).sum()
             loss = loss + self.sift.weight * adversarial
-        if self.kind == "answer":
+        if self.kind == "answer" and not self.training:
             scores = best_answers(scores.detach(), batch, self.max_answer_tokens)
         return TaskOutput(loss, scores, adversarial.detach())
 
