@@ -1,6 +1,8 @@
 #!/usr/bin/env python
 """Check the files of corpora against their manifests; exit code 2 names the first bad shard."""
 
+from pathlib import Path
+
 from options import parser_for
 
 from deberta_ds.errors import UserError, exit_cleanly
@@ -14,12 +16,16 @@ def main() -> None:
     args = parser.parse_args()
 
     from deberta_ds.data.corpus import Corpus
+    from deberta_ds.data.prep.identity import DIRECTORY, Origins
     from deberta_ds.tokenizer import Tokenizer
 
     for path in args.corpus:
         lengths = sorted(int(p.parent.name[5:]) for p in Corpus.row_plans(path))
         if not lengths:
             raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
+        if (Path(path) / DIRECTORY).exists():
+            files = Origins(path).verify(args.verify)
+            print(f"{path}/{DIRECTORY}: {files:,} files agree ({args.verify})")
         for seq_len in lengths:
             corpus = Corpus(path, seq_len=seq_len)
             if args.tokenizer:

@@ -121,3 +121,13 @@ def test_the_scripts(corpus, tmp_path):
     printed = run("take_down.py", "--out", str(tmp_path / "new"), "--tokenizer", tokenizer_path(),
                   "--documents_from", str(tmp_path / "ids"), "--workers", "1")
     assert "1 documents taken out, 1 shards" in printed
+    damaged = next((tmp_path / "new/documents").glob("*.parquet"))
+    damaged.unlink()  # it may be a hard link
+    damaged.write_bytes(b"x")
+    done = subprocess.run([sys.executable, str(SCRIPTS / "verify.py"), str(tmp_path / "new")],
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and str(damaged) in done.stderr
+    for text in ("[]", '{"files": 3}', '{"files": {"a": [1]}}', "{", '{"files": {"a": ["x", 1]}}'):
+        (tmp_path / "new/documents/manifest.json").write_text(text)
+        with pytest.raises(UserError, match="manifest.json: damaged"):
+            Origins(tmp_path / "new")

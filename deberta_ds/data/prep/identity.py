@@ -102,11 +102,12 @@ class Origins:
         """UserError if the corpus has none, or a damaged list of them."""
         self._corpus, path = Path(corpus), Path(corpus) / DIRECTORY / MANIFEST
         try:
-            self.files = json.loads(path.read_bytes())["files"]
+            self.files = {str(name): [int(size), str(digest)] for name, (size, digest)
+                          in json.loads(path.read_bytes())["files"].items()}
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; the corpus was made by a version that kept "
                             "no origins of documents: make it again to have them") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from error
         self.table = cache(self._read)
 
@@ -117,6 +118,13 @@ class Origins:
         path = origins_path(self._corpus, name)
         check_file(path, *self.files[name], _AGAIN)
         return pq.read_table(path)
+
+    def verify(self, mode: str) -> int:
+        """Check every file's size and, for "full", its checksum; return how many there are."""
+        for name, (size, digest) in self.files.items():
+            check_file(origins_path(self._corpus, name), size, digest if mode == "full" else None,
+                       _AGAIN)
+        return len(self.files)
 
     def of(self, name: str, document: int) -> Origin:
         """Return the origin of a document of shard `name`."""
