@@ -96,7 +96,7 @@ class RemoteCorpus:
         if blocks.get("block_bytes") != BLOCK_BYTES:
             raise UserError(f"{url}: blocks of another version of data_prep/upload.py; upload the "
                             "corpus again")
-        self._files: dict[str, list] = blocks["files"]
+        self._files: dict[str, list] = blocks.get("files", {})
 
     def fetch(self, name: str) -> bytes:
         """Return a small file and write it to its place in the directory."""
