@@ -4,8 +4,9 @@
 
 For each tokenizer and each kind of text, the number of texts whose ids differ: from AutoTokenizer
 on the same directory, from AutoTokenizer on what we export, and (for documents) in the shards that
-data_prep writes. "names" are texts with the names of special tokens, which transformers finds in
-text unless told not to (split_special_tokens), and we never do.
+data_prep writes. Of a few lines of each language: whether words begin where they do in the
+text (tests/word_boundaries.py). "names" are texts with the names of special tokens, which
+transformers finds in text unless told not to (split_special_tokens), and we never do.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import random
 import sys
 import unicodedata
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from deberta_ds.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tokenizer_cases  # noqa: E402  (needs the path above)
+from word_boundaries import compare_words  # noqa: E402
 
 _NAMES = ("[MASK]", "<mask>", "[CLS]", "<s>", "</s>", "[PAD]", "<pad>", "[UNK]", "<unk>", "[SEP]")
 
@@ -80,11 +83,21 @@ def shard_ids(tokenizer: Tokenizer, inputs: list[str], out: Path) -> list[np.nda
     return documents
 
 
+def word_counts(ours: Tokenizer, texts: list[str], lines: int) -> dict[str, int]:
+    """Return the sums of `compare_words` over the first lines of each text that have words."""
+    total: Counter[str] = Counter()
+    for text in texts:
+        for line in list(filter(str.strip, text.split("\n")))[:lines]:
+            total.update(compare_words(ours, line))
+    return dict(total)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--languages", nargs="+", required=True, help="one document a file")
     parser.add_argument("--code", required=True, help="directory of Python files")
     parser.add_argument("--code_bytes", type=int, default=4_000_000)
+    parser.add_argument("--lines", type=int, default=10, help="of each document, for words")
     parser.add_argument("--nasty", type=int, default=10_000)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--out", default="benchmarks/results/tokenizer_equality.json")
@@ -116,6 +129,7 @@ def main() -> None:
             if group == "languages":
                 stored = shard_ids(ours, paths, args.scratch / f"{name}-corpus")
                 row["shards"] = differing(wanted, stored)
+                row["words"] = word_counts(ours, texts, args.lines)
         rows.append(row)
         print(json.dumps(row), flush=True)
         write_atomic(args.out, json.dumps({"versions": {

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import shutil
 
 import numpy as np
@@ -127,3 +128,36 @@ def test_files_that_are_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(UserError, match=r"tokenizer.json: damaged or cut short"):
         Tokenizer(tmp_path)
+
+
+_VALUES = (None, True, -1, 0, 1 << 40, 1.5, "", "x", "[MASK]", [], {}, [1], {"a": 1}, "\ud800")
+
+
+def _places(value, place=()):
+    """Yield the place of everything in a JSON value; of long collections, of the first three."""
+    yield place
+    keys = list(value) if isinstance(value, dict) else range(len(value)) \
+        if isinstance(value, list) else ()
+    for key in keys if len(keys) < 40 else keys[:3]:
+        yield from _places(value[key], (*place, key))
+
+
+@pytest.mark.parametrize("name", ["roberta", "bert", "unigram", "llama"])
+def test_a_changed_tokenizer_json_works_or_is_one_error(name, tmp_path):
+    generator = random.Random(name)
+    whole = (directory_of(name) / "tokenizer.json").read_text()
+    places = [place for place in _places(json.loads(whole)) if place]
+    shutil.copytree(directory_of(name), tmp_path / "t")
+    for place in generator.sample(places, 60):
+        values = json.loads(whole)
+        inner = values
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = generator.choice(_VALUES)
+        (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(values))
+        try:
+            tokenizer = Tokenizer(tmp_path / "t")
+            tokenizer.word_starts()
+            tokenizer.encode("The fox, 日本 \n[MASK]")
+        except UserError as error:
+            assert str(tmp_path) in str(error)

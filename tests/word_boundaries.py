@@ -5,6 +5,7 @@ character of a script written without spaces. WordPiece also begins one after pu
 """
 
 import unicodedata
+from collections import Counter
 
 import numpy as np
 
@@ -45,8 +46,8 @@ def compare_words(tokenizer: Tokenizer, text: str) -> dict[str, int]:
     ids, spans = np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
     special = tokenizer.is_special()
     blank = np.array([not piece.strip() for piece in tokenizer.readable(ids)], dtype=bool)
-    in_bytes = {int(low) for low, high in spans if high == low + 1}
-    in_bytes = {place for place in in_bytes if (spans == (place, place + 1)).all(1).sum() > 1}
+    pieces_at = Counter(int(low) for low, high in spans if high == low + 1)
+    in_bytes = {place for place, count in pieces_at.items() if count > 1}
     starts, lengths = word_spans(ids, tokenizer.word_starts(), special[ids])
     unknown = {place for low, high in spans[special[ids]] for place in range(low, high)}
     found, split, last = set(), 0, 0

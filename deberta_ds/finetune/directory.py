@@ -103,7 +103,8 @@ def save_finetuned(
         tensors[prefix + key] = value
     write_safetensors(directory / SAFETENSORS, tensors, {"format": "pt"})
     values = configs.to_hugging_face(config, kind=kind, rest=_head_values(task, settings, name))
-    values |= {"architectures": [name or _CLASS_PREFIX[kind] + "Model"], "dtype": "float32"}
+    values |= {"architectures": [name or _CLASS_PREFIX[kind] + "Model"], "dtype": "float32",
+               "pad_token_id": tokenizer.pad_id}
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     if not find_tokenizer_files(directory):
         write_tokenizer_files(tokenizer.files, directory, settings.max_length)

@@ -21,7 +21,7 @@ from deberta_ds.formats.relative_rows import UNREAD_ROWS, without_unread_rows
 from deberta_ds.formats.release import Network, Release, with_zero_key_biases
 from deberta_ds.formats.release_reader import SIDE_FILE
 from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
-from deberta_ds.formats.tokenizer_files import write_tokenizer_files
+from deberta_ds.formats.tokenizer_files import open_tokenizer, write_tokenizer_files
 
 GENERATOR_DIRECTORY = "generator"
 _CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
@@ -38,11 +38,12 @@ _HEAD_OF = {
 
 def write_hugging_face(release: Release, out: Path) -> list[str]:
     """Write a release as a Hugging Face directory; return notes on what went where."""
-    notes = []
+    notes, tokenizer = [], open_tokenizer(release.tokenizer_files)
+    pad_id = tokenizer.pad_id if tokenizer else 0
     for name, network in release.networks().items():
         directory = out / GENERATOR_DIRECTORY if name == "generator" else out
         directory.mkdir(parents=True, exist_ok=True)
-        notes += [f"{name}: {note}" for note in _write_network(network, directory)]
+        notes += [f"{name}: {note}" for note in _write_network(network, directory, pad_id)]
         notes += write_tokenizer_files(release.tokenizer_files, directory,
                                        release.main.config.max_position)
     return notes
@@ -70,11 +71,11 @@ def head_class(network: Network) -> str:
     return "ForMaskedLM" if network.has("mlm_head.") else "Model"
 
 
-def _write_network(network: Network, directory: Path) -> list[str]:
+def _write_network(network: Network, directory: Path, pad_id: int) -> list[str]:
     kind, head = model_type(network), head_class(network)
     main, side, notes = split_tensors(network, kind, head)
     values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest)
-    values["architectures"] = [_CLASS_PREFIX[kind] + head]
+    values |= {"architectures": [_CLASS_PREFIX[kind] + head], "pad_token_id": pad_id}
     values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
     if head == "ForMaskedLM":
         values["legacy"] = False  # the head with microsoft's names

@@ -154,7 +154,9 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
                              "truncation": None, "padding": None}
     try:
         fast = tokenizers.Tokenizer.from_str(json.dumps(parts))
-    except Exception as error:  # what the library raises for a bad file has no class of its own
+    except BaseException as error:  # a bad file's error is a bare Exception, or a panic of Rust
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         raise UserError(f"{place}: `tokenizers` {tokenizers.__version__} cannot load it "
                         f"({first_line(error)}); make it again, or save it with this version"
                         ) from error

@@ -47,11 +47,28 @@ def _read_json(path: Path) -> dict:
                            for merge in model["merges"]]
     if model.get("dropout"):
         model["dropout"] = None  # a document has the same ids each time
+    _check_unknown(model, path)
     tokens = specification.get("added_tokens") or []
-    if not all(isinstance(token, dict) and isinstance(token.get("content"), str)
-               and isinstance(token.get("id"), int) for token in tokens):
+    if not isinstance(tokens, list) or not all(
+            isinstance(token, dict) and isinstance(token.get("content"), str)
+            and type(token.get("id")) is int and token["id"] >= 0 for token in tokens):
         raise UserError(f"{path}: added_tokens without id or content; {_REMEDY}")
     return specification | {"added_tokens": list(tokens)}
+
+
+def _check_unknown(model: dict, path: Path) -> None:
+    """UserError if the model would fail at the first text that it does not know."""
+    if model["type"] == "Unigram":
+        number = model.get("unk_id")
+        known = type(number) is int and 0 <= number < len(model["vocab"])
+        known = known or (number is None and bool(model.get("byte_fallback")))
+    else:
+        name = model.get("unk_token")
+        known = name in model["vocab"] if isinstance(name, str) else (
+            name is None and model["type"] == "BPE")
+    if not known:
+        raise UserError(f"{path}: its {model['type']} model has no token for what it does not know "
+                        f"(unk); {_REMEDY}")
 
 
 def _is_vocabulary(vocabulary: dict | list) -> bool:
@@ -128,7 +145,8 @@ def _parts(step: dict | None, key: str) -> list[dict]:
     if not isinstance(step, dict):
         return []
     if step.get("type") == "Sequence":
-        return [part for inner in step.get(key) or () for part in _parts(inner, key)]
+        steps = step.get(key) if isinstance(step.get(key), list) else []
+        return [part for inner in steps for part in _parts(inner, key)]
     return [step]
 
 

@@ -76,28 +76,32 @@ def token_name(value) -> str | None:
 
 
 def framing_tokens(processor: dict | None) -> dict[str, str]:
-    """Return {"cls": name, "sep": name} that a post-processor puts around a single text."""
-    kind = processor.get("type") if isinstance(processor, dict) else None
+    """Return {"cls": name, "sep": name} that a post-processor puts around a single text; nothing
+    for one that does not, or is damaged: the roles are missed then, if nothing else names them.
+    """
+    try:
+        return {role: name for role, name in _framing(processor).items() if isinstance(name, str)}
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return {}
+
+
+def _framing(processor: dict | None) -> dict:
+    kind = processor["type"]
     if kind == "Sequence":
-        found: dict[str, str] = {}
-        for part in processor.get("processors", ()):
-            found |= framing_tokens(part)
-        return found
+        return {role: name for part in processor["processors"]
+                for role, name in framing_tokens(part).items()}
     if kind in ("BertProcessing", "RobertaProcessing"):
-        return {role: processor[role][0] for role in ("cls", "sep") if processor.get(role)}
-    if kind != "TemplateProcessing":
+        return {role: processor[role][0] for role in ("cls", "sep")}
+    if kind != "TemplateProcessing" or len(processor["single"]) < 2:
         return {}
-    parts = processor.get("single") or ()
-    names = [part["SpecialToken"]["id"] if "SpecialToken" in part else None for part in parts]
-    if len(names) < 2:
-        return {}
-    framed = {"cls": names[0], "sep": names[-1]}
-    return {role: name for role, name in framed.items() if name is not None}
+    first, last = processor["single"][0], processor["single"][-1]
+    return {"cls": first.get("SpecialToken", {}).get("id"),
+            "sep": last.get("SpecialToken", {}).get("id")}
 
 
 def unknown_piece(model: dict) -> str | None:
     """Return the piece that a model of tokenizer.json puts for what it does not know."""
     number = model.get("unk_id")
-    if isinstance(number, int) and number < len(model["vocab"]):
+    if isinstance(number, int) and 0 <= number < len(model["vocab"]):
         return model["vocab"][number][0]
-    return model.get("unk_token")
+    return token_name(model.get("unk_token"))
