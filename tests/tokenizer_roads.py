@@ -26,6 +26,7 @@ from data_helpers import SENTENCES, random_documents  # noqa: E402
 from launching import ROOT, losses  # noqa: E402
 
 from deberta_ds.errors import UserError, exit_cleanly  # noqa: E402
+from deberta_ds.files import write_atomic  # noqa: E402
 
 SEQ_LEN, STEPS, SAVED = 64, 8, 4
 TEXTS = (*SENTENCES, "naïve café — “quotes”… 3.14 & more", "def f(x):\n    return x  # tab\there",
@@ -298,13 +299,13 @@ def main() -> int:
     if arguments.work.exists():
         raise UserError(f"{arguments.work}: is there already; name a new directory")
     found = {}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for number, kind in enumerate(chosen):
         print(f"== {kind.name}", flush=True)
         found[kind.name] = take(kind, arguments.work.resolve() / str(number))
         for name, result in found[kind.name].items():
             print(f"   {name}: {result.get('seen') or 'FAILED'}", flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        write_atomic(arguments.out, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(table(found))
     return any("problem" in result for roads in found.values() for result in roads.values())
 
