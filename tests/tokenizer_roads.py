@@ -8,8 +8,11 @@ train_tokenizer.py makes are made by it, the others as their authors do.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import re
+import runpy
 import shlex
 import sys
 import traceback
@@ -59,6 +62,25 @@ KINDS = (
 )
 
 
+_WITH_RANKS = ("launch/pretrain.py", "launch/finetune.py", "launch/predict.py")
+
+
+def run_here(script: str, words: list[str]) -> str:
+    """Run a script in this process, as its `if __name__ == "__main__"` would."""
+    output, code = io.StringIO(), 0
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [script, *words], [str((ROOT / script).parent), *sys.path]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as done:
+        code = done.code
+    finally:
+        sys.argv, sys.path = before
+    assert not code, f"{script} exited with {code}\n{output.getvalue()[-4000:]}"
+    return output.getvalue()
+
+
 @dataclass
 class Road:
     """One kind on its way: where its files are, which commands were run."""
@@ -72,12 +94,18 @@ class Road:
         return self.root / self.kind.path
 
     def run(self, script: str, *arguments) -> str:
-        """Run a script in a process of its own; return its output, AssertionError if it failed."""
+        """Run a script; return its output, AssertionError if it failed.
+
+        One that joins a process group has a process of its own; the others share this one, which
+        has everything imported.
+        """
         words = [str(argument) for argument in arguments]
         shown = [word.replace(f"{self.root}/", "") for word in words]
         self.commands.append(f"python {script} {shlex.join(shown)}")
         log = self.root / f"{Path(script).stem}-{len(self.commands)}.log"
-        return rank_helpers.run(1, words, log, ROOT / script)
+        if script in _WITH_RANKS:
+            return rank_helpers.run(1, words, log, ROOT / script)
+        return run_here(script, words)
 
 
 def train(road: Road) -> str:
