@@ -51,6 +51,7 @@ setup(
         "onnx": ["onnx", "onnxruntime"],
         "languages": ["py3langid"],
         "trackers": ["wandb", "mlflow-skinny"],
-        "dev": ["py3langid", "pytest", "pytest-xdist", "hypothesis", "ruff"],
+        "dev": ["py3langid", "pytest", "pytest-xdist", "hypothesis", "ruff", "seqeval",
+                "torchmetrics"],
     },
 )
