@@ -1,37 +1,43 @@
-"""The watchdog at the size of a cluster, on one machine: whom it names, and after how long.
+"""The watchdog at the size of a cluster: whom it names, and after how long.
 
     python benchmarks/watchdog_scale.py --out benchmarks/results/watchdog_scale.json
 
-One real Watchdog for each host, with the host's other ranks as heartbeat files. The shared
-directory is slowed down: each operation takes `latency`, and all of them share a server of `rate`
-operations a second. After some steps no rank makes another one, and hosts or single ranks stop
-beating. Prints a table: every report must name these ranks and no other.
+The real Watchdog, Neighbours and Ring of every host, one after the other in one thread: time is
+simulated, and so are the files of the shared directory, where each operation takes `latency_ms` and
+all of them share a server of `rate` operations a second. What is written shows when the write has
+ended; what is read was there when the read began, so everybody sees old news. After some steps no
+rank makes another one, and a rank, a host or a rack stops beating; or a rack's files are three
+times as slow all the time. A report must name the dead ranks and no other.
 """
 
 import argparse
+import heapq
 import json
-import os
+import random
 import re
-import shutil
-import tempfile
-import threading
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from unittest import mock
 
-from deberta_ds.cluster import beats, process, watchdog
+from deberta_ds.cluster import beats, neighbours, ring, watchdog
 from deberta_ds.cluster.ring import Host, Ring
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.files import write_atomic
 
 RANKS_PER_HOST = 8
+RACK_HOSTS = 8
 FIRST_DEAD = 3  # host
-OPERATIONS = {"write": 3, "read": 3}  # open, write or read, close
+SLOWER = 3  # times, of the rack that is "slow"
+OPERATIONS = 3  # open, write or read, close
+QUIET_SECONDS = 120.0  # after the last step, where nobody is dead
+DEAD = ("nobody", "slow", "rank", "host", "rack")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One simulation; `dead` is "nobody", "host", "rack" (8 hosts) or "rank"."""
+    """One simulation. `dead`: nobody, a rack that is only slow, a rank, a host or a rack."""
 
     ranks: int
     dead: str
@@ -50,120 +56,212 @@ class Result:
     dead_ranks: int
     dead_ranks_named: int
     live_ranks_named: int
-    operations_per_host_second: float
+    operations_per_host_second: float  # before the last step
 
 
-class Server:
-    """A file server: makes its caller wait, and counts."""
+@dataclass
+class Clock:
+    """Simulated time; stands in for the module `time`, and for a thread's `ended` event."""
 
-    def __init__(self, latency: float, rate: float):
-        self._latency, self._rate, self._free_at = latency, rate, 0.0
-        self._lock = threading.Lock()
-        self.operations = 0
+    now: float = 0.0
+    ended: bool = False
 
-    def serve(self, count: int) -> None:
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(now, self._free_at) + count / self._rate
-            self.operations += count
-            wait = max(count * self._latency, self._free_at - now)
-        time.sleep(wait)
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return self.ended
+
+    def set(self) -> None:
+        self.ended = True
+
+
+@dataclass
+class SharedFiles:
+    """The files of the shared directory: the last two versions of each, and from when they show."""
+
+    clock: Clock
+    latency: float
+    rate: float
+    slower: float = 1.0  # of the host whose turn it is
+    operations: int = 0
+    free_at: float = 0.0  # the server
+    versions: dict[str, list[tuple[float, object]]] = field(default_factory=dict)
+
+    def serve(self) -> None:
+        now = self.clock.now
+        self.free_at = max(now, self.free_at) + OPERATIONS / self.rate
+        self.operations += OPERATIONS
+        self.clock.now = max(now + OPERATIONS * self.latency * self.slower, self.free_at)
+
+    def write(self, path: Path, content) -> None:
+        self.serve()
+        older = self.versions.get(str(path), [])[-1:]
+        self.versions[str(path)] = [*older, (self.clock.now, content)]
+
+    def read(self, path: Path):
+        began = self.clock.now
+        self.serve()
+        shown = [content for when, content in self.versions.get(str(path), []) if when <= began]
+        if not shown:
+            raise FileNotFoundError(path)
+        return shown[-1]
+
+    def read_verdict(self, path: Path, job: str) -> str:
+        return self.read(path)
+
+    def write_verdict(self, path: Path, job: str, verdict: str) -> None:
+        self.write(path, verdict)
+
+    def at_once(self, actions: list[Callable[[], None]]) -> None:
+        """Stand in for threads: all begin now, and the slowest one says when all are done."""
+        began, ends = self.clock.now, []
+        for action in actions:
+            self.clock.now = began
+            action()
+            ends.append(self.clock.now)
+        self.clock.now = max(ends)
+
+
+@dataclass(frozen=True)
+class LivingProcess:
+    pid: int
+    started: int = 0
+
+    def lives(self) -> bool:
+        return True
+
+
+class LocalBeats:
+    """The heartbeats of one host's ranks in a dict; stands in for beats.LocalBeats."""
+
+    def __init__(self, key: str):
+        self.beats: dict[int, beats.RankBeat] = {}
+        self.verdict = ""
+
+    def write(self, beat: beats.RankBeat) -> None:
+        self.beats[beat.rank] = beat
+
+    def read(self) -> dict[int, beats.RankBeat]:
+        return dict(self.beats)
+
+    def read_verdict(self) -> str:
+        return self.verdict
+
+    def write_verdict(self, text: str) -> None:
+        self.verdict = text
+
+    def clear_verdict(self) -> None:
+        self.verdict = ""
 
 
 class SimulatedWatchdog(Watchdog):
-    """A watchdog that notes what it would print, and ends only its own thread."""
+    """The watchdog of a host's first rank; it notes what it would print and when it would end."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.reports: list[tuple[float, str]] = []
-        self.ended_at = 0.0
+    def __init__(self, work: Path, case: Case, hosts: list[Host], mine: int, clock: Clock):
+        super().__init__(work, case.seconds)
+        self.clock, self.reports, self.ended_at = clock, [], 0.0
+        self._ended = clock  # waiting is time that goes by
+        self._rank, self._world_size = mine * RANKS_PER_HOST, case.ranks
+        self._neighbours = neighbours.Neighbours("", self._rank, case.seconds, self.interval)
+        self.ring = self._ring = Ring(work, "job", hosts, mine, case.seconds, self.interval)
+        self.silent_ranks: set[int] = set()
+        self.beat_others()
+        self._neighbours.show(0, 0)
+        self._neighbours.look()
+        self._neighbours.expect(set(hosts[mine].ranks))
+
+    def beat_others(self) -> None:
+        """Be the host's other ranks."""
+        for rank in range(self._rank + 1, self._rank + RANKS_PER_HOST):
+            if rank not in self.silent_ranks:
+                self._neighbours.files.write(
+                    beats.RankBeat(rank, self._tick, self._step, LivingProcess(rank)))
+
+    def show_and_look(self) -> None:
+        self.beat_others()
+        super().show_and_look()
+
+    def turns(self) -> list[Callable[[], None]]:
+        """Return a round of each of its three threads."""
+        return [lambda: self.turn(self.interval),
+                lambda: self.ring.write(self._neighbours.steps()), self.ring.look]
+
+    def _knock(self) -> None:
+        """There is no network here."""
 
     def _say(self, text: str) -> None:
-        self.reports.append((time.monotonic(), text))
+        self.reports.append((self.clock.now, text))
+
+    def _aside(self, work):
+        work()
+        return mock.Mock()
 
     def _exit(self) -> None:
-        self.ended_at = time.monotonic()
-        self._ended.set()
+        self.ended_at = self.clock.now
 
 
-def slow_down(server: Server) -> None:
-    """Put `server` between the ring and its files."""
-    write, read, verdict = beats.write_host, beats.read_host, Ring._read_verdict
-
-    def slow_write(path, beat):
-        server.serve(OPERATIONS["write"])
-        write(path, beat)
-
-    def slow_read(path):
-        server.serve(OPERATIONS["read"])
-        return read(path)
-
-    def slow_verdict(ring):
-        server.serve(OPERATIONS["read"])
-        verdict(ring)
-
-    beats.write_host, beats.read_host, Ring._read_verdict = slow_write, slow_read, slow_verdict
+def simulate(case: Case) -> Result:
+    """Return what happens in one case."""
+    clock = Clock()
+    files = SharedFiles(clock, case.latency_ms / 1000, case.rate)
+    with ExitStack() as stack:
+        for module in (neighbours, ring, watchdog):
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        for name, stand_in in (("LocalBeats", LocalBeats), ("write_host", files.write),
+                               ("read_host", files.read), ("read_verdict", files.read_verdict),
+                               ("write_verdict", files.write_verdict)):
+            stack.enter_context(mock.patch.object(beats, name, stand_in))
+        stack.enter_context(mock.patch.object(ring, "at_once", files.at_once))
+        stack.enter_context(mock.patch.object(watchdog, "stacks", mock.Mock()))
+        return _simulate(case, clock, files)
 
 
-def simulate(case: Case, observe_seconds: float | None = None) -> Result:
-    """Run one case in real time; `observe_seconds` after the last step if nobody is dead."""
-    work = Path(tempfile.mkdtemp(prefix="watchdog_scale"))
-    saved = beats.write_host, beats.read_host, Ring._read_verdict, watchdog.stacks.show, \
-        watchdog.stacks.write
-    server = Server(case.latency_ms / 1000, case.rate)
-    slow_down(server)
-    watchdog.stacks.show, watchdog.stacks.write = (lambda: None), (lambda *_: None)
-    try:
-        return _simulate(case, server, work, observe_seconds or 2 * case.seconds)
-    finally:
-        (beats.write_host, beats.read_host, Ring._read_verdict, watchdog.stacks.show,
-         watchdog.stacks.write) = saved
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _simulate(case: Case, server: Server, work: Path, observe_seconds: float) -> Result:
+def _simulate(case: Case, clock: Clock, files: SharedFiles) -> Result:
     count = case.ranks // RANKS_PER_HOST
     hosts = [Host(f"host{n}", {r: 100_000 + r for r in range(n * 8, n * 8 + 8)}, {})
              for n in range(count)]
-    dogs = []
-    for number in range(count):
-        os.environ.update(MASTER_ADDR=f"host{number}", MASTER_PORT="1", WORLD_SIZE=str(case.ranks))
-        dogs.append(SimulatedWatchdog(work, case.seconds))
-        dogs[-1]._knock = lambda: None  # hosts here have no network
-        dogs[-1]._start_local(number * RANKS_PER_HOST, case.ranks)
-    silent_ranks = set()
-    stopped = threading.Event()
-    beating = threading.Thread(target=_beat_others, args=(dogs, silent_ranks, stopped))
-    beating.start()
-    time.sleep(2 * dogs[0].interval)
-    for dog in dogs:
-        dog.join_hosts("job", hosts)
-        dog.beat(0)
-    time.sleep(0.25 * case.seconds)
-    before, since = server.operations, time.monotonic()
-    time.sleep(0.1 * case.seconds)
-    rate = (server.operations - before) / count / (time.monotonic() - since)
-    width = {"nobody": 0, "rank": 0, "host": 1, "rack": 8}[case.dead]
-    dead_hosts = range(FIRST_DEAD, FIRST_DEAD + width)
+    dogs = [SimulatedWatchdog(Path("OUT"), case, hosts, n, clock) for n in range(count)]
+    rack = range(FIRST_DEAD, FIRST_DEAD + RACK_HOSTS)
+    dead_hosts = {"host": rack[:1], "rack": rack}.get(case.dead, rack[:0])
     dead = {rank for number in dead_hosts for rank in hosts[number].ranks}
     if case.dead == "rank":
         dead = {FIRST_DEAD * RANKS_PER_HOST + 5}
-    last_step = time.monotonic()
-    for dog in dogs:
-        dog.beat(1)
-    silent_ranks |= dead
-    for number in dead_hosts:
-        dogs[number]._ended.set()
+    step_seconds = 0.1 * case.seconds
+    count_steps = 3 + int(60 * files.latency / step_seconds)  # everybody has been seen by then
+    last_step = count_steps * step_seconds
+    steps = iter([(step_seconds * number, number) for number in range(count_steps + 1)])
+    until = last_step + (QUIET_SECONDS if not dead else 4 * case.seconds)
+    next_step = next(steps)
+    draw = random.Random(0)
+    queue = [(draw.random() * dogs[0].interval, 3 * number + kind, number, turn)
+             for number, dog in enumerate(dogs) for kind, turn in enumerate(dog.turns())]
+    heapq.heapify(queue)
+    rate = 0.0
+    while queue:
+        when, order, number, turn = heapq.heappop(queue)
+        if when > until:
+            break
+        clock.now = when
+        if next_step and when >= next_step[0]:
+            for dog in dogs:
+                dog.beat(next_step[1])
+                dog.silent_ranks = dead if next_step[1] == count_steps else set()
+            rate = files.operations / count / when if when else 0.0
+            next_step = next(steps, None)
+        dog = dogs[number]
+        if dog.ended_at or not next_step and number in dead_hosts:
+            continue
+        files.slower = SLOWER if case.dead == "slow" and number in rack else 1.0
+        turn()
+        heapq.heappush(queue, (clock.now + dog.interval, order, number, turn))
     live = [dog for number, dog in enumerate(dogs) if number not in dead_hosts]
-    deadline = last_step + observe_seconds
-    while time.monotonic() < deadline and not all(dog.ended_at for dog in live):
-        time.sleep(0.2)
-    stopped.set()
-    beating.join()
-    for dog in dogs:
-        dog._ended.set()
-        dog._thread.join()
-        shutil.rmtree(dog._neighbours.files.directory, ignore_errors=True)
+    return _result(live, dead, last_step, rate)
+
+
+def _result(live: list[SimulatedWatchdog], dead: set[int], last_step: float, rate: float
+            ) -> Result:
     reports = [report for dog in live for report in dog.reports
                if re.search(r"rank \d+ on", report[1])]
     named = {int(rank) for _, text in reports
@@ -175,26 +273,15 @@ def _simulate(case: Case, server: Server, work: Path, observe_seconds: float) ->
                   len(named - dead), round(rate, 1))
 
 
-def _beat_others(dogs: list[Watchdog], silent: set[int], stopped: threading.Event) -> None:
-    """Be the heartbeats of all ranks but the first one of each host."""
-    me, tick = process.look(), 0
-    while not stopped.wait(dogs[0].interval):
-        tick += 1
-        for dog in dogs:
-            for rank in range(dog._rank + 1, dog._rank + RANKS_PER_HOST):
-                if rank not in silent and not dog._ended.is_set():
-                    dog._neighbours.files.write(beats.RankBeat(rank, tick, dog._step, me))
-
-
 def table(results: list[tuple[Case, Result]]) -> str:
-    lines = ["| ranks | latency of an operation | dead | named: dead ranks | live ranks "
+    lines = ["| limit | an operation | ranks | dead | dead ranks named | live ranks named "
              "| first report | last live host ended | operations a host and second |",
-             "|---|---|---|---|---|---|---|---|"]
+             "|---|---|---|---|---|---|---|---|---|"]
     for case, result in results:
         def seconds(value):
             return "-" if value is None else f"{value:.0f} s"
         lines.append(
-            f"| {case.ranks:,} | {case.latency_ms:g} ms | {case.dead} "
+            f"| {case.seconds:g} s | {case.latency_ms:g} ms | {case.ranks:,} | {case.dead} "
             f"| {result.dead_ranks_named} of {result.dead_ranks} | {result.live_ranks_named} "
             f"| {seconds(result.first_report_seconds)} | {seconds(result.last_end_seconds)} "
             f"| {result.operations_per_host_second:.1f} |")
@@ -205,19 +292,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[256, 1024, 4096])
-    parser.add_argument("--dead", nargs="+", default=["nobody", "rank", "host", "rack"],
-                        choices=["nobody", "rank", "host", "rack"])
-    parser.add_argument("--latency_ms", nargs="+", type=float, default=[5.0, 500.0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="train.watchdog_seconds")
+    parser.add_argument("--dead", nargs="+", default=DEAD, choices=DEAD)
+    parser.add_argument("--latency_ms", nargs="+", type=float, default=[5.0, 50.0, 500.0])
+    parser.add_argument("--seconds", nargs="+", type=float, default=[60.0],
+                        help="train.watchdog_seconds")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     results = []
-    for latency in options.latency_ms:
-        for ranks in options.ranks:
-            for dead in options.dead:
-                case = Case(ranks, dead, latency, options.seconds)
-                results.append((case, simulate(case)))
-                print(*results[-1], flush=True)
+    for seconds in options.seconds:
+        for latency in options.latency_ms:
+            for ranks in options.ranks:
+                for dead in options.dead:
+                    case = Case(ranks, dead, latency, seconds)
+                    results.append((case, simulate(case)))
+                    print(*results[-1], flush=True)
     print(table(results))
     if options.out:
         rows = [asdict(case) | asdict(result) for case, result in results]

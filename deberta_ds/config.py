@@ -26,6 +26,7 @@ Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of 
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
+_Minutes = Annotated[float, Field(ge=0, le=1e6)]
 _Position = Annotated[int, Field(ge=0, le=_LARGEST)]
 _EVAL_NAME = re.compile(r"[\w.-]{1,60}")
 
@@ -191,8 +192,9 @@ class TrainConfig:
     eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
     eval_rows: int = option("rows of each held-out corpus in an evaluation", 256, ge=1, le=1 << 24)
     save_every: int = option("steps between two checkpoints", 1000, ge=1, le=1 << 40)
-    save_minutes: float = option("minutes after which a checkpoint is due too, looked at every "
-                                 "log_every steps; 0: save_every alone", 0.0, ge=0, le=1e6)
+    save_minutes: Literal["auto"] | _Minutes = option(
+        "minutes after which a checkpoint is due too, looked at every log_every steps; auto: by "
+        "the number of ranks and the pause of a save (Young/Daly); 0: save_every alone", "auto")
     save_in_background: bool = option("copy the state to host memory and write it while training "
                                       "goes on (12 bytes a parameter over the ranks)", True)
     keep: int = option("newest checkpoints that are kept", 3, ge=1, le=1 << 20)

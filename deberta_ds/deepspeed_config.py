@@ -253,14 +253,29 @@ def precision(values: dict) -> str:
     return "fp32"
 
 
+def _what_divides(micro_batch_rows: int, rows: int, world_size: int) -> str:
+    """Return the nearest batches, smaller micro-batches and fewer ranks that would do."""
+    at_once = micro_batch_rows * world_size
+    totals = [str(total) for total in (rows // at_once * at_once, rows // at_once * at_once
+                                       + at_once) if total]
+    micro = next((size for size in range(micro_batch_rows - 1, 0, -1)
+                  if rows % (size * world_size) == 0), None)
+    ranks = next((count for count in range(world_size - 1, 0, -1)
+                  if rows % (count * micro_batch_rows) == 0), None)
+    smaller = f", or micro_batch_rows = {micro}" if micro else ""
+    fewer = f", or {ranks} ranks" if ranks else ""
+    return f"{' or '.join(totals)} rows would be{smaller}{fewer}"
+
+
 def accumulation_steps(run: RunConfig, world_size: int) -> int:
     """Return micro-batches per step; raises ConfigError where the batch does not divide."""
     train = run.train
-    at_once = train.micro_batch_rows * world_size
-    if train.global_batch_rows % at_once:
+    at_once, rows = train.micro_batch_rows * world_size, train.global_batch_rows
+    if rows % at_once:
         raise ConfigError(
-            f"train.global_batch_rows = {train.global_batch_rows}: not divisible by "
-            f"micro_batch_rows x world size = {train.micro_batch_rows} x {world_size} = {at_once}")
+            f"train.global_batch_rows = {rows}: not divisible by micro_batch_rows x world size = "
+            f"{train.micro_batch_rows} x {world_size} = {at_once}; "
+            f"{_what_divides(train.micro_batch_rows, rows, world_size)}")
     return train.global_batch_rows // at_once
 
 

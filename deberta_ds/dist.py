@@ -5,6 +5,7 @@ Everything also works in a single process that never initialized a process group
 
 import os
 
+import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
@@ -45,6 +46,16 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def gather_number(value: float, device) -> list[float]:
+    """Return every rank's number in rank order, on all ranks; 8 bytes a rank travel."""
+    if not is_distributed():
+        return [value]
+    mine = torch.tensor([value], dtype=torch.float64, device=device)
+    values = mine.new_empty(world_size())
+    torch_dist.all_gather_into_tensor(values, mine)
+    return values.tolist()
+
+
 def gather_objects(value) -> list:
     """Return every rank's picklable `value`, in rank order, on all ranks."""
     if not is_distributed():
@@ -70,6 +81,26 @@ def broadcast_object(value):
     values = [value]
     torch_dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def group_of(groups: list[list[int]]):
+    """Return this rank's process group among `groups` of ranks; call on every rank."""
+    made = [torch_dist.new_group(ranks) for ranks in groups]
+    return next((group for group, ranks in zip(made, groups, strict=True) if rank() in ranks), None)
+
+
+def sum_within(values: Tensor, group=None) -> None:
+    """Add up `values` in place over a group of `group_of`, or over all ranks."""
+    torch_dist.all_reduce(values, group=group)
+
+
+def swap(values: Tensor, partner: int) -> None:
+    """Send `values` to another rank and take as many from it, both at once."""
+    theirs = torch.empty_like(values)
+    work = torch_dist.batch_isend_irecv([torch_dist.P2POp(torch_dist.isend, values, partner),
+                                         torch_dist.P2POp(torch_dist.irecv, theirs, partner)])
+    for one in work:
+        one.wait()
 
 
 def together(function):

@@ -48,6 +48,7 @@ def main() -> None:
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.numbers import format_count
     from deberta_ds.objectives.build import build_model, objective_of
+    from deberta_ds.planner.advice import advise
     from deberta_ds.planner.gpus import card_of
     from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page
@@ -78,6 +79,9 @@ def main() -> None:
     best = recommended(choices)
     print(f"fastest that fits: ZeRO-{best.stage}, recompute {best.recompute}" if best else
           "nothing fits: use more GPUs, a smaller train.micro_batch_rows, or offload")
+    for line in advise(run, ds, choices, best, parameters, gpu=gpu, gpus=options.gpus,
+                       nodes=options.nodes) if best else []:
+        print(f"  {line}")
     if options.html:
         write_atomic(options.html, plan_page(run.name, facts, choices, options.gpu, gpu,
                                              ranks))

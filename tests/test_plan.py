@@ -12,6 +12,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
+from deberta_ds.planner.advice import advise
 from deberta_ds.planner.communication import (
     Traffic,
     bandwidth,
@@ -21,6 +22,7 @@ from deberta_ds.planner.communication import (
 )
 from deberta_ds.planner.gpus import GPUS, card_of
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
+from deberta_ds.validation import ConfigError
 
 MODELS = {
     "deep": ["--model.hidden_size=128", "--model.intermediate_size=512", "--model.num_layers=6",
@@ -93,7 +95,8 @@ def test_table(run_file):
     seconds = 64 * 64 * objective_of(run).flops_per_token(run) / (4 * 989e12 * 0.5)
     assert plain.compute_seconds == pytest.approx(seconds)
     parameters = count_parameters(on_meta(build_model, run))
-    sending = 3 * 2 * parameters / (450e9 * 0.95)  # all-reduce of gradients, gather of weights
+    # all-reduce of gradients, gather of weights, in a ring of four
+    sending = 3 * 3 / 4 * 2 * parameters / (450e9 * 0.95)
     assert plain.communication_seconds == pytest.approx(sending)
     assert plain.step_seconds == pytest.approx(seconds + sending)  # nothing overlaps
     kept = {c.recompute: c.memory.work for c in choices if c.stage == 1}
@@ -105,17 +108,19 @@ def test_table(run_file):
 BF16 = {"bf16": {"enabled": True}}
 
 
-@pytest.mark.parametrize("stage, micro_batches, recompute, gradients, weights", [
-    (0, 4, False, 2, 0),  # all-reduce once a step
-    (1, 4, False, 2, 1),
-    (2, 4, False, 8, 1),  # every micro-batch
-    (3, 1, False, 1, 2),  # reduce-scatter; gathered for both passes
-    (3, 4, True, 4, 12),  # and again for the recomputation
+@pytest.mark.parametrize("stage, micro_batches, calls, gradients, weights", [
+    (0, 4, 2, 2, 0),  # all-reduce once a step
+    (1, 4, 2, 2, 1),
+    (2, 4, 2, 8, 1),  # every micro-batch
+    (3, 1, 2, 1, 2),  # reduce-scatter; gathered for both passes
+    (3, 4, 3, 4, 12),  # and again for the recomputation
+    (3.5, 4, 3, 4, 1),  # what may stay gathered is gathered once
 ])
-def test_bytes_sent(stage, micro_batches, recompute, gradients, weights):
-    ds = BF16 | {"zero_optimization": {"stage": stage}}
-    sent = traffic(1000, ds, micro_batches, recompute)
-    assert (sent.gradients, sent.weights) == (2 * 1000 * gradients, 2 * 1000 * weights)
+def test_bytes_sent(stage, micro_batches, calls, gradients, weights):
+    live = 1000 if stage == 3.5 else 999
+    ds = BF16 | {"zero_optimization": {"stage": int(stage), "stage3_max_live_parameters": live}}
+    sent = traffic(1000, ds, 4, micro_batches, 1000 * calls)
+    assert (sent.gradients, sent.weights) == (1500 * gradients, 1500 * weights)
 
 
 def test_what_computing_hides():
@@ -141,6 +146,31 @@ def test_a_node_of_eight_network_cards_has_their_sum():
     assert bandwidth(h100, 8, 1) == pytest.approx(450e9 * 0.95)
     assert bandwidth(h100, 8, 4) == pytest.approx(380e9)
     assert bandwidth(h100, 1, 4) == pytest.approx(50e9 * 0.95)
+
+
+def test_advice_gives_its_reasons(run_file):
+    run, _ = config.load(run_file, ["--train.global_batch_rows=2048", "--train.micro_batch_rows=2"])
+    ds = BF16 | {"zero_optimization": {"stage": 1}}
+    choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=8, nodes=32, mfu=0.5)
+    parameters = count_parameters(on_meta(build_model, run))
+    best = recommended(choices)
+    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], gpus=8,
+                            nodes=32))
+    for part in (f"ZeRO-{best.stage}: a step takes", "no recomputation", "one in 195 h",
+                 "micro_batch_rows = 8 would", "reduce_bucket_size", "communication_data_type"):
+        assert part in text, part
+    assert "does not fit" not in text
+
+
+@pytest.mark.parametrize("rows, micro, ranks, hint", [
+    (96, 8, 5, "80 or 120 rows would be, or 4 ranks"),
+    (64, 16, 8, "128 rows would be, or micro_batch_rows = 8, or 4 ranks"),
+    (30, 4, 3, "24 or 36 rows would be, or micro_batch_rows = 2")])
+def test_what_divides_is_said(run_file, rows, micro, ranks, hint):
+    run, _ = config.load(run_file, [f"--train.global_batch_rows={rows}",
+                                    f"--train.micro_batch_rows={micro}"])
+    with pytest.raises(ConfigError, match=hint):
+        deepspeed_config.accumulation_steps(run, ranks)
 
 
 @pytest.mark.slow

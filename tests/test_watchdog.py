@@ -12,7 +12,7 @@ from launching import ROOT
 
 from deberta_ds.cluster import beats, process, reach, stacks
 from deberta_ds.cluster.neighbours import Neighbours
-from deberta_ds.cluster.ring import Host, Ring
+from deberta_ds.cluster.ring import Host, Ring, at_once
 from deberta_ds.cluster.watchdog import Watchdog, hosts_of
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -188,8 +188,9 @@ def test_a_verdict_reaches_every_host_and_the_first_one_stays(tmp_path):
 def test_own_slowness_makes_patient(tmp_path):
     found = ring(tmp_path)
     assert found.patience_seconds() == pytest.approx(0.3)
-    found._read_seconds.append(0.5)
-    assert found.patience_seconds() > 1.5
+    with found._reads.round():
+        time.sleep(0.5)
+    assert found.patience_seconds() > 3 * 0.45
 
 
 def test_doors_to_knock_at_are_near_and_far():
@@ -219,16 +220,42 @@ def test_stacks_of_all_threads_are_written(tmp_path):
     assert "test_stacks_of_all_threads" in (tmp_path / "new/rank-00003.stack").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dead", ["nobody", "rank", "rack"])
-def test_at_128_ranks_the_dead_are_named_and_nobody_else(dead):
-    case = watchdog_scale.Case(128, dead, latency_ms=5.0, seconds=10.0)
-    result = watchdog_scale.simulate(case, 30.0 if dead != "nobody" else 15.0)
+def test_a_silent_rack_is_watched_and_knocked_at_within_a_few_looks(tmp_path, monkeypatch):
+    """One more host a look, and a rack was named host by host."""
+    many = hosts_of([(f"id{rank}", f"node{rank}", rank, f"10.0.0.{rank}:1") for rank in range(64)])
+    (tmp_path / beats.DIRECTORY).mkdir()
+    clock = watchdog_scale.Clock()
+    monkeypatch.setattr("deberta_ds.cluster.ring.time", clock)
+    found = Ring(tmp_path, "job", many, 0, 60.0, 3.0)
+    for rank in range(1, 64):
+        beats.write_host(beats.host_path(tmp_path, rank),
+                         beats.HostBeat("job", 1, "-", {rank: 1}))
+    for look in range(20):
+        found.look()
+        clock.now += 3.0
+        if look == 7:
+            assert len(found.silent(0.0)) == 63  # 1 until it is suspicious, 4, 16, 63
+    assert len(found.silent(18.0)) == 63
+    assert {host.name for host in found.addresses().values()} == {f"node{n}" for n in range(1, 64)}
+
+
+def test_reading_many_hosts_takes_as_long_as_reading_one():
+    began = time.monotonic()
+    at_once([lambda: time.sleep(0.3)] * 40)
+    assert 0.6 <= time.monotonic() - began < 6  # two lots; one after the other 12 s
+
+
+@pytest.mark.parametrize("latency_ms, seconds", [(5, 60), (50, 10), (500, 60)])
+@pytest.mark.parametrize("dead", watchdog_scale.DEAD)
+def test_the_dead_are_named_in_time_and_nobody_else(dead, latency_ms, seconds):
+    """128 ranks in simulated time; a rack is named whole on slow files and with a short limit."""
+    result = watchdog_scale.simulate(watchdog_scale.Case(128, dead, latency_ms, seconds))
     assert result.live_ranks_named == 0, result
     assert result.dead_ranks_named == result.dead_ranks, result
-    live = 16 - (8 if dead == "rack" else 0)
-    assert result.hosts_ended == (live if result.dead_ranks else 0), result
-    assert result.operations_per_host_second < 3 * 9 / 0.5  # whatever the number of hosts
+    if result.dead_ranks:
+        assert result.hosts_ended == {"rank": 16, "host": 15, "rack": 8}[dead], result
+        assert result.first_report_seconds <= seconds, result
+    assert result.operations_per_host_second * seconds < 14 * 20  # whatever the number of hosts
 
 
 def test_what_a_killed_job_left_in_memory_goes_after_a_day(tmp_path):

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from deberta_ds.cluster import process
 
-DIRECTORY = "heartbeats"
+DIRECTORY, VERDICT = "heartbeats", "verdict"
 _PREFIX = "deberta_ds-"
 _STALE_SECONDS = 86400.0  # a living rank rewrites its file every few seconds
+_END = "\nend of verdict\n"
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,21 @@ def read_host(path: Path) -> HostBeat | None:
     job, tick, address, *ranks = body.split(" ")
     pairs = (pair.split(":") for pair in ranks)
     return HostBeat(job, int(tick), address, {int(rank): int(step) for rank, step in pairs})
+
+
+def write_verdict(path: Path, job: str, verdict: str) -> None:
+    """Write in place what ends the job."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(descriptor, f"{job}\n{verdict}{_END}".encode(), 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_verdict(path: Path, job: str) -> str:
+    """Return what ends the job, "" if nothing does. Raises OSError if it cannot be read."""
+    found, _, rest = path.read_text().partition("\n")
+    return rest.removesuffix(_END) if found == job and rest.endswith(_END) else ""
 
 
 def _check(text: str) -> str:

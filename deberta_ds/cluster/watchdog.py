@@ -54,6 +54,7 @@ class Watchdog:
         self._progress = time.monotonic()  # when the last step ended
         self._slowest = 0.0
         self._factor = _PATIENCE  # the first step compiles, connects and warms up
+        self._looked_into = -1, 0.0  # the step after which it was silent last, and how long
         self._ended = threading.Event()
         self._neighbours: Neighbours | None = None
         self._ring: Ring | None = None
@@ -140,23 +141,30 @@ class Watchdog:
         return self._factor * max(_LIMIT_SHARE * self._seconds, _SLOW_STEPS * self._slowest)
 
     def _run(self) -> None:
-        looked, looked_at = -1, 0.0  # the step that was last looked into, and after which silence
         last = time.monotonic()
         while not self._ended.wait(self.interval):
             elapsed, last = time.monotonic() - last, time.monotonic()
-            if elapsed > 2 * self.interval:  # this process did not run: frozen, and now thawed
-                self._progress += elapsed - self.interval
-            self.show_and_look()
-            silence, limit = time.monotonic() - self._progress, self._limit()
-            if report := self._fatal(silence, limit):
-                self._end(*report)
+            if self.turn(elapsed):
                 return
-            if silence > limit + (looked_at if looked == self._step else 0.0):
-                if looked != self._step:
-                    self._say(self._report(f"no step for {silence:.0f} s", self._behind()))
-                    stacks.show()
-                    self._aside(lambda: stacks.write(self._directory, self._rank))
-                looked, looked_at = self._step, silence
+
+    def turn(self, elapsed: float) -> bool:
+        """Show, look and judge, `elapsed` seconds after the last time; True if the job was ended.
+        """
+        if elapsed > 2 * self.interval:  # this process did not run: frozen, and now thawed
+            self._progress += elapsed - self.interval
+        self.show_and_look()
+        silence, limit = time.monotonic() - self._progress, self._limit()
+        if report := self._fatal(silence, limit):
+            self._end(*report)
+            return True
+        looked, looked_at = self._looked_into
+        if silence > limit + (looked_at if looked == self._step else 0.0):
+            if looked != self._step:
+                self._say(self._report(f"no step for {silence:.0f} s", self._behind()))
+                stacks.show()
+                self._aside(lambda: stacks.write(self._directory, self._rank))
+            self._looked_into = self._step, silence
+        return False
 
     def show_and_look(self) -> None:
         """One heartbeat."""

@@ -216,7 +216,8 @@ def frame_pieces(
 def eval_rows(
     path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
     num_rows: int | None = None, across_documents: bool = False, verify: str = "sizes",
-    rules: int = ROW_RULES, replaced: str = "", cache: Cache = DEFAULT_CACHE,
+    verify_rank: int = 0, verify_world_size: int = 1, rules: int = ROW_RULES, replaced: str = "",
+    cache: Cache = DEFAULT_CACHE,
 ) -> list[Row]:
     """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
@@ -225,7 +226,8 @@ def eval_rows(
     """
     dataset = RowDataset(
         [SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len, seed=eval_seed,
-        mask=mask, across_documents=across_documents, verify=verify, rules=rules, cache=cache,
+        mask=mask, across_documents=across_documents, verify=verify, verify_rank=verify_rank,
+        verify_world_size=verify_world_size, rules=rules, cache=cache,
     )
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows

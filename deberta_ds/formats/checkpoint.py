@@ -14,6 +14,7 @@ file is verified before a tensor is loaded, and only a verified directory is eve
 """
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,8 +152,10 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError,
             OverflowError):  # or not what we write
         return {}, ["manifest.json is damaged"]
-    there = {file.relative_to(path).as_posix() for file in path.rglob("*")
-             if file.is_file() and not file.name.startswith(".")} - {MANIFEST}
+    # os.walk: a listing says what is a file, and a rank of 4,096 need not ask for each.
+    there = {Path(directory, name).relative_to(path).as_posix()
+             for directory, _, names in os.walk(path) for name in names
+             if not name.startswith(".")} - {MANIFEST}
     unsafe = [name for name in files if ".." in Path(name).parts or Path(name).is_absolute()]
     problems = [f"manifest.json names {name}, outside the directory" for name in unsafe]
     problems += [f"manifest.json does not name {name}" for name in

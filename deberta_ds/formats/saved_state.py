@@ -8,6 +8,7 @@ No pickles. A rank writes one file and hashes it while it writes; a reader opens
 ranks that have what it asks for, and no others.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from deberta_ds.formats.layout import CheckpointError, Layout, layout_from
 from deberta_ds.formats.tensors import read_json
 
 LAYOUT_FILE = "layout.json"
+RANK_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
 _BUFFER = "buffer."  # before the names of the module's buffers, in rank 0's file
 
 

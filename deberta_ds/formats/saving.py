@@ -12,6 +12,7 @@ the manifest; nobody lists or reads what others wrote; old checkpoints are delet
 
 import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from deberta_ds.formats.checkpoint import (
 from deberta_ds.formats.engine_state import is_on_disk, layout_of
 from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.saved_state import (
+    RANK_FILE,
     describe_engine,
     described_tensors,
     rank_file,
@@ -199,15 +201,16 @@ def prune(out_dir: str | Path, keep: int) -> None:
 
 
 def _take_manifests(out_dir: str | Path, keep: int) -> list[tuple[Path, int]]:
-    """Delete the manifests of old checkpoints; return (directory, ranks that wrote it) of each."""
+    """Delete the manifests of old checkpoints; return (directory, number of files) of each.
+
+    Files are counted in a listing: so all share also the remains of a save that was killed.
+    """
     steps, whole, doomed = list_steps(out_dir), list_finished(out_dir), []
     best = (Path(out_dir) / BEST).resolve()
     for path in steps[:steps.index(whole[-1])]:
         if path not in whole[-keep:] and path.resolve() != best:
-            try:
-                world_size = int(json.loads((path / MANIFEST).read_text())["world_size"])
-            except (OSError, ValueError, KeyError, TypeError):
-                world_size = 0  # rank 0 deletes what nobody can divide
             (path / MANIFEST).unlink(missing_ok=True)
-            doomed.append((path, world_size))
+            numbers = [int(found[1]) for name in os.listdir(path)
+                       if (found := RANK_FILE.fullmatch(name))]
+            doomed.append((path, max(numbers, default=-1) + 1))
     return doomed

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -29,6 +29,7 @@ class Activations:
     """Bytes of a forward and backward pass as its gradients come in."""
 
     points: dict[int, int]  # {bytes of finished gradients: most other bytes by then}
+    gathered: int = 0  # parameters that all calls of modules need: forward, again, and backward
 
     def peak(self, share: float) -> int:
         """Return the most bytes held at once if `share` of each finished gradient is kept."""
@@ -51,7 +52,7 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
                 stack.enter_context(_replaced(encoder, "attend", _fused_attend))
             stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_words))
             stack.enter_context(FakeTensorMode())
-            return Activations(_run_counted(run, dtype))
+            return _run_counted(run, dtype)
     finally:
         _forget_tables()
 
@@ -78,13 +79,14 @@ def _forget_tables() -> None:
             function.cache_clear()
 
 
-def _run_counted(run: RunConfig, dtype: torch.dtype) -> dict[int, int]:
+def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         model = build_model(run)
     finally:
         torch.set_default_dtype(default)
+    called = _count_called(model)
     batch = _full_batch(run)
     divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
     parameters = list(model.parameters())
@@ -92,8 +94,18 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> dict[int, int]:
         for parameter in parameters:  # each is reduced and freed as soon as it is there
             parameter.register_post_accumulate_grad_hook(live.finish_gradient)
         loss, *_ = model(batch, divisors)
-        loss.backward()
-    return live.points
+        forward = sum(called)
+        loss.backward()  # and what is recomputed
+    return Activations(live.points, forward + sum(called))
+
+
+def _count_called(model: nn.Module) -> list[int]:
+    """Return a list that gets the number of own parameters of each module that is called."""
+    called: list[int] = []
+    for module in model.modules():
+        if own := sum(parameter.numel() for parameter in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda _module, _inputs, own=own: called.append(own))
+    return called
 
 
 def _full_batch(run: RunConfig) -> Batch:

@@ -1,9 +1,11 @@
 """What a rank sends in a step, and how much of the time for it is not hidden behind computing.
 
-Counted from what DeepSpeed 0.19.8 calls: stages 1 and 2 all-reduce gradients (2 bytes sent for each
-byte, as a ring does), once a step or once a micro-batch, and gather the new weights once; stage 3
-gathers the weights for every pass and reduce-scatters the gradients of every micro-batch. (N-1)/N
-is taken as 1, latency as 0.
+Counted from what DeepSpeed 0.19.8 calls (tests/test_traffic.py holds it against the bytes of real
+runs): stages 1 and 2 all-reduce gradients, once a step or once a micro-batch, and gather the new
+weights once. Stage 3 reduce-scatters the gradients of every micro-batch and gathers the weights for
+every call of a module (the word table and the decoder's last layer are called several times); those
+that may stay (stage3_max_live_parameters, stage3_max_reuse_distance) once a step.
+A ring of N sends (N - 1) / N of what is gathered or scattered, and twice that of an all-reduce.
 """
 
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from deberta_ds import deepspeed_config
 from deberta_ds.planner.gpus import Gpu
 
 _BACKWARD = 2 / 3  # of forward + backward: the time in which gradients come
+_LIVE = 1_000_000_000  # DeepSpeed's default of both limits of stage 3
 _RING_SHARE = 0.95  # of a link that a ring of large messages gets
 
 
@@ -27,14 +30,20 @@ class Traffic:
         return self.gradients + self.weights
 
 
-def traffic(parameters: int, ds: dict, micro_batches: int, recompute: bool) -> Traffic:
-    """Return what a rank sends in a step of `micro_batches` under a DeepSpeed dict."""
-    stage = deepspeed_config.zero_stage(ds)
+def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int, gathered: int) -> Traffic:
+    """Return what a rank sends in a step of `micro_batches` under a DeepSpeed dict.
+
+    `gathered` are the parameters that the calls of modules in one of them need, each counted as
+    often as it is called.
+    """
+    stage, zero = deepspeed_config.zero_stage(ds), ds.get("zero_optimization", {})
     width = 4 if deepspeed_config.precision(ds) == "fp32" else 2
-    weights = float(width * parameters)
+    weights = float(width * parameters) * (ranks - 1) / ranks
     if stage == 3:
-        passes = 2 + int(recompute)  # forward, again if recomputed, backward
-        return Traffic(micro_batches * weights, passes * micro_batches * weights)
+        stays = min(int(zero.get(name, _LIVE)) for name in
+                    ("stage3_max_live_parameters", "stage3_max_reuse_distance")) >= parameters
+        calls = 1 if stays else micro_batches * gathered / parameters
+        return Traffic(micro_batches * weights, weights * calls)
     reductions = micro_batches if stage == 2 else 1
     return Traffic(2 * reductions * weights, weights if stage else 0.0)
 

@@ -129,7 +129,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.
             seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
-            sent = traffic(parameters, staged, accumulation, name != "none")
+            sent = traffic(parameters, staged, ranks, accumulation, activations.gathered)
             rate = bandwidth(gpu, gpus, nodes) if ranks > 1 else math.inf
             step = step_seconds(sent, seconds, rate, staged, accumulation,
                                 host_seconds(tensors, ranks) if ranks > 1 else 0.0)

@@ -5,6 +5,7 @@ and the dropout are functions of it, so a checkpoint holds no generator state an
 """
 
 import math
+import socket
 import time
 
 import torch
@@ -23,10 +24,12 @@ from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
+from deberta_ds.records import read_metrics
 from deberta_ds.train import best, engine, machine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
+from deberta_ds.train.preflight import preflight, room
 from deberta_ds.train.saver import Saver
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import (
@@ -45,7 +48,14 @@ from deberta_ds.train.spikes import (
     find_bad_gradients,
 )
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
+from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
 from deberta_ds.train.throughput import SpeedMeter
+from deberta_ds.train.time_use import (
+    TimeUse,
+    lost_before,
+    repeated_seconds,
+    seconds_since_start,
+)
 
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
@@ -97,12 +107,15 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
             log.info(f"resumed in another layout: {change}")
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
+    lost_before, repeated = dist.together(lambda: _lost(log, record))
     dist.together(lambda: log.truncate(record["step"] if record else 0))
-    trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog)
+    lost = repeated + seconds_since_start()
+    trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog,
+                      lost_before + lost)
     if record:
-        trainer.log_event("resume", f"from {found.path}")
+        trainer.log_event("resume", f"from {found.path}", lost_seconds=lost)
     else:
-        trainer.log_event("start", "from step 0")
+        trainer.log_event("start", "from step 0", lost_seconds=lost)
     try:
         stopped = trainer.run_to_end()
     except BadStepError:  # on every rank
@@ -110,6 +123,14 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         raise
     log.close()
     return stopped
+
+
+def _lost(log: RunLog, record: dict | None) -> tuple[float, float]:
+    """Return the seconds that earlier starts have lost, and those of steps that come again."""
+    if not dist.is_main() or not log.path.exists():
+        return 0.0, 0.0
+    lines = read_metrics(log.path)
+    return lost_before(lines), repeated_seconds(lines, record["seconds"] if record else 0.0)
 
 
 def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -130,6 +151,10 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
     inputs = prepare(run, ds_values, place)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
+    lines = preflight(engine.local_device(), socket.gethostname(), versions())
+    lines.append(room(run.out_dir, inputs.num_parameters, run.train.keep))
+    if dist.is_main():
+        print("\n".join(lines))
     tensors, notes = _first_weights(run)
     if notes:
         print("\n".join(notes))
@@ -172,7 +197,8 @@ class Trainer:
     """The loop and what it carries from step to step."""
 
     def __init__(self, run: RunConfig, inputs: Inputs, model_engine, log: RunLog,
-                 record: dict | None, stop_request: signals.StopRequest, watchdog: Watchdog):
+                 record: dict | None, stop_request: signals.StopRequest, watchdog: Watchdog,
+                 lost_seconds: float = 0.0):
         """`record` is run.json of the checkpoint that was loaded; None at step 0."""
         self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
         self.objective = objective_of(run)
@@ -184,6 +210,9 @@ class Trainer:
         self.speed = SpeedMeter(self.objective.flops_per_token(run),
                                 peak_flops(model_engine.device, precision),
                                 dist.world_size())
+        self.time_use = TimeUse(record.get("time_use", {}) if record else {}, lost_seconds)
+        self.work = WorkMeter(model_engine.device)
+        self.hosts = dist.gather_objects(socket.gethostname())
         self.stop_request = stop_request
         stop_request.resumes_from = f"step {self.step:,}"
         self.spikes = SpikeRule(run.train.spike_sigmas,
@@ -213,11 +242,12 @@ class Trainer:
             begun = time.monotonic()
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
-            micro = [next(batches) for _ in range(per_step)]
+            with self.work.loading():
+                micro = [next(batches) for _ in range(per_step)]
             stop = bool(self.stop_request or self.log.problem)
             result = train_step(self.engine, micro, step=self.step, seed=train.seed,
                                 ceiling=self.spikes.ceiling(), stop=stop,
-                                raise_if_bad=train.on_spike == "stop")
+                                raise_if_bad=train.on_spike == "stop", meter=self.work)
             self.step += 1
             self._account(result)
             self.good_seconds += 0.0 if result.problem else time.monotonic() - begun
@@ -233,9 +263,10 @@ class Trainer:
             if self.saver.is_due(self.step) or is_best or ends:
                 self._save(is_best)
             if ends:
-                with self.watchdog.patience():
+                with self.watchdog.patience(), self.time_use.during("saves"):
                     self.finish_save(wait=True)
                 dist.together(self.log.check)
+                self.log.info(self.time_use.line(self._seconds()))
             if result.stop and self.step < end:
                 why = self.stop_request.reason or "another rank"
                 self.log_event("stop", f"asked to by {why}; saved, exit code "
@@ -308,6 +339,7 @@ class Trainer:
 
     def _log_step(self, rate: float) -> None:
         """Write one line of means over the good steps since the last line, if there are any."""
+        slowest = find_slowest(dist.gather_number(self.work.read(), self.engine.device), self.hosts)
         if not self.since_line:
             return
         total, self.since_line = self.since_line, {}
@@ -324,14 +356,18 @@ class Trainer:
         record |= {"learning_rate": rate, "grad_norm": norm}
         record |= self.speed.read(total["tokens"], self.run.train.steps - self.step)
         record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
+        if slowest:
+            record["slowest_share"] = slowest.share
         self.log.metrics(record)
+        if slowest and slowest.share > SHOWN_SHARE:
+            self.log.info(f"slowest: {slowest.name}, {slowest.share:.0%} behind the median")
 
     def _evaluate(self) -> bool:
         """Score the held-out rows; return whether train.best has not been better before."""
         if not self.inputs.held_out:
             return False
         self.speed.pause()
-        with self.watchdog.patience():
+        with self.watchdog.patience(), self.time_use.during("evaluations"):
             scores = evaluate(self.engine, self.objective, self.engine.device,
                               self.inputs.held_out, self.run.train.micro_batch_rows)
             if self.inputs.pairs[0]:
@@ -339,6 +375,7 @@ class Trainer:
                                               *self.inputs.pairs, self.inputs.tokenizer)
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
+        self.log.info(self.time_use.line(self._seconds()))
         self.speed.start()
         return bool(self.best_metric) and self.best.accept(
             self.best_metric, self.step, scores.get(self.run.train.best))
@@ -350,12 +387,13 @@ class Trainer:
                   "tokens_seen": self.tokens_seen, "since_line": self.since_line,
                   "best": self.best.state(), "first_started": self.first_started,
                   "good_seconds": self.good_seconds,
-                  "seconds": self._seconds(), "recent_losses": self.spikes.state(),
+                  "seconds": self._seconds(), "time_use": dict(self.time_use.seconds),
+                  "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
                   "row_rules": self.inputs.dataset.rules,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
-        with self.watchdog.patience():
+        with self.watchdog.patience(), self.time_use.during("saves"):
             self.finish_save(wait=True)
             self.saver.begin(self.step, record, is_best)
             self.finish_save(wait=not run.train.save_in_background)

@@ -13,6 +13,7 @@ import torch
 from deberta_ds import dist
 from deberta_ds.config import TrainConfig
 from deberta_ds.formats.saving import Save, begin_save, finish_save
+from deberta_ds.planner.goodput import pause_of_copy, save_interval
 
 
 class Saver:
@@ -23,15 +24,24 @@ class Saver:
         self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
         self.begun_at = time.monotonic()
         self.in_background: Save | None = None
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        self.pause_seconds = pause_of_copy(parameters, dist.world_size())  # until one was measured
+        self.write_seconds = 0.0
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`; call on every rank, once a step."""
         if step % self.train.save_every == 0:
             return True
-        if not self.train.save_minutes or step % self.train.log_every:
+        if self.train.save_minutes == 0 or step % self.train.log_every:
             return False
-        late = time.monotonic() - self.begun_at >= 60 * self.train.save_minutes
+        late = time.monotonic() - self.begun_at >= self.interval_seconds()
         return self._any_rank(late and dist.is_main())
+
+    def interval_seconds(self) -> float:
+        """Return the time after which a checkpoint is due whatever the step."""
+        if self.train.save_minutes != "auto":
+            return 60 * self.train.save_minutes
+        return save_interval(dist.world_size(), self.pause_seconds, self.write_seconds)
 
     def begin(self, step: int, record: dict, is_best: bool) -> None:
         """Begin a checkpoint; a former one must have been finished."""
@@ -40,6 +50,7 @@ class Saver:
         self.in_background = begin_save(
             self.engine, self.out_dir, step, record, self.train.keep, self.tokenizer,
             in_background=self.train.save_in_background, is_best=is_best)
+        self.pause_seconds = time.monotonic() - self.begun_at
 
     def finish(self, *, wait: bool) -> Path | None:
         """Return the directory of a checkpoint that is whole now, or None; call on every rank.
@@ -51,7 +62,9 @@ class Saver:
         if not wait and self._any_rank(not self.in_background.is_written()):
             return None
         one, self.in_background = self.in_background, None
-        return finish_save(one)
+        path = finish_save(one)
+        self.write_seconds = time.monotonic() - self.begun_at
+        return path
 
     def _any_rank(self, flag: bool) -> bool:
         return bool(dist.sum_over_ranks(torch.tensor(float(flag), device=self.engine.device)))

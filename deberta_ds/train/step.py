@@ -10,6 +10,7 @@ step carry the verdict, the sums that are logged and the request to stop.
 
 import hashlib
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from deberta_ds import dist
 from deberta_ds.train.spikes import BadStepError, describe_losses, find_bad_gradients
+from deberta_ds.train.stragglers import WorkMeter
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,13 @@ def count_over_ranks(batches: list, device: torch.device) -> dict[str, Tensor]:
 
 def train_step(engine, batches: list, *, step: int, seed: int,
                ceiling: float = torch.finfo(torch.float64).max, stop: bool = False,
-               raise_if_bad: bool = True) -> StepResult:
+               raise_if_bad: bool = True, meter: WorkMeter | None = None) -> StepResult:
     """Make one update from this rank's micro-batches, unless the step is bad.
 
     Bad: the loss is above `ceiling` or not finite, or the gradient is not finite. Then no update is
     made, and BadStepError is raised on every rank or, without `raise_if_bad`, `problem` is set.
-    `stop` is this rank's request; the result's is that of any rank.
+    `stop` is this rank's request; the result's is that of any rank. `meter` gets the time of the
+    forward passes.
     """
     counts = count_over_ranks(batches, engine.device)
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
@@ -62,7 +65,8 @@ def train_step(engine, batches: list, *, step: int, seed: int,
 
     def run_micro_batch(micro_step: int) -> tuple[Tensor, dict[str, Tensor]]:
         seed_step(seed, step, micro_step, dist.rank())
-        loss, sums, _ = engine(batches[micro_step].to(engine.device), divisors)
+        with meter.computing() if meter else nullcontext():
+            loss, sums, _ = engine(batches[micro_step].to(engine.device), divisors)
         return loss, sums
 
     for micro_step in range(len(batches)):

@@ -1,0 +1,84 @@
+"""What a plan recommends beside the stage, and why: a line each, with the figures it rests on."""
+
+import math
+
+from deberta_ds import deepspeed_config
+from deberta_ds.config import RunConfig
+from deberta_ds.planner.communication import bandwidth, step_seconds, traffic
+from deberta_ds.planner.goodput import goodput
+from deberta_ds.planner.gpus import Gpu
+from deberta_ds.planner.plan import RESERVED_BYTES, Choice
+
+_MANY_RANKS = 256
+_GAIN = 0.02  # of a step that is worth a line
+_BUCKET = 200_000_000  # elements: large messages, and the first one leaves early
+
+
+def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parameters: int, *,
+           gpu: Gpu, gpus: int, nodes: int) -> list[str]:
+    """Return what to set for `best` on this cluster, and the reasons."""
+    ranks = gpus * nodes
+    lines = [_stage(choices, best), _recompute(choices, best, gpu),
+             *_micro_batch(run, best, ranks, gpu), *_overlap(run, ds, best, parameters, gpu, gpus,
+                                                             nodes)]
+    if ranks >= _MANY_RANKS:
+        lines.append(f"reduce_bucket_size = {_BUCKET:,} to 500,000,000: {ranks:,} ranks make each "
+                     "message of a ring that much smaller")
+        if deepspeed_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
+            lines.append('communication_data_type = "fp32": sums of so many ranks in bf16 are '
+                         "biased (it doubles what the gradients send)")
+    found = goodput(parameters, ranks)
+    lines.append(f"failures: one in {found.failure_hours:,.0f} h at Llama 3's rate; "
+                 f"train.save_minutes = \"auto\" begins with {found.save_seconds / 60:.0f} (a copy "
+                 f"of {found.pause_seconds:.2f} s); {found.share:.1%} of the time goes into steps")
+    return lines
+
+
+def _stage(choices: list[Choice], best: Choice) -> str:
+    others = [f"ZeRO-{other.stage} {other.step_seconds:.3f} s"
+              + ("" if other.fits else " (does not fit)")
+              for other in choices if other.recompute == best.recompute and other is not best]
+    return (f"ZeRO-{best.stage}: a step takes {best.step_seconds:.3f} s; {', '.join(others)}")
+
+
+def _recompute(choices: list[Choice], best: Choice, gpu: Gpu) -> str:
+    limit = (gpu.memory - RESERVED_BYTES) / 1e9
+    need = f"{best.memory.peak / 1e9:.1f} of {limit:.0f} GB"
+    if best.recompute == "none":
+        return f"no recomputation (train.checkpoint_layers = 0): {need}"
+    none = next(c for c in choices if c.stage == best.stage and c.recompute == "none")
+    return (f'recompute "{best.recompute}": {need}; without it {none.memory.peak / 1e9:.1f} GB '
+            f"{'fit, but are slower' if none.fits else 'do not fit'}")
+
+
+def _micro_batch(run: RunConfig, best: Choice, ranks: int, gpu: Gpu) -> list[str]:
+    """Return a larger micro-batch that divides and fits; activations grow with its rows."""
+    now, rows = run.train.micro_batch_rows, run.train.global_batch_rows // ranks
+    memory = best.memory
+
+    def fits(micro: int) -> bool:
+        work = memory.work * micro / now
+        return memory.held + max(work, memory.update) + RESERVED_BYTES < gpu.memory
+
+    larger = [micro for micro in range(now + 1, rows + 1) if rows % micro == 0 and fits(micro)]
+    return [f"train.micro_batch_rows = {larger[-1]} would fit too, with {rows // larger[-1]} "
+            f"micro-batches a step instead of {rows // now}"] if larger else []
+
+
+def _overlap(run: RunConfig, ds: dict, best: Choice, parameters: int, gpu: Gpu, gpus: int,
+             nodes: int) -> list[str]:
+    ranks = gpus * nodes
+    if best.stage not in (1, 2) or ranks == 1:
+        return []
+    accumulation = deepspeed_config.accumulation_steps(run, ranks)
+    rate = bandwidth(gpu, gpus, nodes)
+    seconds = {}
+    for overlap in (False, True):
+        zero = ds.get("zero_optimization", {}) | {"stage": best.stage, "overlap_comm": overlap}
+        staged = ds | {"zero_optimization": zero}
+        sent = traffic(parameters, staged, ranks, accumulation, 0)
+        seconds[overlap] = step_seconds(sent, best.compute_seconds, rate, staged, accumulation)
+    gain = 1.0 - seconds[True] / seconds[False]
+    if not math.isfinite(gain) or gain < _GAIN:
+        return []
+    return [f"overlap_comm = true: {seconds[True]:.3f} s a step instead of {seconds[False]:.3f}"]

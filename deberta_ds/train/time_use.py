@@ -1,0 +1,56 @@
+"""Where the time of a run goes: steps, saves, evaluations, starts and steps that were repeated.
+
+The parts of goodput while a job runs. What a start costs, and what a crash has lost (the steps
+after the checkpoint, which are taken again), stands in the `start` and `resume` events of
+metrics.jsonl, which a resumed run keeps. The time in which no job ran is not known and not counted.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from deberta_ds.cluster import process
+from deberta_ds.numbers import format_duration
+
+
+def seconds_since_start() -> float:
+    """Return how long this process has been running."""
+    started = process.look().started / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+def lost_before(records: Sequence[dict]) -> float:
+    """Return the seconds that earlier starts and repeated steps took, from metrics.jsonl."""
+    return sum(record.get("lost_seconds") or 0.0 for record in records
+               if record["kind"] == "event")
+
+
+def repeated_seconds(records: Sequence[dict], checkpoint_seconds: float) -> float:
+    """Return the training time after a checkpoint that a killed run had logged."""
+    logged = (record.get("seconds") or 0.0 for record in records)
+    return max(0.0, max(logged, default=0.0) - checkpoint_seconds)
+
+
+class TimeUse:
+    """Seconds of one run, over all its starts; `saved` is what a checkpoint remembers."""
+
+    def __init__(self, saved: dict[str, float], lost: float):
+        self.seconds = {"saves": 0.0, "evaluations": 0.0} | saved
+        self._lost = lost
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        before = time.monotonic()
+        yield
+        self.seconds[what] += time.monotonic() - before
+
+    def line(self, training_seconds: float) -> str:
+        """Return "time: steps 97.1%, saves 0.4%, ... of 3h 02m"; `training_seconds` are those of
+        steps, saves and evaluations.
+        """
+        whole = max(training_seconds + self._lost, 1e-9)
+        steps = max(0.0, training_seconds - sum(self.seconds.values()))
+        parts = {"steps": steps} | self.seconds | {"starts and repeated steps": self._lost}
+        shares = ", ".join(f"{name} {seconds / whole:.1%}" for name, seconds in parts.items())
+        return f"time: {shares} of {format_duration(whole)}"

@@ -1,0 +1,34 @@
+"""Worker: preflight on four ranks that pretend to be hosts; rank 2 is slow to swap."""
+
+import sys
+import time
+
+from deberta_ds import dist
+from deberta_ds.errors import UserError
+from deberta_ds.train import engine
+from deberta_ds.train.preflight import preflight
+
+device = engine.init_distributed()
+rank = dist.rank()
+cases = {"two hosts of two": f"node{rank // 2}", "four hosts": f"node{rank}"}
+versions = {"torch": "2"}
+real_swap = dist.swap
+
+
+def swap(values, partner):
+    if rank == 2:
+        time.sleep(0.2)
+    real_swap(values, partner)
+
+
+dist.swap = swap
+for name, host in cases.items():
+    lines = preflight(device, host, versions)
+    if dist.is_main():
+        print(name, "|", " | ".join(lines), flush=True)
+try:
+    preflight(device, f"node{rank}", {"torch": "3" if rank == 3 else "2"})
+except UserError as error:
+    print(f"rank {rank}: {error}", flush=True)
+dist.destroy()
+sys.exit(0)
