@@ -24,7 +24,6 @@ from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
-from deberta_ds.records import read_metrics
 from deberta_ds.train import best, engine, machine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
@@ -50,12 +49,7 @@ from deberta_ds.train.spikes import (
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
 from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
 from deberta_ds.train.throughput import SpeedMeter
-from deberta_ds.train.time_use import (
-    TimeUse,
-    lost_before,
-    repeated_seconds,
-    seconds_since_start,
-)
+from deberta_ds.train.time_use import TimeUse, lost_seconds
 
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
@@ -107,11 +101,10 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
             log.info(f"resumed in another layout: {change}")
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
-    lost_before, repeated = dist.together(lambda: _lost(log, record))
+    before, lost = dist.together(lambda: lost_seconds(log.path, record))
     dist.together(lambda: log.truncate(record["step"] if record else 0))
-    lost = repeated + seconds_since_start()
     trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog,
-                      lost_before + lost)
+                      before + lost)
     if record:
         trainer.log_event("resume", f"from {found.path}", lost_seconds=lost)
     else:
@@ -123,14 +116,6 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         raise
     log.close()
     return stopped
-
-
-def _lost(log: RunLog, record: dict | None) -> tuple[float, float]:
-    """Return the seconds that earlier starts have lost, and those of steps that come again."""
-    if not dist.is_main() or not log.path.exists():
-        return 0.0, 0.0
-    lines = read_metrics(log.path)
-    return lost_before(lines), repeated_seconds(lines, record["seconds"] if record else 0.0)
 
 
 def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -213,6 +198,7 @@ class Trainer:
         self.time_use = TimeUse(record.get("time_use", {}) if record else {}, lost_seconds)
         self.work = WorkMeter(model_engine.device)
         self.hosts = dist.gather_objects(socket.gethostname())
+        self.worked = [0.0] * len(self.hosts)  # seconds of each rank, since it was last said
         self.stop_request = stop_request
         stop_request.resumes_from = f"step {self.step:,}"
         self.spikes = SpikeRule(run.train.spike_sigmas,
@@ -266,7 +252,7 @@ class Trainer:
                 with self.watchdog.patience(), self.time_use.during("saves"):
                     self.finish_save(wait=True)
                 dist.together(self.log.check)
-                self.log.info(self.time_use.line(self._seconds()))
+                self._say_where_time_goes()
             if result.stop and self.step < end:
                 why = self.stop_request.reason or "another rank"
                 self.log_event("stop", f"asked to by {why}; saved, exit code "
@@ -339,7 +325,9 @@ class Trainer:
 
     def _log_step(self, rate: float) -> None:
         """Write one line of means over the good steps since the last line, if there are any."""
-        slowest = find_slowest(dist.gather_number(self.work.read(), self.engine.device), self.hosts)
+        worked = dist.gather_number(self.work.read(), self.engine.device)
+        slowest = find_slowest(worked, self.hosts)
+        self.worked = [a + b for a, b in zip(self.worked, worked, strict=True)]
         if not self.since_line:
             return
         total, self.since_line = self.since_line, {}
@@ -359,6 +347,10 @@ class Trainer:
         if slowest:
             record["slowest_share"] = slowest.share
         self.log.metrics(record)
+
+    def _say_where_time_goes(self) -> None:
+        self.log.info(self.time_use.line(self._seconds()))
+        slowest, self.worked = find_slowest(self.worked, self.hosts), [0.0] * len(self.hosts)
         if slowest and slowest.share > SHOWN_SHARE:
             self.log.info(f"slowest: {slowest.name}, {slowest.share:.0%} behind the median")
 
@@ -375,7 +367,7 @@ class Trainer:
                                               *self.inputs.pairs, self.inputs.tokenizer)
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
-        self.log.info(self.time_use.line(self._seconds()))
+        self._say_where_time_goes()
         self.speed.start()
         return bool(self.best_metric) and self.best.accept(
             self.best_metric, self.step, scores.get(self.run.train.best))

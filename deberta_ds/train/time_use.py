@@ -9,9 +9,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
+from deberta_ds import dist
 from deberta_ds.cluster import process
 from deberta_ds.numbers import format_duration
+from deberta_ds.records import read_metrics
 
 
 def seconds_since_start() -> float:
@@ -30,6 +33,17 @@ def repeated_seconds(records: Sequence[dict], checkpoint_seconds: float) -> floa
     """Return the training time after a checkpoint that a killed run had logged."""
     logged = (record.get("seconds") or 0.0 for record in records)
     return max(0.0, max(logged, default=0.0) - checkpoint_seconds)
+
+
+def lost_seconds(path: Path, record: dict | None) -> tuple[float, float]:
+    """Return what earlier starts of a run have lost, and what this one has until now.
+
+    `path` is its metrics.jsonl, as a killed run left it; `record` run.json of the checkpoint, None
+    at step 0. Only rank 0's result counts.
+    """
+    lines = read_metrics(path) if dist.is_main() and path.exists() else []
+    repeated = repeated_seconds(lines, record["seconds"] if record else 0.0)
+    return lost_before(lines), repeated + seconds_since_start()
 
 
 class TimeUse:
