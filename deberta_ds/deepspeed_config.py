@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from deberta_ds import shipped
 from deberta_ds.config import RunConfig
+from deberta_ds.errors import refuse_pipe
 from deberta_ds.validation import ConfigError, nearest, problems_of, raise_problems
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
@@ -177,6 +178,7 @@ def load(path: str | Path) -> dict:
             seen[key] = value
         return seen
 
+    refuse_pipe(path)
     try:
         text = shipped.find(path).read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=unique)

@@ -7,11 +7,13 @@ its traceback. Classes of other libraries are known by name, so that nothing hea
 
 import errno
 import os
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -33,11 +35,12 @@ _REMEDIES = {
 }
 # How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
 # TOML, Unicode, NumPy, Arrow and pydantic; an OSError without a number is gzip's or Arrow's.
-_DAMAGE = (ValueError, EOFError, OSError, OverflowError)
+_DAMAGE = (ValueError, EOFError, OSError, OverflowError, RecursionError)
 _DAMAGE_NAMES = {"zlib.error", "struct.error", "_csv.Error", "_lzma.LZMAError",
                  "zipfile.BadZipFile", "_pickle.UnpicklingError", "pyarrow.lib.ArrowException",
                  "zstandard.backend_c.ZstdError",
                  "safetensors._safetensors_rust.SafetensorError"}
+_LOOP = "Symlink loop from "
 _NO_MEMORY_NAMES = {"torch.OutOfMemoryError", "numpy._core._exceptions._ArrayMemoryError"}
 _NO_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory")  # torch's RuntimeError on a CPU
 
@@ -54,6 +57,8 @@ def user_message(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and (error.filename or error.errno in _REMEDIES):
         return _system_message(error, error.filename)
+    if isinstance(error, RuntimeError) and str(error).startswith(_LOOP):  # of Path.resolve
+        return f"{str(error).removeprefix(_LOOP)}: a loop of symbolic links; mend it"
     if isinstance(error, MemoryError) or _is_named(error, _NO_MEMORY_NAMES) or (
             isinstance(error, RuntimeError) and any(t in str(error) for t in _NO_MEMORY_TEXTS)):
         return (f"out of memory ({first_line(error)}); use smaller batches, a smaller model, "
@@ -64,6 +69,7 @@ def user_message(error: BaseException) -> str | None:
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
     """Context in which a file is read or written: what fails is a UserError that names `path`."""
+    refuse_pipe(path)
     try:
         yield
     except UserError:
@@ -77,11 +83,38 @@ def naming(path: str | Path) -> Iterator[None]:
                         f"({first_line(error)}); fetch or make it again") from error
 
 
+def refuse_pipe(path: str | Path) -> None:
+    """Raise UserError for a pipe: who opens one waits, for ever if nobody is at its other end."""
+    try:
+        is_pipe = stat.S_ISFIFO(os.stat(path).st_mode)
+    except (OSError, ValueError):  # said by whoever opens it
+        return
+    if is_pipe:
+        raise UserError(f"{path}: is a pipe; give a file")
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print a line to a console (standard error), which may be gone: no work is lost for that.
+
+    A killed mpirun, `tee` or terminal leaves a pipe that nobody reads; what else is printed into it
+    goes nowhere from then on.
+    """
+    stream = stream or sys.stderr
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def exit_cleanly(main: Callable[[], int | None]) -> None:
     """Run `main` and exit: with its code, or with one message if it fails by the user's doing.
 
     `python -X dev` shows the traceback of such a failure too.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names of files may be no text at all
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = _run(main)
         sys.stdout.flush()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import xxhash
 
+from deberta_ds.errors import UserError
+
 _CHUNK_BYTES = 1 << 22
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
 
@@ -23,6 +25,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     An OSError of the writing names `path`.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # it would be replaced, by a rename
+        raise UserError(f"{path}: is a device or a pipe; name a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from deberta_ds import records, trackers
-from deberta_ds.errors import UserError, naming
+from deberta_ds.errors import UserError, naming, tell
 from deberta_ds.numbers import format_count, format_duration, format_value
 from deberta_ds.records import METRICS_FILE
 
@@ -210,7 +210,7 @@ class RunLog:
         return f"{code}{text}{_RESET}" if self._colored else text
 
     def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        tell(line, self._stream)
 
 
 def _beside_baseline(metric, record: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic
+from deberta_ds.json_files import parse_json
 
 METRICS_FILE = "metrics.jsonl"
 KINDS = ("train", "eval", "event")
@@ -83,13 +84,13 @@ def parse(path: Path, number: int, line: str) -> dict[str, Any]:
     """Return the record of line `number`; UserError names the rule that it breaks."""
     place = f"{path}, line {number}"
     try:
-        record = json.loads(line)
+        record = parse_json(line, strict=False)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{place}: not a whole JSON object ({error.msg}, column {error.colno}); "
             "resume the run, which cuts a half-written last line, or delete the line"
         ) from None
-    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+    except ValueError as error:
         raise UserError(f"{place}: not a record ({error}); delete the line") from None
     if not isinstance(record, dict) or record.get("kind") not in KINDS:
         raise UserError(f'{place}: must be an object with "kind" one of {", ".join(KINDS)}')

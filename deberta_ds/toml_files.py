@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds import shipped
+from deberta_ds.errors import refuse_pipe
 from deberta_ds.validation import ConfigError
 
 
 def read_toml(path: str | Path, what: str, example: str) -> dict:
     """Return the tables of a TOML file; `what` and `example` help a user who named no such file."""
+    refuse_pipe(path)
     try:
         with open(shipped.find(path), "rb") as file:
             return tomllib.load(file)
@@ -18,7 +20,7 @@ def read_toml(path: str | Path, what: str, example: str) -> dict:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); a {what} is a TOML file, "
                           f"such as {example}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML, Unicode, thousands of digits or brackets
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -29,7 +31,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"{text!r}: not an option; overrides are written --section.key=value")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key, value  # a bare string
 
 

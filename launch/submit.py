@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.errors import UserError, exit_cleanly, naming
 
 if TYPE_CHECKING:
     from deberta_ds.finetune.tasks import Task
@@ -60,12 +60,18 @@ def main() -> None:
     found = {name: file for name, file in files.items() if file and name not in args.leave_out}
     missing = [name for name, file in files.items() if file is None or name in args.leave_out]
     submission.refuse_partial(missing, args.leave_out, args.run)
-    maker.write_zip(args.zip, {name: file.read_text("utf-8") for name, file in found.items()},
-                    tests, args.leave_out)
+    maker.write_zip(args.zip, {name: text_of(file) for name, file in found.items()}, tests,
+                    args.leave_out)
     maker.check_zip(args.zip, tests, args.leave_out)
     for name, file in found.items():
         print(f"  {name:<8} from {file}")
     print(f"wrote {args.zip}: {len(found)} files, checked")
+
+
+def text_of(file: Path) -> str:
+    """Return a file's text; UserError names it if it cannot be read."""
+    with naming(file):
+        return file.read_text("utf-8")
 
 
 def prediction_file(root: Path, task: "Task") -> Path | None:
@@ -83,10 +89,10 @@ def prediction_file(root: Path, task: "Task") -> Path | None:
 
 def score_of(result: Path) -> float:
     """Return the score in a run's result.json."""
-    from deberta_ds.formats.tensors import read_json
+    from deberta_ds.json_files import read_json
 
     score = read_json(result).get("score")
-    if not isinstance(score, int | float):
+    if isinstance(score, bool) or not isinstance(score, int | float):
         raise UserError(f"{result}: no score; the file is damaged, run this seed again")
     return score
 

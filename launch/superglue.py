@@ -71,7 +71,7 @@ def pairs(texts: list[str]) -> dict[str, str]:
 
 def read_results(out: Path) -> dict:
     """Return another sweep's results.json."""
-    from deberta_ds.formats.tensors import read_json
+    from deberta_ds.json_files import read_json
     from deberta_ds.report import read_sweep
 
     path = out / "results.json"

@@ -162,3 +162,18 @@ def test_the_file_is_named_where_python_names_none(tmp_path):
         write_atomic(tmp_path / "directory", "text")
     assert user_message(caught.value) == f"{tmp_path}/directory: Is a directory"
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_console_that_nobody_reads_any_more_ends_nothing():
+    """As when mpirun, tee or a terminal is killed: the run goes on to its save and exit code."""
+    text = ("import sys, time\nfrom deberta_ds.errors import exit_cleanly, tell\ndef main():\n"
+            "    tell('ready', sys.stdout)\n    time.sleep(0.5)\n"
+            "    for stream in (sys.stdout, sys.stderr):\n"
+            "        tell('lost', stream)\n        print('lost, too', file=stream, flush=True)\n"
+            "    return 75\nexit_cleanly(main)\n")
+    child = subprocess.Popen([sys.executable, "-c", text], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert child.stdout.readline() == "ready\n"
+    child.stdout.close()
+    child.stderr.close()
+    assert child.wait(timeout=60) == 75

@@ -2,13 +2,16 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 from tests.fuzz.cases import CLASSES
 from tests.fuzz.commands import ROOT, Command, Server
 from tests.fuzz.judge import try_case
-from tests.fuzz.setting import prepare, pretrain
+from tests.fuzz.readers import READERS, finetune, own_task, pretrain
+from tests.fuzz.setting import prepare
+from tests.fuzz.toml_text import toml
 
 PREPARE = ("--tokenizer", "spm.model", "--workers", "1")
 WRITERS = {  # every command that writes: what it writes first
@@ -53,10 +56,10 @@ def place(setting, tmp_path):
     return setting.copy(tmp_path / "here")
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "checkpoint"])
+@pytest.mark.parametrize("name", CLASSES)
 def test_no_broken_input_is_met_by_a_traceback_a_hang_or_silence(server, setting, tmp_path, name):
     """A tenth of what `python -m tests.fuzz --cases 1000` tries; its help says what is violated."""
-    results = [try_case(name, seed, setting, server, tmp_path / "case") for seed in range(9)]
+    results = [try_case(name, seed, setting, server, tmp_path / "case") for seed in range(5)]
     violations = [str(result) for result in results if result.violation]
     assert not violations, "\n".join(violations)
 
@@ -88,6 +91,69 @@ def test_a_read_only_target_is_one_line_that_names_it(server, place, name):
         for directory in (place, place / "train"):
             directory.chmod(0o755)
     assert "Permission denied" in message and ("new" in message or "train" in message), message
+
+
+OWN = {"name": "tickets", "kind": "classification", "texts": ["text"], "label": "queue",
+       "train": "t.csv", "settings": {"epochs": 1}}
+BOTH, HEADER = "text,queue\na b,x\nc d,y\n", "text,queue\n"
+NO_LABEL = 'text,queue\na b,""\nc d,""\n'
+OUTSIDE = '{"text": ["a", "b"], "queue": ["O", "O"]}\n' * 3
+INSIDE = '{"text": ["a", "b"], "queue": ["O", "B-x"]}\n' * 3
+WITHOUT_TARGETS = {  # what is wrong: (values of the task file, its tables, words of the error)
+    "no row to train on": ({}, {"t.csv": HEADER}, "t.csv: column 'queue' has 0 labels"),
+    "no number to train on": ({"kind": "regression"}, {"t.csv": HEADER}, "t.csv: not a single ex"),
+    "no row to evaluate on": ({"val": "v.csv"}, {"t.csv": BOTH, "v.csv": HEADER},
+                              "v.csv: not a single example"),
+    "one text, so none is left": ({}, {"t.csv": "text,queue\na b,x\na b,y\n"}, "too few passages"),
+    "one class": ({}, {"t.csv": "text,queue\na b,x\nc d,x\n"}, "has 1 labels"),
+    "no label to evaluate on": ({"val": "v.csv"}, {"t.csv": BOTH, "v.csv": "text,queue\na b,\n"},
+                                'v.csv:2: field "label" is missing'),
+    "several labels, none there": (
+        {"kind": "multilabel", "labels": ["x", "y"], "val": "t.csv"}, {"t.csv": NO_LABEL},
+        "t.csv: not a single target in 2 rows"),
+    "several labels, none in val": (
+        {"kind": "multilabel", "val": "v.csv"}, {"t.csv": BOTH, "v.csv": NO_LABEL},
+        "v.csv: not a single target in 2 rows"),
+    "no tag to train on": (
+        {"kind": "tags", "train": "t.jsonl", "val": "v.jsonl", "labels": ["O", "B-x"]},
+        {"t.jsonl": OUTSIDE, "v.jsonl": INSIDE}, "t.jsonl: not a single target in 3 rows"),
+    "no tag in val": ({"kind": "tags", "train": "t.jsonl", "val": "v.jsonl"},
+                      {"t.jsonl": INSIDE, "v.jsonl": OUTSIDE}, "v.jsonl: not a single target"),
+    "one number in val": (
+        {"kind": "regression", "val": "v.csv"},
+        {"t.csv": "text,queue\na b,1\nc d,2\n", "v.csv": "text,queue\na b,1\nc d,1\n"},
+        "v.csv: not a single target in 2 rows: every label is 1.0"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TARGETS)
+def test_fine_tuning_without_a_single_target_is_one_line_that_says_so(server, place, name):
+    values, tables, words = WITHOUT_TARGETS[name]
+    (place / "tickets.toml").write_text(toml(OWN | values))
+    for file, text in tables.items():
+        (place / file).write_text(text)
+    message = one_line(server.run(replace(own_task(), directory=str(place))))
+    assert words in message, message
+    assert not (place / "new/tickets/seed-1/result.json").exists()
+
+
+@pytest.mark.parametrize(("task", "line"), [
+    ("CB", ""),
+    ("MultiRC", '{"idx": 0, "version": 1.1, "passage": {"text": "a b", "questions": []}}'),
+    ("ReCoRD", '{"idx": 0, "passage": {"text": "a b", "entities": [{"start": 0, "end": 1}]}, '
+               '"qas": []}')])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_split_of_a_benchmark_without_an_example_is_named(server, place, task, line, split):
+    (place / f"superglue/{task}/{split}.jsonl").write_text(line + "\n")
+    message = one_line(server.run(replace(finetune(task), directory=str(place))))
+    assert f"{task}/{split}.jsonl: not a single example in it" in message
+
+
+def test_every_command_that_the_fuzzer_tries_succeeds_on_whole_inputs(server, setting, tmp_path):
+    """Otherwise a case would be a refusal of the command line, and say nothing of its input."""
+    for number, command in enumerate(command for kind in READERS.values() for command in kind):
+        outcome = server.run(replace(command, directory=str(setting.copy(tmp_path / f"{number}"))))
+        assert outcome.code == 0, (command, outcome.errors[-3000:])
 
 
 def limited(command: Command, place, file_limit_bytes: int | None) -> Command:

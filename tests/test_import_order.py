@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
-    {"errors", "files", "shipped", "splitmix", "options", "model_config", "toml_files",
-     "validation", "config", "presets", "deepspeed_config"},
+    {"errors", "files", "shipped", "splitmix", "options", "model_config", "json_files",
+     "toml_files", "validation", "config", "presets", "deepspeed_config"},
     {"cpu", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},

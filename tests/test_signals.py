@@ -29,16 +29,19 @@ print(request.reason, flush=True)
 """
 
 
-def listener(*words: str, ignored: bool = False) -> subprocess.Popen:
-    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+def listener(*words: str, ignored: int = 0) -> subprocess.Popen:
+    def handlers() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number == ignored else signal.SIG_DFL)
+
     child = subprocess.Popen([sys.executable, "-c", LISTENER, *words], env=ENVIRONMENT, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=handlers)
     assert child.stdout.readline() == "ready\n"
     return child
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT,
+                                    signal.SIGHUP])
 def test_a_signal_is_a_request(number):
     child = listener()
     child.send_signal(number)
@@ -58,9 +61,10 @@ def test_a_second_ctrl_c_ends_a_rank_that_hangs_in_c():
     assert child.returncode == 130 and "The same command goes on from step 0" in err
 
 
-def test_a_background_job_goes_on_ignoring_ctrl_c():
-    child = listener(ignored=True)
-    child.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_background_job_goes_on_ignoring_ctrl_c_and_the_end_of_the_terminal(number):
+    child = listener(ignored=number)
+    child.send_signal(number)
     time.sleep(0.3)
     child.send_signal(signal.SIGTERM)
     assert child.communicate(timeout=60)[0] == "SIGTERM\n"
@@ -100,6 +104,15 @@ def test_an_orphan_notices_that_its_launcher_is_gone(tmp_path, level):
     started.wait()
     name = ("torchrun", "deepspeed")[level - 1]
     assert reason == f"the end of its launcher ({name}, pid {pids[2 - level]})\n"
+
+
+def test_a_run_under_timeout_notices_when_that_is_killed():
+    started = subprocess.Popen(["timeout", "100", sys.executable, "-c", LISTENER], env=ENVIRONMENT,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert started.stdout.readline() == "ready\n"
+    started.kill()
+    assert started.stdout.readline() == f"the end of its launcher (timeout, pid {started.pid})\n"
+    started.wait()
 
 
 def test_a_process_is_its_id_and_its_start():

@@ -138,7 +138,7 @@ def test_a_cut_line_a_short_file_and_a_repeated_idx_are_errors(tmp_path):
         (data, "16 predictions, but the official RTE val has 277: the file is truncated"),
         (data + data.splitlines(keepends=True)[0], r"idx \(0,\) was already used at .*:1"),
         (data[:60] + b"\xff" + data[60:], "not UTF-8"),
-        (b"", "the file is empty"),
+        (b"", "not a single example"),
     ]
     for content, message in cases:
         file.write_bytes(content)

@@ -17,6 +17,7 @@ from deberta_ds.analysis.sentence_scores import cut_work
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError, naming
 from deberta_ds.formats.pretrained import LoadedModel
+from deberta_ds.json_files import parse_json
 
 _STRENGTHS = np.logspace(-4, 2, 7)
 _DRAWS = 10_000
@@ -32,12 +33,12 @@ def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[t
             continue
         place = f"{path}, line {number}"
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             found = [values[key] for key in (*keys, label)]
             if not all(isinstance(text, str) for text in found[:-1]):
                 raise TypeError("not text")
             texts.append(tuple(normalise(text) for text in found[:-1]))
-        except (ValueError, KeyError, TypeError, RecursionError, BadTextError) as error:
+        except (ValueError, KeyError, TypeError, BadTextError) as error:
             raise UserError(f"{place}: must be a JSON object with text under {', '.join(keys)} and "
                             f"a label under {label} ({type(error).__name__}: {error})") from None
         if isinstance(found[-1], bool) or not isinstance(found[-1], str | int):
@@ -87,7 +88,9 @@ def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: 
     counts = {label: train_labels.count(label) for label in set(train_labels)}
     folds = min(5, *counts.values())
     if folds < 2:
-        raise UserError("a class has a single training example; a probe needs at least two of each")
+        alone = min(counts, key=counts.get)
+        raise UserError(f"--train: class {alone!r} has a single example; a probe needs at least "
+                        "two of each")
     pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     search = GridSearchCV(pipeline, {"logisticregression__C": _STRENGTHS}, cv=folds)
     with warnings.catch_warnings():

@@ -4,6 +4,7 @@ A wrong value would otherwise be a traceback of torch, a wait of half an hour fo
 exist, or a run on the CPU of a machine full of GPUs.
 """
 
+import ipaddress
 import re
 import socket
 from collections.abc import Mapping
@@ -84,6 +85,12 @@ def _whole(text: str, least: int) -> bool:
 
 
 def _is_known_host(name: str) -> bool:
+    # C reads 0x10 and 16 as 0.0.0.16, a host that never answers.
+    if re.fullmatch(r"(0x[0-9a-f]*|\d+)(\.(0x[0-9a-f]*|\d+)){0,3}", name, re.IGNORECASE):
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
     try:
         return bool(name) and bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):

@@ -36,7 +36,8 @@ class Launcher:
 
     def __init__(self):
         ancestors = _ancestors()
-        launchers = [index for index, (_, words) in enumerate(ancestors) if is_launcher(words)]
+        launchers = [index for index, (_, words) in enumerate(ancestors) if is_launcher(words)
+                     or index == 0 and words[:1] and PurePath(words[0]).name == "timeout"]
         top = launchers[-1] + 1 if launchers else 0
         # pdsh has no process on this host but the ssh session, which has no terminal.
         above = [index for index, (_, words) in enumerate(ancestors[top:], start=top)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from deberta_ds import dist
 from deberta_ds.cluster import process
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, refuse_pipe
 from deberta_ds.files import write_atomic
+from deberta_ds.json_files import parse_json, typed
 
 NAME = "run.lock"
 HEARTBEATS = "heartbeats"
@@ -108,14 +109,15 @@ def _take_over(path: Path, mine: Holder) -> None:
 
 def _read(path: Path) -> Holder | None:
     """Return what a lock says, None if there is none; raises UserError if it is damaged."""
+    refuse_pipe(path)
     deadline = time.monotonic() + 2.0  # it is created first, and then written
     while True:
         try:
             text = path.read_text()
-            return Holder(**json.loads(text))
+            return typed(Holder, parse_json(text))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):
+        except (ValueError, OSError):
             if time.monotonic() > deadline:
                 raise UserError(f"{path}: damaged; delete it if no job writes to {path.parent}"
                                 ) from None

@@ -1,8 +1,9 @@
 """Requests to stop: the step is finished, a checkpoint is written, and the exit code asks for more.
 
 SIGTERM is what schedulers and spot instances send before they take a machine, SIGUSR1 what Slurm
-can send ahead of a time limit, SIGINT is Ctrl-C. A second Ctrl-C ends the process at once. A rank
-whose launcher is gone asks as well: nobody would start it again, and nobody could stop it.
+can send ahead of a time limit, SIGINT is Ctrl-C, SIGHUP the end of a terminal. A second Ctrl-C ends
+the process at once. A rank whose launcher is gone asks as well: nobody would start it again, and
+nobody could stop it.
 
 The loop adds the request to the step's own collective, so that all ranks stop after the same step
 even if only one of them was told. Signals are read from a descriptor by a thread, because Python
@@ -13,16 +14,16 @@ import multiprocessing
 import os
 import select
 import signal
-import sys
 import threading
 import time
 
 from deberta_ds.cluster.launcher import Launcher
+from deberta_ds.errors import tell
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again
 EXIT_INTERRUPTED = 130  # what a shell makes of a process that SIGINT ended
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # between two looks for the launcher
 _ECHO_SECONDS = 1.0  # a terminal and a launcher both pass on one Ctrl-C
 
@@ -80,8 +81,10 @@ def listen() -> StopRequest:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in _SIGNALS:
-        # A shell has its background jobs ignore Ctrl-C, which is meant for the one in front.
-        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+        # A shell has its background jobs ignore Ctrl-C, which is meant for the one in front;
+        # nohup has them ignore the end of the terminal.
+        if number not in (signal.SIGINT, signal.SIGHUP) or \
+                signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _noted_by_descriptor)
     threading.Thread(target=request._watch, args=(read_end,), name="signals", daemon=True).start()
     return request
@@ -99,4 +102,4 @@ def _noted_by_descriptor(_number: int, _frame) -> None:
 
 def _say(text: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+        tell(text)

@@ -18,7 +18,6 @@ It starts before the ranks know each other, and sees until then the ranks of its
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.cluster.neighbours import Neighbours
 from deberta_ds.cluster.reach import Door, Knock
 from deberta_ds.cluster.ring import Host, Ring
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, tell
 
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h: restart from the last checkpoint
 
@@ -303,7 +302,7 @@ class Watchdog:
         return self._out_dir / beats.DIRECTORY
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
 
 
 def hosts_of(ranks: list[tuple[str, str, int, str]]) -> list[Host]:

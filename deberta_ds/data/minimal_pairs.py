@@ -18,7 +18,8 @@ from pathlib import Path
 
 from deberta_ds import shipped
 from deberta_ds.data.prep.text import BadTextError, normalise
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming, refuse_pipe
+from deberta_ds.json_files import parse_json
 from deberta_ds.tokenizer import Tokenizer
 
 # Scores that differ by less, relatively, are equal: fp32 resolves no more.
@@ -89,12 +90,15 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
         raise UserError(f"{path}: no such file or directory; name minimal pairs, such as BLiMP's "
                         "data directory")
     elif path.suffix in _SUFFIXES:
-        yield str(path), path.name, path.read_bytes()
+        with naming(path):
+            data = path.read_bytes()
+        yield str(path), path.name, data
     else:
         yield from _members(path)
 
 
 def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    refuse_pipe(path)
     try:
         with tarfile.open(path) as archive:
             members = [member for member in archive.getmembers() if member.isfile()
@@ -115,8 +119,8 @@ def _jsonl(place: str, stem: str, lines: list[str]) -> list[MinimalPair]:
             continue
         at = f"{place}, line {number}"
         try:
-            values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            values = parse_json(line, strict=False)
+        except ValueError as error:
             raise UserError(f"{at}: not a JSON object ({error})") from None
         if not isinstance(values, dict):
             raise UserError(f"{at}: must be a JSON object with sentence_good and sentence_bad")

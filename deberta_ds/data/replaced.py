@@ -20,8 +20,9 @@ import numpy as np
 
 from deberta_ds.data.corpus import Corpus, check_file, map_array
 from deberta_ds.data.shards import MANIFEST, save_array
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic, xxh3
+from deberta_ds.json_files import parse_json, typed
 
 VERSION = 1
 IGNORE = -100
@@ -41,7 +42,7 @@ class ReplacedManifest:
     across_documents: bool
     temperatures: list[float]
     made_by: dict
-    shards: list[dict[str, dict[str, list]]]
+    shards: list[dict[str, dict[str, tuple[int, str]]]]
     version: int = VERSION
 
 
@@ -72,12 +73,13 @@ def read_replaced_manifest(directory: str | Path) -> tuple[ReplacedManifest, str
     path = Path(directory) / MANIFEST
     remedy = "run data_prep/replace.py to the end, or give the right directory"
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: no finished replacements; {remedy}") from None
+        with naming(path):
+            data = path.read_bytes()
+    except UserError as error:
+        raise UserError(f"{error}: no finished replacements; {remedy}") from None
     try:
-        manifest = ReplacedManifest(**json.loads(data))
-    except (ValueError, TypeError) as error:
+        manifest = typed(ReplacedManifest, parse_json(data))
+    except ValueError as error:
         raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from None
     if manifest.version != VERSION:
         raise UserError(f"{path}: format version {manifest.version}; this program reads {VERSION}")

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 from deberta_ds.files import atomic_path, write_atomic, xxh3
+from deberta_ds.json_files import parse_json, typed
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -114,28 +115,28 @@ def write_manifest(directory: str | Path, value: Manifest | RowsManifest) -> str
 def read_manifest(directory: str | Path) -> tuple[Manifest, str]:
     """Return (manifest, fingerprint) of a corpus; UserError if missing, damaged or too new."""
     remedy = "run data_prep/tokenize_corpus.py to the end, or give the right directory"
-    return _read(directory, Manifest, ShardInfo, remedy)
+    return _read(directory, Manifest, remedy)
 
 
 def read_rows_manifest(directory: str | Path) -> tuple[RowsManifest, str]:
     """Return (manifest, fingerprint) of a rows-L directory; errors as in `read_manifest`."""
-    return _read(directory, RowsManifest, RowShardInfo, "run data_prep/pack.py for this length")
+    return _read(directory, RowsManifest, "run data_prep/pack.py for this length")
 
 
-def _read(directory: str | Path, kind: type, shard_kind: type, remedy: str):
+def _read(directory: str | Path, kind: type, remedy: str):
     path = Path(directory) / MANIFEST
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: not a finished corpus; {remedy}") from error
+        with naming(path):
+            data = path.read_bytes()
+    except UserError as error:
+        raise UserError(f"{error}: not a finished corpus; {remedy}") from error
     try:
-        fields = json.loads(data)
+        fields = parse_json(data)
         version = fields.get("version")
         if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format version {version}; this program reads 1")
-        shards = tuple(shard_kind(**shard) for shard in fields.pop("shards"))
-        return kind(shards=shards, **fields), hashlib.sha256(data).hexdigest()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{path}: format version {version!r:.40}; this program reads 1")
+        return typed(kind, fields), hashlib.sha256(data).hexdigest()
+    except (ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from error

@@ -32,19 +32,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, refuse_pipe
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task, task_named
 from deberta_ds.formats import configs, hf
 from deberta_ds.formats.release import Network
 from deberta_ds.formats.release_reader import read_release
-from deberta_ds.formats.tensors import SAFETENSORS, read_json, write_safetensors
+from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
     find_tokenizer_files,
     open_tokenizer,
     write_tokenizer_files,
 )
+from deberta_ds.json_files import read_json
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.validation import validate
 
@@ -168,6 +169,7 @@ def _load_first_version(path: Path, facts: dict) -> Finetuned:
     try:
         facts["model"]["position_terms"] = tuple(facts["model"]["position_terms"])
         config = ModelConfig(**facts["model"])
+        refuse_pipe(path / SAFETENSORS)
         weights = load_file(path / SAFETENSORS)
         task = dataclasses.replace(task_named(facts["task"]), labels=tuple(facts["labels"]))
     except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:

@@ -4,16 +4,16 @@ Source: the leaderboard's instructions (gluebenchmark.com/faq) and jiant evaluat
 11 files; CoLA, SST-2, MRPC, QQP and WNLI with numbers, STS-B with a decimal, the others with names.
 """
 
-import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, refuse_pipe
 from deberta_ds.files import atomic_path
 from deberta_ds.finetune.layouts import Example
-from deberta_ds.finetune.submission import refuse_partial
+from deberta_ds.finetune.submission import ZIP_DAMAGE, refuse_partial
 from deberta_ds.finetune.tasks import GLUE, Task
+from deberta_ds.json_files import parse_json
 
 _FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the same predictions give the same zip, byte for byte
 _HEADER = "index\tprediction"
@@ -29,7 +29,7 @@ def table_of(task: Task, lines: str, place: str) -> str:
     rows = [_HEADER]
     for number, line in enumerate(lines.splitlines(), start=1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             rows.append(f"{value['idx']}\t{value['label']}")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{place}:{number}: not a prediction ({error}); run the task again"
@@ -86,6 +86,7 @@ def check_zip(
 ) -> None:
     """Raise UserError unless the zip holds exactly the files of GLUE, but for those left out."""
     wanted = {file_name(task): task for task in GLUE if task.name not in left_out}
+    refuse_pipe(path)
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -93,7 +94,7 @@ def check_zip(
                 raise UserError(f"{path}: the files must be exactly {', '.join(wanted)}; found "
                                 f"{', '.join(names) or 'none'}")  # fmt: skip
             texts = {name: archive.read(name).decode("utf-8") for name in names}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (*ZIP_DAMAGE, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: not a whole zip of text tables ({error})") from error

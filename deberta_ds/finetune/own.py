@@ -13,6 +13,7 @@
 It becomes a `Task`, so that everything after that is what the benchmarks' tasks use.
 """
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import field, replace
@@ -75,7 +76,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     own = validate(OwnTask, values, str(path))
     _check(own, path)
     head, layout, metrics = _FORMS[own.kind]
-    files = {split: str((path.parent / name).resolve()) for split, name in
+    files = {split: os.path.normpath(path.parent.resolve() / name) for split, name in
              (("train", own.train), ("val", own.val), ("test", own.test)) if name}  # fmt: skip
     task = Task(
         name=own.name, head=head, layout=layout, labels=(), texts=own.texts, choices=own.choices,

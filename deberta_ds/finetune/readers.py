@@ -56,7 +56,8 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             examples.append(example)
     official = task.count(split)
     if not examples:
-        raise UserError(f"{source}: the file is empty\n  expected format: {line_format(task)}")
+        raise UserError(f"{source}: not a single example in it\n  expected format: "
+                        f"{line_format(task)}")
     if official is not None and len(examples) != official and not any_size:
         raise UserError(
             f"{source}: {len(examples)} predictions, but the official {task.name} {split} has "
@@ -66,6 +67,22 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     if "gender_parity" in task.metrics:
         _check_pairs(examples)
     return Split(task, split, source, tuple(examples))
+
+
+def check_targets(split: Split) -> None:
+    """Raise UserError unless a labelled split has something to learn, or to be scored by."""
+    head, labels = split.task.head, [example.label for example in split.examples]
+    if head == "multilabel" and not any(map(any, labels)):
+        problem = "no row has any of the labels, so F1 is not defined"
+    elif head == "tags" and "O" in split.task.labels and \
+            {tag for row in labels for tag in row} == {split.task.labels.index("O")}:
+        problem = "every word is tagged O, so F1 is not defined"
+    elif head == "regress" and len(set(labels)) == 1:
+        problem = f"every label is {labels[0]}, so no correlation is defined"
+    else:
+        return
+    raise UserError(f"{split.source}: not a single target in {len(labels)} rows: {problem}; give "
+                    "more rows, or look at the label column")
 
 
 def _check_pairs(examples: list[Example]) -> None:

@@ -29,7 +29,8 @@ from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.submission import render
-from deberta_ds.formats.tensors import read_json
+from deberta_ds.finetune.tasks import diagnostics_of
+from deberta_ds.json_files import read_json, typed
 
 RESULT = "result.json"
 _ONE_LABEL = ("classify", "choice", "words", "spans")
@@ -62,6 +63,7 @@ def finished(job: Job) -> dict | None:
     if not (job.out / RESULT).is_file():
         return None
     result = read_json(job.out / RESULT)
+    _check_result(job, result)
     for key, value in job.identity().items():
         if result.get(key) != value:
             raise UserError(
@@ -69,6 +71,33 @@ def finished(job: Job) -> dict | None:
                 f"{value!r}; choose another --out, or delete the directory to run it again"
             )
     return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What is computed with of a run's result.json, and as what."""
+
+    score: float
+    baseline: float | None
+    failed: bool
+    metrics: dict[str, float]
+    diagnostics: dict[str, dict[str, float]]
+    history: list[dict[str, float]]
+
+
+def _check_result(job: Job, result: dict) -> None:
+    """Raise UserError unless a result.json is what `run` or a sweep writes."""
+    try:
+        found = typed(_Result, result)
+        lost = [name for name in job.task.metrics if name not in found.metrics]
+        lost += [f"{task.name} {name}" for task in diagnostics_of(job.task.name)
+                 if task.name in found.diagnostics for name in task.metrics
+                 if name not in found.diagnostics[task.name]]
+        if lost:
+            raise ValueError(f"{lost[0]} is missing")
+    except ValueError as error:
+        raise UserError(f"{job.out / RESULT}: damaged ({error}); delete {job.out} to run this seed "
+                        "again") from None
 
 
 def check_splits(jobs: Sequence[Job]) -> None:

@@ -7,16 +7,20 @@ evaluate.py SUPERGLUE_NAME_MAP and jiant scripts/benchmarks/benchmarks.py, which
 
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, refuse_pipe
 from deberta_ds.files import atomic_path
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.metrics import Prediction
 from deberta_ds.finetune.tasks import SUBMITTED_FILES, TASKS, Task
+from deberta_ds.json_files import parse_json
 
+# RuntimeError: encrypted, or packed in a way that Python cannot unpack.
+ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 _FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the same predictions give the same zip, byte for byte
 
 
@@ -109,6 +113,7 @@ def check_zip(
     `tests` holds the official test examples of every task: file set, line counts, idx order, label
     strings and MultiRC's nesting are compared with them.
     """
+    refuse_pipe(path)
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -119,8 +124,8 @@ def check_zip(
             contents = {name: archive.read(name) for name in names}
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{path}: not a zip file ({error})") from error
+    except ZIP_DAMAGE as error:
+        raise UserError(f"{path}: not a whole zip file ({error}); make the zip again") from error
     for task in TASKS:
         name = f"{task.name}.jsonl"
         if name in contents:
@@ -165,9 +170,9 @@ def _wanted(task: Task, test: Sequence[Example]) -> list[Any]:
 
 def _check_line(task: Task, line: str, expected: Any, place: str) -> None:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not a JSON object ({error.msg})") from error
+        value = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not a JSON object ({error})") from error
     if task.layout == "multirc":
         _check_same(task, value, expected, place, "")
         return

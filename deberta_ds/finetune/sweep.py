@@ -17,7 +17,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.finetune.directory import find_finetuned
 from deberta_ds.finetune.loop import DivergedError, Job
 from deberta_ds.finetune.models import Start
-from deberta_ds.finetune.readers import Split, carve, has_split, read_split
+from deberta_ds.finetune.readers import Split, carve, check_targets, has_split, read_split
 from deberta_ds.finetune.run import RESULT, check_splits, finished, run
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, Task, diagnostics_of, suite_of
@@ -51,6 +51,9 @@ class Sweep:
 def run_all(sweep: Sweep) -> list[dict]:
     """Return the results of every (task, seed), reading finished ones from disk."""
     splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
+    for train, val, *_ in splits.values():
+        check_targets(train)
+        check_targets(val)
     settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
     jobs = []
     for task in sweep.tasks:

@@ -12,13 +12,13 @@ of JSON files only lists and SQuAD's are read whole).
 """
 
 import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from deberta_ds.errors import UserError, naming
 from deberta_ds.finetune.tasks import Task
+from deberta_ds.json_files import parse_json
 
 KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".conll",
          ".txt")  # fmt: skip
@@ -72,8 +72,8 @@ def text_lines(file: BinaryIO, source: str) -> Iterator[tuple[str, str]]:
 def json_of(place: str, line: str) -> Any:
     """Return the JSON value of a line."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        return parse_json(line)
+    except ValueError as error:
         raise UserError(f"{place}: not a JSON object ({error}); a line cut short means a download "
                         "that stopped") from error  # fmt: skip
 

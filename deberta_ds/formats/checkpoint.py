@@ -13,22 +13,25 @@ file is verified before a tensor is loaded, and only a verified directory is eve
 0.1.0 kept DeepSpeed's own files in zero/ instead of the first two (deepspeed_files.py).
 """
 
-import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from deberta_ds import dist
 from deberta_ds.config import RunConfig, from_dict
 from deberta_ds.deepspeed_config import precision, zero_stage
+from deberta_ds.errors import UserError, naming
 from deberta_ds.files import xxh3
 from deberta_ds.formats.deepspeed_files import DeepSpeedState
 from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.restore import restore
 from deberta_ds.formats.saved_state import LAYOUT_FILE, SavedState, rank_file
+from deberta_ds.json_files import parse_json, typed
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.objectives.build import build_model, objective_of
@@ -38,6 +41,23 @@ MANIFEST, RUN_FILE = "manifest.json", "run.json"
 VERSION = 2  # of the manifest; 1 is that of version 0.1.0, whose files are in TAG
 TAG = "zero"
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What run.json must hold, and as what; version 0.1.0 wrote no key that has a default."""
+
+    step: Annotated[int, Field(ge=0)]
+    world_size: Annotated[int, Field(ge=1)]
+    tokens_seen: Annotated[int, Field(ge=0)]
+    seconds: float
+    config: dict[str, Any]
+    deepspeed: dict[str, Any]
+    fingerprints: dict[str, Any]
+    tokenizer_sha256: str
+    recent_losses: list[float] = field(default_factory=list)
+    since_line: dict[str, float] = field(default_factory=dict)
+    row_rules: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,13 +87,20 @@ def list_finished(out_dir: str | Path) -> list[Path]:
 def read_run_file(path: str | Path) -> dict:
     """Return run.json of a checkpoint directory."""
     file = Path(path) / RUN_FILE
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         raise CheckpointError(f"{file}: missing; {path} is not a checkpoint directory "
-                              f"(those are named OUT/{DIRECTORY}/step-NNNNNNNN)") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                              f"(those are named OUT/{DIRECTORY}/step-NNNNNNNN)")
+    try:
+        with naming(file):
+            data = file.read_bytes()
+        record = parse_json(data)
+        typed(_Record, record)
+        zero_stage(record["deepspeed"]), precision(record["deepspeed"])
+    except UserError as error:
+        raise CheckpointError(f"{error}; use an older checkpoint") from None
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: damaged: {error}; use an older checkpoint") from None
+    return record
 
 
 def newest(directory: str | Path) -> Path:
@@ -133,8 +160,12 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
 
     It must name the file of every rank that saved, and every file that is there.
     """
+    if not (path / MANIFEST).exists():
+        return {}, ["no manifest.json: the save did not finish"]
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        with naming(path / MANIFEST):
+            data = (path / MANIFEST).read_bytes()
+        manifest = parse_json(data)
         name = _NAME.fullmatch(path.name)
         version, files = manifest["version"], manifest["files"]
         if name and manifest["step"] != int(name[1]):
@@ -147,8 +178,8 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
             wanted = _files_of_version_1(path)
         else:
             return {}, [f"manifest.json has version {version}; this program reads 1 and {VERSION}"]
-    except FileNotFoundError:
-        return {}, ["no manifest.json: the save did not finish"]
+    except CheckpointError as error:  # of run.json
+        return {}, [str(error)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError,
             OverflowError):  # or not what we write
         return {}, ["manifest.json is damaged"]
@@ -156,7 +187,8 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
     there = {Path(directory, name).relative_to(path).as_posix()
              for directory, _, names in os.walk(path) for name in names
              if not name.startswith(".")} - {MANIFEST}
-    unsafe = [name for name in files if ".." in Path(name).parts or Path(name).is_absolute()]
+    unsafe = [name for name in files if ".." in Path(name).parts or Path(name).is_absolute()
+              or "\0" in name]
     problems = [f"manifest.json names {name}, outside the directory" for name in unsafe]
     problems += [f"manifest.json does not name {name}" for name in
                  sorted((wanted | there) - files.keys())[:5]]
@@ -236,6 +268,19 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
         raise CheckpointError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
     run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
     state = open_state(path)
+    _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}
     whole |= {name: whole[owner] for name, owner in state.aliases.items()}
     return whole | {name: buffer.float() for name, buffer in state.buffers.items()}, run
+
+
+def _check_model(run: RunConfig, state: SavedState | DeepSpeedState, path: Path) -> None:
+    """Raise CheckpointError unless a state holds every tensor of the run's model, in its shape."""
+    wanted = {name: tuple(tensor.shape)
+              for name, tensor in on_meta(build_model, run).state_dict().items()}
+    found = state.shapes | {name: tuple(buffer.shape) for name, buffer in state.buffers.items()}
+    found |= {name: state.shapes.get(owner) for name, owner in state.aliases.items()}
+    differing = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
+    if differing:
+        raise CheckpointError(f"{path}: its tensors are not those of the model in {RUN_FILE}: "
+                              f"{', '.join(differing[:5])}; use an older checkpoint")

@@ -68,6 +68,8 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
                   "checks": checks}
         write_atomic(fresh / RECORD, json.dumps(record, indent=1) + "\n")
         _replace(fresh, out)
+    except UserError as error:
+        raise UserError(str(error).replace(str(fresh), str(out))) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return Summary(tuple(notes), tuple(checks), tuple(warnings))

@@ -9,18 +9,21 @@ The files are pickles. No deepspeed here: the few classes inside are read as pla
 anything else is refused without being run.
 """
 
-import json
 import math
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deberta_ds.errors import first_line
 from deberta_ds.formats.engine_state import MASTER
 from deberta_ds.formats.layout import CheckpointError, Group, Layout, Piece
+from deberta_ds.json_files import read_json
 
 SWAP_FILE = "swapped.json"  # {"group": "name of its swap files"}, written for NVMe offload
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(?:optim|model)_states\.pt")
@@ -54,6 +57,23 @@ def read_file(path: Path) -> dict:
     return values
 
 
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
+           RuntimeError)
+
+
+@contextmanager
+def as_written_by_deepspeed(place: Path) -> Iterator[None]:
+    """Context that takes the values of a file apart: what does not fit is a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _DAMAGE as error:
+        raise CheckpointError(f"{place}: its files do not hold what DeepSpeed writes "
+                              f"({type(error).__name__}: {first_line(error)}); use an older "
+                              "checkpoint") from None
+
+
 class DeepSpeedState:
     """The parameters, optimizer state, buffers and counters of one verified checkpoint."""
 
@@ -69,17 +89,22 @@ class DeepSpeedState:
         self._plain_order, self._renamed = list(plain_order), renamed or {}
         self._opened: dict[int, tuple[list[Tensor], dict]] = {}
         self._optimizer_files = self._by_rank("*zero_pp_rank_*_optim_states.pt")
-        model = read_file(self._model_file())
+        with as_written_by_deepspeed(self.directory):
+            self._take_apart(read_file(self._model_file()))
+
+    def _take_apart(self, model: dict) -> None:
         model["module"] = self._names_now(model["module"] or {})
         model["buffer_names"] = list(self._names_now(dict.fromkeys(model["buffer_names"])))
-        self.counters = {name: model[name]
+        self.counters = {name: int(model[name])
                          for name in ("global_steps", "global_samples", "skipped_steps")}
         self.buffers = {name: model["module"][name] for name in model["buffer_names"]}
         self.aliases = {name: self._name_now(owner) for name, owner in
                         self._names_now(model["shared_params"] or {}).items()}
-        self._plain = model if stage == 0 else {}
+        self._plain = model if self.stage == 0 else {}
         self.layout = self._layout_of(model)
         self.shapes = self.layout.shapes
+        if not all(torch.is_tensor(buffer) for buffer in self.buffers.values()):
+            raise ValueError("a buffer is no tensor")
 
     def state_keys(self, name: str) -> list[str]:
         """Return the optimizer's per-element tensors of a parameter, such as exp_avg."""
@@ -92,23 +117,29 @@ class DeepSpeedState:
 
     def loss_scale(self) -> dict:
         """Return the fields of the fp16 loss scale; empty where there is none."""
-        if self.stage == 0:
-            saved = self._plain["optimizer"]
-            return saved | {"dynamic": saved["dynamic_loss_scale"]} if "cur_scale" in saved else {}
-        scaler = read_file(self._optimizer_files[0])["optimizer_state_dict"].get("loss_scaler")
-        return vars(scaler) if scaler is not None else {}  # BF16_Optimizer has none
+        with as_written_by_deepspeed(self.directory):
+            if self.stage == 0:
+                saved = self._plain["optimizer"]
+                return saved | {"dynamic": saved["dynamic_loss_scale"]} if "cur_scale" in saved \
+                    else {}
+            scaler = read_file(self._optimizer_files[0])["optimizer_state_dict"].get("loss_scaler")
+            return vars(scaler) if scaler is not None else {}  # BF16_Optimizer has none
 
     def read(self, name: str, key: str, start: int = 0, count: int | None = None) -> Tensor:
         """Return `count` elements from `start` of a flattened parameter's `key` (a copy, 1-D)."""
         count = math.prod(self.shapes[name]) - start if count is None else count
         values = torch.empty(count)
+        with as_written_by_deepspeed(self.directory):
+            self._read_into(values, name, key, start, count)
+        return values
+
+    def _read_into(self, values: Tensor, name: str, key: str, start: int, count: int) -> None:
         for piece in self.layout.pieces(name, start, count):
             flat = self._flat(piece, key)[piece.offset:piece.offset + piece.count]
             if flat.numel() != piece.count:
                 raise CheckpointError(f"{self.directory}: the file of rank {piece.rank} is too "
                                       f"short for {name}; use an older checkpoint")
             values[piece.start - start:piece.start - start + piece.count] = flat
-        return values
 
     def read_whole(self, name: str) -> Tensor:
         """Return a parameter's fp32 weights in its own shape."""
@@ -170,8 +201,9 @@ class DeepSpeedState:
         return Layout(world_size, cut, shapes, tuple(groups))
 
     def _state_of(self, name: str) -> dict:
-        piece = next(self.layout.pieces(name))
-        return self.open(piece.rank)[1].get(piece.group, {})
+        with as_written_by_deepspeed(self.directory):
+            piece = next(self.layout.pieces(name))
+            return dict(self.open(piece.rank)[1].get(piece.group, {}))
 
     def _flat(self, piece: Piece, key: str) -> Tensor:
         masters, states = self.open(piece.rank)
@@ -182,14 +214,15 @@ class DeepSpeedState:
 
     def _swapped(self, piece: Piece, key: str) -> Tensor:
         directory = self.directory / "offloaded_tensors" / f"rank{piece.rank:02d}"
-        name = json.loads((directory / SWAP_FILE).read_text(encoding="utf-8"))[str(piece.group)]
+        name = read_json(directory / SWAP_FILE)[str(piece.group)]
         path = directory / (f"{name}.tensor.swp" if key == MASTER else f"{key}-{name}.tensor.swp")
         return torch.from_file(str(path), shared=False, size=path.stat().st_size // 4)
 
     def open(self, rank: int) -> tuple[list[Tensor], dict]:
         """Return (fp32 flat tensors by group, optimizer state by group) of a rank's file."""
         if rank not in self._opened:
-            self._opened[rank] = self._open_file(rank)
+            with as_written_by_deepspeed(self.directory):
+                self._opened[rank] = self._open_file(rank)
         return self._opened[rank]
 
     def _open_file(self, rank: int) -> tuple[list[Tensor], dict]:

@@ -21,11 +21,12 @@ from deberta_ds.formats.checkpoint import (
     read_run_file,
 )
 from deberta_ds.formats.release import Network, Release
-from deberta_ds.formats.tensors import SAFETENSORS, read_json, read_tensors, write_safetensors
+from deberta_ds.formats.tensors import SAFETENSORS, read_tensors, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
     copy_tokenizer_files,
     find_tokenizer_files,
 )
+from deberta_ds.json_files import read_json
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tokenizer import Tokenizer
 
@@ -63,7 +64,8 @@ def _described(directory: Path) -> dict[str, tuple[ModelConfig, dict]]:
                         f"{FORMAT!r}")
     found = {}
     for name, described in values["networks"].items():
-        if not isinstance(described, dict) or {"config", "rest"} - described.keys():
+        if not isinstance(described, dict) or not all(
+                isinstance(described.get(key), dict) for key in ("config", "rest")):
             raise UserError(f"{place}: networks.{name} lacks config or rest; the file is damaged")
         found[name] = configs.model_config(described["config"], str(place)), described["rest"]
     if not {"main"} <= found.keys() <= {"main", "generator"}:

@@ -16,8 +16,8 @@ from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.formats.release import Network, Release, build_backbone
 from deberta_ds.formats.release_reader import read_release
-from deberta_ds.formats.tensors import read_json
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files, open_tokenizer
+from deberta_ds.json_files import read_json
 from deberta_ds.model.backbone import Backbone
 
 TOLERANCE = 1e-5  # relative to the largest hidden state: fp32 rounding of two summation orders

@@ -101,6 +101,8 @@ def _existing(source: str | Path) -> Path:
     path = Path(source)
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(f"{path}: neither a directory nor a file")
     return path
 
 
@@ -119,6 +121,9 @@ class _Files:
 
 def _find_foreign(path: Path) -> dict[str, _Files]:
     """Return the files of a foreign model's networks, "main" and perhaps "generator"."""
+    if path.is_file() and not any((path.parent / name).is_file() for name in _CONFIG_NAMES):
+        raise UserError(f"{path}: a file without {' or '.join(_CONFIG_NAMES)} beside it; name a "
+                        "model directory, or the weight file in one")
     if path.is_dir() and not any((path / name).exists() for name in _CONFIG_NAMES):
         path = _newest_official_step(path)
     directory = path if path.is_dir() else path.parent

@@ -26,7 +26,7 @@ from deberta_ds.formats.engine_state import (
     read_loss_scale,
 )
 from deberta_ds.formats.layout import CheckpointError, Layout, layout_from
-from deberta_ds.formats.tensors import read_json
+from deberta_ds.json_files import read_json
 
 LAYOUT_FILE = "layout.json"
 RANK_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
@@ -125,12 +125,18 @@ class SavedState:
                 key: torch.tensor(found["value"], dtype=getattr(torch, found["tensor"]))
                 if found["tensor"] else found["value"] for key, found in values["scalars"].items()}
             shapes = {name: tuple(shape) for name, shape in values["buffers"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError):
+            if not all(isinstance(text, str) for text in
+                       (*self._keys, *self.aliases, *self.aliases.values())):
+                raise ValueError
+            self.opened: dict[int, safe_open] = {}
+            self.buffers = {name: self.open(0).get_tensor(_BUFFER + name).reshape(shape)
+                            for name, shape in shapes.items()}
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError,
+                SafetensorError) as error:
+            if isinstance(error, CheckpointError):  # of the tensors' file
+                raise
             raise CheckpointError(f"{place}: is not what a save writes; use an older checkpoint"
                                   ) from None
-        self.opened: dict[int, safe_open] = {}
-        self.buffers = {name: self.open(0).get_tensor(_BUFFER + name).reshape(shape)
-                        for name, shape in shapes.items()}
 
     def state_keys(self, name: str) -> list[str]:
         """Return the optimizer's per-element tensors of a parameter, such as exp_avg."""

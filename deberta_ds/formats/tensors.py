@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, refuse_pipe
 from deberta_ds.files import atomic_path
+from deberta_ds.json_files import read_json
 
 # What the safe unpickler raises on bytes that are no pickle.
 _DAMAGE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError,
@@ -39,23 +40,11 @@ def weight_file(directory: Path) -> Path | None:
     return None
 
 
-def read_json(path: Path) -> dict:
-    """Return the JSON object of a file; UserError if it is missing, damaged or something else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return values
-
-
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return (tensors by name, names of entries that are no tensors) of a file or an index."""
     if path.name.endswith(".index.json"):
         return _read_parts(path)
+    refuse_pipe(path)
     if path.suffix == ".safetensors":
         try:
             return load_file(path), []
@@ -65,7 +54,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     values = _read_pickle(path)
     if isinstance(values.get("model_state_dict", None), dict):
         values = values["model_state_dict"]
-    tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+    tensors = {name: value.detach() for name, value in values.items()
+               if isinstance(value, Tensor) and isinstance(name, str)}
     return tensors, sorted(str(name) for name in values.keys() - tensors.keys())
 
 
@@ -74,8 +64,10 @@ def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: no weight_map; not an index of weight files")
     tensors, others = {}, []
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index}: weight_map must name a file for each tensor")
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
+        if Path(name).name != name or "\0" in name:
             raise UserError(f"{index}: {name!r} is not a plain file name")
         part, more = read_tensors(index.parent / name)
         tensors |= part

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, refuse_pipe
 from deberta_ds.tokenizer.roles import USUAL_NAMES, check_roles, look_up_roles
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
@@ -32,6 +32,7 @@ class SentencePieceEngine:
 
     def __init__(self, path: Path):
         try:
+            refuse_pipe(path)
             data = path.read_bytes()
         except OSError as error:
             raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}); give the path "

@@ -2,9 +2,11 @@
 
     python tests/faults/signal_table.py --out benchmarks/results/signals.json
 
-Each trial starts two ranks of a tiny RTD run (one rank where there is no launcher), waits for its
-third step, sends a signal, and waits until no process of the job is left. Prints the table of
-docs/reliability.md. Launchers that are not installed are left out.
+Each trial starts two ranks of a tiny RTD run (one rank where there is no launcher; under srun one
+on each of two hosts made of namespaces), waits for its third step, sends a signal, and waits until
+no process of the job is left. Prints the table of docs/reliability.md; trials that --out already
+has are made again if they are asked for, and kept otherwise. Launchers that are not installed are
+left out.
 """
 
 import argparse
@@ -12,20 +14,32 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS), str(TESTS / "cluster")]
 
+import fake_hosts  # noqa: E402
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run  # noqa: E402
 
 from deberta_ds.files import write_atomic  # noqa: E402
 from deberta_ds.formats.checkpoint import MANIFEST, list_steps  # noqa: E402
+
+
+def _free_port() -> int:
+    """Return a port for DeepSpeed's launcher, whose own is the same for every job of a machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
 
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
@@ -33,20 +47,28 @@ LAUNCHERS = {
     "timeout": ["timeout", "1000"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--nproc_per_node=2"],
-    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus=2"],
+    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={_free_port()}"],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2",
                "--mca", "odls_base_sigkill_timeout", "60"],
+    "srun": ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--kill-on-bad-exit=1"],
 }
 # What is sent to whom: the launcher alone, its process group (as a terminal and most tools do),
 # or one rank.
 SIGNALS = {
     "SIGTERM to the launcher": (signal.SIGTERM, "launcher"),
     "SIGTERM to the group": (signal.SIGTERM, "group"),
+    "SIGUSR1 to the launcher": (signal.SIGUSR1, "launcher"),
     "SIGUSR1 to one rank": (signal.SIGUSR1, "rank"),
+    "SIGHUP to the group": (signal.SIGHUP, "group"),  # the terminal is closed
     "Ctrl-C": (signal.SIGINT, "group"),
     "Ctrl-C twice": (signal.SIGINT, "group twice"),
+    "Ctrl-C twice within a second": (signal.SIGINT, "group twice at once"),
     "SIGKILL to the launcher": (signal.SIGKILL, "launcher"),
+    "scancel --signal=TERM": (signal.SIGTERM, "scancel"),
 }
+SECONDS_BETWEEN = {"group twice": 1.2,  # as fast as a person, slower than a launcher's echo
+                   "group twice at once": 0.4}  # what srun asks for
+END_SECONDS = 120  # who is there after this is left running
 
 
 @dataclass(frozen=True)
@@ -60,17 +82,44 @@ class Trial:
     last_step: int
     saved_step: int  # 0: nothing
     seconds: float  # until the last process of the job was gone
-    left_running: int  # processes, a minute after the signal
+    left_running: int  # processes, END_SECONDS after the signal
     our_tracebacks: int
     launcher_tracebacks: int
 
 
+def applies(launcher: str, what: str) -> bool:
+    """Return whether a trial says anything."""
+    if what.startswith("scancel"):
+        return launcher == "srun"
+    if launcher == "python":  # it is its own launcher and rank
+        return what not in ("SIGKILL to the launcher", "SIGUSR1 to the launcher",
+                            "Ctrl-C twice within a second")
+    if what in ("Ctrl-C", "Ctrl-C twice"):
+        return launcher != "srun"  # which then says how the tasks are, and goes on
+    return what != "Ctrl-C twice within a second" or launcher == "srun"
+
+
 def available() -> list[str]:
     return [name for name, command in LAUNCHERS.items()
-            if not command or shutil.which(command[0])]
+            if not command or fake_hosts.find(command[0])]
 
 
-def start(launcher: str, work: Path, workers: int, *more: str) -> tuple[subprocess.Popen, str]:
+@contextmanager
+def on_fake_hosts(work: Path) -> Iterator[dict[str, list[str]]]:
+    """Yield the commands of srun and scancel on two hosts that have a Slurm of their own."""
+    from test_slurm import start_slurm
+
+    with fake_hosts.FakeHosts(2, work) as hosts:
+        variables = [f"{name}={value}" for name, value in start_slurm(hosts, work).items()]
+        commands = {"scancel": ["scancel", "--signal=TERM", "--user=root"],
+                    # A session of its own, so that its group can be told from that of nsenter.
+                    "srun": ["setsid", "--wait", *LAUNCHERS["srun"]]}
+        yield {name: hosts.command("host1", ["env", *variables, *command], ROOT)
+               for name, command in commands.items()}
+
+
+def start(launcher: str, work: Path, workers: int, commands: Mapping[str, list[str]],
+          *more: str) -> tuple[subprocess.Popen, str]:
     """Start a job that would take minutes; return its first process and the mark of all of them."""
     ranks = 1 if launcher in ("python", "timeout") else 2
     run_file = make_run(work, steps="5000", save_every="5000", eval_every="5000",
@@ -79,11 +128,10 @@ def start(launcher: str, work: Path, workers: int, *more: str) -> tuple[subproce
     mark = uuid.uuid4().hex
     script = [str(ROOT / "launch/pretrain.py"), "--config", str(run_file), "--deepspeed_config",
               str(ds_file), *more]
-    command = LAUNCHERS[launcher]
     interpreter = [] if launcher in ("torchrun", "deepspeed") else [sys.executable]
     with open(work / "log", "ab") as log:
-        process = subprocess.Popen([*command, *interpreter, *script], cwd=work, stdout=log,
-                                   stderr=log, start_new_session=True,
+        process = subprocess.Popen([*commands[launcher], *interpreter, *script], cwd=work,
+                                   stdout=log, stderr=log, start_new_session=True,
                                    env=ENVIRONMENT | {"TRIAL": mark},
                                    preexec_fn=default_signals)
     return process, mark
@@ -130,35 +178,48 @@ def wait_for_step(step: int, out: Path, process: subprocess.Popen, log: Path) ->
         time.sleep(0.05)
 
 
-def send(number: signal.Signals, target: str, process: subprocess.Popen, mark: str) -> None:
+def launcher_of(process: subprocess.Popen, launcher: str, mark: str) -> int:
+    """Return the id of the launcher's own process: srun is started inside a host."""
+    if launcher != "srun":
+        return process.pid
+    return min(pid for pid in processes_of(mark)
+               if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"srun\0"))
+
+
+def send(number: signal.Signals, target: str, launcher: int, mark: str) -> None:
     if target == "rank":
         os.kill(ranks_of(mark)[-1], number)
     elif target == "launcher":
-        os.kill(process.pid, number)
+        os.kill(launcher, number)
     else:
-        os.killpg(process.pid, number)
-        if target == "group twice":
-            time.sleep(1.2)  # as fast as a person, slower than a launcher's echo
+        group = os.getpgid(launcher)
+        os.killpg(group, number)
+        if target in SECONDS_BETWEEN:
+            time.sleep(SECONDS_BETWEEN[target])
             try:
-                os.killpg(process.pid, number)
+                os.killpg(group, number)
             except ProcessLookupError:
                 pass
 
 
-def trial(launcher: str, what: str, workers: int, work: Path) -> Trial:
+def trial(launcher: str, what: str, workers: int, work: Path,
+          commands: Mapping[str, list[str]] = LAUNCHERS) -> Trial:
     """Run one job and signal it; leaves nothing running."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     # Under "twice" the first step boundary must not come before the second Ctrl-C.
-    slow = ["--train.global_batch_rows=128"] if "twice" in what else []
-    process, mark = start(launcher, work, workers, *slow)
+    slow = ["--train.global_batch_rows=64"] if what == "Ctrl-C twice" else []
+    process, mark = start(launcher, work, workers, commands, *slow)
     out, log = work / "out", work / "log"
     try:
         wait_for_step(1 if slow else 3, out, process, log)
         started = time.monotonic()
-        send(*SIGNALS[what], process, mark)
+        if what.startswith("scancel"):
+            subprocess.run(commands["scancel"], check=True)
+        else:
+            send(*SIGNALS[what], launcher_of(process, launcher, mark), mark)
         code = process.wait(timeout=240)
-        while (left := processes_of(mark)) and time.monotonic() < started + 60:
+        while (left := processes_of(mark)) and time.monotonic() < started + END_SECONDS:
             time.sleep(0.05)
         seconds = time.monotonic() - started
     finally:
@@ -198,17 +259,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the jobs, too
-    trials = []
-    for launcher in options.launchers:
-        for what in options.signals:
-            for workers in options.workers:
-                if what.startswith("SIGKILL") and launcher == "python":
-                    continue  # nothing is left that could save
-                trials.append(trial(launcher, what, workers, options.work.resolve()))
-                print(trials[-1], flush=True)
-    print(table(trials))
-    if options.out:
-        write_atomic(options.out, json.dumps([asdict(t) for t in trials], indent=1) + "\n")
+    found = {}
+    if options.out and options.out.exists():
+        trials = [Trial(**values) for values in json.loads(options.out.read_text())]
+        found = {_key(t): t for t in trials}
+    wanted = [(launcher, what, workers) for launcher in options.launchers
+              for what in options.signals if applies(launcher, what)
+              for workers in options.workers]
+    work = options.work.resolve()
+    with on_fake_hosts(work / "slurm") if "srun" in options.launchers else nullcontext({}) as more:
+        commands = LAUNCHERS | more
+        for launcher, what, workers in wanted:
+            done = trial(launcher, what, workers, work / "job", commands)
+            print(done, flush=True)
+            found[_key(done)] = done
+            if options.out:
+                trials = sorted(found.values(), key=_order)
+                write_atomic(options.out, json.dumps([asdict(t) for t in trials], indent=1) + "\n")
+    print(table(sorted(found.values(), key=_order)))
+
+
+def _key(t: Trial) -> tuple:
+    return t.launcher, t.signal, t.workers
+
+
+def _order(t: Trial) -> tuple:
+    return list(LAUNCHERS).index(t.launcher), list(SIGNALS).index(t.signal), t.workers
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Whole inputs of every kind, small enough that a command with them takes a moment."""
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from data_helpers import random_documents, tokenizer_path
 
 from tests.fuzz.commands import ROOT, Command, Server
+from tests.fuzz.readers import READERS, convert, own_task, pretrain, sweep
 
 RUN = """
 name = "small"
@@ -37,6 +39,19 @@ log_every = 1
 eval_rows = 2
 watchdog_seconds = 0
 """
+OWN_TASK = """
+name = "tickets"
+kind = "classification"
+texts = ["text", "more"]
+label = "queue"
+train = "tickets.csv"
+val_share = 0.3
+test = "tickets.csv"
+[settings]
+epochs = 1
+batch_rows = 4
+"""
+OLD = Path("tests/fixtures/version_0_1_0")  # as its run file names the tokenizer
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,6 @@ class Setting:
     def copy(self, to: Path) -> Path:
         """Copy everything to `to`, where it may be broken."""
         return shutil.copytree(self.root, to, symlinks=True)
-
-
-def pretrain(*arguments: str, **more) -> Command:
-    """The command that trains the small run."""
-    return Command("launch/pretrain.py", ("--config", "run.toml", "--deepspeed_config", "ds.json",
-                                          *arguments), **more)
 
 
 def prepare(root: Path, server: Server) -> Setting:
@@ -70,10 +79,59 @@ def prepare(root: Path, server: Server) -> Setting:
              *tokenizer)
         _run(server, root, "data_prep/pack.py", name, "--seq_len", "64", *tokenizer)
     shutil.copytree(ROOT / "tests/fixtures/superglue", root / "superglue")
-    command = pretrain()
-    _run(server, root, command.script, *command.arguments)
+    shutil.copytree(ROOT / OLD / "mlm/step-00000004", root / "old/step-00000004")
+    (root / OLD).mkdir(parents=True)
+    shutil.copy(ROOT / OLD / "spm.model", root / OLD)
+    _make(server, root, pretrain())
     _run(server, root, "launch/export.py", "--run", "out", "--out", "hf")
+    _prepare_more_data(root, server)
+    _prepare_models(root, server)
+    _prepare_tasks(root, server)
     return Setting(root)
+
+
+def _prepare_more_data(root: Path, server: Server) -> None:
+    _run(server, root, "data_prep/dedup.py", "train.jsonl", "--out", "found", "--workers", "1")
+    for corpus, out in (("train", "replaced"), ("heldout", "replaced_heldout")):
+        _run(server, root, "data_prep/replace.py", corpus, "--generator", "hf", "--out", out,
+             "--seq_len", "64", "--workers", "1")
+    texts = random_documents(8, 3)
+    pairs = [{"sentence_good": text[:40], "sentence_bad": text[40:80] or "x", "paradigm": "p",
+              "phenomenon": "f"} for text in texts]
+    labelled = [{"text": text[:60], "label": number % 2} for number, text in enumerate(texts)]
+    for name, records in (("pairs", pairs), ("labelled", labelled)):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def _prepare_models(root: Path, server: Server) -> None:
+    """Models with a generator, in microsoft's format, that of the official training, and ours."""
+    _make(server, root, pretrain("--objective.kind=rtd", "--out_dir=rtd", "--model.num_layers=4"))
+    _make(server, root, convert("rtd", "ms", "ms"))
+    _make(server, root, convert("rtd", "ours", "ours"))
+    shutil.rmtree(root / "rtd")
+    for part, weights, config in (
+            ("discriminator", "pytorch_model.bin", "model_config.json"),
+            ("generator", "pytorch_model.generator.bin", "generator_config.json")):
+        directory = root / "official" / part
+        directory.mkdir(parents=True)
+        shutil.copy(root / "ms" / weights, directory / "pytorch.model-000002.bin")
+        shutil.copy(root / "ms" / config, directory / "model_config.json")
+    shutil.copy(root / "spm.model", root / "official/discriminator/spm.model")
+
+
+def _prepare_tasks(root: Path, server: Server) -> None:
+    words = re.findall(r"\w+", " ".join(random_documents(6, 5)))
+    rows = [f"{' '.join(words[3 * n:3 * n + 3])},{words[n]},{'ab'[n % 2]}" for n in range(20)]
+    (root / "tickets.csv").write_text("text,more,queue\n" + "\n".join(rows) + "\n")
+    (root / "tickets.toml").write_text(OWN_TASK)
+    _make(server, root, own_task("--out", "tuned"))
+    _make(server, root, sweep("sweep"))
+    _make(server, root, READERS["submission"][0])
+    (root / "new.zip").rename(root / "whole.zip")
+
+
+def _make(server: Server, root: Path, command: Command) -> None:
+    _run(server, root, command.script, *command.arguments)
 
 
 def _run(server: Server, root: Path, script: str, *arguments: str) -> None:

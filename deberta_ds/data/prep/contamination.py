@@ -34,6 +34,7 @@ from deberta_ds.data.prep.units import job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic
+from deberta_ds.json_files import parse_json, read_json, typed
 from deberta_ds.tokenizer import UNSPACED_SCRIPTS
 
 SHORTEST = 8  # words: shorter strings are everywhere
@@ -80,7 +81,12 @@ def find_contamination(
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
             finish_findings(out, units, read, "contaminated", counts)
-    return Contamination(**json.loads((out / REPORT).read_bytes()))
+    values = read_json(out / REPORT)
+    try:
+        return typed(Contamination, values)
+    except ValueError as error:
+        raise UserError(f"{out / REPORT}: damaged ({error}); run this again into a new directory"
+                        ) from None
 
 
 def gram_hashes(words: list[str], count: int) -> np.ndarray:
@@ -110,7 +116,7 @@ def _strings(extent: Extent) -> Iterator[list[str]]:
                 if extent.kind == "text":
                     yield [line.decode("utf-8", "replace")]
                 elif line.strip():
-                    yield list(_texts_in(json.loads(line)))
+                    yield list(_texts_in(parse_json(line)))
     elif extent.kind == "table":
         with naming(extent.path), open_bytes(extent.path) as file:
             lines = (line.decode("utf-8", "replace").rstrip("\r\n") for line in file)

@@ -11,7 +11,6 @@ leave them out of any subset of the inputs, in any units: duplicates across corp
 call over all of them.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from deberta_ds.data.prep.documents import Extent, ReadOptions, units_digest
 from deberta_ds.data.prep.findings import (
     FINDINGS_VERSION,
     FOUND,
+    Findings,
     finish_findings,
     input_files,
     merge_found,
@@ -66,7 +66,7 @@ def find_duplicates(
             if not counts:
                 return {}
             finish_findings(out, units, read, "duplicate", counts)
-    return json.loads((out / MANIFEST).read_bytes())["counts"]
+    return Findings(out).counts
 
 
 def _search(

@@ -8,7 +8,9 @@ units, and findings of other documents are refused.
 import hashlib
 import json
 from bisect import bisect_left
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +18,9 @@ from deberta_ds.data.corpus import check_file, map_array
 from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION
 from deberta_ds.data.shards import MANIFEST, save_array
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic, xxh3
+from deberta_ds.json_files import parse_json, typed
 
 FINDINGS_VERSION = 2
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
@@ -25,21 +28,43 @@ _AGAIN = "run that search again, into a new directory"
 _OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes")
 
 
+@dataclass(frozen=True)
+class _Manifest:
+    """What the manifest of findings holds, and as what."""
+
+    reason: str
+    read: dict[str, Any]
+    text_rules: int
+    inputs: dict[str, str]  # source: its state
+    files: dict[str, tuple[int, str]]  # name: size and xxh3
+    counts: dict[str, int]
+
+
 class Findings:
-    """What one search has found. Attributes: fingerprint (hex) of it all, reason: why they go."""
+    """What one search has found.
+
+    Attributes: fingerprint (hex) of it all, reason: why they go, counts: of documents and findings.
+    """
 
     def __init__(self, directory: str | Path):
         """UserError if `directory` holds none, or damaged ones."""
         self._directory, path = Path(directory), Path(directory) / MANIFEST
         try:
-            data = path.read_bytes()
-            self._manifest = json.loads(data)
-        except (OSError, ValueError) as error:
+            with naming(path):
+                data = path.read_bytes()
+            self._manifest = parse_json(data)
+            if not isinstance(self._manifest, dict):
+                raise ValueError("not a JSON object")
+        except ValueError as error:
             raise UserError(f"{path}: not finished ({error}); run data_prep/dedup.py or "
                             "data_prep/decontaminate.py to the end") from error
         if self._manifest.get("version") != FINDINGS_VERSION:
             raise UserError(f"{path}: found by another version of this program; {_AGAIN}")
-        self.reason = self._manifest["reason"]
+        try:
+            typed(_Manifest, self._manifest)
+        except ValueError as error:
+            raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from None
+        self.reason, self.counts = self._manifest["reason"], self._manifest["counts"]
         self.fingerprint = hashlib.sha256(data).hexdigest()
         for name, (size, digest) in self._manifest["files"].items():
             check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)

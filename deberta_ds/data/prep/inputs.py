@@ -9,7 +9,7 @@ import re
 import fsspec
 import zstandard
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, refuse_pipe
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
@@ -17,6 +17,7 @@ _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 
 def open_bytes(path: str):
     """Open for reading bytes, decompressing by suffix; local files without detour."""
+    refuse_pipe(path)
     raw = _open_remote(path) if "://" in path else open(path, "rb")
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)

@@ -27,8 +27,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic
+from deberta_ds.json_files import parse_json
 
 PLAN = ".job.json"
 MARKERS = ".units"
@@ -85,11 +86,12 @@ def _plan_text(description: dict) -> str:
 def _check_description(directory: Path, text: str) -> None:
     path = directory / PLAN
     if path.exists():
-        found = path.read_text(encoding="utf-8")
-        if found == text:
+        with naming(path):
+            found = path.read_bytes()
+        if found == text.encode():
             return
         try:
-            version = json.loads(found).get("version")
+            version = parse_json(found).get("version")
         except (ValueError, AttributeError):
             version = None
         if version != json.loads(text).get("version"):
