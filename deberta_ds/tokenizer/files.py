@@ -7,10 +7,10 @@ tokenizer_config.json and its like are read beside tokenizer.json and the vocabu
 names of special tokens and settings such as add_prefix_space may be there alone.
 """
 
-import json
 from pathlib import Path
 
 from deberta_ds.errors import UserError, naming
+from deberta_ds.json_files import parse_json
 
 SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 VOCAB, MERGES, WORDPIECES = "vocab.json", "merges.txt", "vocab.txt"
@@ -75,14 +75,14 @@ def _pickle_message(path: Path) -> str:
 
 
 def _is_json(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
 
 
 def read_json_object(path: Path) -> dict:
     """Return the object in a JSON file; UserError if it is damaged or something else."""
     with naming(path):
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = parse_json(path.read_bytes())
     if not isinstance(values, dict):
         raise UserError(f"{path}: a JSON object is expected")
     return values
