@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from deberta_ds import shipped
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import refuse_pipe
+from deberta_ds.json_files import whole_number
 from deberta_ds.validation import ConfigError, nearest, problems_of, raise_problems
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
@@ -181,7 +182,8 @@ def load(path: str | Path) -> dict:
     refuse_pipe(path)
     try:
         text = shipped.find(path).read_text(encoding="utf-8")
-        values = json.loads(text, object_pairs_hook=unique)
+        values = json.loads(text, object_pairs_hook=unique,
+                            parse_int=whole_number)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such DeepSpeed config; see ds_configs/README.md") from None
     except (ValueError, RecursionError) as error:

@@ -56,6 +56,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         values = values["model_state_dict"]
     tensors = {name: value.detach() for name, value in values.items()
                if isinstance(value, Tensor) and isinstance(name, str)}
+    if odd := [name for name, tensor in tensors.items() if tensor.layout != torch.strided]:
+        raise UserError(f"{path}: {odd[0]} is a sparse tensor; save it as an ordinary one")
     return tensors, sorted(str(name) for name in values.keys() - tensors.keys())
 
 
