@@ -199,7 +199,7 @@ def _arrow(path: Path) -> Iterator[Row]:
 def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, list[str]]:
     """Return {column: names by number} of class labels (also in lists) that `datasets` wrote."""
     try:
-        features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+        features = parse_json((metadata or {})[b"huggingface"])["info"]["features"]
         inner = {name: feature.get("feature", feature) for name, feature in features.items()}
         return {name: list(feature["names"]) for name, feature in inner.items()
                 if feature.get("_type") == "ClassLabel"}  # fmt: skip
