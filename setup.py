@@ -32,6 +32,7 @@ setup(
         "sentencepiece",
         "safetensors",
         "transformers>=5",
+        "tokenizers",
         "datasets",
         "scikit-learn",
         "tensorboard",
