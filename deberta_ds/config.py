@@ -310,7 +310,10 @@ def load(path: str | Path, overrides: list[str] = (), complete: Complete | None 
     origins = {key: str(path) for key in flatten(values)}
     for override in overrides:
         key, value = parse_override(override)
-        set_value(values, key, value)
+        try:
+            set_value(values, key, value)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}; write it as a table, [section]") from None
         origins[key] = "command line"
     _apply_defaults(values, origins)
     values = _without_compile(values, str(path))
@@ -331,9 +334,9 @@ def _apply_defaults(values: dict, origins: dict) -> None:
     model = values.get("model")
     if isinstance(model, dict) and "preset" in model:
         name = model.pop("preset")
-        origins.pop("model.preset", None)
+        origin = origins.pop("model.preset", "run config")
         if not isinstance(name, str) or name not in presets.MODELS:
-            raise ConfigError(f"model.preset = {name!r}: unknown"
+            raise ConfigError(f"{origin}: model.preset = {name!r}: unknown"
                               f"{nearest(str(name), presets.MODELS)}; "
                               f"one of {', '.join(presets.MODELS)}")
         _merge_under(values, origins, "model", presets.MODELS[name], f"preset {name}")

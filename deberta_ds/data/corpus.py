@@ -285,7 +285,7 @@ def map_array(path: str | Path) -> np.ndarray:
     """Return a read-only memory map of a .npy file as a plain array (cheap to slice)."""
     try:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise UserError(
             f"{path}: cannot be mapped ({error}); run data_prep/verify.py --verify full"
         ) from error

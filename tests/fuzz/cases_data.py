@@ -44,7 +44,7 @@ def corpus(random: Random, place: Path) -> Case:
         what = f"{path.name} {' '.join(arguments[-2:])}"
         nonsense = arguments[-2:] in _NONSENSE_OPTIONS
     return Case(Command(f"data_prep/{script}.py", (path.name, *arguments)), f"{script} {what}",
-                (path.name, "--", "new", "train"), nonsense)
+                (path.name, "--", "new", "train", "nowhere"), nonsense)
 
 
 _NONSENSE_OPTIONS = [["--unit_bytes", "-1"], ["--max_document_bytes", "0"],
