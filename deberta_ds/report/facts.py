@@ -165,7 +165,7 @@ def _costs(run: Run) -> list[Tile]:
                           "of the first rank", max(peaks)))
     if (share := run.last("goodput")) is not None:
         found.append(Tile("goodput", "Goodput", format_value(share, "share"),
-                          "of the wall clock went into steps that count", share))
+                          "of its jobs' time went into steps that count", share))
     return found
 
 

@@ -210,9 +210,6 @@ class Trainer:
             point_best(checkpoint.path_of(run.out_dir, self.best.step))
         self.watchdog = watchdog
         watchdog.start_at(self.step)
-        # Of the wall clock since the run's first start, the seconds of steps that still count.
-        self.first_started = record.get("first_started", time.time()) if record else time.time()
-        self.good_seconds = record.get("good_seconds", 0.0) if record else 0.0
         # Sums and counts of the good steps since the last logged line, over all ranks.
         self.since_line: dict[str, float] = record.get("since_line", {}) if record else {}
 
@@ -225,7 +222,6 @@ class Trainer:
         self.speed.start()
         while self.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
-            begun = time.monotonic()
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
             with self.work.loading():
@@ -236,7 +232,6 @@ class Trainer:
                                 raise_if_bad=train.on_spike == "stop", meter=self.work)
             self.step += 1
             self._account(result)
-            self.good_seconds += 0.0 if result.problem else time.monotonic() - begun
             self.watchdog.beat(self.step)
             # -------------------------------------------------------------------------------------
             if self.step % train.log_every == 0 or self.step == end:
@@ -337,8 +332,7 @@ class Trainer:
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
                   "epochs": self.step * self.run.train.global_batch_rows
                   / sum(self.inputs.dataset.num_rows.values()),
-                  "goodput": min(1.0, self.good_seconds
-                                 / max(1e-9, time.time() - self.first_started))}
+                  "goodput": self.time_use.goodput(self._seconds())}
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
@@ -377,8 +371,7 @@ class Trainer:
         run = self.run
         record = {"rows_seen": self.step * run.train.global_batch_rows,
                   "tokens_seen": self.tokens_seen, "since_line": self.since_line,
-                  "best": self.best.state(), "first_started": self.first_started,
-                  "good_seconds": self.good_seconds,
+                  "best": self.best.state(),
                   "seconds": self._seconds(), "time_use": dict(self.time_use.seconds),
                   "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),

@@ -59,12 +59,22 @@ class TimeUse:
         yield
         self.seconds[what] += time.monotonic() - before
 
-    def line(self, training_seconds: float) -> str:
-        """Return "time: steps 97.1%, saves 0.4%, ... of 3h 02m"; `training_seconds` are those of
-        steps, saves and evaluations.
-        """
-        whole = max(training_seconds + self._lost, 1e-9)
+    def shares(self, training_seconds: float) -> dict[str, float]:
+        """Return {what: share}, steps first; `training_seconds`: of steps, saves, evaluations."""
+        whole = self._whole(training_seconds)
         steps = max(0.0, training_seconds - sum(self.seconds.values()))
         parts = {"steps": steps} | self.seconds | {"starts and repeated steps": self._lost}
-        shares = ", ".join(f"{name} {seconds / whole:.1%}" for name, seconds in parts.items())
-        return f"time: {shares} of {format_duration(whole)}"
+        return {name: seconds / whole for name, seconds in parts.items()}
+
+    def goodput(self, training_seconds: float) -> float:
+        """Return the share of the run's time that went into steps which still count."""
+        return self.shares(training_seconds)["steps"]
+
+    def line(self, training_seconds: float) -> str:
+        """Return "time: steps 97.1%, saves 0.4%, ... of 3h 02m"."""
+        shares = self.shares(training_seconds).items()
+        text = ", ".join(f"{name} {share:.1%}" for name, share in shares)
+        return f"time: {text} of {format_duration(self._whole(training_seconds))}"
+
+    def _whole(self, training_seconds: float) -> float:
+        return max(training_seconds + self._lost, 1e-9)
