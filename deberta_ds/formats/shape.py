@@ -18,6 +18,7 @@ from deberta_ds.errors import UserError
 
 ROW_MULTIPLE = 64  # word tables of such a height are fast, and divide evenly among GPUs
 
+
 def padded_rows(num_ids: int) -> int:
     """Return the rows of a word table for a tokenizer of `num_ids` ids."""
     return -(-num_ids // ROW_MULTIPLE) * ROW_MULTIPLE
