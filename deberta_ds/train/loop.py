@@ -240,6 +240,8 @@ class Trainer:
             if self.step % train.eval_every == 0 or self.step == train.steps:
                 is_best = self._evaluate()
                 ends |= self._is_past_its_best()
+                if not ends:  # the end says it, too
+                    self._say_where_time_goes()
             self.finish_save(wait=False)
             if self.saver.is_due(self.step) or is_best or ends:
                 self._save(is_best)
@@ -361,7 +363,6 @@ class Trainer:
                                               *self.inputs.pairs, self.inputs.tokenizer)
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
-        self._say_where_time_goes()
         self.speed.start()
         return bool(self.best_metric) and self.best.accept(
             self.best_metric, self.step, scores.get(self.run.train.best))
