@@ -52,6 +52,11 @@ def random_documents(count: int, seed: int = 0, longest: int = 12) -> list[str]:
     ]
 
 
+# What every run.json of a checkpoint holds, beside its config.
+RUN_RECORD = {"step": 100, "world_size": 1, "tokens_seen": 0, "seconds": 0.0, "deepspeed": {},
+              "fingerprints": {}, "tokenizer_sha256": ""}
+
+
 def make_corpus(
     path: Path, documents: list[list[int]], tokenizer: Tokenizer, seq_lens=(64,), shards: int = 3
 ) -> Path:

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import yaml
+from data_helpers import RUN_RECORD
 from export_cases import make_release
 from test_finetune_directory import saved_model
 
@@ -37,7 +38,7 @@ def make_checkpoint(directory):
            "data": {"seq_len": 64, "sources": [{"path": "gone | <b>", "weight": 3.0},
                                                {"path": "other", "weight": 1.0}]},
            "optim": {"name": "adamw", "lr": 1e-3}}
-    (step / "run.json").write_text(json.dumps({
+    (step / "run.json").write_text(json.dumps(RUN_RECORD | {
         "step": 40, "rows_seen": 320, "tokens_seen": 20480, "config": run,
         "fingerprints": {"gone | <b>": "ab12", "other": "cd34"}, "versions": {"torch": "2.13.0"},
         "tokenizer_sha256": "ef56"}))

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from data_helpers import tiny_tokenizer
+from data_helpers import RUN_RECORD, tiny_tokenizer
 from export_cases import FAMILIES, make_release
 from launching import make_run
 
@@ -54,7 +54,8 @@ def saved_run(run_file):
     values["objective"]["generator_layers"] = 0
     directory = run_file.parent / "out/checkpoints/step-00000010"
     directory.mkdir(parents=True)
-    (directory / "run.json").write_text(json.dumps({"step": 10, "config": values}))
+    (directory / "run.json").write_text(json.dumps(
+        RUN_RECORD | {"step": 10, "config": values}))
     (directory / "manifest.json").write_text("{}")
     return directory
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+from data_helpers import RUN_RECORD, make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
 from deberta_ds import config
 from deberta_ds.config import DataConfig, SourceConfig
@@ -53,8 +53,8 @@ def dataset_of(run, rules=ROW_RULES):
 
 def write_checkpoint(run, out_dir, rows_seen=ROWS_SEEN, rules=ROW_RULES):
     """Write what the data of a checkpoint is: run.json and the manifest that makes it whole."""
-    record = {"rows_seen": rows_seen, "config": config.to_dict(run),
-              "fingerprints": dataset_of(run, rules).fingerprints}
+    record = RUN_RECORD | {"rows_seen": rows_seen, "config": config.to_dict(run),
+                           "fingerprints": dataset_of(run, rules).fingerprints}
     if rules > 1:
         record["row_rules"] = rules  # version 0.1.0 wrote none
     else:

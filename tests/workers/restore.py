@@ -85,7 +85,8 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
 
 
 def write(model_engine, run, ds: dict, out: Path) -> None:
-    record = {"world_size": dist.world_size(), "config": config.to_dict(run), "deepspeed": ds}
+    record = {"world_size": dist.world_size(), "config": config.to_dict(run), "deepspeed": ds,
+              "tokens_seen": 0, "seconds": 0.0, "fingerprints": {}, "tokenizer_sha256": ""}
     save_checkpoint(model_engine, out, 2, record, keep=1)
 
 
