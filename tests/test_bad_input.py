@@ -3,11 +3,10 @@
 import shutil
 
 import pytest
-from launching import ROOT, deepspeed_json, make_run, python
+import rank_helpers
+from launching import deepspeed_json, make_run
 
 from deberta_ds.formats.checkpoint import list_steps
-
-PRETRAIN = ROOT / "launch/pretrain.py"
 
 
 @pytest.fixture(scope="module")
@@ -16,27 +15,33 @@ def setting(tmp_path_factory):
     root = tmp_path_factory.mktemp("bad")
     run_file = make_run(root, steps="5", eval_every="5")
     ds = deepspeed_json(root / "ds.json", 1)
-    python(PRETRAIN, "--config", run_file, "--deepspeed_config", ds)
+    rank_helpers.run(1, ["--config", str(run_file), "--deepspeed_config", str(ds)], root / "log")
     return root
 
 
-def fails(*arguments) -> str:
-    done = python(PRETRAIN, *arguments, check=False)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, done.stderr
-    return done.stderr[done.stderr.index("error: "):]
+@pytest.fixture
+def fails(tmp_path):
+    """Return the message with which pretrain refuses some arguments."""
+
+    def run(*arguments) -> str:
+        log = tmp_path / "log"
+        codes = rank_helpers.wait(rank_helpers.start(1, [*map(str, arguments)], log))
+        text = log.read_text()
+        assert codes == [2] and "Traceback" not in text, text
+        assert len([line for line in text.splitlines() if line.startswith("error: ")]) == 1, text
+        return text[text.index("error: "):]
+
+    return run
 
 
-def test_misspelt_run_key(setting):
+def test_misspelt_run_key(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
                   "--train.warmup_stepz=3", "--optim.lr=fast")
     assert "train.warmup_stepz: unknown key; did you mean optim.warmup_steps?" in error
     assert "optim.lr = 'fast'" in error and "2 problems" in error
 
 
-def test_misspelt_deepspeed_key(setting):
+def test_misspelt_deepspeed_key(setting, fails):
     bad = setting / "bad.json"
     bad.write_text('{"zero_optimisation": {"stage": 3}, "gradient_clipping": 0.5}')
     error = fails("--config", setting / "run.toml", "--deepspeed_config", bad)
@@ -44,19 +49,19 @@ def test_misspelt_deepspeed_key(setting):
     assert '"gradient_clipping": 0.5 belongs to the run config (optim.clip_norm)' in error
 
 
-def test_batch_that_does_not_divide(setting):
+def test_batch_that_does_not_divide(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
                   "--train.global_batch_rows=7")
     assert "train.global_batch_rows = 7" in error and "micro_batch_rows x world size" in error
 
 
-def test_missing_corpus(setting):
+def test_missing_corpus(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
                   '--data.sources=[{path = "nowhere"}]')
     assert "nowhere" in error
 
 
-def test_wrong_tokenizer_for_a_corpus(setting):
+def test_wrong_tokenizer_for_a_corpus(setting, fails):
     import sentencepiece
 
     text = setting / "other.txt"
@@ -70,7 +75,7 @@ def test_wrong_tokenizer_for_a_corpus(setting):
     assert "tokenizer" in error and str(setting / "train") in error
 
 
-def test_flipped_byte_in_a_shard(setting):
+def test_flipped_byte_in_a_shard(setting, fails):
     shards = sorted((setting / "train").rglob("*.npy"))
     shard = max(shards, key=lambda path: path.stat().st_size)
     before = shard.read_bytes()
@@ -85,19 +90,19 @@ def test_flipped_byte_in_a_shard(setting):
     assert shard.name in error
 
 
-def test_checkpoint_of_another_run(setting):
+def test_checkpoint_of_another_run(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
                   "--objective.rtd_weight=10.0", "--train.steps=10")
     assert "- objective.rtd_weight = 50.0" in error and "+ objective.rtd_weight = 10.0" in error
 
 
-def test_never_resume_beside_checkpoints(setting):
+def test_never_resume_beside_checkpoints(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
                   "--resume", "never")
     assert "--resume auto" in error
 
 
-def test_broken_checkpoint_is_named_and_never_loaded(setting):
+def test_broken_checkpoint_is_named_and_never_loaded(setting, fails):
     shutil.copytree(setting / "out", setting / "out2")
     newest = list_steps(setting / "out2")[-1]
     largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import deepspeed
@@ -99,13 +99,15 @@ def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
     again = directory / f"again{dist.world_size()}"
     for loaded in kinds:
         inputs, model_engine = build(other, loaded, directory)
+        watch = no_loader_of_deepspeed  # the first load of each kind: watching is slow
         for saved, world_size in itertools.product(kinds, (1, 2)):
             source = checkpoint.path_of(directory / f"w{world_size}_{saved}", 2)
             if not source.exists() or not (is_full or {saved, loaded} & {*REFERENCES}
                                            or saved == loaded):
                 continue
-            with no_loader_of_deepspeed():
+            with watch():
                 checkpoint.load(model_engine, checkpoint.find(source.parent.parent, "auto").path)
+            watch = nullcontext if not is_full else watch
             check_settings(model_engine)
             write(model_engine, run, inputs.ds, again)
             compare_with_model(model_engine, checkpoint.path_of(again, 2))
