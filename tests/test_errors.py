@@ -28,13 +28,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.py"), *(ROOT / "data_prep").glob("*.py")])
 
 
+def heed_ctrl_c() -> None:
+    """For a child: the background jobs of a shell ignore Ctrl-C, and so would it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(body: str, *options: str, **more) -> subprocess.CompletedProcess:
     """Run a script whose `main` has this body."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     code = f"from deberta_ds.errors import *\ndef main():\n{lines}\nexit_cleanly(main)"
     more.setdefault("stdout", subprocess.PIPE)
     return subprocess.run([sys.executable, *options, "-c", code], stderr=subprocess.PIPE, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60, **more)
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60,
+                          preexec_fn=heed_ctrl_c, **more)
 
 
 @pytest.mark.parametrize(("body", "message"), [
@@ -111,7 +117,8 @@ def test_ctrl_c_while_torch_is_imported():
     script = ROOT / "launch/evaluate.py"
     process = subprocess.Popen([sys.executable, script, "--checkpoint", "nowhere"], text=True,
                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               env=os.environ | {"PYTHONPATH": str(ROOT)})
+                               env=os.environ | {"PYTHONPATH": str(ROOT)},
+                               preexec_fn=heed_ctrl_c)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.005)

@@ -11,7 +11,7 @@ from report_cases import make_records
 
 from deberta_ds import config
 from deberta_ds.config import MaskConfig
-from deberta_ds.data.rows import eval_rows
+from deberta_ds.data.rows import ROW_RULES, eval_rows
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
@@ -66,10 +66,10 @@ def test_each_corpus_scores_as_if_it_were_alone_and_all_together_as_one(root):
 def test_a_run_names_several_corpora(root):
     names = f'--data.eval={{de = "{root}/heldout", en = "{root}/other"}}'
     run = loaded(root, names, "--train.eval_rows=3")
-    held_out = setup._open(run)[2]
+    held_out = setup._open(run, ROW_RULES)[2]
     assert {name: len(rows) for name, rows in held_out.items()} == {"de": 3, "en": 3}
     assert config.from_dict(config.to_dict(run)) == run
-    alone = setup._open(loaded(root, "--train.eval_rows=3"))[2]
+    alone = setup._open(loaded(root, "--train.eval_rows=3"), ROW_RULES)[2]
     assert list(alone) == [f"{root}/heldout"]
     assert [row.row for row in alone[f"{root}/heldout"]] == [row.row for row in held_out["de"]]
     for wrong, message in (('{"a/b" = "x"}', "letters"), ('{de = ""}', "directory"),

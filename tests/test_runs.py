@@ -12,7 +12,7 @@ from deberta_ds.train.check import check_run
 
 ROOT = Path(__file__).parent.parent
 RUNS = sorted(path for path in (ROOT / "launch/runs").rglob("*.toml")
-              if not {"superglue", "tasks"} & set(path.parts))
+              if not {"superglue", "glue", "tasks"} & set(path.parts))
 DEEPSPEED = sorted((ROOT / "ds_configs").glob("*.json"))
 WORLD_SIZES = (1, 2)
 
