@@ -11,6 +11,8 @@ from deberta_ds.config import MaskConfig, ModelConfig, ObjectiveConfig, SourceCo
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
+from deberta_ds.objectives import rtd
+from deberta_ds.objectives.base import masked_headline
 from deberta_ds.objectives.rtd import RtdModel, replace_targets
 from deberta_ds.objectives.sampling import token_uniforms
 from deberta_ds.presets import MODELS
@@ -85,6 +87,23 @@ def test_replacements_do_not_depend_on_the_batch(rows):
     assert torch.equal(together, alone) and torch.equal(together, backwards)
     changed = together != collate(rows).input_ids
     assert torch.equal(changed, collate(rows).labels >= 0)  # every [MASK], and nothing else
+
+
+def test_padding_counts_for_nothing(rows, monkeypatch):
+    batch, counted = collate(rows), []
+    batch.segments[:, -20:] = 0
+    sums = rtd.detection_sums
+    monkeypatch.setattr(rtd, "detection_sums",
+                        lambda *tensors: counted.append(tensors[2]) or sums(*tensors))
+    model_of("gdes")(batch, {"targets": torch.tensor(9.0), "tokens": torch.tensor(9.0)})
+    assert torch.equal(counted[0], batch.segments != 0) and not counted[0][:, -20:].any()
+
+
+def test_a_headline_needs_both_of_its_numbers():
+    numbers = {"masked_accuracy": 0.3, "unigram_accuracy": 0.05}
+    assert "30.0%" in masked_headline(numbers, "masked", "model")
+    for name in numbers:
+        assert masked_headline({name: 0.3}, "masked", "model") == ""
 
 
 def test_token_uniforms_are_uniform_and_tell_tokens_apart():
