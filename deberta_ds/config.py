@@ -315,7 +315,7 @@ def load(path: str | Path, overrides: list[str] = (), complete: Complete | None 
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}; write it as a table, [section]") from None
         origins[key] = "command line"
-    _apply_defaults(values, origins)
+    _apply_defaults(values, origins, str(path))
     values = _without_compile(values, str(path))
     origins.pop("train.compile", None)
     if complete:
@@ -326,7 +326,7 @@ def load(path: str | Path, overrides: list[str] = (), complete: Complete | None 
     return config, origins
 
 
-def _apply_defaults(values: dict, origins: dict) -> None:
+def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     init = values.get("init")
     if isinstance(init, dict) and "from" in init:  # no name for a Python attribute
         init["source"] = init.pop("from")
@@ -334,7 +334,7 @@ def _apply_defaults(values: dict, origins: dict) -> None:
     model = values.get("model")
     if isinstance(model, dict) and "preset" in model:
         name = model.pop("preset")
-        origin = origins.pop("model.preset", "run config")
+        origin = origins.pop("model.preset", place)
         if not isinstance(name, str) or name not in presets.MODELS:
             raise ConfigError(f"{origin}: model.preset = {name!r}: unknown"
                               f"{nearest(str(name), presets.MODELS)}; "

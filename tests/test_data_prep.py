@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from data_helpers import (
     SENTENCES,
+    make_corpus,
     random_documents,
     tiny_tokenizer,
     tokenizer_path,
@@ -40,7 +41,7 @@ from deberta_ds.data.prep.docstrings import (
 )
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.near import similar_to_earlier, similarity
-from deberta_ds.data.prep.pack import pack_corpus
+from deberta_ds.data.prep.pack import pack_corpus, pack_shard
 from deberta_ds.data.prep.stats import corpus_stats, stats_text
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
@@ -607,3 +608,18 @@ def test_show_and_verify_run(text_file, tmp_path):
     assert "[CLS]" in printed[0] and "targets" in printed[0] and "{" in printed[0]
     assert "files agree (full)" in printed[1]
     assert Corpus(out, seq_len=64).fingerprint[:16] in printed[1]
+
+
+@pytest.mark.parametrize("part", ["tokens", "ends"])
+def test_a_flipped_bit_is_named_by_what_reads_whole_shards(tmp_path, part):
+    documents = [tiny_tokenizer().encode(text) for text in random_documents(30)]
+    corpus = make_corpus(tmp_path / "corpus", documents, tiny_tokenizer(), (64,))
+    shard = next((Path(corpus) / part).glob("*.npy"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 0x80
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match=f"{part}/{shard.name}: xxh3 checksum differs"):
+        corpus_stats(corpus, tiny_tokenizer())
+    info = read_manifest(corpus)[0].shards[0]
+    with pytest.raises(UserError, match=f"{part}/{shard.name}: xxh3 checksum differs"):
+        pack_shard(str(corpus), info, tiny_tokenizer().word_starts(), 32)

@@ -70,7 +70,7 @@ def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: 
     tokens_path = Path(corpus) / "tokens" / f"{shard.name}.npy"
     ends_path = Path(corpus) / "ends" / f"{shard.name}.npy"
     remedy = "the shard is damaged: make the corpus again"
-    check_file(tokens_path, shard.bytes, None, remedy)
+    check_file(tokens_path, shard.bytes, shard.xxh3, remedy)
     check_file(ends_path, shard.ends_bytes, shard.ends_xxh3, remedy)
     tokens, ends = map_array(tokens_path), map_array(ends_path)
     plan = plan_rows(ends, tokens, word_starts, seq_len)
