@@ -5,8 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import rank_helpers
 from launching import ENVIRONMENT, ROOT
+
+from tests.fuzz.commands import Command, Server
 
 DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tests/faults")
 PYTHON = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.py")
@@ -20,33 +21,34 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def ask(path: Path, word: str, directory: Path) -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def server():
+    """Runs Python scripts as forks of one process that has imported everything."""
+    with Server() as running:
+        yield running
+
+
+def ask(server, path: Path, word: str, directory: Path) -> tuple[int, str]:
     """Return (exit code, output) of `path word` run in `directory`."""
     if path.suffix == ".sh":
         done = subprocess.run([str(path), word], cwd=directory, env=ENVIRONMENT, text=True,
                               capture_output=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
-    log = directory.parent / f"{directory.name}.log"
-    log.unlink(missing_ok=True)
-    before = os.getcwd()
-    os.chdir(directory)
-    try:
-        code, = rank_helpers.wait(rank_helpers.start(1, [word], log, path), timeout=120)
-    finally:
-        os.chdir(before)
-    return code, log.read_text()
+    outcome = server.run(Command(name(path), (word,), directory=str(directory)))
+    assert not outcome.hung
+    return outcome.code, outcome.output + outcome.errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PYTHON + SHELL, ids=name)
-def test_help_and_unknown_options(path, tmp_path):
+def test_help_and_unknown_options(server, path, tmp_path):
     directory = tmp_path / "here"
     (directory / "runs/demo").mkdir(parents=True)
     (directory / "runs/demo/report.html").write_text("of an earlier demo")
-    code, text = ask(path, "--help", directory)
+    code, text = ask(server, path, "--help", directory)
     assert code == 0 and len(text) > 100, text
     assert "usage:" in text or path.suffix == ".sh"
-    code, text = ask(path, UNKNOWN, directory)
+    code, text = ask(server, path, UNKNOWN, directory)
     assert code == 2 and "Traceback" not in text, text
     assert "error: " in text
     found = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*"))
