@@ -1,13 +1,15 @@
 """Kinds of tokenizers beside each other on one text, each trained on the same sample of it.
 
-    python benchmarks/tokenizer_kinds.py --text novels/ --scratch DIR [--pieces 8000 16000 32000]
+    python benchmarks/tokenizer_kinds.py --text novels/ --scratch DIR [--kinds bpe] [--pieces 8000]
 
 fertility: tokens a word and bytes a token, on held-out text; speed: MB of text a second of
 processor time, a whole batch in the tokenizer's engine; bits a byte: of a small masked LM after one
-pass over the same bytes (its loss a masked token, times tokens a byte), for --learn PIECES.
+pass over the same bytes (its loss a masked token, times tokens a byte). Rows are written as they
+come; rows that the file has already are kept, so that the same command goes on after a stop.
 """
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -36,21 +38,25 @@ from deberta_ds.validation import validate
 
 KINDS = ("unigram", "bpe", "byte_bpe", "wordpiece")
 READ = ReadOptions("match:(CHAPTER|Chapter) ")
-SEQ_LEN, ROWS = 128, 32
+SEQ_LEN, ROWS = 128, 16
 MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 512,
          "max_position": SEQ_LEN, "init_std": 0.05}
 
 
-def split_text(source: Path, scratch: Path, train_bytes: int) -> tuple[Path, Path]:
-    """Write the first `train_bytes` and the next tenth of them, evenly from all files, as two."""
+def split_text(source: Path, scratch: Path, sample_bytes: int, learn_bytes: int) -> list[Path]:
+    """Write three directories of text, each evenly from all files: the sample for tokenizers, its
+    front for the masked LM, and, from behind the sample, a tenth as much that neither has seen.
+    """
     files = sorted(source.rglob("*.txt"))
-    train, held_out = scratch / "train", scratch / "heldout"
+    sample, learn = sample_bytes // len(files), learn_bytes // len(files)
+    held_out = learn // 10
+    spans = {"sample": (0, sample), "learn": (0, learn), "heldout": (sample, sample + held_out)}
     for path in files:
         text = path.read_text(encoding="utf-8-sig")
-        share, tenth = train_bytes // len(files), train_bytes // len(files) // 10
-        write_atomic(train / path.name, text[:share])
-        write_atomic(held_out / path.name, text[share : share + tenth])
-    return train, held_out
+        for name, (begin, end) in spans.items():
+            if not (scratch / name / path.name).exists():
+                write_atomic(scratch / name / path.name, text[begin:end])
+    return [scratch / name for name in spans]
 
 
 def train(kind: str, pieces: int, source: Path, out: Path) -> Tokenizer:
@@ -63,10 +69,11 @@ def train(kind: str, pieces: int, source: Path, out: Path) -> Tokenizer:
 
 def fertility(tokenizer: Tokenizer, source: Path) -> dict:
     texts = [normalise(path.read_text(encoding="utf-8")) for path in sorted(source.iterdir())]
-    tokenizer.encode_batch(texts[:2])
-    begin = time.process_time()
-    found = tokenizer.encode_arrays(texts)
-    seconds = time.process_time() - begin
+    seconds = float("inf")
+    for _ in range(3):
+        begin = time.process_time()
+        found = tokenizer.encode_arrays(texts)
+        seconds = min(seconds, time.process_time() - begin)
     num_bytes, words = sum(len(text.encode()) for text in texts), sum(len(t.split()) for t in texts)
     tokens = sum(map(len, found))
     unknown = sum(int((ids == tokenizer.unk_id).sum()) for ids in found)
@@ -76,6 +83,7 @@ def fertility(tokenizer: Tokenizer, source: Path) -> dict:
 
 def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path) -> dict:
     """Return what a small masked LM has learned after one pass over the text."""
+    begin = time.process_time()
     corpora, facts = {}, {}
     for name, source in (("train", train_text), ("heldout", held_out)):
         units = plan_units([str(source)], READ, 0)
@@ -109,40 +117,54 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     rows = eval_rows(str(corpora["heldout"]), tokenizer, seq_len=SEQ_LEN, mask=mask, eval_seed=1)
-    scores = evaluate(model, objective_of(run), torch.device("cpu"), rows, ROWS)
+    scores = evaluate(model, objective_of(run), torch.device("cpu"), {"heldout": rows}, ROWS)
     texts = [normalise(path.read_text(encoding="utf-8")) for path in sorted(held_out.iterdir())]
     tokens_a_byte = facts["heldout"]["tokens"] / sum(len(text.encode()) for text in texts)
     bits = scores["masked_loss"] * tokens_a_byte / math.log(2)
-    return {"steps": steps, "masked_loss": scores["masked_loss"],
-            "masked_accuracy": scores["masked_accuracy"], "bits_a_byte": bits}
+    return {"steps": steps, "learn_seconds": time.process_time() - begin,
+            "masked_loss": scores["masked_loss"], "masked_accuracy": scores["masked_accuracy"],
+            "bits_a_byte": bits}
+
+
+def earlier_rows(out: Path, settings: dict) -> list[dict]:
+    """Return the rows that an earlier call with these settings has left."""
+    if not out.is_file():
+        return []
+    record = json.loads(out.read_text())
+    if {name: record.get(name) for name in settings} != settings:
+        raise SystemExit(f"{out}: its rows have other settings; name another file")
+    return record["kinds"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--pieces", type=int, nargs="+", default=(8000, 16000, 32000))
-    parser.add_argument("--learn", type=int, nargs="*", default=(8000,))
-    parser.add_argument("--train_bytes", type=int, default=8_000_000)
-    parser.add_argument("--out", default="benchmarks/results/tokenizer_kinds.json")
+    parser.add_argument("--sample_bytes", type=int, default=8_000_000, help="for tokenizers")
+    parser.add_argument("--learn_bytes", type=int, default=4_000_000, help="for the masked LM")
+    parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_kinds.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    source, held_out = split_text(args.text, args.scratch, args.train_bytes)
-    rows = []
-    for pieces in args.pieces:
-        for kind in KINDS:
-            begin = time.process_time()
-            tokenizer = train(kind, pieces, source, args.scratch / f"{kind}-{pieces}")
-            row = {"kind": kind, "pieces": pieces,
-                   "train_seconds": time.process_time() - begin} | fertility(tokenizer, held_out)
-            if pieces in args.learn:
-                row |= learn(tokenizer, source, held_out, args.scratch)
-            rows.append({name: round(value, 4) if isinstance(value, float) else value
-                         for name, value in row.items()})
-            print(json.dumps(rows[-1]), flush=True)
-            record = {"train_bytes": args.train_bytes, "model": MODEL, "seq_len": SEQ_LEN,
-                      "rows": ROWS, "kinds": rows}
-            write_atomic(args.out, json.dumps(record, indent=1) + "\n")
+    settings = {"sample_bytes": args.sample_bytes, "learn_bytes": args.learn_bytes,
+                "model": MODEL, "seq_len": SEQ_LEN, "rows": ROWS}
+    rows = earlier_rows(args.out, settings)
+    done = {(row["kind"], row["pieces"]) for row in rows}
+    sample, text, held_out = split_text(args.text, args.scratch, args.sample_bytes,
+                                        args.learn_bytes)
+    for kind, pieces in itertools.product(args.kinds, args.pieces):
+        if (kind, pieces) in done:
+            continue
+        begin = time.process_time()
+        tokenizer = train(kind, pieces, sample, args.scratch / f"{kind}-{pieces}")
+        row = {"kind": kind, "pieces": pieces, "train_seconds": time.process_time() - begin}
+        row |= fertility(tokenizer, held_out) | learn(tokenizer, text, held_out, args.scratch)
+        rows.append({name: round(value, 4) if isinstance(value, float) else value
+                     for name, value in row.items()})
+        rows.sort(key=lambda row: (row["pieces"], KINDS.index(row["kind"])))
+        print(json.dumps(row), flush=True)
+        write_atomic(args.out, json.dumps(settings | {"kinds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

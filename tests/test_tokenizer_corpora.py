@@ -20,7 +20,7 @@ from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files, write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.publish import add_special_tokens
+from deberta_ds.tokenizer.publish import add_special_tokens, special_token
 
 READ = ReadOptions("line")
 PIECES = {"byte_bpe": 620, "bpe": 620, "wordpiece": 380}
@@ -93,6 +93,16 @@ def test_missing_special_tokens_are_added_behind_the_others(tmp_path):
     tokenizer, names = add_special_tokens(tmp_path / "gpt2.json", tmp_path / "gpt2")
     assert names == ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
     assert tokenizer.mask_id == len(vocabulary) + 4
+    gpt2["added_tokens"] = [special_token("<|endoftext|>", len(vocabulary), False)]
+    shared = {f"{role}_token": "<|endoftext|>" for role in ("bos", "eos", "unk", "pad")}
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "tokenizer.json").write_text(json.dumps(gpt2))
+    (tmp_path / "shared" / "tokenizer_config.json").write_text(json.dumps(shared))
+    with pytest.raises(UserError, match="no token for mask"):
+        Tokenizer(tmp_path / "shared")
+    tokenizer, names = add_special_tokens(tmp_path / "shared", tmp_path / "parted")
+    assert names == ["[CLS]", "[SEP]", "[UNK]", "[MASK]"]
+    assert tokenizer.pad_id == len(vocabulary) and tokenizer.mask_id == len(vocabulary) + 4
     with pytest.raises(UserError, match="not added to a SentencePiece model"):
         add_special_tokens(tokenizer_path(), tmp_path / "spm")
 

@@ -107,6 +107,7 @@ def _broken(tmp_path, name: str, change) -> Tokenizer:
      r"names '\[MASK\]' as its mask token.*--add_mask"),
     ("roberta", lambda v: v.update(pre_tokenizer=None), "without a mark of word starts"),
     ("roberta", lambda v: v["model"]["merges"].append(["q~", "~q"]), "cannot load it"),
+    ("modernbert", lambda v: v["added_tokens"][-1].update(id=9000), r"'\[unused0\]' has id 9000"),
     ("unigram", lambda v: v["model"]["vocab"].insert(0, 3), "Unigram vocabulary is damaged"),
 ])  # fmt: skip
 def test_what_is_missing_or_damaged_is_one_error(tmp_path, name, change, message):

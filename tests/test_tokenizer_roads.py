@@ -4,10 +4,10 @@ tests/tokenizer_roads.py takes it for every kind and writes the table of docs/da
 """
 
 import pytest
-import tokenizer_makers as makers
 import tokenizer_roads as roads
 import tokenizers
 from data_helpers import random_documents
+from tokenizer_cases import sentencepiece_bpe
 
 from deberta_ds.formats.tokenizer_files import build_tokenizer_json
 from deberta_ds.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ def test_v1_goes_from_public_files_to_an_exported_model(tmp_path):
 
 def test_a_sentencepiece_bpe_model_is_published_with_its_ids(tmp_path):
     """`tokenizers` has no such model: the merges are read off the pieces and their scores."""
-    makers.sentencepiece_bpe(tmp_path / "spm.model")
+    sentencepiece_bpe(tmp_path / "spm.model")
     ours = Tokenizer(tmp_path / "spm.model")
     published = tokenizers.Tokenizer.from_str(build_tokenizer_json(ours))
     assert published.token_to_id("[MASK]") == ours.mask_id

@@ -1,13 +1,17 @@
 """Small tokenizers of every kind, in the file layouts of public models."""
 
 import functools
+import io
 import json
 import tempfile
 from pathlib import Path
 
+import sentencepiece
 import tokenizers
 from data_helpers import SENTENCES, tokenizer_path
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from deberta_ds.tokenizer.publish import add_special_tokens
 
 BRACKETS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 ANGLES = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -63,6 +67,9 @@ def roberta(directory: Path, prefix: bool = False) -> Path:
     return _save(directory, fast, _settings(names, "RobertaTokenizer", add_prefix_space=prefix))
 
 
+roberta_prefix = functools.partial(roberta, prefix=True)
+
+
 def modernbert(directory: Path) -> Path:
     """Special tokens after the vocabulary, runs of spaces as added tokens, NFC."""
     fast = _byte_level_bpe((), False)
@@ -84,14 +91,43 @@ def deberta_v1(directory: Path) -> Path:
                                                "tokenizer_class": "DebertaTokenizer"})
 
 
-def _wordpiece(lower: bool):
+def qwen(directory: Path) -> Path:
+    """A regular expression of its own before the bytes, merges as "a b", NFC; tokens of another
+    trade, to which --add_mask adds all five roles behind an added token in mid-vocabulary.
+    """
+    words = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    fast = _train(
+        models.BPE(), trainers.BpeTrainer(vocab_size=600 * SCALE, show_progress=False,
+                                          initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
+        normalizers.NFC(), pre_tokenizers.Sequence([
+            pre_tokenizers.Split(tokenizers.Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]),
+        decoders.ByteLevel())
+    fast.add_special_tokens(["<|endoftext|>", "<|im_start|>"])
+    fast.add_tokens([tokenizers.AddedToken("<tool_call>", lstrip=True, rstrip=True)])
+    fast.post_processor = processors.ByteLevel(trim_offsets=False)
+    parts = json.loads(fast.to_str())
+    parts["model"]["merges"] = [" ".join(merge) for merge in parts["model"]["merges"]]
+    bare = directory.with_name(directory.name + "-bare")
+    bare.mkdir(parents=True)
+    (bare / "tokenizer.json").write_text(json.dumps(parts))
+    (bare / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None, "bos_token": None,
+        "add_prefix_space": False}))
+    add_special_tokens(bare, directory)
+    return directory
+
+
+def _wordpiece(lower: bool, prefix: str = "##"):
     return _train(
-        models.WordPiece(unk_token="[UNK]"),
+        models.WordPiece(unk_token="[UNK]", continuing_subword_prefix=prefix),
         trainers.WordPieceTrainer(vocab_size=500 * SCALE, show_progress=False,
+                                  continuing_subword_prefix=prefix,
                                   special_tokens=["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]",
                                                   "[MASK]"]),
         normalizers.BertNormalizer(lowercase=lower), pre_tokenizers.BertPreTokenizer(),
-        decoders.WordPiece())
+        decoders.WordPiece(prefix))
 
 
 def bert(directory: Path, lower: bool = True) -> Path:
@@ -107,6 +143,11 @@ def bert_vocab_txt(directory: Path) -> Path:
         "do_lower_case": False, "tokenizer_class": "BertTokenizer"})
 
 
+def wordpiece_other(directory: Path) -> Path:
+    """WordPiece that marks what continues a word with two at-signs."""
+    return _save(directory, _wordpiece(False, "@@"), _settings(BRACKETS, "PreTrainedTokenizerFast"))
+
+
 def unigram(directory: Path) -> Path:
     """Unigram with Metaspace, <s> and </s>, as XLM-RoBERTa."""
     fast = _train(
@@ -118,6 +159,28 @@ def unigram(directory: Path) -> Path:
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>",
         special_tokens=[("<s>", 0), ("</s>", 2)])
     names = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
+    return _save(directory, fast, _settings(names, "PreTrainedTokenizerFast"))
+
+
+def unigram_bytes(directory: Path) -> Path:
+    """Unigram that spells what it does not know in bytes; words are parted before the mark is set."""
+    fast = _train(
+        models.Unigram(),
+        trainers.UnigramTrainer(vocab_size=400 * SCALE, show_progress=False, unk_token="<unk>",
+                                special_tokens=["<pad>", "</s>", "<unk>"]),
+        normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC(),
+                              normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]),
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]))
+    vocabulary = json.loads(fast.to_str())["model"]["vocab"]
+    known = {piece for piece, _ in vocabulary}
+    vocabulary += [[piece, -20.0] for piece in map("<0x{:02X}>".format, range(256))
+                   if piece not in known]
+    fast.model = models.Unigram([tuple(entry) for entry in vocabulary], unk_id=2,
+                                byte_fallback=True)
+    fast.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                      decoders.Fuse()])
+    fast.add_special_tokens(["<cls>", tokenizers.AddedToken("<mask>", lstrip=True, special=True)])
+    names = ("<pad>", "<cls>", "</s>", "<unk>", "<mask>")
     return _save(directory, fast, _settings(names, "PreTrainedTokenizerFast"))
 
 
@@ -144,11 +207,23 @@ def llama(directory: Path) -> Path:
     return _save(directory, fast, settings)
 
 
+def sentencepiece_bpe(path: Path) -> None:
+    """Write a SentencePiece BPE model with DeBERTa's special ids."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 20), model_writer=model, model_type="bpe",
+        vocab_size=656, byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+        pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
+        hard_vocab_limit=False, minloglevel=2, num_threads=1)
+    path.write_bytes(model.getvalue())
+
+
 MAKERS = {
-    "roberta": roberta, "roberta_prefix": functools.partial(roberta, prefix=True),
-    "modernbert": modernbert, "deberta_v1": deberta_v1, "bert": bert,
+    "roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
+    "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
     "bert_cased": functools.partial(bert, lower=False), "bert_vocab_txt": bert_vocab_txt,
-    "unigram": unigram, "llama": llama,
+    "wordpiece_other": wordpiece_other, "unigram": unigram, "unigram_bytes": unigram_bytes,
+    "llama": llama,
 }
 
 

@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import deberta_v1_files as public  # noqa: E402
 import rank_helpers  # noqa: E402
-import tokenizer_makers as makers  # noqa: E402
+import tokenizer_cases as cases  # noqa: E402
 from data_helpers import SENTENCES, random_documents  # noqa: E402
 from launching import ROOT, losses  # noqa: E402
 
@@ -51,12 +51,20 @@ class Kind:
 
 KINDS = (
     Kind("SentencePiece unigram", "spm.model", ("--kind", "unigram", "--pieces", "400")),
-    Kind("SentencePiece BPE", "spm.model", make=makers.sentencepiece_bpe),
+    Kind("SentencePiece BPE", "spm.model", make=cases.sentencepiece_bpe),
     Kind("byte-level BPE, tokenizer.json", "tokenizer", ("--kind", "byte_bpe", "--pieces", "600")),
     Kind("WordPiece, tokenizer.json", "tokenizer", ("--kind", "wordpiece", "--pieces", "400")),
     Kind("Metaspace BPE, tokenizer.json", "tokenizer", ("--kind", "bpe", "--pieces", "600")),
-    Kind("Metaspace BPE as Llama's", "tokenizer.json", make=makers.metaspace_bpe),
-    Kind("Unigram, tokenizer.json", "tokenizer.json", make=makers.unigram),
+    Kind("Metaspace BPE as Llama's", "tokenizer", make=cases.llama),
+    Kind("Unigram as XLM-RoBERTa's", "tokenizer", make=cases.unigram),
+    Kind("Unigram with bytes, as newer T5's", "tokenizer", make=cases.unigram_bytes),
+    Kind("byte-level BPE as RoBERTa's", "tokenizer", make=cases.roberta),
+    Kind("byte-level BPE with prefix space", "tokenizer", make=cases.roberta_prefix),
+    Kind("byte-level BPE as ModernBERT's", "tokenizer", make=cases.modernbert),
+    Kind("byte-level BPE as Qwen's, --add_mask", "tokenizer", make=cases.qwen),
+    Kind("WordPiece as BERT's, uncased", "tokenizer", make=cases.bert),
+    Kind("WordPiece as BERT's, vocab.txt, cased", "tokenizer", make=cases.bert_vocab_txt),
+    Kind("WordPiece, another prefix", "tokenizer", make=cases.wordpiece_other),
     Kind("DeBERTa v1, vocab.json + merges.txt", "deberta-base", make=public.hub_directory,
          is_public_v1=True),
 )
@@ -100,7 +108,7 @@ class Road:
         has everything imported.
         """
         words = [str(argument) for argument in arguments]
-        shown = [word.replace(f"{self.root}/", "") for word in words]
+        shown = [word.replace(f"{self.root}/", "").replace(f"{ROOT}/", "") for word in words]
         self.commands.append(f"python {script} {shlex.join(shown)}")
         log = self.root / f"{Path(script).stem}-{len(self.commands)}.log"
         if script in _WITH_RANKS:

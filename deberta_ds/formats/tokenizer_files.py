@@ -73,7 +73,7 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     """Return the text of a `tokenizer.json` that gives the ids of a SentencePiece tokenizer."""
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
-    from tokenizers import decoders, normalizers, pre_tokenizers, processors
+    from tokenizers import normalizers, pre_tokenizers, processors
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[SPM].read_bytes())
     rules = proto.normalizer_spec
@@ -91,8 +91,7 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if rules.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme)
-    fast.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(),
-                                      decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    fast.decoder = fast_rules.decoder()
     fast.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)
                              for name in (*SPECIAL_PIECES, MASK_PIECE)])
     fast.post_processor = processors.TemplateProcessing(

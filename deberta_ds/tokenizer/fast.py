@@ -160,6 +160,13 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
         raise UserError(f"{place}: `tokenizers` {tokenizers.__version__} cannot load it "
                         f"({first_line(error)}); make it again, or save it with this version"
                         ) from error
+    for token in added:  # the library numbers them itself, behind the vocabulary
+        found = fast.token_to_id(token["content"])
+        if found != token["id"] and not token["special"]:
+            raise UserError(f"{place}: says that its added token {token['content']!r} has id "
+                            f"{token['id']}, but `tokenizers` gives it {found}: ids of added tokens "
+                            "follow those of the vocabulary without a hole; save it again with "
+                            "the library that made it")
     fast.encode_special_tokens = True  # their names in a document are ordinary text
     return fast
 

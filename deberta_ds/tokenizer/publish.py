@@ -10,8 +10,8 @@ from pathlib import Path
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer.fast import vocabulary_ids
-from deberta_ds.tokenizer.files import JSON, SETTINGS, find_files, read_settings
-from deberta_ds.tokenizer.kinds import read_specification
+from deberta_ds.tokenizer.files import JSON, SETTINGS, SPM, find_files, read_settings
+from deberta_ds.tokenizer.kinds import piece_kind, read_specification
 from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, look_up_roles
 from deberta_ds.tokenizer.tokenizer import Tokenizer
 
@@ -75,26 +75,31 @@ def _framing(tokenizer: Tokenizer) -> dict:
 
 def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, list[str]]:
     """Write the tokenizer at `path` to directory `out` with a token for each role it lacks, behind
-    all others; return it and the names added. UserError for a SentencePiece model.
+    all others; return it and the names added. A token of several roles, as GPT-2's <|endoftext|>,
+    keeps the first of them. UserError for a SentencePiece model.
     """
     out, files = Path(out), find_files(Path(path))
-    if not {JSON} <= files.keys() and "spm.model" in files:
+    if SPM in files:
         raise UserError(f"{path}: tokens are not added to a SentencePiece model; those that "
                         "data_prep/train_tokenizer.py makes have all of them")
     settings = read_settings(files)
     specification = read_specification(files, settings)
+    piece_kind(specification, Path(path))  # what marks no words is refused before it is written
     added = {token["content"]: token["id"] for token in specification["added_tokens"]}
     ids = vocabulary_ids(specification) | added
     roles = look_up_roles(settings, ids, specification)
     angled = sum(name.startswith("<") for name in ids if name in sum(USUAL_NAMES.values(), ()))
-    names = []
+    names, taken = [], set()
     for role in ROLES:
-        if roles[role] is None:
-            names.append(USUAL_NAMES[role][1 if angled else 0])
-            roles[role] = max(ids.values()) + 1
-            ids[names[-1]] = roles[role]
-            specification["added_tokens"].append(
-                special_token(names[-1], roles[role], role == "mask"))
+        if roles[role] is None or roles[role] in taken:
+            name = USUAL_NAMES[role][1 if angled else 0]
+            if name not in ids:
+                names.append(name)
+                ids[name] = max(ids.values()) + 1
+                specification["added_tokens"].append(
+                    special_token(name, ids[name], role == "mask"))
+            roles[role] = ids[name]
+        taken.add(roles[role])
     pieces = {number: piece for piece, number in ids.items()}
     write_atomic(out / JSON, json.dumps(specification, ensure_ascii=False) + "\n")
     write_atomic(out / SETTINGS, json.dumps(

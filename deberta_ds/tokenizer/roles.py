@@ -58,8 +58,8 @@ def _check_distinct(place: object, roles: Roles) -> None:
     for role, number in roles.items():
         if number in taken:
             raise UserError(f"{place}: one token (id {number}) is both {taken[number]} and {role}; "
-                            "each role needs a token of its own: give another in "
-                            "tokenizer_config.json")
+                            "each role needs a token of its own: name another in "
+                            f"tokenizer_config.json, or {_remedy(place)}")
         if number is not None:
             taken[number] = role
 

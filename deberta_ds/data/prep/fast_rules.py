@@ -1,11 +1,12 @@
-"""The text rules of text.py as steps of a normalizer of Hugging Face `tokenizers`.
+"""The text rules of text.py as steps of a normalizer of Hugging Face `tokenizers`, and the decoder
+that gives normalised text back.
 
-They go into the tokenizer.json of what this project trains or derives, so that raw text gives the
+The rules go into the tokenizer.json of what this project trains or derives, so that raw text gives the
 ids of normalised text there. `Precompiled` would leave clusters of 6 bytes and more uncomposed.
 """
 
 import tokenizers
-from tokenizers import normalizers
+from tokenizers import decoders, normalizers
 
 from deberta_ds.data.prep.text import is_removed
 from deberta_ds.tokenizer import SPACE_MARK
@@ -31,3 +32,9 @@ def single_spaces() -> list[normalizers.Normalizer]:
     """Return the steps of rule 4."""
     marks = tokenizers.Regex(f"[ {SPACE_MARK}]+")
     return [normalizers.Replace(marks, " "), normalizers.Strip()]
+
+
+def decoder() -> decoders.Decoder:
+    """Return what turns pieces with the space mark, and bytes for the rest, into their text."""
+    return decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(),
+                              decoders.Fuse(), decoders.Strip(" ", 1, 0)])

@@ -80,9 +80,7 @@ def _untrained(kind: str, pieces: int):
         fast = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]", fuse_unk=True,
                                                byte_fallback=True))
         fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        fast.decoder = decoders.Sequence([
-            decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(),
-            decoders.Strip(" ", 1, 0)])
+        fast.decoder = fast_rules.decoder()
         trainer = trainers.BpeTrainer(**options)
     fast.normalizer = normalizers.Sequence(rules)
     return fast, trainer
