@@ -100,7 +100,9 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10, help="of each document, for words")
     parser.add_argument("--nasty", type=int, default=10_000)
     parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--out", default="benchmarks/results/tokenizer_equality.json")
+    parser.add_argument("--names", nargs="+", default=list(tokenizer_cases.MAKERS),
+                        help="tokenizers; rows that the file has are kept")
+    parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_equality.json")
     args = parser.parse_args()
     paths = sorted(args.languages)
     groups = {"languages": [Path(path).read_bytes().decode("utf-8") for path in paths],
@@ -110,9 +112,10 @@ def main() -> None:
             groups["code"].append(path.read_bytes().decode("utf-8", "ignore"))
     tokenizer_cases.TEXTS = [line for text in groups["languages"][::3] for line in text.split("\n")]
     tokenizer_cases.SCALE = 12
-    rows = []
-    for name, make in tokenizer_cases.MAKERS.items():
-        directory = make(args.scratch / name)
+    rows = json.loads(args.out.read_text())["tokenizers"] if args.out.is_file() else []
+    done = {row["tokenizer"] for row in rows}
+    for name in [name for name in args.names if name not in done]:
+        directory = tokenizer_cases.MAKERS[name](args.scratch / name)
         ours = Tokenizer(directory)
         write_tokenizer_files(ours.files, args.scratch / f"{name}-exported", 512)
         autos = {"auto": transformers.AutoTokenizer.from_pretrained(directory),

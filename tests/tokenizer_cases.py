@@ -163,7 +163,7 @@ def unigram(directory: Path) -> Path:
 
 
 def unigram_bytes(directory: Path) -> Path:
-    """Unigram that spells what it does not know in bytes; words are parted before the mark is set."""
+    """Unigram that spells in bytes what it does not know; words are parted, then marked."""
     fast = _train(
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=400 * SCALE, show_progress=False, unk_token="<unk>",

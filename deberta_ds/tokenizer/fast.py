@@ -164,9 +164,9 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
         found = fast.token_to_id(token["content"])
         if found != token["id"] and not token["special"]:
             raise UserError(f"{place}: says that its added token {token['content']!r} has id "
-                            f"{token['id']}, but `tokenizers` gives it {found}: ids of added tokens "
-                            "follow those of the vocabulary without a hole; save it again with "
-                            "the library that made it")
+                            f"{token['id']}, but `tokenizers` gives it {found}: ids of added "
+                            "tokens follow those of the vocabulary without a hole; save it again "
+                            "with the library that made it")
     fast.encode_special_tokens = True  # their names in a document are ordinary text
     return fast
 

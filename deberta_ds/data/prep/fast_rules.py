@@ -1,8 +1,8 @@
 """The text rules of text.py as steps of a normalizer of Hugging Face `tokenizers`, and the decoder
 that gives normalised text back.
 
-The rules go into the tokenizer.json of what this project trains or derives, so that raw text gives the
-ids of normalised text there. `Precompiled` would leave clusters of 6 bytes and more uncomposed.
+The rules go into the tokenizer.json of what this project trains or derives, so that raw text gives
+the ids of normalised text there. `Precompiled` would leave clusters of 6 bytes and more uncomposed.
 """
 
 import tokenizers
