@@ -1,16 +1,23 @@
 """The tokenize stage beside the raw `tokenizers` library on the same documents, in one run.
 
-    python benchmarks/tokenizer_speed.py --text novels/*.txt --tokenizers DIR [DIR ...]
+    python benchmarks/tokenizer_speed.py --text novels/ --tokenizers DIR [DIR ...]
 
-raw: `Tokenizer.from_file(...).encode_batch(documents)` and `.ids`, documents in memory; raw_fast:
-`encode_batch_fast`, which keeps no offsets; stage: what data_prep does with them (reading, looking
-at the text, ids, shards, checksums), one unit after another. Seconds of processor time, the best
-of the turns that the ways take one after another.
+raw: `Tokenizer.from_file(...).encode_batch_fast(documents)` and `.ids`, documents in memory. stage:
+what data_prep does with them: reading, text rules, ids, shards, checksums. The text is cut to
+documents of one size and spread over files of JSON lines, one work unit each.
+
+One core: raw and stage take turns at each unit, seconds of processor time; the ratio of the sums,
+and the middle one of the units' ratios. Workers: `encode_batch_fast` on that many threads of the
+library beside `tokenize_corpus` on that many processes, seconds on the clock, and of the latter
+those from the first unit's end to the last one's (what is before is the start of the workers).
 """
 
 import argparse
 import json
-import shutil
+import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,64 +25,142 @@ from pathlib import Path
 import tokenizers
 
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
-from deberta_ds.data.prep.readers import read_unit
-from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_unit
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus, tokenize_unit
 from deberta_ds.files import write_atomic
+from deberta_ds.tokenizer import Tokenizer
 
-READ = ReadOptions("match:(CHAPTER|Chapter) ")
+READ = ReadOptions()
 
 
-def measure(paths: list[str], directory: Path, turns: int) -> dict:
-    units = plan_units(paths, READ, 0)
+def write_units(source: Path, out: Path, document_bytes: int, unit_bytes: int, units: int
+                ) -> list[Path]:
+    """Write documents of about one size, cut at spaces, as JSON lines; return the files."""
+    files = sorted(source.rglob("*.txt"))
+    share = -(-units * unit_bytes // len(files))
+    text = "\n".join(path.read_text(encoding="utf-8-sig")[:share] for path in files)
+    documents, begin = [], 0
+    while begin < len(text):
+        end = text.find(" ", begin + document_bytes)
+        end = end if end > 0 else len(text)
+        documents.append(text[begin:end])
+        begin = end + 1
+    paths, each = [], -(-len(documents) // units)
+    for number in range(units):
+        some = documents[number * each : (number + 1) * each]
+        paths.append(out / f"{number:03d}.jsonl")
+        write_atomic(paths[-1], "".join(json.dumps({"text": one}) + "\n" for one in some))
+    return paths
+
+
+def load(directory: Path) -> tokenizers.Tokenizer:
     fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     fast.no_padding()
     fast.no_truncation()
-    documents = [document.text for unit in units for document in read_unit(unit, READ)]
-    scratch = tempfile.mkdtemp()
+    return fast
 
-    def raw() -> int:
-        return sum(len(one.ids) for one in fast.encode_batch(documents, add_special_tokens=False))
 
-    def raw_fast() -> int:
-        found = fast.encode_batch_fast(documents, add_special_tokens=False)
-        return sum(len(one.ids) for one in found)
+def texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
-    def stage() -> int:
-        found = 0
-        for number, unit in enumerate(units):
-            result = tokenize_unit(number, unit, [scratch], str(directory), READ, CleanOptions(),
-                                   0.0, [])
-            found += sum(shard["tokens"] for shard in result["shards"][0])
-        return found
 
-    ways = {"raw": raw, "raw_fast": raw_fast, "stage": stage}
-    best = dict.fromkeys(ways, float("inf"))
-    for _ in range(turns):
-        for name, work in ways.items():
+def raw_tokens(fast: tokenizers.Tokenizer, documents: list[str]) -> int:
+    found = fast.encode_batch_fast(documents, add_special_tokens=False)
+    return sum(len(one.ids) for one in found)
+
+
+def one_core(directory: Path, paths: list[Path], scratch: Path) -> dict:
+    """Return the speeds of one core and their ratio, raw and stage in turns."""
+    fast, units = load(directory), [plan_units([str(path)], READ, 1 << 40)[0] for path in paths]
+    seconds: dict[str, list[float]] = {"raw": [], "stage": []}
+    tokens, num_bytes = 0, 0
+    for number in [0, *range(len(units))]:  # the first unit twice: it warms both up
+        documents = texts(paths[number])
+        num_bytes += sum(len(text.encode()) for text in documents)
+
+        def raw(documents=documents) -> int:
+            return raw_tokens(fast, documents)
+
+        def stage(number=number) -> int:
+            result = tokenize_unit(number, units[number], [str(scratch)], str(directory), READ,
+                                   CleanOptions(), 0.0, [])
+            return sum(shard["tokens"] for shard in result["shards"][0])
+
+        counts = {}
+        ways = [("raw", raw), ("stage", stage)]
+        for name, work in ways[:: 1 if number % 2 else -1]:
             begin = time.process_time()
-            tokens = work()
-            best[name] = min(best[name], time.process_time() - begin)
-    shutil.rmtree(scratch)
-    num_bytes = sum(len(text.encode()) for text in documents)
-    return {"documents": len(documents), "bytes": num_bytes, "tokens": tokens,
-            "raw_mb_a_core_second": round(num_bytes / 1e6 / best["raw"], 2),
-            "stage_mb_a_core_second": round(num_bytes / 1e6 / best["stage"], 2),
-            "stage_over_raw": round(best["raw"] / best["stage"], 3),
-            "stage_over_raw_fast": round(best["raw_fast"] / best["stage"], 3)}
+            counts[name] = work()
+            seconds[name].append(time.process_time() - begin)
+        assert counts["raw"] == counts["stage"], counts
+        tokens += counts["raw"]
+    pairs = list(zip(seconds["raw"], seconds["stage"], strict=True))[1:]
+    raw, stage = map(sum, zip(*pairs, strict=True))
+    measured = num_bytes * len(pairs) / (len(pairs) + 1)
+    return {"tokens": tokens, "raw_mb_a_second": measured / 1e6 / raw,
+            "stage_mb_a_second": measured / 1e6 / stage, "ratio": raw / stage,
+            "middle_ratio": statistics.median(one / other for one, other in pairs)}
+
+
+_RAW_THREADS = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tokenizer_speed import load, raw_tokens, texts
+fast = load(Path(sys.argv[2]))
+documents = [text for path in sys.argv[3:] for text in texts(Path(path))]
+begin = time.perf_counter()
+print(raw_tokens(fast, documents), time.perf_counter() - begin)
+"""
+
+
+def with_workers(directory: Path, paths: list[Path], scratch: Path, workers: int, turns: int
+                 ) -> dict:
+    """Return the best seconds on the clock of the library's threads and of the stage's workers."""
+    best = {"raw": float("inf"), "stage": float("inf"), "stage_started": float("inf")}
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
+    tokenizer, units = Tokenizer(directory), plan_units(list(map(str, paths)), READ, 0)
+    for turn in range(turns):
+        shown = subprocess.run(
+            [sys.executable, "-c", _RAW_THREADS, str(Path(__file__).parent), str(directory),
+             *map(str, paths)], env=environment, check=True, capture_output=True, text=True)
+        best["raw"] = min(best["raw"], float(shown.stdout.split()[1]))
+        begin = time.perf_counter()
+        out = scratch / f"corpus-{turn}"
+        tokenize_corpus(units, out, tokenizer, read=READ, clean=CleanOptions(), workers=workers)
+        best["stage"] = min(best["stage"], time.perf_counter() - begin)
+        ends = sorted(path.stat().st_mtime for path in (out / "tokens").iterdir())
+        started = (ends[-1] - ends[workers - 1]) * len(ends) / (len(ends) - workers)
+        best["stage_started"] = min(best["stage_started"], started)
+    return {f"{name}_seconds": value for name, value in best.items()} | {
+        "ratio": best["raw"] / best["stage"], "ratio_started": best["raw"] / best["stage_started"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokenizers", type=Path, nargs="+", required=True)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--out", default="benchmarks/results/tokenizer_speed.json")
+    parser.add_argument("--document_bytes", type=int, nargs="+", default=(300, 3000, 30000, 600000))
+    parser.add_argument("--unit_bytes", type=int, default=1 << 20)
+    parser.add_argument("--units", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--turns", type=int, default=3, help="with workers")
+    parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_speed.json")
     args = parser.parse_args()
-    figures = {}
+    figures = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for directory in args.tokenizers:
-        figures[directory.name] = measure(args.text, directory, args.turns)
-        print(directory.name, json.dumps(figures[directory.name]), flush=True)
-    write_atomic(args.out, json.dumps(figures, indent=1) + "\n")
+        for size in args.document_bytes:
+            with tempfile.TemporaryDirectory() as scratch:
+                paths = write_units(args.text, Path(scratch) / "text", size, args.unit_bytes,
+                                    args.units)
+                if args.workers:
+                    found = with_workers(directory, paths, Path(scratch), args.workers, args.turns)
+                else:
+                    found = one_core(directory, paths, Path(scratch) / "corpus")
+            place = f"{args.workers} workers" if args.workers else "one core"
+            found = {name: round(value, 3) for name, value in found.items()}
+            figures.setdefault(place, {}).setdefault(directory.name, {})[str(size)] = found
+            print(place, directory.name, size, json.dumps(found), flush=True)
+            write_atomic(args.out, json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def unigram_bytes(directory: Path) -> Path:
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=400 * SCALE, show_progress=False, unk_token="<unk>",
                                 special_tokens=["<pad>", "</s>", "<unk>"]),
-        normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC(),
+        normalizers.Sequence([normalizers.NFKC(),
                               normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]),
         pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]))
     vocabulary = json.loads(fast.to_str())["model"]["vocab"]

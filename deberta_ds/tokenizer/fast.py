@@ -7,6 +7,7 @@ as a piece, so there the names are replaced by texts that no document holds.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -84,11 +85,12 @@ class FastEngine:
         return [encoding.ids for encoding in found]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
+        return [np.fromiter(ids, np.int32, len(ids)) for ids in self.encode_batch(texts)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
+        values = [byte_value(self.pieces[number]) for number in found.ids]
+        return found.ids, _spread(values, found.offsets)
 
     def decode(self, ids: list[int]) -> str:
         return self._fast.decode(ids, skip_special_tokens=False)
@@ -126,6 +128,23 @@ class FastEngine:
             return piece.replace(SPACE_MARK, " ")
         rest = piece.removeprefix(self._prefix) if self._prefix else piece
         return rest if rest != piece else " " + piece
+
+
+def _spread(values: list[int | None], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return offsets in which the bytes of each character have its span: Unigram gives all bytes of
+    unknown characters in a row the span of them all. `values`: the byte of each id, if it is one.
+    """
+    spread = list(offsets)
+    for (start, end), run in itertools.groupby(range(len(offsets)), offsets.__getitem__):
+        run = list(run)
+        place = start - 1
+        places = [place := place + bool(values[index] is not None
+                                        and character_length(values[index])) for index in run]
+        if end - start > 1 and places[0] == start and places[-1] == end - 1 and all(
+                values[index] is not None for index in run):
+            for index, place in zip(run, places, strict=True):
+                spread[index] = (place, place + 1)
+    return spread
 
 
 def vocabulary_ids(specification: dict) -> dict[str, int]:

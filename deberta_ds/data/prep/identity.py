@@ -11,9 +11,9 @@ Corpora of version 0.1.0 have none.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,8 +32,7 @@ _GROUP_DOCUMENTS = 1 << 15
 _AGAIN = "copy it again from its source, or make the corpus again"
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):  # made in a third of a dataclass's time, once a document
     """Where a document came from. `id` is "" without --id_key."""
 
     source: str
@@ -66,8 +65,8 @@ class OriginWriter:
             self._write()
 
     def _write(self) -> None:
-        columns = [[getattr(origin, name) for origin in self._pending] for name in _SCHEMA.names]
-        self._file.write_table(pa.table(columns, schema=_SCHEMA))
+        columns = map(list, zip(*self._pending, strict=True))
+        self._file.write_table(pa.table(list(columns), schema=_SCHEMA))
         self._pending = []
 
     def finish(self) -> list:

@@ -20,6 +20,7 @@ from deberta_ds.tokenizer import SPACE_MARK
 TEXT_RULES_VERSION = 1
 ENCODE_CHARACTERS = 1 << 18
 _LONG = 1 << 13  # characters
+_FRONT = 64  # characters, of a text of which only the front is looked at
 
 _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
@@ -44,10 +45,7 @@ def normalise_and_count(text: str) -> tuple[str, int]:
     # Replacements of single characters run at memory speed; other white space comes below.
     text = text.replace("\t", " ").replace("\r", " ").replace("\n", " ")
     if not _is_printable(text):  # it may hold other white space, or what is to be removed
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadTextError("a lone surrogate (broken \\u escape)") from error
+        _refuse_surrogates(text)
         text, removed = _REMOVED.subn("", text)
         for space in _OTHER_SPACES:
             text = text.replace(space, " ")
@@ -55,6 +53,22 @@ def normalise_and_count(text: str) -> tuple[str, int]:
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.replace(SPACE_MARK, "_"))
     return text, removed
+
+
+def front(text: str) -> str:
+    """Return the front of `text` under the rules, "" only if nothing is left of all of it:
+    `normalise` where only that is asked, in a fraction of its time. BadTextError as there.
+    """
+    if not text.isascii():
+        _refuse_surrogates(text)
+    return normalise(text[:_FRONT]) or normalise(text)
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadTextError("a lone surrogate (broken \\u escape)") from error
 
 
 def is_removed(character: str) -> bool:

@@ -26,6 +26,7 @@ from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
     TEXT_RULES_VERSION,
     BadTextError,
+    front,
     letter_share,
     normalise_and_count,
 )
@@ -141,13 +142,16 @@ def tokenize_unit(
     counts, problems = dict.fromkeys(COUNTS, 0), []
     searches = [_findings(directory) for directory in leave_out]
     tally = Tally(filters.examples) if filters else None
+    # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
+    is_read = not tokenizer.normalizes_itself or bool(
+        heldout_share or clean.min_characters > 1 or clean.min_letter_share)
     with ExitStack() as stack:
         writers = [stack.enter_context(_Rolling(target, number, tokenizer, counts))
                    for target in targets]
         for extent in unit:
             for document in read_unit([extent], read):
-                reason = next((search.reason for search in searches
-                               if search.has(extent.source, document.where)), "")
+                reason = searches and next((search.reason for search in searches if search.has(
+                    extent.source, document.where)), "")
                 if reason:
                     counts[reason] += 1
                     continue
@@ -158,7 +162,7 @@ def tokenize_unit(
                         counts["filtered"] += 1
                         continue
                     document = document._replace(text=verdict.text, label=verdict.label)
-                text = _clean_text(document, clean, counts, problems)
+                text = _clean_text(document, clean, counts, problems, is_read)
                 if not text:
                     continue
                 held_out = is_held_out(text, heldout_share)
@@ -188,13 +192,17 @@ def is_held_out(text: str, share: float) -> bool:
 
 
 def _clean_text(
-    document: Document, clean: CleanOptions, counts: dict[str, int], problems: list[str]
+    document: Document, clean: CleanOptions, counts: dict[str, int], problems: list[str],
+    is_read: bool,
 ) -> str:
-    """Return the normalised text, or "" (and count why) if the document is left out."""
+    """Return the normalised text (unless it `is_read`, only its front), or "" (and count why) if
+    the document is left out.
+    """
     problem, text = document.problem, ""
     if not problem:
         try:
-            text, removed = normalise_and_count(document.text)
+            text, removed = (normalise_and_count(document.text) if is_read
+                             else (front(document.text), 0))
             counts["removed_characters"] += removed
         except BadTextError as error:
             problem = str(error)
