@@ -38,7 +38,7 @@ from deberta_ds.validation import validate
 
 KINDS = ("unigram", "bpe", "byte_bpe", "wordpiece")
 READ = ReadOptions("match:(CHAPTER|Chapter) ")
-SEQ_LEN, ROWS = 128, 16
+SEQ_LEN, ROWS = 128, 8
 MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 512,
          "max_position": SEQ_LEN, "init_std": 0.05}
 
@@ -142,8 +142,8 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--pieces", type=int, nargs="+", default=(8000, 16000, 32000))
-    parser.add_argument("--sample_bytes", type=int, default=8_000_000, help="for tokenizers")
-    parser.add_argument("--learn_bytes", type=int, default=4_000_000, help="for the masked LM")
+    parser.add_argument("--sample_bytes", type=int, default=4_000_000, help="for tokenizers")
+    parser.add_argument("--learn_bytes", type=int, default=2_000_000, help="for the masked LM")
     parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_kinds.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -153,7 +153,7 @@ def main() -> None:
     done = {(row["kind"], row["pieces"]) for row in rows}
     sample, text, held_out = split_text(args.text, args.scratch, args.sample_bytes,
                                         args.learn_bytes)
-    for kind, pieces in itertools.product(args.kinds, args.pieces):
+    for pieces, kind in itertools.product(args.pieces, args.kinds):
         if (kind, pieces) in done:
             continue
         begin = time.process_time()
