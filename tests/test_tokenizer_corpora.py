@@ -127,6 +127,23 @@ def test_shards_hold_the_ids_of_the_text_as_it_stands(corpus):
     assert manifest.special_ids == tokenizer.special_ids
 
 
+def test_characters_that_a_tokenizer_passes_over_are_said(lines, tmp_path, capsys):
+    """A BPE without unk and without bytes drops them, and a byte-level one the bytes it lacks."""
+    for name, change, lost in (
+            ("llama", {"unk_token": None, "byte_fallback": False}, "characters outside"),
+            ("roberta", {"merges": []}, "1 of the 243 bytes")):
+        values = json.loads((directory_of(name) / "tokenizer.json").read_text())
+        values["model"] |= change
+        if name == "roberta":
+            values["model"]["vocab"] = {piece: number for piece, number in
+                                        values["model"]["vocab"].items() if piece != "q"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+        tokenize_corpus(plan_units([str(lines)], READ, 0), tmp_path / name,
+                        Tokenizer(tmp_path / f"{name}.json"), read=READ, clean=CleanOptions())
+        shown = capsys.readouterr().err
+        assert f"{name}.json: has no piece for {lost}" in shown
+
+
 def test_rows_of_every_kind_keep_the_invariants(corpus):
     tokenizer, out, _ = corpus
     dataset = RowDataset([SourceConfig(path=str(out))], tokenizer, seq_len=48, seed=3,

@@ -105,6 +105,8 @@ def _broken(tmp_path, name: str, change) -> Tokenizer:
     ("bert", lambda v: v["model"]["vocab"].update(x=1 << 30), "at most 16,777,216"),
     ("bert", lambda v: v["model"]["vocab"].pop("[MASK]") and v.update(added_tokens=[]),
      r"names '\[MASK\]' as its mask token.*--add_mask"),
+    ("bert", lambda v: v["model"].update(continuing_subword_prefix=""),
+     "a WordPiece model without a mark of word starts"),
     ("roberta", lambda v: v.update(pre_tokenizer=None), "without a mark of word starts"),
     ("roberta", lambda v: v["model"]["merges"].append(["q~", "~q"]), "cannot load it"),
     ("modernbert", lambda v: v["added_tokens"][-1].update(id=9000), r"'\[unused0\]' has id 9000"),

@@ -19,6 +19,7 @@ def test_v1_goes_from_public_files_to_an_exported_model(tmp_path):
     costly = (roads.resume, roads.fine_tune, roads.predict)  # a process of seconds each
     steps = [step for step in roads.ROADS if step not in costly]
     found = roads.take(kind, tmp_path / "v1", steps)
+    print({name: result.get("seconds") for name, result in found.items()})
     problems = {name: result["problem"] for name, result in found.items() if "problem" in result}
     assert not problems and len(found) == len(steps)
 

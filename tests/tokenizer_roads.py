@@ -15,6 +15,7 @@ import re
 import runpy
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -300,13 +301,14 @@ def take(kind: Kind, root: Path, roads=ROADS) -> dict[str, dict]:
     found = {}
     road = Road(kind, root)
     for step in roads:
-        road.commands = []
+        road.commands, begin = [], time.perf_counter()
         try:
             found[step.__name__] = {"seen": step(road), "commands": road.commands}
         except Exception as error:  # the table says so, and the next kind is tried
             traceback.print_exc()
             found[step.__name__] = {"problem": str(error)[-2000:], "commands": road.commands}
             break
+        found[step.__name__]["seconds"] = round(time.perf_counter() - begin, 1)
     return found
 
 
@@ -334,7 +336,7 @@ def main() -> int:
     chosen = [kind for kind in KINDS if kind.name.startswith(tuple(arguments.kinds))]
     if arguments.work.exists():
         raise UserError(f"{arguments.work}: is there already; name a new directory")
-    found = {}
+    found = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for number, kind in enumerate(chosen):
         print(f"== {kind.name}", flush=True)

@@ -17,7 +17,7 @@ import tokenizers
 
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.tokenizer.files import read_settings
-from deberta_ds.tokenizer.kinds import piece_kind, read_specification
+from deberta_ds.tokenizer.kinds import piece_kind, read_specification, what_is_lost
 from deberta_ds.tokenizer.roles import check_roles, look_up_roles
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
@@ -44,6 +44,7 @@ class FastEngine:
         settings = read_settings(files)
         self.specification = read_specification(files, settings)
         self.kind, self._prefix = piece_kind(self.specification, self.place)
+        self.lost = what_is_lost(self.specification, self.kind)
         added = {token["content"]: token["id"] for token in self.specification["added_tokens"]}
         ids = vocabulary_ids(self.specification) | added
         model = self.specification["model"]

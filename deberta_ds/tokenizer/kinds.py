@@ -12,7 +12,7 @@ from tokenizers import models
 
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.tokenizer.files import JSON, MERGES, VOCAB, WORDPIECES, read_json_object
-from deberta_ds.tokenizer.words import SPACE_MARK
+from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character
 
 _REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the tokenizer again"
 
@@ -150,6 +150,19 @@ def _parts(step: dict | None, key: str) -> list[dict]:
     return [step]
 
 
+def what_is_lost(specification: dict, kind: str) -> str:
+    """Return what of a text this tokenizer passes over in silence, having no piece for it."""
+    model = specification["model"]
+    if model["type"] != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
+        return ""
+    if kind != "byte_level":
+        return "characters outside its vocabulary"
+    bytes_of_text = {character for character, byte in byte_of_character().items()
+                     if byte not in (0xC0, 0xC1) and byte < 0xF5}
+    lacking = len(bytes_of_text - model["vocab"].keys())
+    return f"{lacking} of the {len(bytes_of_text)} bytes of UTF-8" if lacking else ""
+
+
 def piece_kind(specification: dict, place: Path) -> tuple[str, str]:
     """Return (kind, prefix of pieces that continue a word): what marks the starts of words.
 
@@ -167,8 +180,10 @@ def piece_kind(specification: dict, place: Path) -> tuple[str, str]:
     if any(part.get("type") == "ByteLevel" for part in before + first):
         return "byte_level", ""
     prefix = model.get("continuing_subword_prefix")
-    if model["type"] == "WordPiece" or prefix:
-        return "wordpiece", "##" if prefix is None else prefix
+    if model["type"] == "WordPiece" and prefix is None:
+        prefix = "##"
+    if prefix:
+        return "wordpiece", prefix
     marks = any(part.get("type") == "Metaspace" for part in before) or any(
         SPACE_MARK in (part.get("content"), part.get("prepend")) for part in first)
     if not marks:

@@ -29,6 +29,7 @@ class SentencePieceEngine:
 
     kind = "sentencepiece"
     normalizes_itself = False
+    lost = ""
 
     def __init__(self, path: Path):
         try:

@@ -23,7 +23,7 @@ class Tokenizer:
     {published name: path}; pad_id, cls_id, sep_id, mask_id, unk_id (None where nothing is unknown);
     size (largest id + 1; a model's vocab_size must be at least this); mask_piece; sha256, of the
     SentencePiece model or of all that `tokenizers` computes with; normalizes_itself, True if text
-    is given to it as it stands (docs/data.md).
+    is given to it as it stands (docs/data.md); lost, what of a text it passes over in silence.
     """
 
     def __init__(self, path: str | Path):
@@ -44,7 +44,7 @@ class Tokenizer:
         engine = SentencePieceEngine(files[SPM]) if SPM in files else FastEngine(files)
         self._engine = engine
         self.kind, self.sha256 = engine.kind, engine.sha256
-        self.normalizes_itself = engine.normalizes_itself
+        self.normalizes_itself, self.lost = engine.normalizes_itself, engine.lost
         self.pad_id, self.cls_id, self.sep_id, self.unk_id, self.mask_id = (
             engine.roles[role] for role in ("pad", "cls", "sep", "unk", "mask"))
         self.size = len(engine.pieces)

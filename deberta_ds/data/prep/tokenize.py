@@ -1,6 +1,7 @@
 """Documents -> token shards, one work unit at a time."""
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -85,6 +86,9 @@ def tokenize_corpus(
     """
     targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
     _check_heldout(targets, heldout_share, drop_heldout)
+    if tokenizer.lost:
+        print(f"note: {tokenizer.path}: has no piece for {tokenizer.lost} and none for what is "
+              "unknown, so these are left out of the text", file=sys.stderr, flush=True)
     share = heldout_share if heldout_out or drop_heldout else 0.0
     searches = [Findings(directory) for directory in leave_out]
     for search in searches:
