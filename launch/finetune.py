@@ -19,10 +19,7 @@ def main() -> None:
     from deberta_ds.cluster.environment import check_environment
 
     check_environment(os.environ)
-    from deberta_ds import dist
-    from deberta_ds.finetune import options, sweep
-    from deberta_ds.finetune.own import load_own_task
-    from deberta_ds.finetune.tasks import task_named
+    from deberta_ds.finetune import options
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,6 +33,12 @@ def main() -> None:
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)
     given, overrides = options.parse(parser)
+
+    from deberta_ds import dist  # heavy imports after the options are known good
+    from deberta_ds.finetune import sweep
+    from deberta_ds.finetune.own import load_own_task
+    from deberta_ds.finetune.tasks import task_named
+
     val_share = 0.0
     if given.task.endswith(".toml"):
         task, own, labels = load_own_task(given.task)

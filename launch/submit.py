@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deberta_ds.errors import UserError, exit_cleanly, naming
+from deberta_ds.finetune.options import underscored
 
 if TYPE_CHECKING:
     from deberta_ds.finetune.tasks import Task
@@ -33,13 +34,12 @@ def main() -> None:
                         help="tasks that may be missing (the leaderboard takes no partial zip)")
     parser.add_argument("--any_size", action="store_true",
                         help="the test files are samples, not the official ones")
+    args = parser.parse_args([underscored(text) for text in sys.argv[1:]])
 
     from deberta_ds.finetune import glue_submission, submission
     from deberta_ds.finetune.readers import read_split
-    from deberta_ds.finetune.settings import underscored
     from deberta_ds.finetune.tasks import SUITES
 
-    args = parser.parse_args([underscored(text) for text in sys.argv[1:]])
     if bool(args.check) == bool(args.zip and args.run):
         raise UserError("pass either --check ZIP, or --run DIR and --zip ZIP")
     tasks = SUITES[args.suite]

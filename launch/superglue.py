@@ -19,16 +19,13 @@ def main() -> None:
     from deberta_ds.cluster.environment import check_environment
 
     check_environment(os.environ)
-    from deberta_ds import dist, report
-    from deberta_ds.files import write_atomic
-    from deberta_ds.finetune import options, sweep
-    from deberta_ds.finetune.tasks import SUITES, task_named
+    from deberta_ds.finetune import options
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--suite", choices=list(SUITES), default="SuperGLUE")
+    parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK",
                         help="default: all of the suite's")
     parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",
@@ -38,6 +35,12 @@ def main() -> None:
                         help="another sweep to show beside, such as one without pretraining")
     options.add_options(parser)
     given, overrides = options.parse(parser)
+
+    from deberta_ds import dist, report  # heavy imports after the options are known good
+    from deberta_ds.files import write_atomic
+    from deberta_ds.finetune import sweep
+    from deberta_ds.finetune.tasks import SUITES, task_named
+
     compare = read_results(given.compare) if given.compare else None
     tasks = tuple(task_named(name) for name in given.tasks)
     tasks = tasks or tuple(task for task in SUITES[given.suite] if task.predicted_by is None)

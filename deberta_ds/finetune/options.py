@@ -1,16 +1,18 @@
-"""Command-line options that launch/finetune.py and launch/superglue.py share."""
+"""Command-line options that launch/finetune.py and launch/superglue.py share.
+
+Nothing is imported above that takes time: --help and a mistyped option are answered at once.
+"""
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deberta_ds import deepspeed_config, dist
 from deberta_ds.errors import UserError
-from deberta_ds.finetune import settings
-from deberta_ds.finetune.models import open_start
-from deberta_ds.finetune.sweep import Sweep
-from deberta_ds.finetune.tasks import TASK_NAMES, Task, task_named
-from deberta_ds.train.engine import init_distributed
+
+if TYPE_CHECKING:
+    from deberta_ds.finetune.sweep import Sweep
+    from deberta_ds.finetune.tasks import Task
 
 SIFT_WEIGHT = 5.0  # lambda of the published DeBERTaV3 small and base recipes
 
@@ -40,19 +42,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
     """Return (options, settings as --table.key=value); 0.1.0's --init-from is --init_from."""
-    words = [settings.underscored(text) for text in sys.argv[1:]]
+    words = [underscored(text) for text in sys.argv[1:]]
     options, overrides = parser.parse_known_args(words)
     for text in getattr(options, "set", ()):
         key = text.partition("=")[0]
-        overrides.append(f"--{text}" if "." in key else f"--{settings.ALL}.{text}")
+        overrides.append(f"--{text}" if "." in key else f"--all.{text}")
     return options, overrides
 
 
+def underscored(text: str) -> str:
+    """Return an option with underscores in its name; tasks' names (--AX-b.epochs) stay."""
+    name, separator, value = text.partition("=")
+    if not name.startswith("--") or "." in name:
+        return text
+    return "--" + name[2:].replace("-", "_") + separator + value
+
+
 def build_sweep(
-    options: argparse.Namespace, overrides: list[str], tasks: tuple[Task, ...],
+    options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
     init_from: dict[str, str], keep_models: bool, val_share: float = 0.0,
-) -> Sweep:  # fmt: skip
+) -> "Sweep":  # fmt: skip
     """Join the process group and return the sweep that the command line asks for."""
+    from deberta_ds import deepspeed_config
+    from deberta_ds.finetune import settings
+    from deberta_ds.finetune.models import open_start
+    from deberta_ds.finetune.sweep import Sweep
+    from deberta_ds.finetune.tasks import TASK_NAMES, task_named
+    from deberta_ds.train.engine import init_distributed
+
     if options.seeds < 1:
         raise UserError(f"--seeds {options.seeds}: must be at least 1")
     for task in tasks:
@@ -92,5 +109,7 @@ def build_sweep(
 
 def say(text: str) -> None:
     """Print on the first rank."""
+    from deberta_ds import dist
+
     if dist.is_main():
         print(text, flush=True)

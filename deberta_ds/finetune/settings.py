@@ -133,11 +133,3 @@ def _check_class_weights(task: Task, weights: dict[str, float] | str) -> None:
                               f"are {', '.join(task.labels)}")  # fmt: skip
         if weight < 0:
             raise ConfigError(f"{place}: {label} = {weight}: must be at least 0")
-
-
-def underscored(text: str) -> str:
-    """Return an option with underscores in its name; tasks' names (--AX-b.epochs) stay."""
-    name, separator, value = text.partition("=")
-    if not name.startswith("--") or "." in name:
-        return text
-    return "--" + name[2:].replace("-", "_") + separator + value
