@@ -95,6 +95,26 @@ def test_the_hubs_parquet_gives_the_same(official, tmp_path):
         assert [example.label for example in found] == labels, name
 
 
+def test_glues_rte_of_the_hub_has_other_columns_than_superglues(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"sentence1": "A.", "sentence2": "B.", "label": 1, "idx": 0}]
+    (tmp_path / "rte").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rte/train-00000-of-00001.parquet"))
+    (example,) = read_split(task_named("RTE"), tmp_path, "train", any_size=True).examples
+    assert example.sequences == (("A.", "B."),) and example.label == 0  # not_entailment
+
+
+@pytest.mark.parametrize("name", ["AX.tsv", "diagnostic/diagnostic.tsv"])
+def test_the_diagnostic_table_is_found_where_it_is_downloaded_to(official, name):
+    lines = (official / "AX" / "AX.tsv").read_text()
+    (official / "AX" / "AX.tsv").unlink()
+    (official / name).parent.mkdir(exist_ok=True)
+    (official / name).write_text(lines)
+    split = read_split(task_named("AX"), official, "test", any_size=True)
+    assert [e.sequences[0] for e in split.examples] == [("A.", "B."), ("C.", "D.")]
+    assert split.source == str(official / name)
+
+
 def test_broken_tables_are_named(official):
     def refused(name, text, message, split="train"):
         file = official / name

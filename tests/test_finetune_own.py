@@ -1,6 +1,5 @@
 """A task of one's own: every kind of table and label, learned by heart, predicted from a file."""
 
-import csv
 import json
 import random
 import re
@@ -16,14 +15,11 @@ from superglue_helpers import tiny_start
 from deberta_ds.errors import UserError
 from deberta_ds.finetune import sweep
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
-from deberta_ds.finetune.layouts import Example, TextSpan
-from deberta_ds.finetune.metrics import span_f1, spans_of
 from deberta_ds.finetune.models import build_model
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.settings import Settings, load, resolve
-from deberta_ds.finetune.tables import read_table
 from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
 ROOT = Path(__file__).parent.parent
@@ -190,76 +186,6 @@ def _pipeline_agrees(kind, model, row, scores, config):
         {config.id2label[n]: value for n, value in enumerate(wanted.tolist())}, abs=3e-5)
 
 
-def test_every_kind_of_table_gives_the_same_examples(tmp_path):
-    import pyarrow
-    import pyarrow.feather
-    import pyarrow.parquet
-
-    rows = [{"words": f'He said "{n}", twice\nor so', "extra": "x", "label": n % 3 == 0}
-            for n in range(9)]  # fmt: skip
-    path = write_task(tmp_path, "classification", rows)
-    wanted = read_split(load_own_task(path)[0], ".", "train").examples
-    assert {example.label for example in wanted} == {0, 1}
-    with open(tmp_path / "train.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(row | {"label": str(row["label"]).lower()} for row in rows)
-    table = pyarrow.Table.from_pylist(rows)
-    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
-    pyarrow.feather.write_feather(table, tmp_path / "train.feather")
-    with pyarrow.ipc.new_stream(str(tmp_path / "train.arrow"), table.schema) as stream:
-        stream.write_table(table)
-    for name in ("train.csv", "train.parquet", "train.feather", "train.arrow"):
-        path = write_task(tmp_path, "classification", rows, train=name, val=name)
-        task, _, said = load_own_task(path)
-        assert read_split(task, ".", "train").examples == wanted, name
-        assert said == "mine: 2 labels: false (6), true (3)"
-    (tmp_path / "train.tsv").write_text("words\tlabel\na \"b\tyes\nc\tno\n")
-    path = write_task(tmp_path, "classification", rows, train="train.tsv", texts=["words"])
-    found = read_split(load_own_task(path)[0], ".", "train").examples
-    assert [example.sequences[0][0] for example in found] == ['a "b', "c"]
-
-
-def test_conll_columns_are_sentences(tmp_path):
-    (tmp_path / "train.conll").write_text(
-        "-DOCSTART- -X- O O\n\nEU NNP I-NP B-ORG\nrejects VBZ I-VP O\n\nPeter NNP I-NP B-PER\n")
-    rows = list(read_table(tmp_path / "train.conll"))
-    assert rows[0][1] == {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]}
-    assert rows[1][0].endswith("train.conll:6")
-    path = write_task(tmp_path, "tags", [], train="train.conll", val="train.conll",
-                      texts=["tokens"], label="tags")  # fmt: skip
-    task, _, _ = load_own_task(path)
-    assert task.labels == ("O", "B-ORG", "B-PER")
-    first, _ = read_split(task, ".", "train").examples
-    assert first.label == (1, 0) and first.spans == (TextSpan(0, 0, 2), TextSpan(0, 3, 10))
-
-
-def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
-    """A WikiANN file has no ending and a language before each token; the Hub has numbers."""
-    datasets = pytest.importorskip("datasets")
-    (tmp_path / "train").write_text("en:Rome\tB-LOC\nen::\tO\nen:a:b\tO\n\nen:He\tO\n")
-    path = write_task(tmp_path, "tags", [], train="train", val="train", texts=["tokens"],
-                      label="tags")  # fmt: skip
-    task, _, said = load_own_task(path)
-    assert said == "mine: 2 labels: O (3), B-LOC (1)"
-    wanted = read_split(task, ".", "train").examples
-    assert wanted[0].sequences == (("Rome : a:b",),) and wanted[0].label == (1, 0, 0)
-    names = ["O", "B-PER", "B-LOC"]
-    features = datasets.Features({
-        "tokens": datasets.List(datasets.Value("string")),
-        "ner_tags": datasets.List(datasets.ClassLabel(names=names))})  # fmt: skip
-    table = datasets.Dataset.from_dict({"tokens": [["Rome", ":", "a:b"], ["He"]],
-                                        "ner_tags": [[2, 0, 0], [0]]}, features=features)
-    table.to_parquet(str(tmp_path / "train.parquet"))
-    path = write_task(tmp_path, "tags", [], train="train.parquet", val="train.parquet",
-                      texts=["tokens"], label="ner_tags", labels=names)  # fmt: skip
-    found = read_split(load_own_task(path)[0], ".", "train").examples
-    assert [e.label for e in found] == [(2, 0, 0), (0,)]
-    (tmp_path / "train").write_text("Rome B-LOC\n")
-    with pytest.raises(UserError, match=r"train:1: a file without an ending is read as WikiANN's"):
-        list(read_table(tmp_path / "train"))
-
-
 def test_class_weights_multiply_what_an_example_adds_to_the_loss(process_group, tmp_path):
     rows = rows_of("classification", 16)
     given = "epochs = 1\nbatch_rows = 16\nlearning_rate = 1e-9\ndropout = 0.0\nhead_dropout = 0.0"
@@ -378,60 +304,3 @@ def test_settings_in_a_task_file_are_checked(tmp_path):
         load_own_task(write_task(tmp_path, "classification", rows, "epoch = 3"))
     with pytest.raises(UserError, match="no such task file"):
         load_own_task(tmp_path / "none.toml")
-
-
-@pytest.mark.parametrize(("tags", "spans"), [
-    (["B-PER", "I-PER", "O", "B-LOC"], [("PER", 0, 2), ("LOC", 3, 4)]),
-    (["B-PER", "B-PER"], [("PER", 0, 1), ("PER", 1, 2)]),
-    (["I-PER", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 2)]),  # IOB1, or a slip of IOB2
-    (["B-PER", "I-LOC", "I-LOC"], [("PER", 0, 1), ("LOC", 1, 3)]),
-    (["B-PER", "E-PER", "S-LOC", "S-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
-    (["O", "E-PER", "I-PER"], [("PER", 1, 2), ("PER", 2, 3)]),
-    (["NOUN", "NOUN", "O"], [("NOUN", 0, 2)]),
-    (["O", "O"], []), ([], []),
-])  # fmt: skip
-def test_spans_are_those_of_conlleval(tags, spans):
-    assert spans_of(tags) == spans
-
-
-def test_span_f1_is_seqevals():
-    labels = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
-    dice = random.Random(2)
-    gold = [tuple(dice.randrange(5) for _ in range(8)) for _ in range(40)]
-    guess = [tuple(tag if dice.random() < 0.7 else dice.randrange(5) for tag in row)
-             for row in gold]  # fmt: skip
-    found = span_f1([Example((n,), (("x",),), row) for n, row in enumerate(gold)], guess, labels)
-    assert 0.2 < found < 0.9
-    metrics = pytest.importorskip("seqeval.metrics")
-    names = [[[labels[tag] for tag in row] for row in side] for side in (gold, guess)]
-    assert found == pytest.approx(metrics.f1_score(*names))
-
-
-RECIPES = Path(__file__).parent.parent / "launch" / "runs" / "tasks"
-
-
-def recipe(name: str, directory: Path):
-    """Return the task of a recipe whose tables lie in `directory`."""
-    file = directory / f"{name}.toml"
-    file.write_text((RECIPES / file.name).read_text())
-    return load_own_task(file)[0]
-
-
-def test_swag_race_and_conll_are_read_in_their_own_formats(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    (tmp_path / "train.csv").write_text(
-        ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,"
-        "label\n0,a,1,He sits. He,He sits.,He,gold,stands.,\"eats, then runs.\",flies.,sinks.,1\n")
-    (example,) = read_split(recipe("swag", tmp_path), ".", "train").examples
-    assert example.sequences[1] == ("He sits.", "He eats, then runs.") and example.label == 1
-    row = {"example_id": "high1.txt", "article": "It rained all day.", "question": "What fell?",
-           "options": ["Snow.", "Rain.", "Hail.", "Dust."], "answer": "B"}  # fmt: skip
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
-    (example,) = read_split(recipe("race", tmp_path), ".", "train").examples
-    assert example.sequences[3] == ("It rained all day.", "What fell? Dust.") and example.label == 1
-    (tmp_path / "train.txt").write_text("-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nran VB B-VP O\n")
-    task = recipe("conll2003", tmp_path)
-    (example,) = read_split(task, ".", "train").examples
-    assert task.labels == ("O", "B-ORG") and example.label == (1, 0)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,21 @@ def test_the_walk_finds_the_scripts():
     names = {name(path) for path in PYTHON + SHELL}
     assert {"launch/demo.py", "launch/pretrain.py", "data_prep/pack.py",
             "launch/cluster/openmpi.sh"} <= names and len(names) > 30
+
+
+ASK_ALL = """
+import contextlib, io, runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        runpy.run_path(path, run_name="__main__")
+    print(path, *{"torch", "deepspeed", "transformers"} & sys.modules.keys())
+"""
+
+
+def test_help_of_a_command_does_not_wait_for_torch():
+    """finetune.py took 4 seconds to say what it can do."""
+    paths = [str(path) for path in PYTHON if path.parent.name == "launch"]
+    done = subprocess.run([sys.executable, "-c", ASK_ALL, *paths], cwd=ROOT, env=ENVIRONMENT,
+                          text=True, capture_output=True, timeout=60)
+    assert done.stdout.splitlines() == paths, done.stderr

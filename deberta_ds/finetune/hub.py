@@ -73,6 +73,9 @@ def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[s
 
 def _flat(task: Task, row: dict) -> dict:
     line = {name: value for name, value in row.items() if name != "label"}
+    for field, column in task.columns.items():  # GLUE's RTE has other names than SuperGLUE's
+        if field not in row and column in row:
+            line[field] = row[column]
     if task.name == "AX-b":
         line["idx"] = str(line["idx"])
     if task.name == "WiC":

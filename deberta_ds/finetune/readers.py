@@ -143,9 +143,8 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
             return str(file), _jsonl_file(file)
         tried.append(str(file))
         if split in task.files:
-            for place in (root / task.name, root):  # SQuAD's files have names of their own
-                table = Path(os.path.normpath(place / task.files[split]))
-                if table.is_file() and (place != root or task.layout == "answers"):
+            for table in _places(task, root, task.files[split]):
+                if table.is_file():
                     return str(table), table_lines(task, table, split)
                 tried.append(str(table))
         archives = [root / f"{task.name}.zip", root / _COMBINED]
@@ -165,6 +164,16 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
         f"{task.name}.zip there, or use --data {HUB} on a machine with network\n"
         f"  expected format: {line_format(task)}"
     )
+
+
+def _places(task: Task, root: Path, name: str) -> list[Path]:
+    """Return where a table of `task` may lie; SQuAD's and AX's have names of their own."""
+    places = [root / task.name / name]
+    if task.layout == "answers" or task.name == "AX":
+        places.append(root / name)
+    if task.name == "AX":  # as GLUE's download script puts it
+        places.append(root / "diagnostic" / "diagnostic.tsv")
+    return [Path(os.path.normpath(place)) for place in places]
 
 
 def table_lines(task: Task, table: Path, split: str) -> Iterator[tuple[str, Any]]:

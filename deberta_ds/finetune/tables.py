@@ -3,8 +3,10 @@
     .jsonl .json .ndjson   one JSON object a line      .csv   quoted, with a header
     .json                  also a list of objects, or a SQuAD document
     .tsv                   GLUE's: no quoting
-    .conll .txt            one token a line (token first, tag last), a blank line after a sentence
-    no ending              WikiANN's: a language and a colon before the token, a tab, the tag
+    .conll .txt .bio .iob2 eng.train eng.testa eng.testb
+                           one token a line (token first, tag last), a blank line after a sentence
+    no ending, or those and .tsv    WikiANN's, known by its lines: en:token, a tab, the tag
+    a directory            RACE's: a JSON document a file, with an article and its questions
     .parquet .arrow .feather    class numbers that `datasets` wrote with names become those names
 
 Rows are read one after another, so a file may be larger than memory (parquet and Arrow by batches;
@@ -12,16 +14,20 @@ of JSON files only lists and SQuAD's are read whole).
 """
 
 import csv
+import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from deberta_ds.errors import UserError, naming
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.json_files import parse_json
+from deberta_ds.json_files import parse_json, read_json
 
-KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".conll",
-         ".txt")  # fmt: skip
+_COLUMNS = (".conll", ".txt", ".bio", ".iob2", ".train", ".testa", ".testb")
+KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", *_COLUMNS)
+_WIKIANN = re.compile(r"[a-z]{2,3}(-[a-z]+)*:[^\t]+\t[^\t]+")
+_LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
 
@@ -33,6 +39,9 @@ def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: in
     too few columns and are left out.
     """
     path = Path(path)
+    if path.is_dir():
+        yield from _race(path)
+        return
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     kind = path.suffix.lower()
@@ -47,12 +56,18 @@ def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: in
         else:
             with open(path, "rb") as file:
                 lines = text_lines(file, str(path))
-                if kind == ".tsv":
+                first = list(itertools.islice(lines, _LOOK_AHEAD))
+                lines = itertools.chain(first, lines)
+                if kind in ("", ".tsv", *_COLUMNS) and _is_wikiann(first):
+                    yield from _conll(_without_language(lines))
+                elif kind == ".tsv":
                     yield from _tsv(path, lines, headless, skip_broken)
-                elif kind in (".conll", ".txt"):
+                elif kind in _COLUMNS:
                     yield from _conll(lines)
                 elif kind == "":
-                    yield from _conll(_without_language(lines))
+                    raise UserError(f"{path}:1: a file without an ending is read as WikiANN's, "
+                                    "whose lines are LANGUAGE:TOKEN, a tab, TAG; give it an ending "
+                                    f"that says what it is, of {' '.join(KINDS)}")  # fmt: skip
                 else:
                     yield from _json_lines(lines)
 
@@ -125,6 +140,29 @@ def squad_rows(place: str, articles: list) -> Iterator[Row]:
         raise UserError(f"after {where}: not a SQuAD document ({type(error).__name__}: {error}); "
                         "it is {data: [{paragraphs: [{context, qas: [{id, question, answers}]}]}]}"
                         ) from error  # fmt: skip
+
+
+def _race(directory: Path) -> Iterator[Row]:
+    """Yield the questions of RACE's documents in a directory, in the form that the Hub has."""
+    documents = sorted(file for file in directory.rglob("*.txt") if file.is_file())
+    if not documents:
+        raise UserError(f"{directory}: a directory is read as RACE's, and there is no document "
+                        "(.txt) in it; name a table, or RACE/train, RACE/dev, RACE/test")
+    for path in documents:
+        value = read_json(path)
+        try:
+            questions, options, name = value["questions"], value["options"], value["id"]
+            answers = value.get("answers", [None] * len(questions))
+            asked = list(zip(questions, options, answers, strict=True))
+            article = value["article"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: not a RACE document ({type(error).__name__}: {error}); it is "
+                            "{article, questions: [...], options: [[...]], answers: [...], id}"
+                            ) from error  # fmt: skip
+        for number, (question, choices, answer) in enumerate(asked):
+            row = {"example_id": name, "article": article, "question": question,
+                   "options": choices}  # fmt: skip
+            yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
 
 
 def _csv(path: Path) -> Iterator[Row]:
@@ -218,14 +256,18 @@ def _named(value: Any, names: list[str], place: str) -> Any:
     return names[value]
 
 
+def _is_wikiann(lines: list[tuple[str, str]]) -> bool:
+    """Return whether the first lines of a file all are LANGUAGE:TOKEN, a tab, TAG."""
+    filled = [line for _, line in lines if line.strip()]
+    return bool(filled) and all(map(_WIKIANN.fullmatch, filled))
+
+
 def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for place, line in lines:
-        language, colon, rest = line.partition(":")
-        if line.strip() and not (colon and rest and language.replace("-", "").isalpha()):
-            raise UserError(f"{place}: a file without an ending is read as WikiANN's, whose lines "
-                            f"are LANGUAGE:TOKEN, a tab, TAG; found {line[:40]!r}. Give the file "
-                            f"an ending that says what it is, of {' '.join(KINDS)}")  # fmt: skip
-        yield place, rest if line.strip() else line
+        if line.strip() and not _WIKIANN.fullmatch(line):
+            raise UserError(f"{place}: the lines before are WikiANN's, LANGUAGE:TOKEN, a tab, TAG; "
+                            f"found {line[:40]!r}")
+        yield place, line.partition(":")[2]
 
 
 def _conll(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
@@ -234,10 +276,14 @@ def _conll(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
     start = ""
     for place, line in lines:
         if line.strip() and not line.startswith("-DOCSTART-"):
-            parts = line.split("\t") if "\t" in line else line.split()
+            # Spaces and tabs part columns; a no-break or other wide space is part of a token.
+            parts = line.split("\t") if "\t" in line else [p for p in line.split(" ") if p]
             start = start or place
             tokens.append(parts[0])
             tags.append(parts[-1] if len(parts) > 1 else "")
+            if bool(tags[-1]) != bool(tags[0]):
+                raise UserError(f"{place}: {line[:40]!r} has {len(parts)} columns; either all "
+                                "tokens of a sentence have a tag, or none")
         elif tokens:
             yield start, _sentence(tokens, tags)
             tokens, tags, start = [], [], ""
@@ -246,7 +292,7 @@ def _conll(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
 
 
 def _sentence(tokens: list[str], tags: list[str]) -> dict[str, Any]:
-    return {"tokens": tokens} | ({"tags": tags} if all(tags) else {})
+    return {"tokens": tokens} | ({"tags": tags} if tags[0] else {})
 
 
 def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[str, Any]:
