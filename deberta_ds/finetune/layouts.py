@@ -15,6 +15,7 @@ from deberta_ds.finetune.line import Line, show
 from deberta_ds.finetune.tasks import Task
 
 PLACEHOLDER = "@placeholder"
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HIGHLIGHT = re.compile(r"\s*@highlight\s*")
 
 
@@ -91,17 +92,25 @@ def _choices(line: Line, labelled: bool) -> list[Example]:
 
 
 def _choice(line: Line, answers: list[str]) -> int:
-    """Return which answer is right: by its number from 0, its letter, or its text."""
-    value = line.value.get("label")
-    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(answers)]
+    found = chosen(line.value.get("label"), answers)
+    if found is None:
+        line.fail(f'field "label" must be a number from 0 to {len(answers) - 1}, a letter from A '
+                  f"to {_LETTERS[: len(answers)][-1]}, or the answer itself; found "
+                  f"{show(line.value.get('label'))}")  # fmt: skip
+    return found[0]
+
+
+def chosen(value: Any, answers: list[str]) -> tuple[int, str] | None:
+    """Return (which answer is right, what says so): its number from 0, its letter, or its text.
+
+    A number or letter counts before a text that reads the same, as the official files have those.
+    """
     if type(value) is int and 0 <= value < len(answers):
-        return value
-    if isinstance(value, str) and value in answers:
-        return answers.index(value)
-    if isinstance(value, str) and value and value in letters:
-        return letters.index(value)
-    line.fail(f'field "label" must be a number from 0 to {len(answers) - 1}, a letter from A to '
-              f"{letters[-1]}, or the answer itself; found {show(value)}")
+        return value, "number"
+    text = str(value) if type(value) in (int, str) else ""
+    if len(text) == 1 and text in _LETTERS[: len(answers)]:
+        return _LETTERS.index(text), "letter"
+    return (answers.index(text), "text") if text in answers else None
 
 
 def _tags(line: Line, labelled: bool) -> list[Example]:

@@ -23,10 +23,10 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.errors import UserError
-from deberta_ds.finetune.layouts import examples_of
+from deberta_ds.finetune.layouts import chosen, examples_of
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.tables import label_text, read_table, to_line
+from deberta_ds.finetune.tables import choice_label, label_text, read_table, to_line
 from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
 from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import read_toml
@@ -138,13 +138,10 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
     """Return (label names, a line that shows them with their counts in train)."""
     if own.kind == "regression":
         return ("score",), f"{own.name}: {own.label} is a number"
+    if own.kind == "choice":
+        return _choices(own, train)
     counts: Counter[str] = Counter()
-    choices = 0
     for place, row in read_table(train):
-        if own.kind == "choice":
-            first = row.get(own.choices[0])
-            choices = len(first) if len(own.choices) == 1 and first else len(own.choices)
-            break
         if own.label not in row:
             raise UserError(f"{place}: no column {own.label!r} (label in {path}); there are "
                             f"{', '.join(map(str, row))}")  # fmt: skip
@@ -152,18 +149,44 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
         if len(counts) > _MOST_LABELS:
             raise UserError(f"{place}: {own.label!r} has more than {_MOST_LABELS} values, so it is "
                             "no column of labels; is it a regression, or another column?")
-    if own.kind == "choice":
-        labels = tuple(f"choice{number}" for number in range(choices))
-    else:
-        labels = own.labels or tuple(sorted(counts, key=_by_number))
-        if own.kind == "tags" and not own.labels:
-            labels = tuple(sorted(labels, key=lambda label: label != "O"))
+    labels = own.labels or tuple(sorted(counts, key=_by_number))
+    if own.kind == "tags" and not own.labels:
+        labels = tuple(sorted(labels, key=lambda label: label != "O"))
     if len(labels) < (1 if own.kind == "multilabel" else 2):
         raise UserError(f"{train}: column {own.label!r} has {len(labels)} labels; at least two are "
                         "needed to learn from")  # fmt: skip
     shown = [f"{label} ({counts[label]})" if counts else label for label in labels[:20]]
     more = f" and {len(labels) - 20} more" if len(labels) > 20 else ""
     return labels, f"{own.name}: {len(labels)} labels: {', '.join(shown)}{more}"
+
+
+def _choices(own: OwnTask, train: Path) -> tuple[tuple[str, ...], str]:
+    """Return (names of the answers, a line on what the labels of train are)."""
+    forms: Counter[str] = Counter()
+    count = doubtful = 0
+    for place, row in read_table(train):
+        if lost := [name for name in own.choices if name not in row]:
+            raise UserError(f"{place}: no column {lost[0]!r}; there are {', '.join(map(str, row))}")
+        values = row[own.choices[0]] if len(own.choices) == 1 else [
+            row[name] for name in own.choices]  # fmt: skip
+        if not isinstance(values, list):
+            raise UserError(f"{place}: column {own.choices[0]!r} must hold a list of answers; "
+                            "answers in columns of their own are named one by one: choices = "
+                            '["answer1", "answer2"]')  # fmt: skip
+        count = count or len(values)
+        value = choice_label(row.get(own.label))
+        found = chosen(value, values)
+        forms.update(found[1:] if found else ())
+        doubtful += bool(found) and str(value) in values and values[found[0]] != str(value)
+    if count < 2:
+        raise UserError(f"{train}: {', '.join(own.choices)}: {count} answers to choose from; at "
+                        "least two are needed to learn from")  # fmt: skip
+    shown = ", ".join(f"{form} ({number})" for form, number in forms.items())
+    said = f"{own.name}: {count} answers, the right one is said by {shown}"
+    if doubtful:
+        said += (f"; in {doubtful} rows the label is the text of another answer: the number or "
+                 "letter counts")  # fmt: skip
+    return tuple(f"choice{number}" for number in range(count)), said
 
 
 def _names(kind: str, value: Any, place: str) -> list[str]:

@@ -30,6 +30,7 @@ from deberta_ds.finetune.tables import Row, read_table, to_line
 from deberta_ds.finetune.tasks import Task
 
 BLOCK_ROWS = 4096
+_OURS = ("idx", "prediction", "probabilities", "start", "end", "no_answer_margin")
 _OWN_LINES = ("copa", "multirc", "record", "wic", "wsc")  # layouts that are no plain table
 
 
@@ -43,6 +44,9 @@ def predict_file(
     probabilities; of answers, their characters [start, end) and the margin of no answer. Raises
     UserError naming the row that cannot be read; then `out` is not written.
     """
+    if taken := [name for name in keep if name in _OURS]:
+        raise UserError(f"--keep {taken[0]}: predictions have a value of that name; rename the "
+                        "table's column")  # fmt: skip
     model = finetuned_model(saved, device)
     rows = read_table(data)
     if not dist.is_main():
@@ -55,6 +59,10 @@ def _on_all_ranks(saved, model, rows: Iterator[Row], batch_rows, max_length, kee
     count, cut, began = 0, 0, time.monotonic()
     device = next(model.parameters()).device
     while block := list(itertools.islice(rows, BLOCK_ROWS)):
+        for place, row in block:
+            if lost := [name for name in keep if name not in row]:
+                raise UserError(f"{place}: --keep {lost[0]}: no such column; there are "
+                                f"{', '.join(map(str, row))}")  # fmt: skip
         examples = list(_examples(saved.task, block, count))
         try:
             features = encode(saved.task, examples, saved.tokenizer, max_length=max_length,
@@ -67,7 +75,8 @@ def _on_all_ranks(saved, model, rows: Iterator[Row], batch_rows, max_length, kee
         count += len(block)
         if file:
             lines = _lines(saved, examples, scores, block, keep)
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            for line in lines:  # a kept column may hold a date, or another thing JSON has not
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             rate = count / (time.monotonic() - began)
             print(f"  {count:,} rows, {rate:,.0f} a second", file=sys.stderr, flush=True)
     if file and cut:
@@ -94,9 +103,6 @@ def _lines(
         line: dict[str, Any] = {"idx": example.key[0] if len(example.key) == 1 else example.key}
         row = rows[example.place]
         for name in keep:
-            if name not in row:
-                raise UserError(f"{example.place}: --keep {name}: no such column; there are "
-                                f"{', '.join(map(str, row))}")  # fmt: skip
             line[name] = row[name]
         line["prediction"] = as_written(task, guess)
         if task.head == "answer":

@@ -166,6 +166,7 @@ def _race(directory: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(1 << 30)  # of a text; the library's own is 128 KiB
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         header = next(reader, [])
@@ -334,9 +335,14 @@ def _label(task: Task, value: Any) -> Any:
             value = value.split() if task.head == "tags" else value.split(",")
         return [label_text(part) for part in value] if isinstance(value, list) else value
     if task.head == "choice":
-        text = label_text(value)
-        return int(text) if text.isdecimal() else text
+        return choice_label(value)
     return label_text(value)
+
+
+def choice_label(value: Any) -> Any:
+    """Return the label of a choice: a number also where a table has only text."""
+    text = label_text(value)
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 9 else text
 
 
 def label_text(value: Any) -> Any:
