@@ -32,11 +32,13 @@ def main() -> None:
     parser.add_argument("--batch_rows", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--learning_rate", type=float, default=2e-4)
+    parser.add_argument("--train_rows", type=int, default=0, help="first rows of train; 0: all")
+    parser.add_argument("--label", default="", help="key in the results, for one task")
     parser.add_argument("--any_size", action="store_true")
     parser.add_argument("--out", default="benchmarks/results/finetune_speed.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {}
+    out = Path(options.out)
     for name in options.tasks:
         job, train, val = job_of(name, options)
         runs = {"ours": [], **{way: [] for way in WAYS}}
@@ -46,14 +48,16 @@ def main() -> None:
                 runs[way].append(run_trainer(options, job, train, val, sampling, round_ + 1))
             print(name, {way: rows[-1] for way, rows in runs.items()}, flush=True)
         fastest = {way: min(row["cpu_seconds"] for row in rows) for way, rows in runs.items()}
-        found[name] = {
+        measured = {
             "train_rows": len(train), "val_rows": len(val), "runs": runs,
             "times_as_fast": {way: round(fastest[way] / fastest["ours"], 2) for way in WAYS},
         }  # fmt: skip
-    about = {key: getattr(options, key) for key in ("batch_rows", "epochs", "learning_rate")}
-    shape = json.loads((Path(options.model) / "config.json").read_text())
-    about |= {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
-    write_atomic(options.out, json.dumps(about | found, indent=1) + "\n")
+        measured |= {key: getattr(options, key) for key in
+                     ("batch_rows", "epochs", "learning_rate")}  # fmt: skip
+        shape = json.loads((Path(options.model) / "config.json").read_text())
+        measured |= {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+        record = json.loads(out.read_text()) if out.exists() else {}
+        write_atomic(out, json.dumps(record | {options.label or name: measured}, indent=1) + "\n")
 
 
 def job_of(name: str, options):
@@ -76,7 +80,8 @@ def job_of(name: str, options):
     job = Job(task=task, seed=1, settings=resolve(task, load(None, given, TASK_NAMES)),
               start=open_start(options.model), train=train, val=val, tests={}, out=Path("."),
               deepspeed={}, device=device)  # fmt: skip
-    return job, encode_split(job, train), encode_split(job, val)
+    rows = encode_split(job, train)
+    return job, rows[: options.train_rows or len(rows)], encode_split(job, val)
 
 
 def run_ours(job, train, val, seed: int) -> dict:

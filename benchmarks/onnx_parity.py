@@ -1,10 +1,11 @@
 """ONNX files against PyTorch: differences at several lengths, sizes, and time, by family.
 
     python -m benchmarks.onnx_parity                      # benchmarks/results/onnx_parity-cpu.json
-    python -m benchmarks.onnx_parity --classifier DIR --data TABLE.jsonl
+    python -m benchmarks.onnx_parity --classifier runs/nli/MNLI/seed-1/model --data DIR
 
-Random weights of published widths, with fewer layers and words. With --classifier, a fine-tuned
-classifier of texts is scored on a table in fp32 and int8 as well.
+Random weights of published widths, with fewer layers and words. With --classifier it is a
+fine-tuned classifier that is scored on its validation split instead, in PyTorch, fp32 and int8
+(--data: as for finetune.py; an own task knows its table): results/onnx_classifier-cpu.json.
 """
 
 import argparse
@@ -16,8 +17,11 @@ import torch
 
 from benchmarks.measure import interleaved_minimum, save
 from deberta_ds.config import ModelConfig
+from deberta_ds.finetune import metrics
 from deberta_ds.finetune.directory import load_finetuned
-from deberta_ds.finetune.tables import read_table
+from deberta_ds.finetune.features import collate, encode
+from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.formats import onnx_files
 from deberta_ds.formats.release import Network, build_backbone
 from deberta_ds.formats.release_reader import read_release
@@ -92,35 +96,31 @@ def measure_time(network: Network, directory: Path, rounds: int) -> dict:
     return interleaved_minimum(variants, rounds)
 
 
-def measure_classifier(source: Path, table: Path, directory: Path) -> dict:
-    """Return the accuracy of a fine-tuned classifier of texts in fp32 and int8, and agreement."""
+def measure_classifier(source: Path, data: Path, directory: Path) -> dict:
+    """Return the scores of a fine-tuned classifier on its validation split in fp32 and int8."""
     saved = load_finetuned(source)
     task, network = saved.task, read_release(source).main
     onnx_files.write_network(network, directory, "int8")
-    rows = [values for _, values in read_table(table)]
-    texts = [tuple(row[name] for name in task.texts) for row in rows]
-    gold = np.array([task.labels.index(row[task.columns["label"]]) for row in rows])
-    found = {}
-    for name, file in (("fp32", onnx_files.MODEL), ("int8", onnx_files.QUANTIZED)):
-        session = onnx_files.open_session(directory / file)
-        found[name] = np.concatenate([
-            session.run(None, encoded(saved.tokenizer, texts[first: first + 16]))[0].argmax(-1)
-            for first in range(0, len(texts), 16)])
-    return {"examples": len(gold), "labels": len(task.labels),
-            "majority": float(np.bincount(gold).max() / len(gold)),
-            **{f"accuracy_{name}": float((values == gold).mean()) for name, values in
-               found.items()}, "same_class": float((found["fp32"] == found["int8"]).mean())}
-
-
-def encoded(tokenizer, texts: list[tuple[str, ...]]) -> dict[str, np.ndarray]:
-    """Return padded inputs of [CLS] a [SEP] b [SEP]."""
-    rows = [[tokenizer.cls_id, *(token for text in parts
-                                 for token in (*tokenizer.encode(text), tokenizer.sep_id))]
-            for parts in texts]
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    for row, values in zip(ids, rows, strict=True):
-        row[: len(values)] = values
-    return {"input_ids": ids, "attention_mask": (ids != 0).astype(np.int64)}
+    examples = read_split(task, data, "val", any_size=True).examples
+    features = encode(task, examples, saved.tokenizer, max_length=saved.settings.max_length,
+                      window_overlap=saved.settings.window_overlap)  # fmt: skip
+    model = finetuned_model(saved, torch.device("cpu"))
+    files = {"fp32": onnx_files.MODEL, "int8": onnx_files.QUANTIZED}
+    sessions = {name: onnx_files.open_session(directory / file) for name, file in files.items()}
+    guesses: dict[str, list[int]] = {name: [] for name in ("PyTorch", *files)}
+    for first in range(0, len(features), 16):
+        batch = collate(features[first : first + 16])
+        with torch.no_grad():
+            guesses["PyTorch"] += model(batch).scores.argmax(-1).tolist()
+        inputs = {"input_ids": batch.input_ids_RL.numpy(),
+                  "attention_mask": batch.segments_RL.long().numpy()}
+        for name, session in sessions.items():
+            guesses[name] += session.run(["logits"], inputs)[0].argmax(-1).tolist()
+    shared = np.equal(guesses["fp32"], guesses["int8"]).mean()
+    return {"task": task.name, "examples": len(examples), "labels": len(task.labels),
+            "majority": metrics.score(task, examples, metrics.baseline(task, examples)),
+            **{name: metrics.score(task, examples, found) for name, found in guesses.items()},
+            "same_class_fp32_int8": float(shared)}
 
 
 def main() -> None:
@@ -128,17 +128,18 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--classifier", type=Path, help="a fine-tuned directory")
-    parser.add_argument("--data", type=Path, help="a table with its columns and labels")
+    parser.add_argument("--data", type=Path, default=Path("."), help="the task's files")
     options = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
+        if options.classifier:
+            found = measure_classifier(options.classifier, options.data, Path(scratch))
+            print(found)
+            print(save("onnx_classifier", "cpu", found))
+            return
         for name, (preset, changes) in SHAPES.items():
             results[name] = measure_family(preset, changes, Path(scratch), options.rounds)
             print(name, results[name], flush=True)
-        if options.classifier:
-            results["classifier"] = measure_classifier(options.classifier, options.data,
-                                                       Path(scratch))
-            print(results["classifier"])
     print(save("onnx_parity", "cpu", results))
 
 
