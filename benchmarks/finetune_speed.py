@@ -39,25 +39,23 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     out = Path(options.out)
+    shape = json.loads((Path(options.model) / "config.json").read_text())
+    about = {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    about |= {key: getattr(options, key) for key in ("batch_rows", "epochs", "learning_rate")}
     for name in options.tasks:
         job, train, val = job_of(name, options)
+        about |= {"train_rows": len(train), "val_rows": len(val)}
         runs = {"ours": [], **{way: [] for way in WAYS}}
         for round_ in range(options.rounds):
             runs["ours"].append(run_ours(job, train, val, seed=round_ + 1))
             for way, sampling in WAYS.items():
                 runs[way].append(run_trainer(options, job, train, val, sampling, round_ + 1))
             print(name, {way: rows[-1] for way, rows in runs.items()}, flush=True)
-        fastest = {way: min(row["cpu_seconds"] for row in rows) for way, rows in runs.items()}
-        measured = {
-            "train_rows": len(train), "val_rows": len(val), "runs": runs,
-            "times_as_fast": {way: round(fastest[way] / fastest["ours"], 2) for way in WAYS},
-        }  # fmt: skip
-        measured |= {key: getattr(options, key) for key in
-                     ("batch_rows", "epochs", "learning_rate")}  # fmt: skip
-        shape = json.loads((Path(options.model) / "config.json").read_text())
-        measured |= {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
-        record = json.loads(out.read_text()) if out.exists() else {}
-        write_atomic(out, json.dumps(record | {options.label or name: measured}, indent=1) + "\n")
+            least = {way: min(row["cpu_seconds"] for row in rows) for way, rows in runs.items()}
+            ratios = {way: round(least[way] / least["ours"], 2) for way in WAYS}
+            record = json.loads(out.read_text()) if out.exists() else {}
+            record[options.label or name] = about | {"times_as_fast": ratios, "runs": runs}
+            write_atomic(out, json.dumps(record, indent=1) + "\n")
 
 
 def job_of(name: str, options):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deberta_ds.errors import UserError
-from deberta_ds.finetune.tasks import Task
+from deberta_ds.finetune.tasks import TASK_NAMES, Task
 
 
 class Line:
@@ -80,7 +80,10 @@ class Line:
             self.fail(f'field "{where}" must be {_NAMES[type(values[0])]}, found {show(value)}')
         if value not in values:
             wanted = ", ".join(show(known) for known in values)
-            self.fail(f'field "{self.key}{where}" must be one of {wanted}, found {show(value)}')
+            more = "" if self.task.name in TASK_NAMES else (
+                "; labels that train has not are named by labels = [...] in the task file")
+            self.fail(f'field "{self.key}{where}" must be one of {wanted}, found {show(value)}'
+                      f"{more}")  # fmt: skip
         return values.index(value)
 
 

@@ -144,7 +144,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
         tried.append(str(file))
         if split in task.files:
             for table in _places(task, root, task.files[split]):
-                if table.is_file():
+                if table.exists():  # RACE's is a directory
                     return str(table), table_lines(task, table, split)
                 tried.append(str(table))
         archives = [root / f"{task.name}.zip", root / _COMBINED]
@@ -167,12 +167,10 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
 
 
 def _places(task: Task, root: Path, name: str) -> list[Path]:
-    """Return where a table of `task` may lie; SQuAD's and AX's have names of their own."""
-    places = [root / task.name / name]
-    if task.layout == "answers" or task.name == "AX":
+    """Return where a table of `task` may lie."""
+    places = [root / task.name / name, *(root / place for place in task.also_at)]
+    if task.layout == "answers":  # SQuAD's files have names of their own
         places.append(root / name)
-    if task.name == "AX":  # as GLUE's download script puts it
-        places.append(root / "diagnostic" / "diagnostic.tsv")
     return [Path(os.path.normpath(place)) for place in places]
 
 

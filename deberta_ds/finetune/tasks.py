@@ -40,6 +40,7 @@ class Task:
     counts: tuple[tuple[str, int], ...] = ()  # split -> predictions to make, in the official files
     line: str = ""  # one line in the expected format, for error messages
     files: Mapping[str, str] = field(default_factory=dict)  # split -> table under TASK/
+    also_at: tuple[str, ...] = ()  # of a task of one table: where else it may lie under the data
     columns: Mapping[str, str] = field(default_factory=dict)  # field -> the table's column
     headless: tuple[str, ...] = ()  # the columns of labelled tables that have no header line
     may_be_blank: bool = False  # a text may be empty where another one is not
@@ -239,7 +240,8 @@ _GLUE_ONLY: tuple[Task, ...] = (
     Task(
         name="AX", head="classify", labels=_NLI, submitted=_NLI, texts=("premise", "hypothesis"),
         metrics=("matthews_multi",), counts=(("test", 1104),), files={"test": "AX.tsv"},
-        columns=_SENTENCES, hub="ax", hub_repository="nyu-mll/glue",
+        also_at=("AX.tsv", "diagnostic/diagnostic.tsv"), columns=_SENTENCES,
+        hub="ax", hub_repository="nyu-mll/glue",
         hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI",
     ),
 )  # fmt: skip
