@@ -4,8 +4,8 @@
 
 The rows are made up: words from a list, and labels that are drawn, so only reading, features and
 heads are tested. They are written as the official files are (tables, documents, columns) and read
-by launch/finetune.py; a model of random values (2 layers of 128) is scored on the rows that it was
-trained on. SuperGLUE's tasks: benchmarks/superglue_overfit.py, on official rows.
+as launch/finetune.py does; a model of random values (2 layers of 128) is scored on the rows that it
+was trained on. SuperGLUE's tasks: benchmarks/superglue_overfit.py, on official rows.
 """
 
 import argparse
@@ -175,22 +175,32 @@ def main() -> None:
             write_atomic(out, json.dumps(record | {task: found}, indent=1) + "\n")
 
 
-def measure(task: str, scratch: Path) -> dict:
-    """Return the score on the rows of `task` after training on them."""
-    data = scratch / task
+def measure(name: str, scratch: Path) -> dict:
+    """Return the score on the rows of a task after training on them."""
+    from deberta_ds.finetune import settings, sweep
+    from deberta_ds.finetune.models import open_start
+    from deberta_ds.finetune.own import load_own_task
+    from deberta_ds.finetune.tasks import TASK_NAMES, task_named
+    from deberta_ds.train.engine import init_distributed
+
+    data = scratch / name
     data.mkdir()
-    MAKERS[task](data, task, random.Random(5))
-    source = ["--task", task, "--data", str(data), "--any_size", "--skip_test"]
-    if task in OWN:
-        recipe = "conll2003" if task == "wikiann" else task
+    MAKERS[name](data, name, random.Random(5))
+    if name in OWN:
+        recipe = "conll2003" if name == "wikiann" else name
         lines = (ROOT / f"launch/runs/tasks/{recipe}.toml").read_text()
-        for old, new in OWN[task].items():
+        for old, new in OWN[name].items():
             lines = lines.replace(f'"{old}"', f'"{new}"')
-        write(data / f"{task}.toml", lines)
-        source = ["--task", str(data / f"{task}.toml")]
-    run("launch/finetune.py", *source, "--out", str(scratch / "out"), "--no_save_model",
-        "--model", f"random:{scratch / 'shape'}", *(f"--all.{text}" for text in SETTINGS))
-    result = json.loads((scratch / "out" / task / "seed-1/result.json").read_text())
+        write(data / "task.toml", lines)
+        task, _, _ = load_own_task(data / "task.toml")
+    else:
+        task = task_named(name)
+    given = settings.load(None, [f"--all.{text}" for text in SETTINGS], (*TASK_NAMES, task.name))
+    (result,) = sweep.run_all(sweep.Sweep(
+        tasks=(task,), num_seeds=1, start=open_start(f"random:{scratch / 'shape'}"),
+        data=str(data), out=scratch / "out" / name, deepspeed={}, device=init_distributed(),
+        settings=given, any_size=True, predict_test=False, keep_models=False, say=lambda text: None,
+    ))  # fmt: skip
     return {"rows": result["train"][1], "score": result["score"], "metrics": result["metrics"],
             "baseline": result["baseline"], "best_step": result["best_step"]}
 
