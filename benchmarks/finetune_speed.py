@@ -4,8 +4,8 @@
 
 Both train in fp32 on one thread of one process, one after the other, and score the validation
 split. CPU seconds of batching, forward, backward and update are compared; tokenization before that
-is left out for both. The Trainer (which needs `accelerate`) pads to the longest row of a batch; once
-more it groups rows by length itself.
+is left out for both. The Trainer (which needs `accelerate`) pads to the longest row of a batch;
+once more it groups rows by length itself.
 """
 
 import argparse
