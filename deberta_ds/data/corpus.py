@@ -281,6 +281,15 @@ def check_file(path: str | Path, size: int, digest: str | None, remedy: str) -> 
         raise UserError(f"{path}: xxh3 checksum differs from the manifest; {remedy}")
 
 
+def open_shard(corpus: str | Path, shard: ShardInfo) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, ends) of a shard, mapped; UserError if either file is not what it was."""
+    tokens, ends = (Path(corpus) / kind / f"{shard.name}.npy" for kind in ("tokens", "ends"))
+    remedy = "the shard is damaged: copy it again, or make the corpus again"
+    check_file(tokens, shard.bytes, shard.xxh3, remedy)
+    check_file(ends, shard.ends_bytes, shard.ends_xxh3, remedy)
+    return map_array(tokens), map_array(ends)
+
+
 def map_array(path: str | Path) -> np.ndarray:
     """Return a read-only memory map of a .npy file as a plain array (cheap to slice)."""
     try:

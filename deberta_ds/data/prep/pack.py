@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.data.corpus import check_file, map_array
+from deberta_ds.data.corpus import open_shard
 from deberta_ds.data.packing import PACKER_VERSION, plan_rows
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import (
@@ -67,12 +67,7 @@ def plan_description(fingerprint: str, seq_len: int) -> dict:
 
 def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: int) -> dict:
     """Plan one shard and return the fields of its RowShardInfo, and its hard cuts."""
-    tokens_path = Path(corpus) / "tokens" / f"{shard.name}.npy"
-    ends_path = Path(corpus) / "ends" / f"{shard.name}.npy"
-    remedy = "the shard is damaged: make the corpus again"
-    check_file(tokens_path, shard.bytes, shard.xxh3, remedy)
-    check_file(ends_path, shard.ends_bytes, shard.ends_xxh3, remedy)
-    tokens, ends = map_array(tokens_path), map_array(ends_path)
+    tokens, ends = open_shard(corpus, shard)
     plan = plan_rows(ends, tokens, word_starts, seq_len)
     directory = rows_directory(corpus, seq_len)
     pieces_path = directory / f"{shard.name}.npy"

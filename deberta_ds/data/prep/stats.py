@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.data.corpus import Corpus, check_file, map_array
+from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
 from deberta_ds.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 1 << 22
-_DAMAGED = "the shard is damaged: copy it again, or make the corpus again"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback; a byte-level BPE has no such
 # Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
 _MANY_BYTES, _MANY_UNKNOWN = 0.02, 0.001
@@ -43,15 +42,10 @@ def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
     lengths, frequencies = np.zeros(40, np.int64), np.zeros(manifest.vocab_size, np.int64)
     longest = 0
     for shard in manifest.shards:
-        tokens_path, ends_path = (Path(path) / part / f"{shard.name}.npy"
-                                  for part in ("tokens", "ends"))
-        check_file(tokens_path, shard.bytes, shard.xxh3, _DAMAGED)
-        check_file(ends_path, shard.ends_bytes, shard.ends_xxh3, _DAMAGED)
-        ends = map_array(ends_path)
+        tokens, ends = open_shard(path, shard)
         sizes = np.diff(np.concatenate([[0], ends]))
         lengths += np.bincount(np.log2(sizes).astype(np.int64), minlength=40)
         longest = max(longest, int(sizes.max()))
-        tokens = map_array(tokens_path)
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             chunk = tokens[start : start + _CHUNK_TOKENS]
             frequencies += np.bincount(chunk, minlength=len(frequencies))

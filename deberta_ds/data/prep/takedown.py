@@ -8,12 +8,14 @@ differs, so a run notices that its rows have changed.
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from deberta_ds.data.corpus import Corpus, check_file, map_array
+from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.data.packing import FRAME_TOKENS, PACKER_VERSION, cut_documents
 from deberta_ds.data.prep.identity import (
     Origin,
@@ -41,7 +43,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
 
 _VERSION = 1
-_DAMAGED = "the shard is damaged: copy it again, or make the corpus again"
+_BATCH_DOCUMENTS = 1 << 12
 
 
 def take_down(
@@ -97,48 +99,39 @@ def take_down_shard(
                 "plans": {str(length): asdict(plan) for length, plan in plans.items()},
                 "hard_cuts": {}}
     tokenizer = Tokenizer(tokenizer_path)
-    cuts = {str(length): -_hard_cuts(corpus, shard.name, tokenizer, length) for length in plans}
+    tokens, ends = open_shard(corpus, shard)
+    word_starts = tokenizer.word_starts()
+    cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
+            for length in plans}
+    table, labels, is_gone = Origins(corpus).table(shard.name), {}, set(gone)
+    for number, ids, origin in _documents(tokens, ends, table):
+        if number in is_gone:
+            row = labels.setdefault(origin.label, [0, 0, 0])
+            row[:] = [row[0] + 1, row[1] + len(tokenizer.decode(ids)), row[2] + len(ids)]
     if len(gone) == shard.documents:
-        labels = _rewrite(corpus, None, None, shard, set(gone), tokenizer)
         return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}
-    dtype = np.load(Path(corpus) / "tokens" / f"{shard.name}.npy", mmap_mode="r").dtype
-    writer, origins = ShardWriter(out, shard.name, dtype), OriginWriter(out, shard.name)
-    labels = _rewrite(corpus, writer, origins, shard, set(gone), tokenizer)
+    writer, origins = ShardWriter(out, shard.name, tokens.dtype), OriginWriter(out, shard.name)
+    for number, ids, origin in _documents(tokens, ends, table):
+        if number not in is_gone:
+            writer.append(ids)
+            origins.append(origin)
     info, file = writer.finish(), origins.finish()
-    packed = {str(length): pack_shard(out, info, tokenizer.word_starts(), length)
-              for length in plans}
+    packed = {str(length): pack_shard(out, info, word_starts, length) for length in plans}
     for length, plan in packed.items():
         cuts[length] += plan.pop("hard_cuts")
     return {"shard": asdict(info), "labels": labels, "origins": file, "plans": packed,
             "hard_cuts": cuts}
 
 
-def _hard_cuts(corpus: str, name: str, tokenizer: Tokenizer, length: int) -> int:
-    ends = map_array(Path(corpus) / "ends" / f"{name}.npy")
-    tokens = map_array(Path(corpus) / "tokens" / f"{name}.npy")
-    return cut_documents(ends, tokens, tokenizer.word_starts(), length - FRAME_TOKENS)[2]
-
-
-def _rewrite(corpus: str, writer, origins, shard: ShardInfo, gone: set[int], tokenizer: Tokenizer
-             ) -> dict[str, list[int]]:
-    """Write what stays; return {label: documents, characters, tokens that go}."""
-    tokens_path = Path(corpus) / "tokens" / f"{shard.name}.npy"
-    ends_path = Path(corpus) / "ends" / f"{shard.name}.npy"
-    check_file(tokens_path, shard.bytes, shard.xxh3, _DAMAGED)
-    check_file(ends_path, shard.ends_bytes, shard.ends_xxh3, _DAMAGED)
-    tokens, ends = map_array(tokens_path), map_array(ends_path).tolist()
-    labels: dict[str, list[int]] = {}
-    records = Origins(corpus).table(shard.name).to_pylist()
-    for document, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        origin = Origin(**records[document])
-        if document in gone:
-            row = labels.setdefault(origin.label, [0, 0, 0])
-            text = tokenizer.decode(tokens[begin:end])
-            row[:] = [row[0] + 1, row[1] + len(text), row[2] + end - begin]
-        elif writer is not None:
-            writer.append(np.array(tokens[begin:end]))
-            origins.append(origin)
-    return labels
+def _documents(tokens: np.ndarray, ends: np.ndarray, table: pa.Table
+               ) -> Iterator[tuple[int, np.ndarray, Origin]]:
+    """Yield (number, ids, origin) of each document of a shard."""
+    records = (record for batch in table.to_batches(_BATCH_DOCUMENTS)
+               for record in batch.to_pylist())
+    begin = 0
+    for number, (end, record) in enumerate(zip(ends, records, strict=True)):
+        yield number, tokens[begin:end], Origin(**record)
+        begin = end
 
 
 def _files_of(corpus: str, name: str, plans: dict[int, RowShardInfo]) -> list[Path]:
