@@ -106,7 +106,7 @@ class PersonalRule:
 
     action: Literal["mask", "drop"] = option("mask: written over by a constant; drop: the document "
                                              "goes", "mask")
-    kinds: tuple[Literal["email", "ip", "phone", "card", "iban"], ...] = option(
+    kinds: tuple[Literal[PERSONAL_KINDS], ...] = option(
         "what is looked for; card and iban by their check digits, ip public ones, phone with "
         "+country code", PERSONAL_KINDS)
 
