@@ -1,6 +1,7 @@
 """A tiny tokenizer and tiny corpora, made in-process for the data tests."""
 
 import functools
+import json
 import random
 import tempfile
 from pathlib import Path
@@ -8,10 +9,20 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
+from deberta_ds.data.corpus import map_array
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus
-from deberta_ds.data.shards import Manifest, ShardWriter, token_dtype, write_manifest
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.data.shards import (
+    Manifest,
+    ShardWriter,
+    read_manifest,
+    token_dtype,
+    write_manifest,
+)
 from deberta_ds.tokenizer import Tokenizer
 
+READ = ReadOptions()
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog, again and again.",
     "Pretraining a masked language model needs a great deal of ordinary text.",
@@ -74,3 +85,29 @@ def make_corpus(
     for seq_len in seq_lens:
         pack_corpus(path, tokenizer, seq_len)
     return path
+
+
+def write_json_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def tokenize(source, out, workers=1, clean=None, unit_bytes=20_000, **options):
+    units = plan_units([str(source)], READ, unit_bytes)
+    return tokenize_corpus(units, out, tiny_tokenizer(), read=READ, clean=clean or CleanOptions(),
+                           workers=workers, **options)
+
+
+def tree(directory):
+    return {str(path.relative_to(directory)): path.read_bytes()
+            for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+
+
+def stored_texts(corpus):
+    texts = []
+    for shard in read_manifest(corpus)[0].shards:
+        tokens = map_array(Path(corpus) / "tokens" / f"{shard.name}.npy")
+        begin = 0
+        for end in map_array(Path(corpus) / "ends" / f"{shard.name}.npy").tolist():
+            texts.append(tiny_tokenizer().decode(tokens[begin:end]))
+            begin = end
+    return texts

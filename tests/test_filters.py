@@ -6,8 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from data_helpers import SENTENCES, random_documents, tiny_tokenizer
-from test_data_prep import stored_texts, tree, write_json_lines
+from data_helpers import (
+    SENTENCES,
+    random_documents,
+    stored_texts,
+    tiny_tokenizer,
+    tree,
+    write_json_lines,
+)
 
 from deberta_ds.data.prep.documents import Document, ReadOptions, plan_units
 from deberta_ds.data.prep.filter_rules import (

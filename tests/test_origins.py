@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from data_helpers import random_documents, tiny_tokenizer, tokenizer_path
-from test_data_prep import stored_texts, tree
+from data_helpers import random_documents, stored_texts, tiny_tokenizer, tokenizer_path, tree
 
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.prep.documents import ReadOptions, plan_units

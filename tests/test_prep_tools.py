@@ -1,0 +1,123 @@
+"""Tokenizer training, the docstring corpus, and what shows a corpus: stats, show, verify."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import (
+    SENTENCES,
+    random_documents,
+    tiny_tokenizer,
+    tokenize,
+    tokenizer_path,
+    write_json_lines,
+)
+
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.prep.docstrings import (
+    installed_python_files,
+    pinned_python_files,
+    write_docstrings,
+)
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
+from deberta_ds.data.prep.pack import pack_corpus
+from deberta_ds.data.prep.stats import corpus_stats, stats_text
+from deberta_ds.data.prep.text import normalise
+from deberta_ds.data.prep.train_spm import train_tokenizer
+from deberta_ds.errors import UserError
+
+SCRIPTS = Path(__file__).parent.parent / "data_prep"
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.jsonl"
+    write_json_lines(path, random_documents(300))
+    return path
+
+
+def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(random_documents(200)), encoding="utf-8")
+    read = ReadOptions(documents="line")
+    units = plan_units([str(path)], read)
+    tokenizer = train_tokenizer(units, tmp_path / "spm.model", pieces=400, sample_bytes=1 << 20,
+                                read=read, threads=1)
+    assert tokenizer.mask_id == 400
+    for text in SENTENCES:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(UserError, match=r"cannot make 100000 pieces.*--pieces \d+, or give more"):
+        train_tokenizer(units, tmp_path / "x.model", pieces=100_000, sample_bytes=1 << 20,
+                        read=read, threads=1)
+    assert not (tmp_path / "x.model").exists()
+
+
+def test_docstrings_are_deduplicated_english(tmp_path):
+    files = [path for path in installed_python_files() if "/email/" in path or "/http/" in path]
+    counts = write_docstrings(files, tmp_path, max_bytes=10**6, heldout_share=0.3, workers=1)
+    records = [json.loads(line) for name in ("train", "heldout")
+               for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [record["text"] for record in records]
+    assert len(texts) == len(set(texts)) == counts["train"] + counts["heldout"] > 20
+    assert all(text == normalise(text) and len(text) >= 200 for text in texts)
+    assert not any(record["id"].startswith("/") for record in records)
+
+
+def test_docstrings_of_pinned_packages_are_the_same_everywhere(tmp_path):
+    """Files of the named packages alone, whatever else is installed; another version is said."""
+    version = metadata.version("networkx")
+    (tmp_path / "constraints.txt").write_text(f"# pins\nnetworkx=={version}\nnumpy==0.1\n")
+    files, notes = pinned_python_files(tmp_path / "constraints.txt")
+    packages = {Path(path).relative_to(sysconfig.get_paths()["purelib"]).parts[0]
+                for path in files}
+    assert {"numpy", "networkx"} <= packages <= {
+        "numpy", "scipy", "sklearn", "pandas", "networkx", "matplotlib", "mpl_toolkits", "pylab.py"}
+    assert "networkx" not in " ".join(notes) and notes[0].endswith("not 0.1")
+    assert files[0].endswith("numpy/__config__.py") and not any("/tests/" in p for p in files)
+
+
+def test_stats_of_another_script_warn(tmp_path):
+    """Spelled in bytes because the tokenizer has no piece for it, and unknown pieces."""
+    path = tmp_path / "thai.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "\u0e20\u0e32\u0e29\u0e32" * 20 + str(n)})
+                              for n in range(30)), encoding="utf-8")
+    tokenize(path, tmp_path / "thai")
+    tokenizer = tiny_tokenizer()
+    assert re.search(r"WARNING: 9\d\.\d% of the tokens are (single bytes|unknown)",
+                     stats_text(corpus_stats(tmp_path / "thai", tokenizer), tokenizer))
+    frequencies = np.bincount([tokenizer.unk_id, *range(300, 340)], minlength=tokenizer.size)
+    stats = dataclasses.replace(corpus_stats(tmp_path / "thai", tokenizer),
+                                frequencies=frequencies)
+    assert "WARNING: 2.4% of the tokens are unknown" in stats_text(stats, tokenizer)
+
+
+def test_stats_count_every_token(text_file, tmp_path):
+    tokenize(text_file, tmp_path / "out")
+    pack_corpus(tmp_path / "out", tiny_tokenizer(), 64)
+    stats = corpus_stats(tmp_path / "out", tiny_tokenizer())
+    assert stats.frequencies.sum() == stats.manifest.counts["tokens"]
+    assert stats.lengths.sum() == 300
+    text = stats_text(stats, tiny_tokenizer())
+    assert "rows-64" in text and "top 20 pieces" in text and "WARNING" not in text
+
+
+def test_show_and_verify_run(text_file, tmp_path):
+    out = tmp_path / "out"
+    tokenize(text_file, out)
+    pack_corpus(out, tiny_tokenizer(), 64)
+    tools = {"show.py": ["--tokenizer", tokenizer_path(), "--seq_len", "64"], "verify.py": []}
+    printed = [
+        subprocess.run([sys.executable, str(SCRIPTS / script), str(out), *arguments], check=True,
+                       capture_output=True, text=True).stdout
+        for script, arguments in tools.items()
+    ]
+    assert "[CLS]" in printed[0] and "targets" in printed[0] and "{" in printed[0]
+    assert "files agree (full)" in printed[1]
+    assert Corpus(out, seq_len=64).fingerprint[:16] in printed[1]

@@ -1,0 +1,87 @@
+"""Jobs and their units: one process at a time in a directory, ranks share the work, full disks."""
+
+import errno
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from data_helpers import READ, random_documents, tokenize, write_json_lines
+from tqdm import tqdm
+
+from deberta_ds.data import shards
+from deberta_ds.data.prep.dedup import find_duplicates
+from deberta_ds.data.prep.documents import plan_units
+from deberta_ds.data.prep.units import _drive, job, no_space_as_user_error
+from deberta_ds.errors import UserError
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.jsonl"
+    write_json_lines(path, random_documents(300))
+    return path
+
+
+def test_rank_0_works_too_and_takes_waiting_units_back(tmp_path):
+    done = []
+
+    def note(number):
+        time.sleep(0.01)
+        done.append((number, threading.get_ident()))
+        return {}
+
+    missing = deque((tmp_path, str(number), note, (number,)) for number in range(24))
+    with ThreadPoolExecutor(1) as pool, tqdm(disable=True) as bar:
+        _drive(pool, missing, 12, bar, work_here=True)
+    assert sorted(number for number, _ in done) == list(range(24))
+    here = sum(thread == threading.get_ident() for _, thread in done)
+    assert here >= 8  # about 12; without taking back the pool alone does the last 12, here 6
+
+
+def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
+    """The second deleted the files of the first."""
+    out = tmp_path / "out"
+    with job(out, {"version": 1}, finished="manifest.json"):
+        for work in (lambda: tokenize(text_file, out),
+                     lambda: find_duplicates(plan_units([str(text_file)], READ), out, read=READ)):
+            with pytest.raises(UserError, match=r"another command is at work here \(pid \d+ on"):
+                work()
+    shutil.rmtree(out)
+    tokenize(text_file, out)
+    assert not (out / ".lock").exists()
+
+
+def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
+    code = ("import sys, os, signal; from deberta_ds.data.prep.units import job\n"
+            "with job(sys.argv[1], {}, finished='x'): os.kill(os.getpid(), signal.SIGKILL)")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")])
+    assert (tmp_path / "out" / ".lock").exists()
+    with job(tmp_path / "out", {}, finished="x") as is_done:
+        assert not is_done
+
+
+def test_mpirun_without_its_pool_is_an_error(text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delitem(sys.modules, "mpi4py.futures", raising=False)
+    with pytest.raises(UserError, match="mpirun -n N python -m mpi4py.futures"):
+        tokenize(text_file, tmp_path / "out")
+
+
+def test_a_full_disk_is_an_error_with_its_number(monkeypatch, tmp_path):
+    @contextmanager
+    def full_disk(path):
+        yield "/dev/full"
+
+    monkeypatch.setattr(shards, "atomic_path", full_disk)
+    with pytest.raises(OSError) as caught:
+        shards.save_array(tmp_path / "x.npy", np.arange(100_000))
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(UserError, match="no space left"), no_space_as_user_error(tmp_path):
+        raise caught.value
