@@ -5,12 +5,13 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
+from deberta_ds.data.prep.filters import REPORT
 from deberta_ds.files import write_atomic
 from deberta_ds.report.pages import render
 from deberta_ds.report.reading import READ, read_checked
 from deberta_ds.report.tables import Cell, Table
 
-REPORT, PAGE = "filters.json", "filters.html"
+PAGE = "filters.html"
 _SHOWN = 10
 _TEXT_CHARACTERS = 600
 

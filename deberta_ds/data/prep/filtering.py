@@ -11,6 +11,7 @@ from deberta_ds.data.prep.filters import REPORT, Filters, Tally
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.files import write_atomic
+from deberta_ds.json_files import read_json
 
 _TRY_VERSION = 1
 
@@ -33,7 +34,7 @@ def try_filters(
             if results is None:
                 return None
             write_report(out, rules, results)
-    return json.loads((Path(out) / REPORT).read_bytes())
+    return read_json(Path(out) / REPORT)
 
 
 def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules) -> dict:

@@ -127,11 +127,7 @@ class Origins:
 
     def of(self, name: str, document: int) -> Origin:
         """Return the origin of a document of shard `name`."""
-        row = self._read_row(name, document)
-        return Origin(**row)
-
-    def _read_row(self, name: str, document: int) -> dict:
-        return self.table(name).slice(document, 1).to_pylist()[0]
+        return Origin(**self.table(name).slice(document, 1).to_pylist()[0])
 
     def find(self, names: list[str]) -> dict[str, dict[int, str]]:
         """Return {shard: {document in it: its name}} of documents called by id or SOURCE@PLACE."""

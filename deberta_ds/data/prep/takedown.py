@@ -174,6 +174,7 @@ def _finish(out: Path, old: Manifest, plans: dict[int, RowsManifest], origins: O
     write_origins_manifest(out, {
         result["shard"]["name"]: result["origins"] or origins.files[result["shard"]["name"]]
         for result in kept})
+    labels = {label: found for label, found in labels.items() if found[0]}
     new = replace(old, counts=counts, labels=labels, shards=shards)
     fingerprint = fingerprint_of(new)
     for length, plan in plans.items():
