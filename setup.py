@@ -51,8 +51,9 @@ setup(
         "neardup": ["datasketch"],
         "onnx": ["onnx", "onnxruntime"],
         "languages": ["py3langid"],
+        "archives": ["fastwarc", "resiliparse", "lz4"],
         "trackers": ["wandb", "mlflow-skinny"],
-        "dev": ["py3langid", "pytest", "pytest-xdist", "hypothesis", "ruff", "seqeval",
-                "torchmetrics"],
+        "dev": ["fastwarc", "lz4", "py3langid", "pytest", "pytest-xdist", "hypothesis",
+                "resiliparse", "ruff", "seqeval", "torchmetrics"],
     },
 )

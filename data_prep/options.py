@@ -60,7 +60,8 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
     parser.add_argument(
         "inputs", nargs=needed,
         help="files, directories, patterns, remote URLs or hub:NAME[@CONFIG][#SPLIT]; .txt .md "
-        ".jsonl .csv .tsv (also .gz .zst .xz .bz2 .lz4), .parquet, .arrow, directories of datasets",
+        ".jsonl .csv .tsv .warc .wet (also .gz .zst .xz .bz2 .lz4), .parquet, .arrow, directories "
+        "of datasets",
     )
     parser.add_argument(
         "--documents", default="file",
@@ -77,6 +78,10 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
         "--max_document_bytes", type=positive, default=1 << 26, help="longer ones are bad documents"
     )
     parser.add_argument(
+        "--extract_html", action="store_true",
+        help="the main text of the pages in .warc files (needs resiliparse)",
+    )
+    parser.add_argument(
         "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: chosen"
     )
 
@@ -87,7 +92,7 @@ def read_options(args: argparse.Namespace) -> "ReadOptions":
 
     return ReadOptions(
         args.documents, args.text_key, args.label_key, args.label_from_directory,
-        args.max_document_bytes, args.id_key,
+        args.max_document_bytes, args.id_key, args.extract_html,
     )
 
 

@@ -1,9 +1,10 @@
 """Files of any size and kind -> work units -> documents, in bounded memory.
 
 Text (.txt, .md), JSON lines (.jsonl), .csv and .tsv, all also as .gz .zst .xz .bz2 or .lz4;
-.parquet; .arrow and directories that `datasets` has saved; and Hub datasets as
-`hub:NAME[@CONFIG][#SPLIT]`, streamed. Paths may be remote (fsspec). Plain text and JSON lines
-are split into byte ranges, so one file of 100 GB keeps all workers busy; small files share a unit.
+.warc and .wet (also .gz); .parquet; .arrow and directories that `datasets` has saved; and Hub
+datasets as `hub:NAME[@CONFIG][#SPLIT]`, streamed. Paths may be remote (fsspec). Plain text and
+JSON lines are split into byte ranges, so one file of 100 GB keeps all workers busy; small files
+share a unit.
 
 A document of a text file is the whole file, a line, a block between blank lines, or what lies
 between lines that match a pattern. A line belongs to the byte range in which it starts.
@@ -25,12 +26,15 @@ from deberta_ds.errors import UserError, naming
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (".csv", ".tsv")
+WARC_SUFFIXES = (".warc", ".wet")
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files become documents. `documents`: "file", "line", "blank_line" or "match:PATTERN"."""
+    """How files become documents. `documents`: "file", "line", "blank_line" or "match:PATTERN".
+    `extract_html`: the main text of the pages in .warc files.
+    """
 
     documents: str = "file"
     text_key: str = "text"
@@ -38,10 +42,12 @@ class ReadOptions:
     label_from_directory: bool = False
     max_document_bytes: int = 1 << 26
     id_key: str = ""
+    extract_html: bool = False
 
     def describe(self) -> dict:
-        """Return what ties a job to these options; those of jobs begun before id_key was."""
-        return {name: value for name, value in asdict(self).items() if name != "id_key" or value}
+        """Return what ties a job to these options, as before there were those that came later."""
+        later = ("id_key", "extract_html")
+        return {name: value for name, value in asdict(self).items() if name not in later or value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ def _whole_inputs(
         if kind is None and path == name:
             raise UserError(
                 f"{path}: unknown kind of file; known are .txt .md .jsonl .csv .tsv (each also .gz "
-                ".zst .xz .bz2 .lz4), .parquet and .arrow"
+                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet and .arrow"
             )
         if kind is None:
             passed_over.append(path)
@@ -201,12 +207,12 @@ def _remote_state(detail: dict) -> str:
 
 
 def input_kind(path: str) -> str | None:
-    """Return "text", "json", "table", "parquet" or "arrow" by the suffix of `path`, or None."""
+    """Return the kind of an input by its suffix (a key of readers.read_unit), None if unknown."""
     stem, suffix = os.path.splitext(path)
     if suffix in COMPRESSED_SUFFIXES:
         suffix = os.path.splitext(stem)[1]
     for kind, suffixes in (("text", TEXT_SUFFIXES), ("json", JSON_SUFFIXES),
-                           ("table", TABLE_SUFFIXES)):
+                           ("table", TABLE_SUFFIXES), ("warc", WARC_SUFFIXES)):
         if suffix in suffixes:
             return kind
     return suffix[1:] if suffix in (".parquet", ".arrow") else None

@@ -25,7 +25,7 @@ from deberta_ds.json_files import parse_json, typed
 FINDINGS_VERSION = 2
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
 _AGAIN = "run that search again, into a new directory"
-_OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes")
+_OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes", "extract_html")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ def finish_findings(
 
 
 def _dividing(read: ReadOptions) -> dict:
-    return {name: getattr(read, name) for name in _OPTIONS_THAT_DIVIDE}
+    described = read.describe()
+    return {name: described[name] for name in _OPTIONS_THAT_DIVIDE if name in described}
 
 
 def save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:

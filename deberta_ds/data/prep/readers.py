@@ -17,6 +17,7 @@ import zstandard
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
+from deberta_ds.data.prep.warc import read_records
 from deberta_ds.errors import UserError, naming
 
 _BLOCK_BYTES = 1 << 18
@@ -26,7 +27,8 @@ _EMPTY: dict = {}  # what an empty line of JSON lines stands for
 def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
     """Yield the documents of one unit in order; unreadable ones have `problem` set."""
     readers = {"text": _read_lines, "json": _read_lines, "table": _read_table,
-               "parquet": _read_parquet, "arrow": _read_arrow, "stream": _read_stream}
+               "warc": _read_warc, "parquet": _read_parquet, "arrow": _read_arrow,
+               "stream": _read_stream}
     for extent in unit:
         with naming(extent.path):
             try:
@@ -245,6 +247,14 @@ def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         for row, record in enumerate(rows):
             found, problem, named, name = _fields(record, label, options)
             yield Document(found, extent.path, row, extent.kind, named, problem, name)
+
+
+def _read_warc(extent: Extent, options: ReadOptions) -> Iterator[Document]:
+    label = _directory_label(extent, options)
+    _columns(options, ["text", "url", "id", "language", "date"], extent.path)
+    for number, record, problem in read_records(extent, options):
+        found, missing, named, name = _fields(record, label, options)
+        yield Document(found, extent.path, number, extent.kind, named, problem or missing, name)
 
 
 def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
