@@ -8,6 +8,7 @@
 
 from options import (
     add_input_options,
+    add_workers,
     fraction,
     parser_for,
     positive,
@@ -32,10 +33,15 @@ def main() -> None:
     parser.add_argument("--pieces", type=positive, default=32000,
                         help="pieces; [MASK] comes after them")
     parser.add_argument("--sample_bytes", type=positive, default=1 << 26, help="text to train on")
+    parser.add_argument("--temperature", type=float, metavar="T",
+                        help="take each language (--label_key, --label_from_directory) in "
+                        "proportion to its characters to the power of 1/T: 1 as they are, 3.3 as "
+                        "XLM-R; reads all of the input once to count and once to sample")
     parser.add_argument("--character_coverage", type=fraction, default=0.9995,
                         help="rarer characters are spelled in bytes (wordpiece: unknown)")
     parser.add_argument("--threads", type=positive, default=2,
                         help="part of unigram's recipe: it rounds sums")
+    add_workers(parser)
     args = parser.parse_args()
     if bool(args.inputs) == bool(args.add_mask):
         parser.error("name either inputs to train on, or a tokenizer with --add_mask")
@@ -54,6 +60,7 @@ def main() -> None:
 def train(args):
     """Return the tokenizer trained as the options say."""
     from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.sampling import languages_of
     from deberta_ds.data.prep.train_fast import train_fast
     from deberta_ds.data.prep.train_spm import train_tokenizer
 
@@ -61,6 +68,9 @@ def train(args):
     units = plan_units(args.inputs, read, args.unit_bytes)
     recipe = {"pieces": args.pieces, "sample_bytes": args.sample_bytes, "read": read,
               "character_coverage": args.character_coverage}
+    if args.temperature is not None:
+        recipe["languages"] = languages_of(units, read, args.sample_bytes, args.temperature,
+                                           args.workers)
     if args.kind == "unigram":
         return train_tokenizer(units, args.out, threads=args.threads, **recipe)
     return train_fast(units, args.out, kind=args.kind, **recipe)

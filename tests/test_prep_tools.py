@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from deberta_ds.data.prep.docstrings import (
 )
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus
+from deberta_ds.data.prep.sampling import languages_of, sample_texts
 from deberta_ds.data.prep.stats import corpus_stats, stats_text
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.train_spm import train_tokenizer
@@ -57,6 +59,37 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
         train_tokenizer(units, tmp_path / "x.model", pieces=100_000, sample_bytes=1 << 20,
                         read=read, threads=1)
     assert not (tmp_path / "x.model").exists()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.3])
+def test_languages_are_sampled_by_temperature(tmp_path, temperature):
+    """Exact to one piece of 1,000 characters, spread over all of the input, in any units."""
+    sizes, generator = {"en": 400, "de": 40, "sw": 4}, random.Random(0)
+    lines = [{"text": f"{lang}{number} " + lang[0] * generator.randint(10, 3000), "lang": lang}
+             for lang, size in sizes.items() for number in range(size)]
+    generator.shuffle(lines)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = ReadOptions(label_key="lang")
+    units = plan_units([str(tmp_path / "a.jsonl")], read, 50_000)
+    languages = languages_of(units, read, 100_000, temperature)
+    there = {lang: sum(len(line["text"]) for line in lines if line["lang"] == lang)
+             for lang in sizes}
+    raised = {lang: size ** (1 / temperature) for lang, size in there.items()}
+    texts = list(sample_texts(units, 100_000, read, languages))
+    found = {lang: [text for text in texts if lang[0] in text[-5:]] for lang in sizes}
+    for lang, size in there.items():
+        wanted = 100_000 * raised[lang] / sum(raised.values())
+        assert languages[lang] == (size, pytest.approx(wanted))
+        assert abs(sum(map(len, found[lang])) - wanted) <= 1000
+    order = [line["text"][:1000] for line in lines if line["lang"] == "en"]
+    assert 0.3 < sum(text in order[:200] for text in found["en"]) / max(
+        1, sum(text in order for text in found["en"])) < 0.7
+    whole = plan_units([str(tmp_path / "a.jsonl")], read)
+    assert texts == list(sample_texts(whole, 100_000, read, languages))
+    natural = languages_of(whole, read, 1 << 40, 1.0)
+    assert natural["sw"] == (there["sw"], pytest.approx(there["sw"]))
+    with pytest.raises(UserError, match="give --label_key or --label_from_directory"):
+        languages_of(units, ReadOptions(), 100_000, temperature)
 
 
 def test_docstrings_are_deduplicated_english(tmp_path):

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from deberta_ds.data.prep import fast_rules
 from deberta_ds.data.prep.documents import Extent, ReadOptions
-from deberta_ds.data.prep.train_spm import sample_texts
+from deberta_ds.data.prep.sampling import Languages, sample_texts
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
@@ -29,24 +29,24 @@ KINDS = ("byte_bpe", "bpe", "wordpiece")
 
 def train_fast(
     units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int, sample_bytes: int,
-    read: ReadOptions, character_coverage: float = 0.9995,
+    read: ReadOptions, character_coverage: float = 0.9995, languages: Languages | None = None,
 ) -> Tokenizer:
     """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
 
-    Memory is bounded by `sample_bytes`, taken evenly from the start of every unit. The same sample
-    gives the same bytes. UserError if the sample is too small for `pieces`.
+    Memory is bounded by `sample_bytes`, taken evenly from the start of every unit, or as
+    `languages` says. The same sample gives the same bytes. UserError if it is too small.
     """
     out = Path(out)
     if out.suffix in (".model", ".json") or out.is_file():
         raise UserError(f"{out}: --kind {kind} writes a directory; give the name of one")
     fast, trainer = _untrained(kind, pieces)
     if kind != "byte_bpe":
-        sample = sample_texts(units, sample_bytes, read)
+        sample = sample_texts(units, sample_bytes, read, languages)
         alphabet = _alphabet(sample, character_coverage) + ([SPACE_MARK] if kind == "bpe" else [])
         trainer.initial_alphabet, trainer.limit_alphabet = alphabet, len(alphabet)
     if kind == "wordpiece":  # else their ids come in an order that differs from run to run
         trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
-    fast.train_from_iterator(sample_texts(units, sample_bytes, read), trainer)
+    fast.train_from_iterator(sample_texts(units, sample_bytes, read, languages), trainer)
     if fast.get_vocab_size() != pieces:
         raise UserError(f"`tokenizers` makes {fast.get_vocab_size():,} of {pieces:,} pieces from "
                         "this sample; ask for fewer pieces or give more text")

@@ -11,15 +11,13 @@ import sentencepiece
 from tqdm import tqdm
 
 from deberta_ds.data.prep.documents import Extent, ReadOptions
-from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.sampling import Languages, sample_texts
 from deberta_ds.data.prep.spm_rules import RULES_NAME, normalizer_tsv
-from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import Tokenizer
 
 _MOST_PIECES = re.compile(r"<= (\d+)")  # in SentencePiece's message
-_SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes without a word
 
 
 def train_tokenizer(
@@ -31,12 +29,14 @@ def train_tokenizer(
     read: ReadOptions,
     character_coverage: float = 0.9995,
     threads: int = 2,
+    languages: Languages | None = None,
 ) -> Tokenizer:
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
     and width; decoding gives normalised text back. Memory is bounded by `sample_bytes`, taken
-    evenly from the start of every unit. UserError if the sample is too small for `pieces`.
+    evenly from the start of every unit, or as `languages` says. UserError if the sample is too
+    small for `pieces`.
     """
     model = io.BytesIO()
     with TemporaryDirectory() as directory:
@@ -44,7 +44,7 @@ def train_tokenizer(
         write_atomic(rules, normalizer_tsv())
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_sample(units, sample_bytes, read, pieces),
+                sentence_iterator=_sample(units, sample_bytes, read, pieces, languages),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
@@ -76,34 +76,15 @@ def _named(model: bytes) -> bytes:
     return proto.SerializeToString(deterministic=True)
 
 
-def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int
-            ) -> Iterator[str]:
+def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int,
+            languages: Languages | None) -> Iterator[str]:
     """Yield sentences of about `sample_bytes` in all, and show how far that is."""
     size = 0
     with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
               disable=None) as bar:
-        for sentence in sample_texts(units, sample_bytes, read):
+        for sentence in sample_texts(units, sample_bytes, read, languages):
             bar.update(len(sentence.encode()))
             size += len(sentence.encode())
             yield sentence
     print(f"SentencePiece makes {pieces:,} pieces of {size / 1e6:.1f} MB of text, which takes "
           f"{'minutes' if size > 1e7 else 'seconds'} and shows nothing", file=sys.stderr)
-
-
-def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions) -> Iterator[str]:
-    """Yield about `sample_bytes` of normalised text, evenly from the start of every unit."""
-    quota, spent = sample_bytes / len(units), 0.0
-    for number, unit in enumerate(units):
-        allowed = (number + 1) * quota
-        for document in read_unit(unit, read):
-            if spent >= allowed:
-                break
-            if document.problem:
-                continue  # tokenize_corpus names and counts it
-            try:
-                text = normalise(document.text)
-            except BadTextError:
-                continue
-            spent += len(text.encode())
-            for start in range(0, len(text), _SENTENCE_CHARACTERS):
-                yield text[start : start + _SENTENCE_CHARACTERS]

@@ -1,0 +1,112 @@
+"""The bounded sample of text that a tokenizer is trained on: from the inputs, or by language.
+
+By language, one with the share p of all characters has the share p ** (1 / temperature) of the
+sample, over the sum of these. Each piece of text is taken with the chance of what its language
+still lacks over what is still to come (Fan, Muller and Rezucha 1962): spread over all of the input,
+exact to one piece. Where a language has less than its share the chance is above 1: pieces repeat.
+"""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import xxhash
+from tqdm import tqdm
+
+from deberta_ds.data.mixture import temperature_weights
+from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
+from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.text import BadTextError, normalise
+from deberta_ds.errors import UserError
+from deberta_ds.splitmix import mix64
+
+SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes without a word
+Languages = dict[str, tuple[int, float]]  # {label: (characters there, characters wanted)}
+
+
+def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
+                 languages: Languages | None = None) -> Iterator[str]:
+    """Yield about `sample_bytes` of normalised text: evenly from the start of every unit, or what
+    `languages` says.
+    """
+    if languages:
+        yield from _by_language(units, read, languages)
+        return
+    quota, spent = sample_bytes / len(units), 0.0
+    for number, unit in enumerate(units):
+        allowed = (number + 1) * quota
+        for document in read_unit(unit, read):
+            if spent >= allowed:
+                break
+            text = _text(document)
+            spent += len(text.encode())
+            yield from _pieces(text)
+
+
+def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int,
+                 temperature: float, workers: int = 1) -> Languages:
+    """Return how much there is of each language, and how much of it a sample of `sample_bytes`
+    takes (of all bytes, if those are fewer). Reads all of the input; prints the shares.
+    """
+    if not (read.label_key or read.label_from_directory):
+        raise UserError("--temperature needs to know the languages; give --label_key or "
+                        "--label_from_directory")
+    totals: dict[str, list[int]] = {}
+    with ProcessPoolExecutor(workers) as pool:
+        counted = pool.map(partial(_count, read=read), units)
+        for counts in tqdm(counted, desc="counting languages", total=len(units), unit="unit",
+                           disable=None):
+            for label, (characters, size) in counts.items():
+                row = totals.setdefault(label, [0, 0])
+                row[:] = [row[0] + characters, row[1] + size]
+    if not totals:
+        raise UserError("the inputs hold no text")
+    totals = dict(sorted(totals.items()))
+    shares = temperature_weights([characters for characters, _ in totals.values()], temperature)
+    mean = sum(share * size / characters for share, (characters, size) in zip(
+        shares, totals.values(), strict=True))  # bytes of a character of the sample
+    wanted = min(sample_bytes, sum(size for _, size in totals.values())) / mean
+    found = {label: (characters, wanted * share) for share, (label, (characters, _)) in zip(
+        shares, totals.items(), strict=True)}
+    for label, (characters, taken) in found.items():
+        print(f"{label or '(no label)'}: {characters:,} characters, {taken / wanted:.2%} of the "
+              f"sample ({taken / characters:.2f} times what is there)", file=sys.stderr)
+    return found
+
+
+def _count(unit: list[Extent], read: ReadOptions) -> dict[str, tuple[int, int]]:
+    counts: dict[str, tuple[int, int]] = {}
+    for document in read_unit(unit, read):
+        if text := _text(document):
+            characters, size = counts.get(document.label, (0, 0))
+            counts[document.label] = characters + len(text), size + len(text.encode())
+    return counts
+
+
+def _by_language(units: list[list[Extent]], read: ReadOptions, languages: Languages
+                 ) -> Iterator[str]:
+    left = {label: list(counts) for label, counts in languages.items()}
+    seeds = {label: xxhash.xxh3_64_intdigest(label.encode()) for label in languages}
+    number = 0
+    for document in (document for unit in units for document in read_unit(unit, read)):
+        for piece in _pieces(_text(document)):
+            there, wanted = left[document.label]
+            chance = mix64(seeds[document.label] + number) / 2**64
+            copies = int(max(0.0, wanted / there) + chance)
+            left[document.label] = [there - len(piece), wanted - copies * len(piece)]
+            number += 1
+            yield from [piece] * copies
+
+
+def _text(document: Document) -> str:
+    """Return the normalised text, "" of a bad document, which tokenize_corpus names and counts."""
+    try:
+        return "" if document.problem else normalise(document.text)
+    except BadTextError:
+        return ""
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[start : start + SENTENCE_CHARACTERS]
+            for start in range(0, len(text), SENTENCE_CHARACTERS))
