@@ -5,7 +5,7 @@ A document goes if it shares a run of 13 words with an evaluation file (or a who
 at least 8): JSON lines (SuperGLUE, BLiMP), tables (GLUE) or text, with every field in them.
 """
 
-from options import add_input_options, add_workers, parser_for, positive, read_options
+from options import add_cache, add_input_options, add_workers, parser_for, positive, read_options
 
 from deberta_ds.errors import exit_cleanly
 
@@ -18,14 +18,18 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="directory for the findings and report.json")
     parser.add_argument("--words", type=positive, default=13, help="words of a run")
     add_workers(parser)
+    add_cache(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.prep.contamination import find_contamination
     from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.outputs import output
 
     read = read_options(args)
-    report = find_contamination(plan_units(args.inputs, read, args.unit_bytes), args.against,
-                                args.out, read=read, words=args.words, workers=args.workers)
+    units = plan_units(args.inputs, read, args.unit_bytes)
+    with output(args.out, cache=args.cache) as out:
+        report = find_contamination(units, args.against, out, read=read, words=args.words,
+                                    workers=args.workers)
     for name, (searched, found) in report.examples.items():
         print(f"{name}: {found:,} of {searched:,} examples found")
     for sample in report.samples[:10]:

@@ -5,7 +5,7 @@ Name the inputs of all corpora of a mixture at once: each corpus then leaves out
 of several equal documents the first in the order of the inputs stays.
 """
 
-from options import add_input_options, add_part, add_workers, parser_for, read_options
+from options import add_cache, add_input_options, add_part, add_workers, parser_for, read_options
 
 from deberta_ds.errors import exit_cleanly
 
@@ -18,15 +18,18 @@ def main() -> None:
                         help="also near duplicates of at least this similarity (needs datasketch)")
     add_workers(parser)
     add_part(parser)
+    add_cache(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.prep.dedup import find_duplicates
     from deberta_ds.data.prep.documents import plan_units
+    from deberta_ds.data.prep.outputs import output
 
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)
-    counts = find_duplicates(units, args.out, read=read, near_threshold=args.near,
-                             workers=args.workers, part=args.part)
+    with output(args.out, cache=args.cache, part=args.part) as out:
+        counts = find_duplicates(units, out, read=read, near_threshold=args.near,
+                                 workers=args.workers, part=args.part)
     if not counts:
         print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
               "without --part")

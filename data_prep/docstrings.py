@@ -1,14 +1,15 @@
 #!/usr/bin/env python
 """Collect the docstrings of this Python installation as a corpus of real English."""
 
-from options import add_workers, parser_for, positive, share
+from options import add_workers, local, parser_for, positive, share
 
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--out", required=True, help="directory for train.jsonl and heldout.jsonl")
+    parser.add_argument("--out", type=local, required=True,
+                        help="directory for train.jsonl and heldout.jsonl")
     parser.add_argument("--max_bytes", type=positive, default=12_000_000,
                         help="stop after this much")
     parser.add_argument("--heldout_share", type=share, default=0.02, help="share of documents")

@@ -5,7 +5,7 @@ Nothing is tokenized; OUT/filters.html is the page to look at, OUT/filters.json 
 When they do what you want, give the same file to tokenize_corpus.py --filters.
 """
 
-from options import add_input_options, add_part, add_workers, parser_for, read_options
+from options import add_cache, add_input_options, add_part, add_workers, parser_for, read_options
 
 from deberta_ds.errors import exit_cleanly
 
@@ -18,16 +18,21 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="directory for the report")
     add_workers(parser)
     add_part(parser)
+    add_cache(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.prep.documents import plan_units
     from deberta_ds.data.prep.filter_rules import read_rules
     from deberta_ds.data.prep.filtering import try_filters
+    from deberta_ds.data.prep.outputs import output
     from deberta_ds.report.filters_page import write_filters_page
 
-    read = read_options(args)
-    report = try_filters(plan_units(args.inputs, read, args.unit_bytes), args.out,
-                         read_rules(args.filters), read=read, workers=args.workers, part=args.part)
+    read, rules = read_options(args), read_rules(args.filters)
+    units = plan_units(args.inputs, read, args.unit_bytes)
+    with output(args.out, cache=args.cache, part=args.part) as out:
+        report = try_filters(units, out, rules, read=read, workers=args.workers, part=args.part)
+        if report:
+            page = write_filters_page(out).name
     if report is None:
         print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
               "without --part")
@@ -35,8 +40,7 @@ def main() -> None:
     for reason, (count, _) in sorted(report["dropped"].items(), key=lambda item: -item[1][0]):
         print(f"{count:>12,}  {reason}")
     dropped = sum(count for count, _ in report["dropped"].values())
-    print(f"{dropped:,} of {report['documents']:,} documents dropped; page: "
-          f"{write_filters_page(args.out)}")
+    print(f"{dropped:,} of {report['documents']:,} documents dropped; page: {args.out}/{page}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ find.py CORPUS --seq_len 512 --row 17 names the documents in row 17 (show.py and
 numbers); --document ID names the rows of a document: its id (--id_key), or SOURCE@PLACE.
 """
 
-from options import natural, parser_for, positive
+from options import add_cache, natural, parser_for, positive
 
 from deberta_ds.errors import UserError, exit_cleanly
 
@@ -17,12 +17,15 @@ def main() -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--row", type=natural, nargs="+", help="rows of the corpus")
     wanted.add_argument("--document", nargs="+", metavar="ID", help="documents")
+    add_cache(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.corpus import Corpus
     from deberta_ds.data.prep.identity import Origins
+    from deberta_ds.data.prep.outputs import fetch
 
-    corpus, origins = Corpus(args.corpus, seq_len=args.seq_len), Origins(args.corpus)
+    path = fetch(args.corpus, cache=args.cache)
+    corpus, origins = Corpus(path, seq_len=args.seq_len), Origins(path)
     for row in args.row or []:
         if row >= corpus.num_rows:
             raise UserError(f"{args.corpus}: has {corpus.num_rows:,} rows of {args.seq_len}, row "

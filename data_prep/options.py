@@ -55,6 +55,13 @@ def fraction(text: str) -> float:
     return value
 
 
+def local(text: str) -> str:
+    """Type of an option: a path that is no URL."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL; this takes a local (or mounted) path")
+    return text
+
+
 def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> None:
     """Add the options that say what the inputs are and what a document is."""
     parser.add_argument(
@@ -100,6 +107,14 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add --workers; under mpirun the ranks are the workers instead."""
     parser.add_argument(
         "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes"
+    )
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Add --cache, for outputs at a URL."""
+    parser.add_argument(
+        "--cache", default="~/.cache/deberta_ds", metavar="DIRECTORY",
+        help="where what lies at a URL is worked on: outputs are made here, then copied",
     )
 
 

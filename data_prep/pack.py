@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Plan the rows of a tokenized corpus for one or more sequence lengths."""
 
-from options import add_part, add_workers, parser_for, positive
+from options import add_cache, add_part, add_workers, parser_for, positive
 
 from deberta_ds.errors import exit_cleanly
 
@@ -14,15 +14,19 @@ def main() -> None:
                         help="tokens in a row")
     add_workers(parser)
     add_part(parser)
+    add_cache(parser)
     args = parser.parse_args()
 
+    from deberta_ds.data.prep.outputs import fetch, output
     from deberta_ds.data.prep.pack import pack_corpus
     from deberta_ds.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(args.tokenizer)
+    tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))
     for corpus in args.corpus:
         for seq_len in args.seq_len:
-            manifest = pack_corpus(corpus, tokenizer, seq_len, workers=args.workers, part=args.part)
+            with output(corpus, cache=args.cache, part=args.part) as local:
+                manifest = pack_corpus(local, tokenizer, seq_len, workers=args.workers,
+                                       part=args.part)
             if manifest is None:
                 print(f"{corpus}/rows-{seq_len}: part {args.part[0]} of {args.part[1]} is done; "
                       "when all are, run this without --part")

@@ -8,17 +8,18 @@ A run with objective.kind = "rtd_cached" then trains discriminators on them with
 Run the same command again after a crash and only what is missing is done.
 """
 
-from options import add_workers, natural, parser_for, positive, share
+from options import add_workers, local, natural, parser_for, positive, share
 
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("corpus", help="directory made by tokenize_corpus.py and pack.py")
+    parser.add_argument("corpus", type=local,
+                        help="directory made by tokenize_corpus.py and pack.py")
     parser.add_argument("--generator", required=True,
                         help="run, checkpoint or exported directory with a masked LM")
-    parser.add_argument("--out", required=True, help="directory for the replacements")
+    parser.add_argument("--out", type=local, required=True, help="directory for the replacements")
     parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0],
                         help="one draw of all rows for each, in this order")

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from options import parser_for, positive
+from options import add_cache, local, parser_for, positive
 
 from deberta_ds.errors import exit_cleanly
 
@@ -13,14 +13,16 @@ def main() -> None:
     parser.add_argument("corpus", nargs="+", help="corpus directories")
     parser.add_argument("--tokenizer", required=True, help="the corpus's own")
     parser.add_argument("--top", type=positive, default=20, help="most frequent pieces to list")
-    parser.add_argument("--pictures", help="directory for one PNG a corpus")
+    parser.add_argument("--pictures", type=local, help="directory for one PNG a corpus")
+    add_cache(parser)
     args = parser.parse_args()
 
+    from deberta_ds.data.prep.outputs import fetch
     from deberta_ds.data.prep.stats import corpus_stats, stats_picture, stats_text
     from deberta_ds.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(args.tokenizer)
-    for path in args.corpus:
+    tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))
+    for path in (fetch(path, cache=args.cache) for path in args.corpus):
         stats = corpus_stats(path, tokenizer)
         print(stats_text(stats, tokenizer, args.top), end="\n\n")
         if args.pictures:

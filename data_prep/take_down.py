@@ -6,7 +6,7 @@ The result is another directory; what did not change in it is hard links to the 
 
 from pathlib import Path
 
-from options import add_workers, parser_for
+from options import add_cache, add_workers, parser_for
 
 from deberta_ds.errors import UserError, exit_cleanly
 
@@ -20,8 +20,10 @@ def main() -> None:
                         help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
     parser.add_argument("--documents_from", metavar="FILE", help="a file with one of them a line")
     add_workers(parser)
+    add_cache(parser)
     args = parser.parse_args()
 
+    from deberta_ds.data.prep.outputs import fetch, output
     from deberta_ds.data.prep.takedown import take_down
     from deberta_ds.errors import naming
     from deberta_ds.tokenizer import Tokenizer
@@ -33,7 +35,10 @@ def main() -> None:
     names = [name for name in names if name]
     if not names:
         raise UserError("no documents named; give --documents or --documents_from")
-    done = take_down(args.corpus, names, args.out, Tokenizer(args.tokenizer), workers=args.workers)
+    tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))
+    with output(args.out, cache=args.cache) as out:
+        done = take_down(fetch(args.corpus, cache=args.cache), names, out, tokenizer,
+                         workers=args.workers)
     print(f"{args.out}: {done['documents']:,} documents taken out, {done['shards']:,} shards "
           "written anew")
 

@@ -6,7 +6,10 @@ data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of
 same command again after a crash and only what is missing is done.
 """
 
+from contextlib import ExitStack
+
 from options import (
+    add_cache,
     add_input_options,
     add_part,
     add_workers,
@@ -48,37 +51,52 @@ def main() -> None:
                         "web_en.toml; try them with filter.py")
     add_workers(parser)
     add_part(parser)
+    add_cache(parser)
     args = parser.parse_args()
 
+    from deberta_ds.data.prep.outputs import JOB, output
+
+    options = {"cache": args.cache, "first": JOB, "part": args.part}
+    with ExitStack() as stack:
+        names = [args.out] + ([args.heldout_out] if args.heldout_out else [])
+        outs = [stack.enter_context(output(name, **options)) for name in names]
+        manifests = tokenize(args, *outs)
+    if args.part:
+        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
+              "without --part")
+    for name, manifest in zip(names, manifests.values(), strict=False):
+        left_out = {k: v for k, v in manifest.counts.items()
+                    if v and k not in ("documents", "characters", "tokens")}
+        print(
+            f"{name}: {manifest.counts['documents']:,} documents, "
+            f"{manifest.counts['tokens']:,} tokens in {len(manifest.shards):,} shards; "
+            + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
+        )
+
+
+def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
+    """Do the work, into local directories; return {directory: manifest}."""
     from deberta_ds.data.prep.documents import plan_units
     from deberta_ds.data.prep.filter_rules import read_rules
+    from deberta_ds.data.prep.outputs import fetch
     from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
     from deberta_ds.tokenizer import Tokenizer
 
     read = read_options(args)
     manifests = tokenize_corpus(
-        plan_units(args.inputs, read, args.unit_bytes), args.out, Tokenizer(args.tokenizer),
+        plan_units(args.inputs, read, args.unit_bytes), out,
+        Tokenizer(fetch(args.tokenizer, cache=args.cache)),
         read=read, clean=CleanOptions(args.min_characters, args.min_letter_share, args.max_bad),
-        heldout_out=args.heldout_out, heldout_share=args.heldout_share,
-        drop_heldout=args.drop_heldout,
-        leave_out=args.leave_out, filters=read_rules(args.filters) if args.filters else None,
+        heldout_out=heldout_out, heldout_share=args.heldout_share, drop_heldout=args.drop_heldout,
+        leave_out=[fetch(found, cache=args.cache) for found in args.leave_out],
+        filters=read_rules(args.filters) if args.filters else None,
         workers=args.workers, part=args.part,
     )
-    if args.part:
-        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
-              "without --part")
-    elif args.filters:
+    if args.filters and not args.part:
         from deberta_ds.report.filters_page import write_filters_page
 
-        print(f"what the filters did: {write_filters_page(args.out)}")
-    for directory, manifest in manifests.items():
-        left_out = {k: v for k, v in manifest.counts.items()
-                    if v and k not in ("documents", "characters", "tokens")}
-        print(
-            f"{directory}: {manifest.counts['documents']:,} documents, "
-            f"{manifest.counts['tokens']:,} tokens in {len(manifest.shards):,} shards; "
-            + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
-        )
+        print(f"what the filters did: {write_filters_page(out)}")
+    return manifests
 
 
 if __name__ == "__main__":

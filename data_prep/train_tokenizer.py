@@ -7,6 +7,7 @@
 """
 
 from options import (
+    add_cache,
     add_input_options,
     add_workers,
     fraction,
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=2,
                         help="part of unigram's recipe: it rounds sums")
     add_workers(parser)
+    add_cache(parser)
     args = parser.parse_args()
     if bool(args.inputs) == bool(args.add_mask):
         parser.error("name either inputs to train on, or a tokenizer with --add_mask")
@@ -51,13 +53,16 @@ def main() -> None:
         tokenizer, names = add_special_tokens(args.add_mask, args.out)
         print(f"{args.out}: added {', '.join(names) or 'nothing'}; {tokenizer.size:,} ids")
     else:
-        tokenizer = train(args)
+        from deberta_ds.data.prep.outputs import output
+
+        with output(args.out, cache=args.cache, first=()) as out:
+            tokenizer = train(args, out)
         print(f"{args.out}: {tokenizer.mask_id:,} pieces, [MASK] = {tokenizer.mask_id}, "
               f"sha256 {tokenizer.sha256[:16]}")
     print(f"in the run file: model.vocab_size = {-(-tokenizer.size // 64) * 64} (or more)")
 
 
-def train(args):
+def train(args, out: str):
     """Return the tokenizer trained as the options say."""
     from deberta_ds.data.prep.documents import plan_units
     from deberta_ds.data.prep.sampling import languages_of
@@ -72,8 +77,8 @@ def train(args):
         recipe["languages"] = languages_of(units, read, args.sample_bytes, args.temperature,
                                            args.workers)
     if args.kind == "unigram":
-        return train_tokenizer(units, args.out, threads=args.threads, **recipe)
-    return train_fast(units, args.out, kind=args.kind, **recipe)
+        return train_tokenizer(units, out, threads=args.threads, **recipe)
+    return train_fast(units, out, kind=args.kind, **recipe)
 
 
 if __name__ == "__main__":

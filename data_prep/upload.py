@@ -5,14 +5,15 @@ The address is anything fsspec opens (s3://bucket/web); give it as a path of dat
 same command again after an interruption: what is there already is not copied again.
 """
 
-from options import parser_for
+from options import local, parser_for
 
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("corpus", help="directory made by tokenize_corpus.py and pack.py")
+    parser.add_argument("corpus", type=local,
+                        help="directory made by tokenize_corpus.py and pack.py")
     parser.add_argument("--to", required=True, metavar="URL", help="where it shall lie")
     args = parser.parse_args()
 

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from options import parser_for
+from options import add_cache, parser_for
 
 from deberta_ds.errors import UserError, exit_cleanly
 
@@ -13,13 +13,15 @@ def main() -> None:
     parser.add_argument("corpus", nargs="+", help="corpus directories")
     parser.add_argument("--verify", choices=("sizes", "full"), default="full", help="how closely")
     parser.add_argument("--tokenizer", help="tokenizer that the corpora must have been made with")
+    add_cache(parser)
     args = parser.parse_args()
 
     from deberta_ds.data.corpus import Corpus
     from deberta_ds.data.prep.identity import DIRECTORY, Origins
+    from deberta_ds.data.prep.outputs import fetch
     from deberta_ds.tokenizer import Tokenizer
 
-    for path in args.corpus:
+    for path in (fetch(path, cache=args.cache) for path in args.corpus):
         lengths = sorted(int(p.parent.name[5:]) for p in Corpus.row_plans(path))
         if not lengths:
             raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")

@@ -73,7 +73,7 @@ def corpus(tmp_path_factory):
 def url(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(FaultyFileSystem, "faults", itertools.cycle([""]))
     monkeypatch.setattr(FaultyFileSystem, "reads", 0)
-    monkeypatch.setattr(remote, "_FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
     found = f"faulty://{tmp_path}/store/web"
     total, copied = upload(corpus, found)
     assert total == copied == 4 * 4

@@ -29,8 +29,8 @@ from deberta_ds.files import write_atomic
 
 BLOCK_BYTES = 1 << 17
 BLOCKS = "blocks"
-_TRIES = 8
-_FIRST_WAIT_SECONDS = 0.1  # doubled at each try: 13 s in all
+TRIES = 8
+FIRST_WAIT_SECONDS = 0.1  # doubled at each try: 13 s in all
 _BLOCKS_BETWEEN_COUNTS = 256
 
 
@@ -160,8 +160,8 @@ class RemoteCorpus:
 
     def _get(self, name: str, begin: int | None, end: int | None, is_whole) -> bytes:
         """Return bytes of a remote file, tried again where an answer is cut short or damaged."""
-        wait, problem = _FIRST_WAIT_SECONDS, "damaged: it differs from its checksum"
-        for number in range(_TRIES):
+        wait, problem = FIRST_WAIT_SECONDS, "damaged: it differs from its checksum"
+        for number in range(TRIES):
             try:
                 system, root = self._system
                 data = system.cat_file(f"{root}/{name}", start=begin, end=end)
@@ -175,10 +175,10 @@ class RemoteCorpus:
                 raise
             except Exception as error:  # each file system has errors of its own
                 problem = f"{type(error).__name__}: {first_line(error)}"
-            if number < _TRIES - 1:
+            if number < TRIES - 1:
                 time.sleep(wait * random.uniform(0.5, 1.0))  # ranks shall not all ask at once
                 wait *= 2
-        raise UserError(f"{self.url}/{name}: cannot be read in {_TRIES} tries ({problem})")
+        raise UserError(f"{self.url}/{name}: cannot be read in {TRIES} tries ({problem})")
 
     @property
     def _system(self) -> tuple:
@@ -213,7 +213,7 @@ def upload(corpus: str | Path, url: str) -> tuple[int, int]:
     now). A file whose checksums are there already is not copied again; manifests come last.
     """
     corpus, (system, root) = Path(corpus), file_system(url)
-    files, copied, total = {}, 0, 0
+    files, copied, total = _uploaded_before(corpus, system, root), 0, 0
     data_files = sorted(path for directory in ("tokens", "ends", "documents", "rows-*")
                         for path in corpus.glob(f"{directory}/*") if path.name[0] != "."
                         and path.name != MANIFEST)
@@ -224,14 +224,22 @@ def upload(corpus: str | Path, url: str) -> tuple[int, int]:
         total += 1
         if _remote_bytes(system, f"{root}/{BLOCKS}/{name}") == sums:
             continue
-        _put(system, f"{root}/{name}", path.read_bytes() if path.stat().st_size < 1 << 26 else path)
-        _put(system, f"{root}/{BLOCKS}/{name}", sums)
+        put(system, f"{root}/{name}", path)
+        put(system, f"{root}/{BLOCKS}/{name}", sums)
         copied += 1
-    for path in [*sorted(corpus.glob(f"*/{MANIFEST}")), corpus / MANIFEST]:
-        _put(system, f"{root}/{path.relative_to(corpus).as_posix()}", path.read_bytes())
+    for pattern in (".job.json", "*/.job.json", "filters.*", f"*/{MANIFEST}", MANIFEST):
+        for path in sorted(corpus.glob(pattern)):
+            put(system, f"{root}/{path.relative_to(corpus).as_posix()}", path)
     text = json.dumps({"version": 1, "block_bytes": BLOCK_BYTES, "files": files}, sort_keys=True)
-    _put(system, f"{root}/{BLOCKS}/{MANIFEST}", text.encode())
+    put(system, f"{root}/{BLOCKS}/{MANIFEST}", text.encode())
     return total, copied
+
+
+def _uploaded_before(corpus: Path, system, root: str) -> dict[str, list]:
+    """Return the files of the same corpus that are there: this copy may lack some row plans."""
+    blocks = _remote_bytes(system, f"{root}/{BLOCKS}/{MANIFEST}")
+    same = _remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
+    return json.loads(blocks)["files"] if same and blocks and _is_json(blocks) else {}
 
 
 def _is_json(data: bytes) -> bool:
@@ -256,9 +264,12 @@ def _remote_bytes(system, path: str) -> bytes | None:
         return None
 
 
-def _put(system, path: str, data: bytes | Path) -> None:
-    wait = _FIRST_WAIT_SECONDS
-    for number in range(_TRIES):
+def put(system, path: str, data: bytes | Path) -> None:
+    """Write bytes or a local file to a path of a file system, in several tries."""
+    if isinstance(data, Path) and data.stat().st_size < 1 << 26:
+        data = data.read_bytes()
+    wait = FIRST_WAIT_SECONDS
+    for number in range(TRIES):
         try:
             if not path.startswith("/") and "/" in path:
                 system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
@@ -270,7 +281,7 @@ def _put(system, path: str, data: bytes | Path) -> None:
                 system.put_file(str(data), path)
             return
         except Exception as error:  # as above
-            if number == _TRIES - 1:
+            if number == TRIES - 1:
                 raise UserError(f"{path}: cannot be written ({type(error).__name__}: "
                                 f"{first_line(error)}); run the same command again") from error
             print(f"note: {path}: {first_line(error)}; trying again", file=sys.stderr)

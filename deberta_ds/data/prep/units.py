@@ -171,7 +171,7 @@ def run_units(
     bar = tqdm(total=len(mine), initial=len(mine) - len(missing), desc=label, unit="unit",
                disable=None, dynamic_ncols=True, smoothing=0)
     with bar, no_space_as_user_error(directory):
-        if _under_mpi():
+        if under_mpi():
             _run_mpi(missing, bar)
         elif workers > 1 and len(missing) > 1:
             _run_processes(missing, min(workers, len(missing)), bar)
@@ -250,7 +250,7 @@ def _take_back(running: dict[Future, tuple]) -> tuple | None:
     return None
 
 
-def _under_mpi() -> bool:
+def under_mpi() -> bool:
     sizes = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     return any(size and int(size) > 1 for size in sizes)
 
