@@ -1,10 +1,10 @@
-"""Measure the data pipeline: memory and speed. One JSON a topic.
+"""Measure the speed of the data pipeline. One JSON a topic.
 
-    python benchmarks/data.py memory --text DIR_OF_TXT --scratch DIR     # writes about 5 GB
-    python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR      # and: loader, scaling
+    python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR   # and: loader, scaling, shards
 
 Times are wall and CPU seconds; on a machine with other load only the CPU seconds mean much, so the
-load average stands beside them. benchmarks/data_checks.py checks what the pipeline writes.
+load average stands beside them. benchmarks/data_memory.py measures memory,
+benchmarks/data_checks.py checks what the pipeline writes.
 """
 
 import argparse
@@ -53,9 +53,10 @@ def machine() -> dict:
             **{name: version(name) for name in packages}}
 
 
-def run(*command, mpi: int = 0) -> dict:
+def run(*command, mpi: int = 0, most_seconds: float = float("inf")) -> dict:
     """Run one command; return wall and CPU seconds, the CPU seconds that other programs took from
-    the machine meanwhile, and the largest peak RSS of its processes.
+    the machine meanwhile, the largest peak RSS of its processes, and whether it has ended: beyond
+    `most_seconds` it is killed.
     """
     line = [sys.executable, *map(str, command)]
     if mpi:
@@ -68,6 +69,11 @@ def run(*command, mpi: int = 0) -> dict:
         for pid in _tree(process.pid):
             peaks[pid] = max(peaks.get(pid, 0), _peak_rss(pid))
         time.sleep(0.05)  # VmHWM is a maximum: only the last 0.05 s of a process can be missed
+        if time.perf_counter() - start > most_seconds:
+            process.kill()  # its workers die with it
+            process.wait()
+            return {"ended": False, "seconds": most_seconds,
+                    "peak_mib": round(max(peaks.values()) / MIB)}
     seconds, after, busy = time.perf_counter() - start, os.times(), _busy_seconds() - busy
     output, errors = process.communicate()
     if process.returncode:
@@ -76,7 +82,7 @@ def run(*command, mpi: int = 0) -> dict:
     cpu = sum(after[2:4]) - sum(before[2:4])
     figures = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2),
                "cpu_seconds_of_others": round(max(0.0, busy - own), 2),
-               "peak_mib": round(max(peaks.values()) / MIB)}
+               "peak_mib": round(max(peaks.values()) / MIB), "ended": True}
     print(Path(command[0]).name, figures, output.strip().splitlines()[-1], file=sys.stderr)
     return figures
 
@@ -115,46 +121,6 @@ def novels(args) -> tuple[Path, Path]:
         run(PREP / "train_tokenizer.py", text, *CHAPTERS, "--pieces", 16000, "--sample_bytes",
             16 << 20, "--out", model)
     return text, model
-
-
-def measure_memory(args) -> dict:
-    """Peak RSS of each command on the text and on the text repeated to 2 GB."""
-    text, model = novels(args)
-    big = args.scratch / "big.txt"
-    copies = -(-2_000_000_000 // text.stat().st_size)
-    if not big.exists():
-        with open(big, "wb") as out:
-            for _ in range(copies):
-                with open(text, "rb") as source:
-                    shutil.copyfileobj(source, out)
-    figures: dict = {"bytes": {"small": text.stat().st_size, "big": big.stat().st_size}}
-    for name, source in (("small", text), ("big", big)):
-        corpus = args.scratch / f"corpus_{name}"
-        found = args.scratch / f"dedup_{name}"
-        for directory in (corpus, found):
-            shutil.rmtree(directory, ignore_errors=True)
-        figures[name] = {
-            "train_tokenizer": run(PREP / "train_tokenizer.py", source, *CHAPTERS, "--pieces", 8000,
-                                   "--sample_bytes", 8 << 20, "--out", args.scratch / "m.model"),
-            "dedup": run(PREP / "dedup.py", source, *CHAPTERS, "--out", found, "--workers", 2),
-            "tokenize_corpus": run(PREP / "tokenize_corpus.py", source, *CHAPTERS, "--tokenizer",
-                                   model, "--out", corpus, "--workers", 2),
-            "pack": run(PREP / "pack.py", corpus, "--tokenizer", model, "--seq_len", 512,
-                        "--workers", 2),
-            "verify": run(PREP / "verify.py", corpus),
-            "stats": run(PREP / "stats.py", corpus, "--tokenizer", model),
-        }
-    corpus = args.scratch / "corpus_cap"
-    shutil.rmtree(corpus, ignore_errors=True)
-    figures["one_shard_of_125_M_tokens"] = {
-        "tokenize_corpus": run(PREP / "tokenize_corpus.py", *[text] * 8, *CHAPTERS, "--tokenizer",
-                               model, "--out", corpus, "--workers", 2, "--unit_bytes", 1 << 29),
-        "pack": run(PREP / "pack.py", corpus, "--tokenizer", model, "--seq_len", 512,
-                    "--workers", 2),
-    }
-    for name in ("small", "big", "cap"):
-        shutil.rmtree(args.scratch / f"corpus_{name}")
-    return figures
 
 
 def measure_speed(args) -> dict:
@@ -353,5 +319,5 @@ def measure_shards(args) -> dict:
 
 
 if __name__ == "__main__":
-    main(__doc__, {"memory": measure_memory, "speed": measure_speed, "loader": measure_loader,
+    main(__doc__, {"speed": measure_speed, "loader": measure_loader,
                    "scaling": measure_scaling, "shards": measure_shards})

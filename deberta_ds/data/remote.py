@@ -15,9 +15,11 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -59,6 +61,8 @@ def file_system(url: str):
         if url.startswith("s3://"):
             return _arrow_s3(), url.removeprefix("s3://").rstrip("/")
         raise UserError(f"{url}: needs another package: {error}") from error
+    except ValueError as error:  # an unknown protocol
+        raise UserError(f"{url}: {error}") from error
 
 
 def _arrow_s3():
@@ -68,13 +72,38 @@ def _arrow_s3():
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     scheme, _, host = endpoint.rpartition("://")
     options = {"endpoint_override": host, "scheme": scheme or "https"} if endpoint else {}
+
     class ArrowS3(ArrowFSWrapper):
+        protocol = "s3"
+
         def cat_file(self, path, start=None, end=None, **_):  # the wrapper's own cannot seek
             with self.fs.open_input_file(path) as file:
                 start, end = start or 0, file.size() if end is None else end
                 return file.read_at(end - start, start)
 
     return ArrowS3(S3FileSystem(region=os.environ.get("AWS_REGION"), **options))
+
+
+def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool]) -> Any:
+    """Return what `get` returns once it is whole, in several tries; UserError names `name`.
+
+    FileNotFoundError is left to the caller.
+    """
+    wait, problem = FIRST_WAIT_SECONDS, ""
+    for number in range(TRIES):
+        try:
+            found = get()
+            if is_whole(found):
+                return found
+            problem = "damaged: it differs from its checksum or size; put it there again"
+        except (FileNotFoundError, UserError):
+            raise
+        except Exception as error:  # each file system has errors of its own
+            problem = f"{type(error).__name__}: {first_line(error)}"
+        if number < TRIES - 1:
+            time.sleep(wait * random.uniform(0.5, 1.0))  # ranks shall not all ask at once
+            wait *= 2
+    raise UserError(f"{name}: cannot be read in {TRIES} tries ({problem})")
 
 
 class RemoteCorpus:
@@ -160,25 +189,15 @@ class RemoteCorpus:
 
     def _get(self, name: str, begin: int | None, end: int | None, is_whole) -> bytes:
         """Return bytes of a remote file, tried again where an answer is cut short or damaged."""
-        wait, problem = FIRST_WAIT_SECONDS, "damaged: it differs from its checksum"
-        for number in range(TRIES):
-            try:
-                system, root = self._system
-                data = system.cat_file(f"{root}/{name}", start=begin, end=end)
-                if is_whole(data):
-                    return data
-                problem = "damaged: it differs from its checksum; upload the corpus again"
-            except FileNotFoundError:
-                raise UserError(f"{self.url}/{name}: no such file; upload the corpus with data_prep"
-                                "/upload.py, or give the right address") from None
-            except UserError:
-                raise
-            except Exception as error:  # each file system has errors of its own
-                problem = f"{type(error).__name__}: {first_line(error)}"
-            if number < TRIES - 1:
-                time.sleep(wait * random.uniform(0.5, 1.0))  # ranks shall not all ask at once
-                wait *= 2
-        raise UserError(f"{self.url}/{name}: cannot be read in {TRIES} tries ({problem})")
+        def get() -> bytes:
+            system, root = self._system
+            return system.cat_file(f"{root}/{name}", start=begin, end=end)
+
+        try:
+            return tried(get, f"{self.url}/{name}", is_whole)
+        except FileNotFoundError:
+            raise UserError(f"{self.url}/{name}: no such file; upload the corpus with data_prep"
+                            "/upload.py, or give the right address") from None
 
     @property
     def _system(self) -> tuple:

@@ -24,7 +24,10 @@ import psutil
 
 ROOT = Path(__file__).parent.parent.parent
 PREP = ROOT / "data_prep"
-STAGES = ["train_tokenizer", "dedup", "tokenize_corpus", "pack"]
+OLD = ROOT / "tests" / "fixtures" / "version_0_1_0"  # a small corpus and its generator
+STAGES = ["train_tokenizer", "dedup", "tokenize_corpus", "pack", "near", "filter", "decontaminate",
+          "filtered", "take_down", "replace", "stage_local", "upload", "output_at_a_url"]
+FILTERS = 'use = ["language", "lines", "gopher", "personal"]\n[lines]\nend_mark = false\n'
 
 
 def main() -> None:
@@ -54,8 +57,12 @@ def main() -> None:
 def stage(name: str, args, out: Path) -> list[str]:
     """Return the command of one stage that writes to `out`."""
     text = [str(args.text), "--documents", "blank_line", "--unit_bytes", "150000"]
-    model = str(args.scratch / "spm.model")
+    model, filters = str(args.scratch / "spm.model"), str(args.scratch / "filters.toml")
     workers = ["--workers", "2"]
+    url, cache = f"file://{out}", ["--cache", f"{out}_cache"]
+    tokenized = [f"{PREP}/tokenize_corpus.py", *text, "--tokenizer", model, *workers]
+    if name == "stage_local":
+        return [str(ROOT / "launch/cluster/stage_local.sh"), str(out), str(args.scratch / "packed")]
     return [sys.executable, *{
         "train_tokenizer": [f"{PREP}/train_tokenizer.py", *text, "--pieces", "4000",
                             "--sample_bytes", "2000000", "--out", f"{out}/spm.model"],
@@ -66,6 +73,19 @@ def stage(name: str, args, out: Path) -> list[str]:
                             *workers],
         "pack": [f"{PREP}/pack.py", f"{out}/train", "--tokenizer", model, "--seq_len", "128",
                  *workers],
+        "near": [f"{PREP}/dedup.py", *text, "--near", "0.8", "--out", str(out), *workers],
+        "filter": [f"{PREP}/filter.py", *text, "--filters", filters, "--out", str(out), *workers],
+        "decontaminate": [f"{PREP}/decontaminate.py", *text, "--against",
+                          str(args.scratch / "evaluation.txt"), "--out", str(out), *workers],
+        "filtered": [*tokenized, "--filters", filters, "--out", str(out)],
+        "take_down": [f"{PREP}/take_down.py", str(args.scratch / "packed"), "--tokenizer", model,
+                      "--documents_from", str(args.scratch / "names.txt"), "--out", str(out),
+                      *workers],
+        "replace": [f"{PREP}/replace.py", str(OLD / "train"), "--generator",
+                    str(OLD / "rtd" / "export"), "--seq_len", "32", "--temperatures", "2", "1.5",
+                    "1", "--out", str(out), *workers],
+        "upload": [f"{PREP}/upload.py", str(args.scratch / "packed"), "--to", url],
+        "output_at_a_url": [*tokenized, "--out", url, *cache],
     }[name]]
 
 
@@ -73,6 +93,7 @@ def kill_stages(args) -> dict:
     run(stage("train_tokenizer", args, args.scratch))
     tokenized = args.scratch / "tokenized"
     run(stage("tokenize_corpus", args, tokenized))
+    prepare(args, tokenized)
     report = {}
     for name in args.stages:
         report[name] = kill_stage(name, args, tokenized)
@@ -80,11 +101,29 @@ def kill_stages(args) -> dict:
     return report
 
 
+def prepare(args, tokenized: Path) -> None:
+    """Write what the later stages work on: a packed corpus, names of its documents, filters."""
+    from deberta_ds.data.prep.identity import Origins
+
+    packed = args.scratch / "packed"
+    if not packed.exists():
+        shutil.copytree(tokenized / "train", packed)
+    run([sys.executable, f"{PREP}/pack.py", packed, "--tokenizer", args.scratch / "spm.model",
+         "--seq_len", "64"])
+    origins = Origins(packed)
+    names = [origins.of(shard, number).name for shard in list(origins.files)[::3]
+             for number in range(0, 30, 7) if number < origins.table(shard).num_rows]
+    (args.scratch / "names.txt").write_text("\n".join(names))
+    (args.scratch / "filters.toml").write_text(FILTERS)
+    lines = args.text.read_text("utf-8").splitlines()
+    (args.scratch / "evaluation.txt").write_text("\n".join(lines[1000:1400]))
+
+
 def kill_stage(name: str, args, tokenized: Path) -> dict:
     generator = random.Random(name)
     whole, broken = args.scratch / f"{name}_whole", args.scratch / f"{name}_broken"
     for directory in (whole, broken):
-        shutil.rmtree(directory, ignore_errors=True)
+        clear(directory)
         if name == "pack":
             shutil.copytree(tokenized, directory)
     start = time.perf_counter()
@@ -93,8 +132,7 @@ def kill_stage(name: str, args, tokenized: Path) -> dict:
     kills, rounds, opened, same = 0, 0, 0, 0
     while kills < args.kills:
         rounds += 1
-        shutil.rmtree(broken / "train" / "rows-128" if name == "pack" else broken,
-                      ignore_errors=True)
+        clear(broken / "train" / "rows-128" if name == "pack" else broken)
         for _ in range(4):  # several kills of the same job, then let it finish
             kills += kill_once(stage(name, args, broken), generator.uniform(0.2, 1.0) * seconds,
                                whole_group=generator.random() < 0.7, generator=generator)
@@ -103,6 +141,12 @@ def kill_stage(name: str, args, tokenized: Path) -> dict:
         same += tree(broken) == tree(whole)
     return {"kills": kills, "jobs": rounds, "identical_to_the_unbroken_run": same,
             "half_written_output_that_opens": opened, "unbroken_seconds": round(seconds, 2)}
+
+
+def clear(directory: Path) -> None:
+    """Remove an output, and the directory in which that for a URL is made."""
+    for path in (directory, Path(f"{directory}_cache")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def kill_once(command: list[str], delay: float, *, whole_group: bool, generator) -> int:
@@ -135,8 +179,12 @@ def opens_half_written(out: Path, name: str) -> int:
                                                              "spm.model").read_bytes())
     written = {"pack": out / "train" / "rows-128", "tokenize_corpus": out / "train"}
     directory = written.get(name, out)
-    if not (directory / "manifest.json").exists():
+    last = {"filter": "filters.json", "upload": "blocks/manifest.json"}.get(name, "manifest.json")
+    if name == "stage_local" or not (directory / last).exists():
         return 0
+    if name not in (*written, "dedup"):
+        missing = set(tree(out.parent / f"{name}_whole")) - set(tree(out))
+        return int(any(not path.endswith(".html") for path in missing))  # pages are drawn last
     if name == "dedup":
         return int(not (out / "found").exists())
     try:

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-import fsspec
-
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, line_number, open_bytes, open_stream
+from deberta_ds.data.remote import file_system
 from deberta_ds.errors import UserError, naming
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
@@ -181,14 +180,14 @@ def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
 def _remote_files(name: str) -> list[tuple[str, int, str]]:
     """Return (URL, size, state) of the files that a remote file, directory or pattern names."""
     try:
-        filesystem, path = fsspec.core.url_to_fs(name)
+        filesystem, path = file_system(name)
         if any(mark in path for mark in "*?["):
             paths = [p for p in filesystem.glob(path) if filesystem.isfile(p)]
         else:
             paths = filesystem.find(path) if filesystem.exists(path) else []
         details = [filesystem.info(p) for p in sorted(paths)]
-    except ImportError as error:
-        raise UserError(f"{name}: needs another package: {error}") from error
+    except UserError:
+        raise
     except Exception as error:  # each file system has errors of its own, all about this input
         raise UserError(f"{name}: cannot be listed ({type(error).__name__}: {error})") from error
     if not details:

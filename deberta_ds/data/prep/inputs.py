@@ -4,14 +4,16 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import re
 
-import fsspec
 import zstandard
 
+from deberta_ds.data.remote import file_system, tried
 from deberta_ds.errors import UserError, refuse_pipe
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
+_REMOTE_BYTES = 1 << 22
 _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 
 
@@ -30,11 +32,43 @@ def open_bytes(path: str):
     return _open_lz4(raw, path) if path.endswith(".lz4") else raw
 
 
-def _open_remote(path: str):
-    try:
-        return fsspec.open(path, "rb").open()
-    except ImportError as error:
-        raise UserError(f"{path}: needs another package: {error}") from error
+def _open_remote(url: str):
+    system, path = file_system(url)
+    if url.startswith("http"):  # not every server gives a part of a file
+        return system.open(path, "rb")
+    return io.BufferedReader(_RemoteFile(system, path, url), _REMOTE_BYTES)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A remote file read by parts, each tried again where a connection breaks."""
+
+    def __init__(self, system, path: str, url: str):
+        self._system, self._path, self._url, self._position = system, path, url, 0
+        self._size = tried(lambda: system.info(path)["size"], url, lambda size: size is not None)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer) -> int:
+        begin, end = self._position, min(self._position + len(buffer), self._size)
+        if begin >= end:
+            return 0
+        data = tried(lambda: self._system.cat_file(self._path, start=begin, end=end), self._url,
+                     lambda data: len(data) == end - begin)
+        buffer[: len(data)] = data
+        self._position = end
+        return len(data)
 
 
 def _open_lz4(raw, path: str):

@@ -7,7 +7,6 @@ the same command goes on from the local directory, which may be removed once the
 """
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -19,11 +18,10 @@ from deberta_ds.data.prep.units import PLAN, Part, under_mpi
 from deberta_ds.data.remote import (
     BLOCKS,
     DEFAULT_CACHE,
-    FIRST_WAIT_SECONDS,
-    TRIES,
     file_system,
     is_remote,
     put,
+    tried,
     upload,
 )
 from deberta_ds.data.shards import MANIFEST
@@ -86,20 +84,12 @@ def _sizes(system, root: str, url: str) -> dict[str, int]:
 
 def _get(system, path: str, target: Path, size: int, url: str) -> None:
     """Fetch one file; whoever reads it holds its checksum against its manifest."""
-    wait, problem = FIRST_WAIT_SECONDS, ""
-    for number in range(TRIES):
-        try:
-            with atomic_path(target) as temporary:
-                system.get_file(path, str(temporary))
-                if (found := os.path.getsize(temporary)) != size:
-                    raise EOFError(f"{found} of {size} bytes came")
-            return
-        except Exception as error:  # as above
-            problem = f"{type(error).__name__}: {first_line(error)}"
-        if number < TRIES - 1:
-            time.sleep(wait)
-            wait *= 2
-    raise UserError(f"{url}: {path} cannot be read in {TRIES} tries ({problem})")
+    with atomic_path(target) as temporary:
+        def get() -> int:
+            system.get_file(path, str(temporary))
+            return os.path.getsize(temporary)
+
+        tried(get, f"{url}: {path}", lambda found: found == size)
 
 
 def _send(local: Path, url: str) -> None:
