@@ -58,7 +58,7 @@ KINDS = (
     Kind("Metaspace BPE, tokenizer.json", "tokenizer", ("--kind", "bpe", "--pieces", "600")),
     Kind("Metaspace BPE as Llama's", "tokenizer", make=cases.llama),
     Kind("Unigram as XLM-RoBERTa's", "tokenizer", make=cases.unigram),
-    Kind("Unigram with bytes, as newer T5's", "tokenizer", make=cases.unigram_bytes),
+    Kind("Unigram with bytes", "tokenizer", make=cases.unigram_bytes),
     Kind("byte-level BPE as RoBERTa's", "tokenizer", make=cases.roberta),
     Kind("byte-level BPE with prefix space", "tokenizer", make=cases.roberta_prefix),
     Kind("byte-level BPE as ModernBERT's", "tokenizer", make=cases.modernbert),
