@@ -45,6 +45,14 @@ def test_a_plan_without_the_tokenizer_has_the_vocabulary_of_the_preset(run_file)
     assert load(run_file, "--data.tokenizer=nowhere")[0].model.vocab_size == 512
 
 
+def test_a_run_file_without_a_vocabulary_and_with_no_such_tokenizer_names_the_tokenizer(tmp_path):
+    """It used to say that model.vocab_size is missing, which nobody has to give."""
+    path = tmp_path / "run.toml"
+    path.write_text('name = "run"\n[model]\nhidden_size = 32\n[data]\ntokenizer = "nowhere"\n')
+    with pytest.raises(UserError, match="nowhere: cannot read the tokenizer"):
+        load(path)
+
+
 @pytest.fixture(scope="module")
 def saved_run(run_file):
     """A checkpoint's run.json, of the time when a preset's vocabulary was taken as it is."""

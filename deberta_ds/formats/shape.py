@@ -28,7 +28,8 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
     """Fill what a run file leaves open into its `values`, and where it came from into `origins`.
 
     `resume` is what --resume says. What cannot be followed because the file is wrong is left to
-    `config.load`, which names it. Raises UserError if the source of [init] is no model.
+    `config.load`, which names it. Raises UserError if the source of [init] is no model, or if there
+    is no such tokenizer and nothing else says the vocabulary.
     """
     if not isinstance(values.get("model", {}), dict):
         return
@@ -41,7 +42,8 @@ def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> Non
     elif source or generator:
         shape, origin = _source_shape(source, generator), f"[init] {source or generator}"
     elif _is_open("model.vocab_size", values, origins):
-        shape, origin = _vocabulary(_text(values, "data", "tokenizer"))
+        of_preset = "vocab_size" in values.get("model", {})
+        shape, origin = _vocabulary(_text(values, "data", "tokenizer"), is_needed=not of_preset)
     for key, value in shape.items():
         follows = key == "model.vocab_size" or of_source and (
             key.startswith("model.") or _text(values, "objective", "kind") == "rtd")
@@ -64,9 +66,11 @@ def _text(values: dict, section: str, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _vocabulary(tokenizer: str) -> tuple[dict[str, Any], str]:
-    """Return the vocabulary that follows a tokenizer; nothing where there is no such file."""
-    if not tokenizer or not Path(tokenizer).exists():
+def _vocabulary(tokenizer: str, *, is_needed: bool) -> tuple[dict[str, Any], str]:
+    """Return the vocabulary that follows a tokenizer; nothing where there is no such file, unless
+    nothing else says the vocabulary.
+    """
+    if not tokenizer or not (is_needed or Path(tokenizer).exists()):
         return {}, ""
     from deberta_ds.tokenizer import Tokenizer
 
