@@ -13,6 +13,7 @@ from tokenizer_cases import MAKERS, directory_of
 
 from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.publish import add_special_tokens
 
 TEXTS = (*SENTENCES, "", " ", "  a  b\nc\t\td\r\n", "日本 x\u200by é e\u0301\u00a0z", "\ufeffx\x00",
          "don't (stop) it_is 12.5%", "\U0001f600😀 ไทย हिन्दी \U000e0001", "        indented = [1]",
@@ -31,6 +32,24 @@ def test_ids_are_those_of_auto_tokenizer(name):
     for role, number in ours.special_ids.items():
         assert getattr(theirs, f"{role}_token_id") == number
     assert ours.size == len(theirs)
+
+
+@pytest.mark.parametrize("name", ["Roberta", "GPT2", "Qwen2", "Deberta", "Bert", "Funnel", "T5",
+                                  "XLMRoberta", "Albert", "DebertaV2", "Llama", "Gemma"])
+def test_ids_of_tokenizers_that_transformers_has_trained_and_saved(name, tmp_path):
+    """As each class of transformers 5 puts it together; what lacks a role is given it."""
+    theirs = getattr(transformers, f"{name}Tokenizer")().train_new_from_iterator(
+        SENTENCES * 4, 600, show_progress=False)
+    theirs.save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    try:
+        ours = Tokenizer(tmp_path / "saved")
+    except UserError as error:
+        assert "no token for" in str(error)
+        ours, _ = add_special_tokens(tmp_path / "saved", tmp_path / "whole")
+        assert len(set(ours.special_ids.values())) == 5
+    assert ours.encode_batch(list(WITHOUT_NAMES)) == theirs(
+        list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("name", MAKERS)
