@@ -122,7 +122,7 @@ def qwen(directory: Path) -> Path:
 def _wordpiece(lower: bool, prefix: str = "##"):
     return _train(
         models.WordPiece(unk_token="[UNK]", continuing_subword_prefix=prefix),
-        trainers.WordPieceTrainer(vocab_size=500 * SCALE, show_progress=False,
+        trainers.WordPieceTrainer(vocab_size=300 * SCALE, show_progress=False,
                                   continuing_subword_prefix=prefix,
                                   special_tokens=["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]",
                                                   "[MASK]"]),

@@ -27,7 +27,7 @@ from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
     TEXT_RULES_VERSION,
     BadTextError,
-    front,
+    has_text,
     letter_share,
     normalise_and_count,
 )
@@ -199,15 +199,17 @@ def _clean_text(
     document: Document, clean: CleanOptions, counts: dict[str, int], problems: list[str],
     is_read: bool,
 ) -> str:
-    """Return the normalised text (unless it `is_read`, only its front), or "" (and count why) if
-    the document is left out.
+    """Return the normalised text (the raw one where nobody reads it), or "" (and count why) if the
+    document is left out.
     """
     problem, text = document.problem, ""
     if not problem:
         try:
-            text, removed = (normalise_and_count(document.text) if is_read
-                             else (front(document.text), 0))
-            counts["removed_characters"] += removed
+            if is_read:
+                text, removed = normalise_and_count(document.text)
+                counts["removed_characters"] += removed
+            elif has_text(document.text):
+                text = document.text
         except BadTextError as error:
             problem = str(error)
     if problem:
