@@ -6,6 +6,7 @@ tests/tokenizer_roads.py takes it for every kind and writes the table of docs/to
 import os
 
 import pytest
+import tokenizer_kills as kills
 import tokenizer_roads as roads
 import tokenizers
 from data_helpers import random_documents
@@ -22,6 +23,15 @@ def test_every_kind_takes_the_whole_road(kind, tmp_path):
     found = roads.take(kind, tmp_path / "road")
     problems = {name: result["problem"] for name, result in found.items() if "problem" in result}
     assert not problems and len(found) == len(roads.ROADS)
+
+
+@pytest.mark.multi
+@pytest.mark.skipif("FULL_TABLE" not in os.environ, reason="set FULL_TABLE=1 (five minutes)")
+@pytest.mark.parametrize("name", [*kills.TRAINED, *kills.IMPORTED])
+def test_kill_9_while_training_and_while_tokenizing_changes_nothing(name, tmp_path):
+    kills.write_text(None, 1, tmp_path / "all.jsonl")
+    row = kills.take(name, tmp_path / "all.jsonl", tmp_path / "work", 600, [0.4, 0.7, 0.9])
+    assert row["tokenize"]["killed"] >= 2, row
 
 
 @pytest.mark.multi

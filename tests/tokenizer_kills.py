@@ -74,6 +74,23 @@ def disturbed(command, work: Path, shares: list[float]) -> dict:
     return {"seconds": round(seconds, 1), "killed": killed, "files": len(whole)}
 
 
+def take(name: str, text: Path, place: Path, pieces: int, shares: list[float]) -> dict:
+    """Train (one of TRAINED) or make a tokenizer, and tokenize with it, in `place`."""
+    row = {}
+    if name in TRAINED:
+        tokenizer = place / "train/whole" / TRAINED[name]
+        row["train"] = disturbed(
+            lambda out: ["data_prep/train_tokenizer.py", text, "--kind", name, "--pieces", pieces,
+                         "--out", out / TRAINED[name]], place / "train", shares)
+    else:
+        tokenizer = cases.MAKERS[name](place / "tokenizer")
+    row["tokenize"] = disturbed(
+        lambda out: ["data_prep/tokenize_corpus.py", text, "--tokenizer", tokenizer, "--out",
+                     out / "train", "--heldout_out", out / "heldout", "--heldout_share", 0.1,
+                     "--unit_bytes", 1 << 17, "--workers", 2], place / "tokenize", shares)
+    return row
+
+
 def write_text(source: Path | None, megabytes: float, out: Path) -> None:
     if source is None:
         documents = random_documents(int(megabytes * 2600))
@@ -102,24 +119,8 @@ def main() -> None:
         write_text(args.text, args.megabytes, text)
     found = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for name in [name for name in args.names if name not in found]:
-        place = work / f"{name}-{time.time_ns()}"
-        row = {}
-        if name in TRAINED:
-            tokenizer = place / "train/whole" / TRAINED[name]
-            row["train"] = disturbed(
-                lambda out, name=name: ["data_prep/train_tokenizer.py", text, "--kind", name,
-                                        "--pieces", args.pieces, "--out", out / TRAINED[name]],
-                place / "train", args.shares)
-        else:
-            tokenizer = cases.MAKERS[name](place / "tokenizer")
-        row["tokenize"] = disturbed(
-            lambda out, tokenizer=tokenizer: [
-                "data_prep/tokenize_corpus.py", text, "--tokenizer", tokenizer, "--out",
-                out / "train", "--heldout_out", out / "heldout", "--heldout_share", 0.1,
-                "--unit_bytes", 1 << 17, "--workers", 2],
-            place / "tokenize", args.shares)
-        found[name] = row
-        print(name, json.dumps(row), flush=True)
+        found[name] = take(name, text, work / f"{name}-{time.time_ns()}", args.pieces, args.shares)
+        print(name, json.dumps(found[name]), flush=True)
         write_atomic(args.out, json.dumps(found, indent=1) + "\n")
 
 
