@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--pieces", type=int, nargs="+", default=(8000, 16000, 32000))
     parser.add_argument("--sample_bytes", type=int, default=4_000_000, help="for tokenizers")
-    parser.add_argument("--learn_bytes", type=int, default=2_000_000, help="for the masked LM")
+    parser.add_argument("--learn_bytes", type=int, default=1_500_000, help="for the masked LM")
     parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_kinds.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
