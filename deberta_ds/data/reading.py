@@ -55,11 +55,9 @@ def _remedy(error: OSError) -> str:
 
 
 def _open(path: str) -> _OpenFile:
-    with _lock:
-        file = _open_files.get(path)
-        if file is not None:
-            _open_files.move_to_end(path)
-            return file
+    file = _open_files.get(path)  # no lock, and no order of use: rows come in a random order
+    if file is not None:
+        return file
     try:
         file = _OpenFile(path)
     except OSError as error:
@@ -70,8 +68,8 @@ def _open(path: str) -> _OpenFile:
         file = _OpenFile(path)
     with _lock:
         _open_files[path] = file
-        if len(_open_files) > most_open_files():
-            _open_files.popitem(last=False)
+        old = _open_files.popitem(last=False) if len(_open_files) > most_open_files() else None
+    del old  # closed outside of the lock
     return file
 
 

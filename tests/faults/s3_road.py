@@ -35,6 +35,7 @@ out_dir = "{out}"
 [model]
 preset = "tiny"
 vocab_size = 4032
+max_position = 128
 [objective]
 kind = "rtd"
 [data]
@@ -191,7 +192,8 @@ def train(args, place: str, workers: int) -> tuple[list[float], list[float]]:
     config = args.scratch / f"{name}.toml"
     config.write_text(RUN.format(out=out, place=place, tokenizer=args.scratch / "spm.model",
                                  cache=cache, workers=workers))
-    process = subprocess.Popen([sys.executable, "launch/pretrain.py", "--config", str(config)],
+    process = subprocess.Popen([sys.executable, "launch/pretrain.py", "--config", str(config),
+                                "--deepspeed_config", "ds_configs/zero1_fp32.json"],
                                cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
                                stdout=open(args.scratch / f"{name}.log", "wb"),
                                stderr=subprocess.STDOUT)
