@@ -3,21 +3,16 @@
     python benchmarks/data_checks.py order --text DIR_OF_TXT --scratch DIR
     python benchmarks/data_checks.py near --text DIR_OF_TXT --scratch DIR
     python benchmarks/data_checks.py open --scratch DIR
-    python benchmarks/data_checks.py filters --text DIR_OF_TXT --scratch DIR
     python benchmarks/data_checks.py languages --text DIR_OF_LANGUAGE_DIRS --scratch DIR
 
 Writes the same JSON files as benchmarks/data.py, one a topic.
 """
 
-import importlib.util
 import json
 import random
-import re
 import shutil
 import subprocess
 import sys
-import time
-from collections import Counter
 
 import numpy as np
 from data import CHAPTERS, PREP, main, novels, run
@@ -167,65 +162,6 @@ def measure_languages(args) -> dict:
             "all_equal": all(a == b for a, b in same.values()), "rows": inside}
 
 
-def measure_filters(args) -> dict:
-    """MB a core second of each rule on chapters of novels; the verdicts of datatrove's rules beside
-    ours where it is installed, on the same words (its own split needs spaCy's models).
-    """
-    from deberta_ds.data.prep.documents import Document
-    from deberta_ds.data.prep.filter_rules import RULES, FilterRules, LanguageRule, LineRules
-    from deberta_ds.data.prep.filters import Filters
-
-    text = "".join(p.read_text("utf-8") for p in sorted(args.text.rglob("*.txt"))[:12])
-    chapters = re.split(r"(?m)^(?=CHAPTER|Chapter)", text.replace("\r", ""))
-    documents = [Document(chapter, "", 0, "text") for chapter in chapters if len(chapter) > 1000]
-    size = sum(len(document.text.encode()) for document in documents)
-    options = {"lines": LineRules(end_mark=False), "language": LanguageRule(keep=("en",))}
-    seconds, kept = {}, {}
-    for use in [(rule,) for rule in RULES] + [RULES]:
-        filters = Filters(FilterRules(use=use, **options))
-        filters(documents[0])
-        start = time.process_time()
-        reasons = [filters(document).reason for document in documents]
-        name = "all" if len(use) > 1 else use[0]
-        seconds[name] = time.process_time() - start
-        kept[name] = [not reason for reason in reasons]
-    found = {"documents": len(documents), "megabytes": round(size / 1e6, 1),
-             "mb_a_core_second": {n: round(size / s / 1e6, 2) for n, s in seconds.items()},
-             "kept": {name: sum(which) for name, which in kept.items()}}
-    if importlib.util.find_spec("datatrove"):
-        found["datatrove"] = _beside_datatrove(documents, size, kept)
-    return found
-
-
-def _beside_datatrove(documents: list, size: int, kept: dict[str, list[bool]]) -> dict:
-    from datatrove.data import Document
-    from datatrove.pipeline.filters import (
-        fineweb_quality_filter,
-        gopher_quality_filter,
-        gopher_repetition_filter,
-    )
-
-    from deberta_ds.data.prep.filter_words import Text
-
-    theirs = {"gopher": (gopher_quality_filter, "GopherQualityFilter"),
-              "repetition": (gopher_repetition_filter, "GopherRepetitionFilter"),
-              "fineweb": (fineweb_quality_filter, "FineWebQualityFilter")}
-    found = {}
-    for name, (module, kind) in theirs.items():
-        module.split_into_words = lambda text, language: Text(text).tokens
-        rule = getattr(module, kind)()
-        start = time.process_time()
-        verdicts = [rule.filter(Document(text=document.text, id="")) for document in documents]
-        seconds = time.process_time() - start
-        same = sum((verdict is True) == ours
-                   for verdict, ours in zip(verdicts, kept[name], strict=True))
-        others = Counter(str(verdict) for verdict, ours in zip(verdicts, kept[name], strict=True)
-                         if (verdict is True) != ours)
-        found[name] = {"mb_a_core_second": round(size / seconds / 1e6, 2), "same_verdict": same,
-                       "theirs where they differ": dict(others)}
-    return found
-
-
 SCRIPTS = {"Han": (0x4E00, 0x5FFF), "Kana": (0x3041, 0x30FA), "Thai": (0x0E01, 0x0E2E),
            "Tibetan": (0x0F40, 0x0F68), "Myanmar": (0x1000, 0x1020)}
 
@@ -291,4 +227,4 @@ def _with_changes(original: tuple, originals: list[tuple], generator: random.Ran
 
 if __name__ == "__main__":
     main(__doc__, {"order": measure_order, "open": measure_open, "languages": measure_languages,
-                   "near": measure_near, "filters": measure_filters})
+                   "near": measure_near})

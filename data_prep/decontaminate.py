@@ -5,7 +5,15 @@ A document goes if it shares a run of 13 words with an evaluation file (or a who
 at least 8): JSON lines (SuperGLUE, BLiMP), tables (GLUE) or text, with every field in them.
 """
 
-from options import add_cache, add_input_options, add_workers, parser_for, positive, read_options
+from options import (
+    add_cache,
+    add_input_options,
+    add_part,
+    add_workers,
+    parser_for,
+    positive,
+    read_options,
+)
 
 from deberta_ds.errors import exit_cleanly
 
@@ -18,6 +26,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="directory for the findings and report.json")
     parser.add_argument("--words", type=positive, default=13, help="words of a run")
     add_workers(parser)
+    add_part(parser)
     add_cache(parser)
     args = parser.parse_args()
 
@@ -27,9 +36,13 @@ def main() -> None:
 
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)
-    with output(args.out, cache=args.cache) as out:
+    with output(args.out, cache=args.cache, part=args.part) as out:
         report = find_contamination(units, args.against, out, read=read, words=args.words,
-                                    workers=args.workers)
+                                    workers=args.workers, part=args.part)
+    if report is None:
+        print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
+              "without --part")
+        return
     for name, (searched, found) in report.examples.items():
         print(f"{name}: {found:,} of {searched:,} examples found")
     for sample in report.samples[:10]:

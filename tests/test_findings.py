@@ -11,6 +11,7 @@ from data_helpers import (
     stored_texts,
     tiny_tokenizer,
     tokenize,
+    tree,
     write_json_lines,
 )
 
@@ -97,6 +98,10 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     assert "brothers who never spoke" in report.samples[0]["words"]
     assert report.samples[0]["document"] == f"{tmp_path}/text.jsonl:4"
     assert report.samples[1]["example"] == f"{against[0]}, example 1"
+    for part in ((1, 2), (2, 2)):
+        assert find_contamination(units, against, tmp_path / "parts", read=READ, part=part) is None
+    assert find_contamination(units, against, tmp_path / "parts", read=READ) == report
+    assert tree(tmp_path / "parts") == tree(tmp_path / "found")
     find_duplicates(units, tmp_path / "twice", read=READ)
     found = [str(tmp_path / "found"), str(tmp_path / "twice")]
     done = tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ,

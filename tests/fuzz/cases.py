@@ -11,6 +11,7 @@ CLASSES: dict[str, Callable[[Random, Path], Case]] = {
     function.__name__: function for function in (
         cases_run.run_file, cases_run.override, cases_run.deepspeed_json, cases_run.environment,
         cases_data.corpus, cases_data.shards, cases_data.replaced, cases_data.findings,
+        cases_data.filtered,
         cases_data.pairs, cases_data.tokenizer,
         cases_model.checkpoint, cases_model.old_checkpoint, cases_model.model,
         cases_model.microsoft, cases_model.official, cases_model.ours,

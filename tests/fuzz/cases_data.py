@@ -1,7 +1,10 @@
 """Broken corpora, shards, tokenizers and what else data_prep reads."""
 
+import bz2
+import csv
 import gzip
 import json
+import lzma
 from pathlib import Path
 from random import Random
 
@@ -21,6 +24,8 @@ def corpus(random: Random, place: Path) -> Case:
         ("tokenize_corpus", ["--out", "new", "--tokenizer", "spm.model", "--workers", "2",
                              "--heldout_out", "new2", "--heldout_share", "0.3"]),
         ("train_tokenizer", ["--out", "new.model", "--pieces", "400"]),
+        ("train_tokenizer", ["--out", "new.model", "--pieces", "400", "--label_from_directory",
+                             "--temperature", random.choice(["3.3", "nan", "-1", "0", "inf"])]),
         ("dedup", ["--out", "new", "--workers", "1"]),
     ])
     what, nonsense = f"{path.name} as it is", False
@@ -39,7 +44,8 @@ def corpus(random: Random, place: Path) -> Case:
             ["--character_coverage", "5"], ["--near", "nan"], ["--near", "2"], ["--near", "-1"],
             ["--max_bad", "-1"], ["--min_letter_share", "nan"], ["--min_letter_share", "2"],
             ["--min_characters", "-1"], ["--duplicates", "train"], ["--duplicates", "nowhere"],
-            ["--label_key", "none"], ["--max_bad", "100000"], ["--out", "train"],
+            ["--label_key", "none"], ["--max_bad", "100000"], ["--temperature", "2"],
+            ["--extract_html"], ["--out", "nosuch://there/new"], ["--out", "train"],
             ["--out", "train.jsonl"], ["--out", "/proc/new"]])
         what = f"{path.name} {' '.join(arguments[-2:])}"
         nonsense = arguments[-2:] in _NONSENSE_OPTIONS
@@ -93,11 +99,29 @@ def tokenizer(random: Random, place: Path) -> Case:
                 change.nonsense and read)
 
 
+def filtered(random: Random, place: Path) -> Case:
+    """Filters files and evaluation files, broken, and the commands that take them."""
+    (place / "filters.toml").write_text(
+        'use = ["lines", "gopher", "repetition", "personal"]\nexamples = 3\n[gopher]\n'
+        'min_words = 5\nstop_words = ["the", "of"]\n[personal]\nkinds = ["email", "ip"]\n')
+    (place / "val.jsonl").write_bytes((place / "heldout.jsonl").read_bytes()[:4000])
+    name, command = random.choice([
+        ("filters.toml", ["filter", "heldout.jsonl", "--filters", "filters.toml"]),
+        ("filters.toml", ["tokenize_corpus", "heldout.jsonl", "--filters", "filters.toml",
+                          "--tokenizer", "spm.model"]),
+        ("val.jsonl", ["decontaminate", "heldout.jsonl", "--against", "val.jsonl"])])
+    what, nonsense = mutate.file(random, place / name)
+    return Case(Command(f"data_prep/{command[0]}.py", (*command[1:], "--workers", "1", "--out",
+                                                       "new")),
+                f"{command[0]}: {name} {what}", (name, "new", "heldout.jsonl"), nonsense)
+
+
 def _as_some_format(random: Random, place: Path) -> Path:
     """Write the small corpus in one of the known formats; return the file."""
     source = place / "heldout.jsonl"
     text = source.read_bytes()
-    kind = random.choice(["jsonl", "jsonl", "txt", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
+    kind = random.choice(["jsonl", "jsonl", "txt", "jsonl.gz", "jsonl.zst", "parquet", "arrow",
+                          "csv", "tsv", "wet", "wet.gz", "jsonl.xz", "jsonl.bz2"])
     path = place / f"text.{kind}"
     if kind == "jsonl":
         path.write_bytes(text)
@@ -107,9 +131,26 @@ def _as_some_format(random: Random, place: Path) -> Path:
         path.write_bytes(gzip.compress(text, mtime=0))
     elif kind.endswith("zst"):
         path.write_bytes(zstandard.ZstdCompressor().compress(text))
+    elif kind.endswith("xz"):
+        path.write_bytes(lzma.compress(text))
+    elif kind.endswith("bz2"):
+        path.write_bytes(bz2.compress(text))
+    elif kind in ("csv", "tsv"):
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file, delimiter="," if kind == "csv" else "\t")
+            rows.writerows([["text"], *([json.loads(line)["text"]] for line in text.splitlines())])
+    elif kind.startswith("wet"):
+        records = [_record(json.loads(line)["text"].encode()) for line in text.splitlines()]
+        path.write_bytes(b"".join(gzip.compress(record, mtime=0) if kind.endswith("gz") else record
+                                  for record in records))
     else:
         _write_arrow([json.loads(line)["text"] for line in text.splitlines()], path)
     return path
+
+
+def _record(text: bytes) -> bytes:
+    head = f"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: {len(text)}\r\n\r\n"
+    return head.encode() + text + b"\r\n\r\n"
 
 
 def _write_arrow(texts: list[str], path: Path) -> None:

@@ -30,7 +30,7 @@ from deberta_ds.data.prep.findings import (
 from deberta_ds.data.prep.inputs import open_bytes
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
-from deberta_ds.data.prep.units import job, run_units
+from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic
@@ -59,9 +59,11 @@ class Contamination:
 
 def find_contamination(
     units: list[list[Extent]], against: list[str], out: str | Path, *, read: ReadOptions,
-    words: int = 13, workers: int = 1,
-) -> Contamination:
-    """Write the findings of evaluation text in the inputs to `out`; return the report."""
+    words: int = 13, workers: int = 1, part: Part = None,
+) -> Contamination | None:
+    """Write the findings of evaluation text in the inputs to `out`; return the report, None after
+    one part of an array of jobs.
+    """
     if words < SHORTEST:
         raise UserError(f"--words {words}: shorter n-grams than {SHORTEST} words are in any text")
     out = Path(out)
@@ -71,12 +73,14 @@ def find_contamination(
         "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
         "text_rules": TEXT_RULES_VERSION, "against": units_digest([evaluation]), "words": words,
     }
-    with job(out, description, finished=MANIFEST) as is_done:
+    with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             names, searched = _save_grams(out, evaluation, words)
             jobs = {f"search-{number:05d}": (str(out), number, unit, read, numbers)
                     for number, unit in enumerate(units)}
-            results = run_units(out, search_unit, jobs, workers=workers, label="search")
+            results = run_units(out, search_unit, jobs, workers=workers, label="search", part=part)
+            if results is None:
+                return None
             report = _report(out, names, searched, results)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}

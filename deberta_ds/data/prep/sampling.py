@@ -61,7 +61,8 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
                 row = totals.setdefault(label, [0, 0])
                 row[:] = [row[0] + characters, row[1] + size]
     if not totals:
-        raise UserError("the inputs hold no text")
+        raise UserError(f"{units[0][0].path}: no text in it or in the other inputs; "
+                        "tokenize_corpus.py says what is wrong with them")
     totals = dict(sorted(totals.items()))
     shares = temperature_weights([characters for characters, _ in totals.values()], temperature)
     mean = sum(share * size / characters for share, (characters, size) in zip(
