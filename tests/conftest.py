@@ -9,9 +9,12 @@ _OF_THE_GROUP: dict[str, str] = {}  # variables that joining it has set
 
 @pytest.hookimpl(trylast=True)  # after the markers of tests/cluster
 def pytest_collection_modifyitems(items):
-    """Long files first, so that no worker of `-n 2 --dist loadfile` is left alone with one."""
+    """Long files first, so that no worker of `-n 2 --dist loadfile` is left alone with one.
+
+    Both files of tests/cluster need the one set of fake hosts: side by side, one would only wait.
+    """
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path not in long, item.path.name == "test_slurm.py"))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ be killed.
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -21,12 +22,26 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["rank_preload"])
 
 
+def _start_server() -> None:
+    """Start the server, once: before 3.12.8 Python gives it no path, and a preload fails silently.
+    """
+    kept = os.environ.get("PYTHONPATH")
+    folders = [str(Path(__file__).parent), str(PRETRAIN.parents[1]), *([kept] if kept else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    multiprocessing.forkserver.ensure_running()
+    if kept is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = kept
+
+
 def start(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAIN) -> list:
     """Return the started processes of `script arguments`, rank by rank; output goes to log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log.parent.mkdir(parents=True, exist_ok=True)
+    _start_server()
     processes = []
     for rank in range(world_size):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
@@ -67,6 +82,7 @@ def run(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAI
 
 
 def _rank_main(script: str, arguments: list[str], env: dict[str, str], log: str) -> None:
+    assert "rank_preload" in sys.modules, "the server has loaded nothing"
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

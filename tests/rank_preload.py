@@ -1,7 +1,10 @@
 """What the rank server loads before it forks: everything a run imports late, once for all ranks."""
 
-import deepspeed  # noqa: F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import setuptools  # noqa: F401
+import sklearn.metrics  # noqa: F401
 import torch
+import torch.utils.tensorboard  # noqa: F401
 
 import deberta_ds.train.loop  # noqa: F401
 from deberta_ds.model.backbone import on_meta

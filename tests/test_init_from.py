@@ -1,8 +1,9 @@
-"""`[init] from` through the launcher: two ranks under ZeRO-3 start from an exported model."""
+"""`[init] from` through launch/pretrain.py: two ranks under ZeRO-3 start from an exported model."""
 
 import pytest
+import rank_helpers
 import torch
-from launching import ROOT, deepspeed_json, make_run, python, torchrun
+from launching import deepspeed_json, make_run
 
 from deberta_ds.formats.checkpoint import load_whole_state
 from deberta_ds.formats.convert import convert
@@ -17,9 +18,10 @@ def start(root, name, init, **changes):
                    eval_every="1", **changes)
     text = run.read_text().replace('preset = "tiny"\nvocab_size = 640\n', "")
     run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
-    done = torchrun(2, ROOT / "launch/pretrain.py", "--config", run, "--deepspeed_config",
-                    deepspeed_json(root / "zero3.json", 3), timeout=600)
-    return load_whole_state(root / name / "out")[0], done.stdout
+    ds = deepspeed_json(root / "zero3.json", 3)
+    text = rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds)],
+                            root / f"{name}.log")
+    return load_whole_state(root / name / "out")[0], text
 
 
 def close(first, second):
@@ -28,8 +30,8 @@ def close(first, second):
 
 def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
     run = make_run(tmp_path / "first", steps="2", warmup_steps="0", save_every="2", eval_every="2")
-    python(ROOT / "launch/pretrain.py", "--config", run, "--deepspeed_config",
-           deepspeed_json(tmp_path / "zero1.json", 1), timeout=600)
+    ds = deepspeed_json(tmp_path / "zero1.json", 1)
+    rank_helpers.run(1, ["--config", str(run), "--deepspeed_config", str(ds)], tmp_path / "log")
     before, _ = load_whole_state(tmp_path / "first/out")
     summary = convert(tmp_path / "first/out", tmp_path / "hf", "hf")
     assert any("AutoModel -> DebertaV2Model: no missing" in line for line in summary.checks)

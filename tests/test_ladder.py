@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+import rank_helpers
 from launching import NVME_REASON, ROOT, make_run, torchrun
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -22,8 +23,9 @@ def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("ladder")
     run_file = make_run(root, checkpoint_layers="0")
     rungs = {name: f"{name}.json" for name in RUNGS} | RECOMPUTED
-    torchrun(2, ROOT / "tests/workers/ladder.py", run_file, root / "out.json",
-             *(f"{name}={CONFIGS / value}" for name, value in rungs.items()))
+    rank_helpers.run(2, [str(run_file), str(root / "out.json"),
+                         *(f"{name}={CONFIGS / value}" for name, value in rungs.items())],
+                     root / "log", ROOT / "tests/workers/ladder.py")
     return json.loads((root / "out.json").read_text())
 
 

@@ -3,9 +3,10 @@
 import copy
 
 import pytest
+import rank_helpers
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
-from launching import ROOT, make_run, torchrun
+from launching import ROOT, make_run
 
 from deberta_ds.config import MaskConfig, ModelConfig, ObjectiveConfig, SourceConfig
 from deberta_ds.data.batch import collate
@@ -130,7 +131,8 @@ def test_isolation_holds_under_zero3_on_two_ranks(tmp_path):
         text = text.replace("warmup_steps = 5",
                             "warmup_steps = 1\nclip_norm = 0.0\nweight_decay = 0.0")
         run_file.write_text(text)
-        torchrun(2, ROOT / "tests/workers/trajectory.py", run_file, tmp_path / f"{weight}.pt", "3")
+        rank_helpers.run(2, [str(run_file), str(tmp_path / f"{weight}.pt"), "3"], tmp_path / "log",
+                         ROOT / "tests/workers/trajectory.py")
         tables[weight] = torch.load(tmp_path / f"{weight}.pt", weights_only=True)[3]
     assert torch.equal(tables["50.0"]["words"], tables["0.0"]["words"])
     assert not tables["0.0"]["delta"].any() and tables["50.0"]["delta"].norm() > 0

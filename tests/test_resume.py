@@ -11,7 +11,7 @@ import time
 import pytest
 import rank_helpers
 import torch
-from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run, torchrun
+from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run
 
 from deberta_ds.formats.checkpoint import list_steps, load_whole_state
 from deberta_ds.records import read_metrics
@@ -77,11 +77,12 @@ def test_killed_run_resumes_bit_identically(tmp_path):
     killed = make_run(tmp_path / "b", dropout=0.1)
     # Both read the same corpus path, so that the two runs have one identity.
     killed.write_text(whole.read_text().replace(str(tmp_path / "a/out"), str(tmp_path / "b/out")))
-    torchrun(2, PRETRAIN, "--config", whole, "--deepspeed_config", ds)
+    rank_helpers.run(2, ["--config", str(whole), "--deepspeed_config", str(ds)], tmp_path / "log")
     start_and_kill(killed, ds, tmp_path / "b/out")
     assert list_steps(tmp_path / "b/out"), "a checkpoint was due before the kill"
-    done = torchrun(2, PRETRAIN, "--config", killed, "--deepspeed_config", ds)
-    assert "resume at step" in done.stdout
+    text = rank_helpers.run(2, ["--config", str(killed), "--deepspeed_config", str(ds)],
+                            tmp_path / "resumed.log")
+    assert "resume at step" in text
     assert train_lines(tmp_path / "b/out") == train_lines(tmp_path / "a/out")
     assert eval_scores(tmp_path / "b/out") == eval_scores(tmp_path / "a/out")
     first, _ = load_whole_state(tmp_path / "a/out/checkpoints/step-00000012")

@@ -1,8 +1,9 @@
 """One training trajectory everywhere: plain PyTorch, and ZeRO 0..3 on one rank and on two."""
 
 import pytest
+import rank_helpers
 import torch
-from launching import ROOT, make_run, torchrun
+from launching import ROOT, make_run
 
 from deberta_ds import config
 from deberta_ds.data.loader import build_loader
@@ -54,7 +55,8 @@ def trajectories(tmp_path_factory):
     found = {"plain": plain_trajectory(run)}
     for ranks in (1, 2):
         out = root / f"{ranks}.pt"
-        torchrun(ranks, ROOT / "tests/workers/trajectory.py", run_file, out, "0,1,2,3")
+        rank_helpers.run(ranks, [str(run_file), str(out), "0,1,2,3"], root / f"{ranks}.log",
+                         ROOT / "tests/workers/trajectory.py")
         for stage, result in torch.load(out, weights_only=True).items():
             found[f"{ranks} ranks, ZeRO-{stage}"] = result
     return found

@@ -2,9 +2,9 @@
 
     restore.py save|load|save_nvme|load_nvme RUN.toml DIRECTORY
 
-Every kind is loaded from itself, from two references and into them; with FULL_TABLE=1 in the
-environment from every other one. Beside our files, DeepSpeed's own of the same state are written to
-DIRECTORY/deepspeed, to compare with.
+Every kind is loaded from itself, from a reference and into it, one rank having another reference
+than two; with FULL_TABLE=1 in the environment from every other one. Beside our files, DeepSpeed's
+own of the same state are written to DIRECTORY/deepspeed, to compare with.
 """
 
 import ast
@@ -36,7 +36,7 @@ KINDS = ("zero0_fp32", "zero0_bf16", "zero0_fp16", "zero1_fp32", "zero1_bf16", "
          "zero1_bf16_fp32accumulation", "zero1_fp32_roundrobin", "zero2_fp32", "zero2_bf16_cpu",
          "zero3_fp32", "zero3_bf16", "zero3_fp16", "zero3_bf16_cpu")
 SAVED_BY_ONE = ("zero0_bf16", "zero1_fp32_roundrobin", "zero3_bf16")  # the others by two ranks only
-REFERENCES = ("zero1_fp32", "zero3_bf16")
+REFERENCES = {1: "zero1_fp32", 2: "zero3_bf16"}  # by the number of ranks that load
 NVME_KINDS = ("zero3_nvme", "zero1_fp32")
 
 
@@ -96,13 +96,14 @@ def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
         optim=dataclasses.replace(run.optim, weight_decay=0.25, clip_norm=0.5))
     done = 0
     is_full = "FULL_TABLE" in os.environ
+    reference = REFERENCES[dist.world_size()]
     again = directory / f"again{dist.world_size()}"
     for loaded in kinds:
         inputs, model_engine = build(other, loaded, directory)
         watch = no_loader_of_deepspeed  # the first load of each kind: watching is slow
         for saved, world_size in itertools.product(kinds, (1, 2)):
             source = checkpoint.path_of(directory / f"w{world_size}_{saved}", 2)
-            if not source.exists() or not (is_full or {saved, loaded} & {*REFERENCES}
+            if not source.exists() or not (is_full or reference in (saved, loaded)
                                            or saved == loaded):
                 continue
             with watch():
