@@ -3,21 +3,17 @@
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import rank_helpers
 import torch
-from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run
+from launching import ROOT, deepspeed_json, make_run, torchrun
 
 from deberta_ds.formats.checkpoint import list_steps, load_whole_state
 from deberta_ds.records import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-PRETRAIN = ROOT / "launch/pretrain.py"
 
 
 def train_lines(out) -> list[tuple]:
@@ -32,12 +28,12 @@ def eval_scores(out) -> list[dict]:
             for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "eval"]
 
 
-def start_and_kill(run_file, ds, out) -> int:
-    """Start the run in its own session, kill all of it at a random moment; return the last step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(PRETRAIN), "--config", str(run_file), "--deepspeed_config", str(ds)]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def start_and_kill(command, out) -> None:
+    """Start the run on two ranks and kill both at a random moment.
+
+    Not under torchrun: its ranks have sessions of their own and outlive its process group.
+    """
+    ranks = rank_helpers.start(2, command, out.parent / "killed.log")
     chance = random.Random(f"{out.parent.name} resume")
     last = chance.randint(5, 9)
     deadline = time.monotonic() + 200
@@ -46,12 +42,10 @@ def start_and_kill(run_file, ds, out) -> int:
             text = (out / "metrics.jsonl").read_text()
             if f'"step": {last},' in text:
                 break
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert all(rank.is_alive() for rank in ranks), "it ended before it could be killed"
         time.sleep(0.01)
     time.sleep(chance.random() * 0.3)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return last
+    rank_helpers.kill(ranks)
 
 
 @pytest.mark.parametrize("log_every", [1, 7, 10] if "FULL_TABLE" in os.environ else [7])
@@ -77,11 +71,11 @@ def test_killed_run_resumes_bit_identically(tmp_path):
     killed = make_run(tmp_path / "b", dropout=0.1)
     # Both read the same corpus path, so that the two runs have one identity.
     killed.write_text(whole.read_text().replace(str(tmp_path / "a/out"), str(tmp_path / "b/out")))
-    rank_helpers.run(2, ["--config", str(whole), "--deepspeed_config", str(ds)], tmp_path / "log")
-    start_and_kill(killed, ds, tmp_path / "b/out")
+    torchrun(2, ROOT / "launch/pretrain.py", "--config", whole, "--deepspeed_config", ds)
+    command = ["--config", str(killed), "--deepspeed_config", str(ds)]
+    start_and_kill(command, tmp_path / "b/out")
     assert list_steps(tmp_path / "b/out"), "a checkpoint was due before the kill"
-    text = rank_helpers.run(2, ["--config", str(killed), "--deepspeed_config", str(ds)],
-                            tmp_path / "resumed.log")
+    text = rank_helpers.run(2, command, tmp_path / "resumed.log")
     assert "resume at step" in text
     assert train_lines(tmp_path / "b/out") == train_lines(tmp_path / "a/out")
     assert eval_scores(tmp_path / "b/out") == eval_scores(tmp_path / "a/out")

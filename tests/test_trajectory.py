@@ -50,7 +50,7 @@ def plain_trajectory(run) -> dict:
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory):
     root = tmp_path_factory.mktemp("trajectory")
-    run_file = make_run(root)
+    run_file = make_run(root, steps="10")
     run, _ = config.load(run_file)
     found = {"plain": plain_trajectory(run)}
     for ranks in (1, 2):

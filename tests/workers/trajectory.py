@@ -1,4 +1,4 @@
-"""Train 20 steps under each ZeRO stage in one process group; rank 0 writes losses and tables.
+"""Train a run under each ZeRO stage in one process group; rank 0 writes losses and tables.
 
     trajectory.py RUN.toml OUT.pt STAGE,STAGE,...
 """
