@@ -9,11 +9,12 @@ import pytest
 from test_finetune_own import write_task
 
 from deberta_ds.errors import UserError
-from deberta_ds.finetune.layouts import Example, TextSpan
+from deberta_ds.finetune.layouts import Example, TextSpan, chosen
 from deberta_ds.finetune.metrics import span_f1, spans_of
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.tables import read_table
+from deberta_ds.finetune.tables import read_table, to_line
+from deberta_ds.finetune.tasks import task_named
 
 
 def test_every_kind_of_table_gives_the_same_examples(tmp_path):
@@ -44,6 +45,32 @@ def test_every_kind_of_table_gives_the_same_examples(tmp_path):
     path = write_task(tmp_path, "classification", rows, train="train.tsv", texts=["words"])
     found = read_split(load_own_task(path)[0], ".", "train").examples
     assert [example.sequences[0][0] for example in found] == ['a "b', "c"]
+
+
+def test_a_csv_of_another_encoding_or_with_long_texts(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_bytes("words,label\nok,a\nZo\u00eb,b\n".encode("latin-1"))
+    with pytest.raises(UserError, match="a.csv: after line .: not UTF-8 text .*save the file as"):
+        list(read_table(file))
+    file.write_text("words,label\n" + "long " * 50_000 + ",a\n")  # beyond the library's 128 KiB
+    ((_, row),) = read_table(file)
+    assert len(row["words"]) == 250_000
+
+
+def test_a_table_has_the_columns_of_superglue_or_of_glue():
+    """predict.py with a model of RTE or MNLI refused the JSON lines that it was trained on."""
+    task = task_named("MNLI")
+    for first, second in (("premise", "hypothesis"), ("sentence1", "sentence2")):
+        line = to_line(task, "x:1", {first: "A.", second: "B."}, 0)
+        assert line == {"idx": 0, "premise": "A.", "hypothesis": "B."}
+
+
+@pytest.mark.parametrize(("value", "found"), [
+    (1, (1, "number")), ("B", (1, "letter")), ("moon", (2, "text")), ("AB", None), ("", None),
+    (3, None), (-1, None), ("D", None), (None, None), (True, None), (7, (0, "text")),
+])  # fmt: skip
+def test_which_answer_a_label_of_a_choice_names(value, found):
+    assert chosen(value, ["7", "dog", "moon"]) == found
 
 
 def test_conll_columns_are_sentences(tmp_path):

@@ -169,14 +169,20 @@ def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # of a text; the library's own is 128 KiB
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
-        header = next(reader, [])
-        _check_header(path, header)
+        header = None
         while True:
             try:
                 row = next(reader, None)
             except csv.Error as error:
                 raise UserError(f"{path}:{reader.line_num}: {error}; a quote may be missing"
                                 ) from error  # fmt: skip
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}: after line {reader.line_num}: not UTF-8 text "
+                                f"({error.reason}); save the file as UTF-8") from error
+            if header is None:
+                header = row or []
+                _check_header(path, header)
+                continue
             if row is None:
                 return
             place = f"{path}:{reader.line_num}"
@@ -304,6 +310,8 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
     line: dict[str, Any] = {"idx": number}
     for field in (*task.texts, *task.choices):
         column = task.columns.get(field, field)
+        if column not in row and field in row:  # RTE: SuperGLUE's names, and those of GLUE's table
+            column = field
         if column not in row:
             raise UserError(f"{place}: no column {column!r}; there are {', '.join(map(str, row))}")
         line[field] = row[column]
