@@ -13,6 +13,7 @@ from rank_helpers import wait as wait_for_ranks
 from superglue_helpers import tiny_start
 
 from deberta_ds.errors import UserError
+from deberta_ds.finetune import predict_file as module
 from deberta_ds.finetune import sweep
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.models import build_model
@@ -226,6 +227,46 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
     for first, second in zip(one, two, strict=True):
         assert first["prediction"] == second["prediction"]
         assert first["probabilities"] == pytest.approx(second["probabilities"], abs=2e-5)
+
+
+def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_whole(
+    process_group, tmp_path, monkeypatch
+):
+    start = tiny_start()
+    task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
+    model = build_model(task, start, Settings(), 1)
+    save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)  # fmt: skip
+    table, out = tmp_path / "new.jsonl", tmp_path / "out" / "new.jsonl"
+    table.write_text("".join(json.dumps({"words": " ".join(WORDS[: 1 + n % 9]), "extra": "x",
+                                         "n": n}) + "\n" for n in range(30)))
+    out.parent.mkdir()
+    out.write_text("old\n")
+    monkeypatch.setattr(module, "BLOCK_ROWS", 7)
+    scored, calls = module.score_split, []
+
+    def stopped(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return scored(*arguments, **options)
+
+    def predict() -> int:
+        return predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
+                            batch_rows=4, max_length=64, keep=["n"])
+
+    monkeypatch.setattr(module, "score_split", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        predict()
+    assert [file.name for file in out.parent.iterdir()] == ["new.jsonl"]
+    assert out.read_text() == "old\n"
+    assert predict() == 30
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["idx"], line["n"]) for line in lines] == [(n, n) for n in range(30)]
+    table.write_text('{"words": "a", "extra": "b", "start": 1, "n": 2}\n')
+    with pytest.raises(UserError, match="--keep start: predictions have a value of that name"):
+        predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
+                     batch_rows=4, max_length=64, keep=["start"])
 
 
 @pytest.mark.multi
