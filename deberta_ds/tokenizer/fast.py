@@ -86,7 +86,10 @@ class FastEngine:
         return [encoding.ids for encoding in found]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.fromiter(ids, np.int32, len(ids)) for ids in self.encode_batch(texts)]
+        found = self.encode_batch(texts)
+        joined = np.fromiter(itertools.chain.from_iterable(found), np.int32)
+        ends = itertools.accumulate(map(len, found), initial=0)
+        return [joined[start:end] for start, end in itertools.pairwise(ends)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)

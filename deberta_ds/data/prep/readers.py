@@ -186,7 +186,7 @@ def _json_document(
         line = line.removeprefix(codecs.BOM_UTF8)
     if not problem:
         try:
-            record = _parse(line.decode("utf-8")) if line.strip() else _EMPTY
+            record = _parse(line) if line.strip() else _EMPTY
             text, problem, label, name = _fields(record, label, options)
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
@@ -195,11 +195,11 @@ def _json_document(
     return Document(text, path, where, "json", label, problem, name)
 
 
-def _parse(line: str):
+def _parse(line: bytes):
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
-        return json.loads(line)  # knows NaN, which Python programs write, and names the fault
+        return json.loads(line.decode())  # knows NaN, which Python writes, and names the fault
 
 
 def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str, str]:

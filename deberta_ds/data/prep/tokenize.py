@@ -169,7 +169,7 @@ def tokenize_unit(
                 text = _clean_text(document, clean, counts, problems, is_read)
                 if not text:
                     continue
-                held_out = is_held_out(text, heldout_share)
+                held_out = heldout_share > 0 and is_held_out(text, heldout_share)
                 if held_out and len(writers) == 1:
                     counts["held_out"] += 1
                     continue
@@ -307,7 +307,9 @@ class _Rolling:
         texts = [text for text, _ in self._pending]
         found = encode_documents(self._tokenizer, texts)
         for (text, origin), documents in zip(self._pending, found, strict=True):
-            tokens = sum(self._append(ids, origin) for ids in documents if len(ids))
+            tokens = 0
+            for ids in documents:
+                tokens += self._append(ids, origin) if len(ids) else 0
             if not tokens:  # such as only characters that the tokenizer removes
                 self._counts["empty"] += 1
                 continue
