@@ -60,10 +60,14 @@ def split_text(source: Path, scratch: Path, sample_bytes: int, learn_bytes: int)
 
 
 def train(kind: str, pieces: int, source: Path, out: Path) -> Tokenizer:
+    """Return the tokenizer at `out`, trained if it is not there."""
+    out = out.with_suffix(".model") if kind == "unigram" else out
+    if out.exists():
+        return Tokenizer(out)
     units = plan_units([str(source)], READ, 0)
     recipe = {"pieces": pieces, "sample_bytes": 1 << 40, "read": READ}
     if kind == "unigram":
-        return train_tokenizer(units, out.with_suffix(".model"), threads=1, **recipe)
+        return train_tokenizer(units, out, threads=1, **recipe)
     return train_fast(units, out, kind=kind, **recipe)
 
 
@@ -156,9 +160,8 @@ def main() -> None:
     for pieces, kind in itertools.product(args.pieces, args.kinds):
         if (kind, pieces) in done:
             continue
-        begin = time.process_time()
         tokenizer = train(kind, pieces, sample, args.scratch / f"{kind}-{pieces}")
-        row = {"kind": kind, "pieces": pieces, "train_seconds": time.process_time() - begin}
+        row = {"kind": kind, "pieces": pieces}
         row |= fertility(tokenizer, held_out) | learn(tokenizer, text, held_out, args.scratch)
         rows.append({name: round(value, 4) if isinstance(value, float) else value
                      for name, value in row.items()})
