@@ -154,20 +154,24 @@ def main() -> None:
     settings = {"sample_bytes": args.sample_bytes, "learn_bytes": args.learn_bytes,
                 "model": MODEL, "seq_len": SEQ_LEN, "rows": ROWS}
     rows = earlier_rows(args.out, settings)
-    done = {(row["kind"], row["pieces"]) for row in rows}
     sample, text, held_out = split_text(args.text, args.scratch, args.sample_bytes,
                                         args.learn_bytes)
-    for pieces, kind in itertools.product(args.pieces, args.kinds):
-        if (kind, pieces) in done:
-            continue
-        tokenizer = train(kind, pieces, sample, args.scratch / f"{kind}-{pieces}")
-        row = {"kind": kind, "pieces": pieces}
-        row |= fertility(tokenizer, held_out) | learn(tokenizer, text, held_out, args.scratch)
-        rows.append({name: round(value, 4) if isinstance(value, float) else value
-                     for name, value in row.items()})
-        rows.sort(key=lambda row: (row["pieces"], KINDS.index(row["kind"])))
-        print(json.dumps(row), flush=True)
-        write_atomic(args.out, json.dumps(settings | {"kinds": rows}, indent=1) + "\n")
+    for step in ("fertility", "learn"):
+        for pieces, kind in itertools.product(args.pieces, args.kinds):
+            row = next((row for row in rows if (row["kind"], row["pieces"]) == (kind, pieces)), {})
+            if ("fertility" if not row else "learn" if "steps" not in row else "") != step:
+                continue
+            tokenizer = train(kind, pieces, sample, args.scratch / f"{kind}-{pieces}")
+            if step == "fertility":
+                row |= {"kind": kind, "pieces": pieces} | fertility(tokenizer, held_out)
+                rows.append(row)
+            else:
+                row |= learn(tokenizer, text, held_out, args.scratch)
+            row |= {name: round(value, 4) for name, value in row.items()
+                    if isinstance(value, float)}
+            rows.sort(key=lambda row: (row["pieces"], KINDS.index(row["kind"])))
+            print(json.dumps(row), flush=True)
+            write_atomic(args.out, json.dumps(settings | {"kinds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
