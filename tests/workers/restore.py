@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 
 import deepspeed
@@ -96,8 +97,8 @@ def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
         optim=dataclasses.replace(run.optim, weight_decay=0.25, clip_norm=0.5))
     done = 0
     is_full = "FULL_TABLE" in os.environ
-    reference = REFERENCES[dist.world_size()]
-    again = directory / f"again{dist.world_size()}"
+    ranks = int(os.environ["WORLD_SIZE"])  # the group is joined by the first engine
+    reference, again = REFERENCES[ranks], directory / f"again{ranks}"
     for loaded in kinds:
         inputs, model_engine = build(other, loaded, directory)
         watch = no_loader_of_deepspeed  # the first load of each kind: watching is slow
@@ -125,11 +126,15 @@ def dist_alone() -> bool:
     return os.environ["WORLD_SIZE"] == "1" and "FULL_TABLE" not in os.environ
 
 
+@cache
 def loaders_of_deepspeed() -> set[tuple[str, str]]:
     """Return (file, function) of all of the installed DeepSpeed that unpickles or loads a file."""
     found = set()
     for path in Path(deepspeed.__file__).parent.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"(torch|pickle)\.load|load\w*checkpoint|load_module_state_dict", text):
+            continue  # to parse all of them takes longer than the loads
+        for function in ast.walk(ast.parse(text)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 calls = {ast.unparse(node.func) for node in ast.walk(function)
                          if isinstance(node, ast.Call)}
@@ -140,18 +145,16 @@ def loaders_of_deepspeed() -> set[tuple[str, str]]:
     return found
 
 
-LOADERS = loaders_of_deepspeed()
-
-
 @contextmanager
 def no_loader_of_deepspeed():
-    """Fail if any of LOADERS is called inside the block, or torch.load with pickles allowed."""
-    assert {"load_checkpoint", "_load_zero_checkpoint"} <= {name for _, name in LOADERS}
+    """Fail if one of these loaders is called inside, or torch.load with pickles allowed."""
+    loaders = loaders_of_deepspeed()
+    assert {"load_checkpoint", "_load_zero_checkpoint"} <= {name for _, name in loaders}
     called, real_load = set(), torch.load
 
     def profile(frame, event, _argument):
         place = (frame.f_code.co_filename, frame.f_code.co_name)
-        if event == "call" and place in LOADERS:
+        if event == "call" and place in loaders:
             called.add(place)
 
     def safe_load(*arguments, **options):
