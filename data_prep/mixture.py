@@ -6,9 +6,10 @@ the languages of a multilingual model (XLM-R and mT5 use about 3.3). With --afte
 those of a second stage that goes on where a run stopped: no row repeats.
 """
 
+import json
 from typing import TYPE_CHECKING
 
-from options import natural, parser_for, positive
+from options import natural, parser_for, positive, positive_number
 
 from deberta_ds.errors import UserError, exit_cleanly
 
@@ -21,8 +22,10 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="packed corpus directories")
     parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
-    parser.add_argument("--temperature", type=float, default=1.0, help="1: natural shares")
-    parser.add_argument("--weights", type=float, nargs="+", help="shares, instead of a temperature")
+    parser.add_argument("--temperature", type=positive_number, default=1.0,
+                        help="1: natural shares")
+    parser.add_argument("--weights", type=positive_number, nargs="+",
+                        help="shares, instead of a temperature")
     parser.add_argument("--rows", type=natural, default=0,
                         help="rows of the run; 0: one epoch in sum")
     parser.add_argument("--after", nargs="+", default=[], metavar="RUN",
@@ -67,7 +70,7 @@ def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     """Return the TOML lines of a source, without those that are defaults."""
     from deberta_ds.data.stages import WHOLE
 
-    lines = [f'path = "{source.path}"', f"weight = {weight:.9g}"]
+    lines = [f"path = {json.dumps(source.path)}", f"weight = {weight:.9g}"]
     lines += [f"first_row = {source.first_row}"] if source.first_row else []
     lines += [f"order = {list(source.order)}"] if source.order else []
     lines += [f"part = {list(source.part)}"] if source.part != WHOLE else []

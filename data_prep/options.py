@@ -1,6 +1,7 @@
 """Command-line options that several data_prep commands share."""
 
 import argparse
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,14 @@ def share(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """Type of an option: a finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
     return value
 
 

@@ -8,7 +8,15 @@ A run with objective.kind = "rtd_cached" then trains discriminators on them with
 Run the same command again after a crash and only what is missing is done.
 """
 
-from options import add_workers, local, natural, parser_for, positive, share
+from options import (
+    add_workers,
+    local,
+    natural,
+    parser_for,
+    positive,
+    positive_number,
+    share,
+)
 
 from deberta_ds.errors import exit_cleanly
 
@@ -21,7 +29,7 @@ def main() -> None:
                         help="run, checkpoint or exported directory with a masked LM")
     parser.add_argument("--out", type=local, required=True, help="directory for the replacements")
     parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0],
+    parser.add_argument("--temperatures", type=positive_number, nargs="+", default=[1.0],
                         help="one draw of all rows for each, in this order")
     parser.add_argument("--rate", type=share, default=0.15, help="share of tokens masked")
     parser.add_argument("--max_ngram", type=positive, default=1, help="words in a masked span")
@@ -30,8 +38,6 @@ def main() -> None:
                         help="pieces of a row see each other (as data.across_documents)")
     add_workers(parser)
     args = parser.parse_args()
-    if min(args.temperatures) <= 0:
-        parser.error("--temperatures must be above 0")
 
     from deberta_ds.analysis.replacements import Recipe, replace_corpus
     from deberta_ds.config import MaskConfig

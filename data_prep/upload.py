@@ -17,10 +17,10 @@ def main() -> None:
     parser.add_argument("--to", required=True, metavar="URL", help="where it shall lie")
     args = parser.parse_args()
 
+    from deberta_ds.data.prep.verify import verify_corpus
     from deberta_ds.data.remote import upload
-    from deberta_ds.data.shards import read_manifest
 
-    read_manifest(args.corpus)
+    verify_corpus(args.corpus, "full")  # readers check blocks against what is uploaded now
     total, copied = upload(args.corpus, args.to)
     print(f"{args.to}: {total:,} files, {copied:,} copied now")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
+from launching import ENVIRONMENT, ROOT
 
 from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data import remote
@@ -115,6 +117,30 @@ def test_damage_in_the_cache_is_mended_and_in_the_store_refused(corpus, url, tmp
         Corpus(url, seq_len=64, cache=cache).row(0)
     with pytest.raises(UserError, match="no such file"):
         Corpus(url + "x", seq_len=64, cache=cache)
+
+
+@pytest.mark.parametrize("damage", [
+    {"files": []}, {"files": {"tokens/00000.npy": 3}}, {"block_bytes": "many"}, {"version": None},
+    {"files": {"tokens/00000.npy": [-1, "x"]}}])
+def test_a_damaged_list_of_blocks_is_named(url, tmp_path, damage):
+    path = tmp_path / "store/web/blocks/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(UserError, match=r"blocks/manifest\.json: damaged \("):
+        Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
+
+
+def test_a_corpus_with_a_damaged_shard_is_not_uploaded(corpus, tmp_path):
+    """Readers hold each block against what was uploaded, so nobody would notice later."""
+    broken = Path(shutil.copytree(corpus, tmp_path / "broken"))
+    path = min((broken / "tokens").glob("*.npy"))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, ROOT / "data_prep/upload.py", broken, "--to", f"file://{tmp_path}/store"],
+        capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and f"error: {path}: " in done.stderr, done.stderr
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_bounded_cache_stays_small_and_gives_the_same_rows(corpus, url, tmp_path, monkeypatch):

@@ -24,10 +24,12 @@ from typing import Any
 import fsspec
 import numpy as np
 import xxhash
+from pydantic import NonNegativeInt
 
 from deberta_ds.data.shards import MANIFEST
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.files import write_atomic
+from deberta_ds.json_files import parse_json, typed
 
 BLOCK_BYTES = 1 << 17
 BLOCKS = "blocks"
@@ -106,6 +108,20 @@ def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool]) ->
     raise UserError(f"{name}: cannot be read in {TRIES} tries ({problem})")
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """What blocks/manifest.json says; files {name: (bytes, xxh3-128 of its checksums)}."""
+
+    version: int
+    block_bytes: int
+    files: dict[str, tuple[NonNegativeInt, str]]
+
+
+def _blocks_of(data: bytes) -> _Blocks:
+    """Return what a list of blocks says; ValueError if it is damaged."""
+    return typed(_Blocks, parse_json(data))
+
+
 class RemoteCorpus:
     """A corpus at a URL, and its local files.
 
@@ -121,11 +137,16 @@ class RemoteCorpus:
         self._sums: dict[str, np.ndarray] = {}
         self._written = 0
         self.fetch(MANIFEST)
-        blocks = json.loads(self.fetch(f"{BLOCKS}/{MANIFEST}"))
-        if blocks.get("block_bytes") != BLOCK_BYTES:
+        data = self.fetch(f"{BLOCKS}/{MANIFEST}")
+        try:
+            blocks = _blocks_of(data)
+        except ValueError as error:
+            raise UserError(f"{self.url}/{BLOCKS}/{MANIFEST}: damaged ({error}); upload the corpus "
+                            "again") from None
+        if blocks.block_bytes != BLOCK_BYTES:
             raise UserError(f"{url}: blocks of another version of data_prep/upload.py; upload the "
                             "corpus again")
-        self._files: dict[str, list] = blocks.get("files", {})
+        self._files = blocks.files
 
     def fetch(self, name: str) -> bytes:
         """Return a small file and write it to its place in the directory."""
@@ -239,7 +260,7 @@ def upload(corpus: str | Path, url: str) -> tuple[int, int]:
     for path in data_files:
         name = path.relative_to(corpus).as_posix()
         sums = _block_sums(path)
-        files[name] = [path.stat().st_size, xxhash.xxh3_128_hexdigest(sums)]
+        files[name] = (path.stat().st_size, xxhash.xxh3_128_hexdigest(sums))
         total += 1
         if _remote_bytes(system, f"{root}/{BLOCKS}/{name}") == sums:
             continue
@@ -254,16 +275,19 @@ def upload(corpus: str | Path, url: str) -> tuple[int, int]:
     return total, copied
 
 
-def _uploaded_before(corpus: Path, system, root: str) -> dict[str, list]:
+def _uploaded_before(corpus: Path, system, root: str) -> dict[str, tuple[int, str]]:
     """Return the files of the same corpus that are there: this copy may lack some row plans."""
     blocks = _remote_bytes(system, f"{root}/{BLOCKS}/{MANIFEST}")
     same = _remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
-    return json.loads(blocks)["files"] if same and blocks and _is_json(blocks) else {}
+    try:
+        return _blocks_of(blocks).files if same and blocks else {}
+    except ValueError:  # half of one, or damaged: written anew
+        return {}
 
 
 def _is_json(data: bytes) -> bool:
     try:
-        return isinstance(json.loads(data), dict)
+        return isinstance(parse_json(data), dict)
     except ValueError:
         return False
 

@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import lzma
+import tomllib
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ from tests.fuzz import mutate
 from tests.fuzz.case import Case
 from tests.fuzz.commands import Command
 from tests.fuzz.readers import READERS
+from tests.fuzz.toml_text import toml
 
 
 def corpus(random: Random, place: Path) -> Case:
@@ -76,6 +78,27 @@ def findings(random: Random, place: Path) -> Case:
     return _broken(random, place / "found", READERS["findings"], ("found",))
 
 
+def remote(random: Random, place: Path) -> Case:
+    """A corpus at an address, with a broken file there."""
+    return _broken(random, place / "store", READERS["remote"], ("store",))
+
+
+def filters(random: Random, place: Path) -> Case:
+    """A filters file with a broken value or byte."""
+    path = place / "filters.toml"
+    values, change = mutate.tree(random, tomllib.loads(path.read_text()))
+    path.write_text(toml(values))
+    if random.random() < 0.3:
+        change = mutate.file(random, path)
+    return Case(random.choice(READERS["filters"]), change.text, ("filters.toml",), change.nonsense)
+
+
+def against(random: Random, place: Path) -> Case:
+    """Evaluation files that a corpus is searched for, broken."""
+    change = mutate.something_in(random, place / "superglue/CB")
+    return Case(READERS["against"][0], change.text, ("superglue",))
+
+
 def pairs(random: Random, place: Path) -> Case:
     """Minimal pairs, and labelled lines of a probe, broken."""
     name, kind = random.choice([("pairs.jsonl", "pairs"), ("labelled.jsonl", "probe")])
@@ -97,23 +120,6 @@ def tokenizer(random: Random, place: Path) -> Case:
     read = "spm.model" in command.arguments or "pretrain" in command.script
     return Case(command, change.text, ("spm.model", "train", "heldout", "out"),
                 change.nonsense and read)
-
-
-def filtered(random: Random, place: Path) -> Case:
-    """Filters files and evaluation files, broken, and the commands that take them."""
-    (place / "filters.toml").write_text(
-        'use = ["lines", "gopher", "repetition", "personal"]\nexamples = 3\n[gopher]\n'
-        'min_words = 5\nstop_words = ["the", "of"]\n[personal]\nkinds = ["email", "ip"]\n')
-    (place / "val.jsonl").write_bytes((place / "heldout.jsonl").read_bytes()[:4000])
-    name, command = random.choice([
-        ("filters.toml", ["filter", "heldout.jsonl", "--filters", "filters.toml"]),
-        ("filters.toml", ["tokenize_corpus", "heldout.jsonl", "--filters", "filters.toml",
-                          "--tokenizer", "spm.model"]),
-        ("val.jsonl", ["decontaminate", "heldout.jsonl", "--against", "val.jsonl"])])
-    what, nonsense = mutate.file(random, place / name)
-    return Case(Command(f"data_prep/{command[0]}.py", (*command[1:], "--workers", "1", "--out",
-                                                       "new")),
-                f"{command[0]}: {name} {what}", (name, "new", "heldout.jsonl"), nonsense)
 
 
 def _as_some_format(random: Random, place: Path) -> Path:

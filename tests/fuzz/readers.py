@@ -63,7 +63,28 @@ READERS: dict[str, list[Command]] = {
                                                  *_SPM)),
         Command("data_prep/pack.py", ("train", "--seq_len", "64", "--workers", "1", *_SPM)),
         Command("data_prep/mixture.py", ("train", "heldout", "--seq_len", "64")),
+        Command("data_prep/find.py", ("train", "--seq_len", "64", "--row", "0", "3")),
+        Command("data_prep/find.py", ("train", "--seq_len", "64", "--document",
+                                      "train.jsonl@0")),
+        Command("data_prep/take_down.py", ("train", "--out", "new", "--workers", "1",
+                                           "--documents_from", "ids.txt", *_SPM)),
+        Command("data_prep/upload.py", ("train", "--to", "file://new")),
         Command("launch/evaluate.py", ("--run", "out"))],
+    "remote": [
+        pretrain("--out_dir=new", "--data.sources=[{path = 'file://store'}]", "--data.cache=cache",
+                 *BRIEF),
+        Command("data_prep/upload.py", ("train", "--to", "file://store"))],
+    "filters": [
+        Command("data_prep/filter.py", ("heldout.jsonl", "--filters", "filters.toml", "--out",
+                                        "new", "--workers", "1")),
+        Command("data_prep/tokenize_corpus.py", ("heldout.jsonl", "--filters", "filters.toml",
+                                                 "--out", "new", "--workers", "1", *_SPM))],
+    "against": [
+        Command("data_prep/decontaminate.py", ("train.jsonl", "--against", "superglue/CB",
+                                               "pairs.jsonl", "--out", "new", "--workers", "1"))],
+    "plan": [
+        Command("launch/plan.py", ("--config", "run.toml", "--deepspeed_config", "ds.json",
+                                   "--gpu", "h200", "--gpus", "1", "--html", "new.html"))],
     "replaced": [
         pretrain("--out_dir=new", *cached(*BRIEF, "--init.generator=hf")),
         Command("data_prep/replace.py", ("train", "--generator", "hf", "--out", "replaced",
@@ -92,6 +113,7 @@ READERS: dict[str, list[Command]] = {
     "model": [
         convert("hf", "ms"), convert("hf", "hf"), convert("hf", "ours"),
         Command("launch/fill_mask.py", ("--model", "hf", "the [MASK] of")),
+        Command("launch/attention_map.py", ("--model", "hf", "a b", "--out", "new.html")),
         pretrain("--out_dir=new", "--init.from=hf", *BRIEF), finetune("CB")],
     "microsoft": [
         convert("ms", "hf"), convert("ms", "ours"), convert("ms", "ms"),

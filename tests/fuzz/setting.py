@@ -51,6 +51,27 @@ test = "tickets.csv"
 epochs = 1
 batch_rows = 4
 """
+FILTERS = """
+use = ["language", "lines", "c4", "gopher", "repetition", "personal"]
+[language]
+keep = ["en", "de"]
+probability = 0.0
+[lines]
+min_words = 1
+end_mark = false
+phrases = ["no such phrase"]
+[c4]
+min_sentences = 0
+[gopher]
+min_words = 0
+max_word_characters = 100.0
+min_stop_words = 0
+min_letter_word_share = 0.1
+[repetition]
+max_line_share = 0.9
+[personal]
+kinds = ["email", "phone"]
+"""
 OLD = Path("tests/fixtures/version_0_1_0")  # as its run file names the tokenizer
 
 
@@ -91,6 +112,9 @@ def prepare(root: Path, server: Server) -> Setting:
 
 
 def _prepare_more_data(root: Path, server: Server) -> None:
+    _run(server, root, "data_prep/upload.py", "train", "--to", "file://store")
+    (root / "filters.toml").write_text(FILTERS)
+    (root / "ids.txt").write_text("train.jsonl@0\n")
     _run(server, root, "data_prep/dedup.py", "train.jsonl", "--out", "found", "--workers", "1")
     for corpus, out in (("train", "replaced"), ("heldout", "replaced_heldout")):
         _run(server, root, "data_prep/replace.py", corpus, "--generator", "hf", "--out", out,

@@ -252,7 +252,7 @@ def _take_back(running: dict[Future, tuple]) -> tuple | None:
 
 def under_mpi() -> bool:
     sizes = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    return any(size and int(size) > 1 for size in sizes)
+    return any(size not in (None, "", "1") for size in sizes)
 
 
 def _die_with_parent(parent: int) -> None:
