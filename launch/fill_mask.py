@@ -18,6 +18,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
     parser.add_argument("--top", type=int, default=5, help="proposals for each mask")
     arguments = parser.parse_args()
+    if arguments.top < 1:
+        parser.error(f"--top {arguments.top}: must be at least 1")
 
     from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
 

@@ -35,6 +35,8 @@ def main() -> None:
 
     if given.batch_rows < 1:
         raise UserError(f"--batch_rows {given.batch_rows}: must be at least 1")
+    if given.max_length is not None and given.max_length < 8:
+        raise UserError(f"--max_length {given.max_length}: must be at least 8")
     saved = load_finetuned(find_finetuned(given.model))
     device = init_distributed()
     count = predict_file(

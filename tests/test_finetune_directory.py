@@ -13,6 +13,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.features import collate, encode
 from deberta_ds.finetune.models import build_model, open_start
+from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
@@ -67,6 +68,17 @@ def test_transformers_classifies_as_we_do_from_the_texts_alone(tmp_path, shape):
     torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5)
     assert theirs.config.id2label == {0: "contradiction", 1: "neutral", 2: "entailment"}
     assert theirs.config.problem_type == "single_label_classification"
+
+
+def test_rows_longer_than_the_absolute_positions_are_named_when_a_file_is_predicted(tmp_path):
+    saved_model(tmp_path, "CB", "absolute")
+    saved, out = load_finetuned(tmp_path), tmp_path / "out.jsonl"
+    data = tmp_path / "long.jsonl"
+    data.write_text(json.dumps({"premise": "one two " * 50, "hypothesis": "three"}) + "\n")
+    with pytest.raises(UserError, match=r"long\.jsonl: the longest .* 64 absolute positions\. Set"):
+        predict_file(saved, data, out, torch.device("cpu"), batch_rows=4, max_length=128)
+    assert not out.exists()
+    assert predict_file(saved, data, out, torch.device("cpu"), batch_rows=4, max_length=64)
 
 
 def test_a_pipeline_names_our_labels(tmp_path):

@@ -21,7 +21,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
 from deberta_ds.finetune.answers import MARGIN, answer_place
 from deberta_ds.finetune.directory import Finetuned
-from deberta_ds.finetune.features import TooLongError, encode
+from deberta_ds.finetune.features import Feature, TooLongError, encode
 from deberta_ds.finetune.layouts import Example, examples_of
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.run import finetuned_model
@@ -50,12 +50,21 @@ def predict_file(
     model = finetuned_model(saved, device)
     rows = read_table(data)
     if not dist.is_main():
-        return _on_all_ranks(saved, model, rows, batch_rows, max_length, keep, None)
+        return _on_all_ranks(saved, model, data, rows, batch_rows, max_length, keep, None)
     with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        return _on_all_ranks(saved, model, rows, batch_rows, max_length, keep, file)
+        return _on_all_ranks(saved, model, data, rows, batch_rows, max_length, keep, file)
 
 
-def _on_all_ranks(saved, model, rows: Iterator[Row], batch_rows, max_length, keep, file) -> int:
+def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) -> None:
+    """Raise UserError where a row is longer than the model's absolute positions."""
+    longest = max(len(row) for feature in features for row in feature.sequences)
+    if saved.config.absolute_input and longest > (limit := saved.config.max_position):
+        raise UserError(f"{data}: the longest row has {longest} tokens, but the model has {limit} "
+                        f"absolute positions. Set --max_length {limit} to cut it")
+
+
+def _on_all_ranks(saved, model, data, rows: Iterator[Row], batch_rows, max_length, keep, file
+                  ) -> int:
     count, cut, began = 0, 0, time.monotonic()
     device = next(model.parameters()).device
     while block := list(itertools.islice(rows, BLOCK_ROWS)):
@@ -69,6 +78,7 @@ def _on_all_ranks(saved, model, rows: Iterator[Row], batch_rows, max_length, kee
                               window_overlap=saved.settings.window_overlap)  # fmt: skip
         except TooLongError as error:
             raise UserError(f"{error}. Set --max_length {error.needed}") from None
+        _check_positions(saved, features, data)
         cut += sum(feature.cut_tokens > 0 for feature in features)
         sizes = [num_scores(saved.task, example) for example in examples]
         scores = score_split(model, features, sizes, batch_rows=batch_rows, device=device)
