@@ -68,8 +68,8 @@ def main() -> None:
         left_out = {k: v for k, v in manifest.counts.items()
                     if v and k not in ("documents", "characters", "tokens")}
         print(
-            f"{name}: {manifest.counts['documents']:,} documents, "
-            f"{manifest.counts['tokens']:,} tokens in {len(manifest.shards):,} shards; "
+            f"{name}: {manifest.documents:,} documents, "
+            f"{manifest.tokens:,} tokens in {len(manifest.shards):,} shards; "
             + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
         )
 

@@ -29,6 +29,8 @@ _REMEDIES = {
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the limit on open files",
+    errno.EEXIST: "it is in the way: choose another path",
+    errno.ENOTDIR: "a part of this path is a file: choose another path",
     errno.EIO: "the disk or the network file system has a fault",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "mend the symbolic link",

@@ -4,6 +4,7 @@ A reader never sees half a file: data goes to a temporary name in the same direc
 disk, and is then renamed over the final name.
 """
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -27,7 +28,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):  # it would be replaced, by a rename
         raise UserError(f"{path}: is a device or a pipe; name a file to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # which names the parent
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

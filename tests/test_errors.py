@@ -169,6 +169,10 @@ def test_the_file_is_named_where_python_names_none(tmp_path):
     with pytest.raises(OSError) as caught:
         write_atomic(tmp_path / "directory", "text")
     assert user_message(caught.value) == f"{tmp_path}/directory: Is a directory"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as caught:  # Python names the file that is in the way
+        write_atomic(tmp_path / "file/page.html", "text")
+    assert user_message(caught.value).startswith(f"{tmp_path}/file/page.html: Not a directory; ")
     assert not list(tmp_path.glob(".*"))
 
 

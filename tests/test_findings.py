@@ -41,6 +41,18 @@ def test_duplicates_are_the_ones_a_set_finds(tmp_path):
     assert stored_texts(tmp_path / "out2") == unique
 
 
+@pytest.mark.parametrize("damage", [{"counts": {"documents": 3}}, {"reason": "none"},
+                                    {"counts": {"documents": "3", "exact": 0, "near": 0}}])
+def test_findings_without_what_a_reader_needs_are_named(tmp_path, damage):
+    write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3)
+    units = plan_units([str(tmp_path / "text.jsonl")], READ)
+    find_duplicates(units, tmp_path / "found", read=READ)
+    path = tmp_path / "found/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(UserError, match=r"found/manifest\.json: damaged \("):
+        find_duplicates(units, tmp_path / "found", read=READ)
+
+
 def test_findings_of_other_options_inputs_or_states_are_refused(tmp_path):
     """They would drop unique documents in silence."""
     write_json_lines(tmp_path / "text.jsonl", ["same text"] * 3 + ["another one"])

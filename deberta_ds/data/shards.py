@@ -17,8 +17,10 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import atomic_path, write_atomic, xxh3
@@ -27,6 +29,8 @@ from deberta_ds.json_files import parse_json, typed
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 HEADER_BYTES = 128
+# Of a label: documents, characters, tokens.
+_LabelCounts = Annotated[list[int], Field(min_length=3, max_length=3)]
 _WRITE_TOKENS = 1 << 14  # a write for each short document would take longer than its tokens
 
 
@@ -66,9 +70,17 @@ class Manifest:
     tokenizer_sha256: str
     special_ids: dict[str, int]
     counts: dict[str, int]
-    labels: dict[str, list[int]]  # of each label: documents, characters, tokens
+    labels: dict[str, _LabelCounts]
     shards: tuple[ShardInfo, ...]
     version: int = FORMAT_VERSION
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,9 @@ def _corpus(path: str, share: float, fingerprint: str) -> tuple[str, ...]:
     """Return a row of the table; the counts are known where the shards still lie."""
     documents = tokens = "–"
     try:
-        counts = read_manifest(path)[0].counts
-        documents, tokens = f"{counts['documents']:,}", f"{counts['tokens']:,}"
-    except (UserError, OSError, KeyError):
+        manifest = read_manifest(path)[0]
+        documents, tokens = f"{manifest.documents:,}", f"{manifest.tokens:,}"
+    except (UserError, OSError):
         pass  # trained elsewhere, or the shards are gone: the fingerprint stays
     return _cell(path), f"{share:.1%}", documents, tokens, f"`{_cell(fingerprint)}`"
 

@@ -10,7 +10,7 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from deberta_ds.json_files import parse_json, typed
 
 FINDINGS_VERSION = 2
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
+_COUNTS = {"duplicate": {"documents", "exact", "near"},
+           "contaminated": {"documents", "contaminated"}}
 _AGAIN = "run that search again, into a new directory"
 _OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes", "extract_html")
 
@@ -32,7 +34,7 @@ _OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes", "extract_
 class _Manifest:
     """What the manifest of findings holds, and as what."""
 
-    reason: str
+    reason: Literal["duplicate", "contaminated"]
     read: dict[str, Any]
     text_rules: int
     inputs: dict[str, str]  # source: its state
@@ -62,6 +64,8 @@ class Findings:
             raise UserError(f"{path}: found by another version of this program; {_AGAIN}")
         try:
             typed(_Manifest, self._manifest)
+            if missing := _COUNTS[self._manifest["reason"]] - self._manifest["counts"].keys():
+                raise ValueError(f"counts.{min(missing)} is missing")
         except ValueError as error:
             raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from None
         self.reason, self.counts = self._manifest["reason"], self._manifest["counts"]
