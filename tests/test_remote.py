@@ -9,6 +9,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
