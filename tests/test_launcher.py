@@ -1,6 +1,11 @@
 """Every launcher's variables become the same five, and what cannot be found is said."""
 
+import os
+import shutil
+import subprocess
+
 import pytest
+from launching import ROOT
 
 from deberta_ds.cluster import launcher
 from deberta_ds.cluster.launcher import rank_variables
@@ -51,6 +56,21 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
 def test_mpirun_on_one_host_needs_no_mpi():
     assert rank_variables(MPIRUN) == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
                                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs openmpi-bin")
+def test_the_mpirun_script_leaves_each_rank_all_cores(tmp_path):
+    """By itself mpirun pins two ranks to a core each: their loaders and threads share it."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ntaskset -cp $$\n")
+    program.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "launch/cluster/openmpi.sh", "localhost:2"], capture_output=True, text=True,
+        timeout=60, env=os.environ | {"PYTHON": str(program), "INTERFACE": "lo", "MPIRUN_ARGS":
+                                      "--allow-run-as-root --oversubscribe"})
+    own = subprocess.run(["taskset", "-cp", str(os.getpid())], capture_output=True, text=True)
+    cores = own.stdout.split(": ")[1].strip()
+    assert [line.split(": ")[1] for line in done.stdout.splitlines()] == [cores] * 2, done
 
 
 def test_mpirun_on_two_hosts(monkeypatch):

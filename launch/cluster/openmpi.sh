@@ -10,7 +10,8 @@
 #   SAVE_SECONDS                                             (default 60)
 #
 # mpirun waits SAVE_SECONDS between SIGTERM and SIGKILL, also when all ranks have ended. Its own
-# default is one second; a step and a save take longer.
+# default is one second; a step and a save take longer. Unbound, because mpirun would give each of
+# up to two ranks a single core, and more ranks one socket: loader processes and threads included.
 case "${1:-}" in -h | --help)
     sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
     exit
@@ -30,7 +31,7 @@ first=${HOSTS%%,*}
 ranks=$(tr ',' '\n' <<< "$HOSTS" | awk -F: '{n += (NF > 1 ? $2 : 1)} END {print n}')
 
 # shellcheck disable=SC2086  # MPIRUN_ARGS is a list of words
-exec mpirun ${MPIRUN_ARGS:-} -np "$ranks" --host "$HOSTS" -wdir "$PWD" \
+exec mpirun ${MPIRUN_ARGS:-} -np "$ranks" --host "$HOSTS" -wdir "$PWD" --bind-to none \
     --mca btl_tcp_if_include "$INTERFACE" --mca odls_base_sigkill_timeout "${SAVE_SECONDS:-60}" \
     -x PATH -x OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ${DS_ACCELERATOR:+-x DS_ACCELERATOR} \
     -x NCCL_SOCKET_IFNAME="$INTERFACE" -x GLOO_SOCKET_IFNAME="$INTERFACE" \

@@ -48,7 +48,7 @@ LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--nproc_per_node=2"],
     "deepspeed": [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={_free_port()}"],
-    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2",
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "--bind-to", "none",
                "--mca", "odls_base_sigkill_timeout", "60"],
     "srun": ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--kill-on-bad-exit=1"],
 }
