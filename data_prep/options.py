@@ -1,7 +1,6 @@
 """Command-line options that several data_prep commands share."""
 
 import argparse
-import math
 import os
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,7 @@ def share(text: str) -> float:
 def positive_number(text: str) -> float:
     """Type of an option: a finite number above 0."""
     value = float(text)
-    if not 0 < value < math.inf:
+    if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
     return value
 
