@@ -102,8 +102,8 @@ def test_ctrl_c_is_one_word():
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_ctrl_c_while_a_script_imports(path):
     """Seconds go by in imports: they happen inside `main`, where Ctrl-C is one word."""
-    light = {"argparse", "json", "os", "pathlib", "sys", "time", "typing", "shutil", "subprocess",
-             "threading", "dataclasses", "functools", "options", "deberta_ds.errors",
+    light = {"argparse", "contextlib", "json", "os", "pathlib", "sys", "time", "typing", "shutil",
+             "subprocess", "threading", "dataclasses", "functools", "options", "deberta_ds.errors",
              "deberta_ds.files",
              "deberta_ds.log", "deberta_ds.numbers", "deberta_ds.records"}
     for node in ast.parse(path.read_text()).body:

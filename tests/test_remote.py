@@ -130,6 +130,15 @@ def test_a_damaged_list_of_blocks_is_named(url, tmp_path, damage):
         Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "rows-64/manifest.json"])
+def test_a_damaged_manifest_at_a_url_is_named_by_its_url(url, tmp_path, name):
+    path = tmp_path / "store/web" / name
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"shards": values["shards"][:-1]}))
+    with pytest.raises(UserError, match=f"^{url}: "):
+        Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
+
+
 def test_a_corpus_with_a_damaged_shard_is_not_uploaded(corpus, tmp_path):
     """Readers hold each block against what was uploaded, so nobody would notice later."""
     broken = Path(shutil.copytree(corpus, tmp_path / "broken"))

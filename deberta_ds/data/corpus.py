@@ -6,6 +6,8 @@ at known places, so that a failing or missing file is one clear error.
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,24 +54,9 @@ class Corpus:
         self.path = self._remote.directory if self._remote else Path(path)
         self._read = self._remote.read if self._remote else read_bytes
         self.seq_len = seq_len
-        self.manifest, self.corpus_fingerprint = read_manifest(self.path)
         rows_path = rows_directory(self.path, seq_len)
-        if self._remote:
-            self._remote.fetch(f"{rows_path.name}/{MANIFEST}")
-        if not (rows_path / MANIFEST).exists():
-            found = sorted(p.parent.name for p in self.row_plans(self.path))
-            names = ", ".join(found) or "none"
-            raise UserError(
-                f"{self.path}: no row plan for seq_len {seq_len} (found: {names}); "
-                f"run data_prep/pack.py {self.path} --seq_len {seq_len}"
-            )
-        self.rows_manifest, self.rows_fingerprint = read_rows_manifest(rows_path)
-        self.fingerprint = self.rows_fingerprint
-        if self.rows_manifest.corpus != self.corpus_fingerprint:
-            raise UserError(
-                f"{rows_path}: planned for another version of {self.path / MANIFEST}; remove the "
-                f"directory and run data_prep/pack.py {self.path} --seq_len {seq_len}"
-            )
+        with self._naming_url():
+            self._read_manifests(rows_path)
         self._shards = _part_of(
             list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part,
             part_by, self.path,
@@ -85,6 +72,39 @@ class Corpus:
         self._dtype = np.dtype(self.manifest.dtype)
         self._known_paths: dict[int, _Paths] = {}
 
+    def _read_manifests(self, rows_path: Path) -> None:
+        self.manifest, self.corpus_fingerprint = read_manifest(self.path)
+        if self._remote:
+            self._remote.fetch(f"{rows_path.name}/{MANIFEST}")
+        if not (rows_path / MANIFEST).exists():
+            found = sorted(p.parent.name for p in self.row_plans(self.path))
+            names = ", ".join(found) or "none"
+            raise UserError(
+                f"{self.path}: no row plan for seq_len {self.seq_len} (found: {names}); "
+                f"run data_prep/pack.py {self.path} --seq_len {self.seq_len}"
+            )
+        self.rows_manifest, self.rows_fingerprint = read_rows_manifest(rows_path)
+        self.fingerprint = self.rows_fingerprint
+        remedy = f"remove the directory and run data_prep/pack.py {self.path} --seq_len " \
+            f"{self.seq_len}"
+        if self.rows_manifest.corpus != self.corpus_fingerprint:
+            raise UserError(f"{rows_path}: planned for another version of {self.path / MANIFEST}; "
+                            f"{remedy}")
+        planned, there = len(self.rows_manifest.shards), len(self.manifest.shards)
+        if planned != there:
+            raise UserError(f"{rows_path / MANIFEST}: damaged: plans {planned} shards of {there}; "
+                            f"{remedy}")
+
+    @contextmanager
+    def _naming_url(self) -> Iterator[None]:
+        """Context in which an error about a remote corpus names its URL, not only the cache."""
+        try:
+            yield
+        except UserError as error:
+            if self._remote is None:
+                raise
+            raise UserError(f"{self._remote.url}: {error}") from None
+
     @staticmethod
     def row_plans(path: str | Path) -> list[Path]:
         """Return the manifests of the finished row plans of a corpus directory."""
@@ -93,8 +113,9 @@ class Corpus:
     def check_tokenizer(self, sha256: str) -> None:
         """UserError unless the corpus was made with the tokenizer of this checksum."""
         if self.manifest.tokenizer_sha256 != sha256:
+            place = self._remote.url if self._remote else self.path
             raise UserError(
-                f"{self.path / MANIFEST}: made with tokenizer sha256 "
+                f"{place}/{MANIFEST}: made with tokenizer sha256 "
                 f"{self.manifest.tokenizer_sha256[:16]}..., but this run's tokenizer is "
                 f"{sha256[:16]}...; give the corpus's own tokenizer or tokenize the text again"
             )
