@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.measure import interleaved_minimum, save
 from deberta_ds.config import ModelConfig
+from deberta_ds.errors import exit_cleanly
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.directory import load_finetuned
 from deberta_ds.finetune.features import collate, encode
@@ -144,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_cleanly(main)
