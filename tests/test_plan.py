@@ -18,9 +18,11 @@ from deberta_ds.planner.communication import (
     Traffic,
     bandwidth,
     host_seconds,
+    latency_seconds,
     step_seconds,
     traffic,
 )
+from deberta_ds.planner.gathering import Gathered
 from deberta_ds.planner.gpus import GPUS, card_of
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
 from deberta_ds.validation import ConfigError
@@ -96,8 +98,9 @@ def test_table(run_file):
     seconds = 64 * 64 * objective_of(run).flops_per_token(run) / (4 * 989e12 * 0.5)
     assert plain.compute_seconds == pytest.approx(seconds)
     parameters = count_parameters(on_meta(build_model, run))
-    # all-reduce of gradients, gather of weights, in a ring of four
-    sending = 3 * 3 / 4 * 2 * parameters / (450e9 * 0.95)
+    # all-reduce of gradients in buckets of 1,000, gather of weights, in a ring of four
+    messages = -(-parameters // 1000) + 1
+    sending = 3 * 3 / 4 * 2 * parameters / (450e9 * 0.95) + messages * latency_seconds(4)
     assert plain.communication_seconds == pytest.approx(sending)
     assert plain.step_seconds == pytest.approx(seconds + sending)  # nothing overlaps
     kept = {c.recompute: c.memory.work for c in choices if c.stage == 1}
@@ -109,19 +112,22 @@ def test_table(run_file):
 BF16 = {"bf16": {"enabled": True}}
 
 
-@pytest.mark.parametrize("stage, micro_batches, calls, gradients, weights", [
-    (0, 4, 2, 2, 0),  # all-reduce once a step
-    (1, 4, 2, 2, 1),
-    (2, 4, 2, 8, 1),  # every micro-batch
-    (3, 1, 2, 1, 2),  # reduce-scatter; gathered for both passes
-    (3, 4, 3, 4, 12),  # and again for the recomputation
-    (3.5, 4, 3, 4, 1),  # what may stay gathered is gathered once
+@pytest.mark.parametrize("stage, micro_batches, gathered, gradients, weights, messages", [
+    (0, 4, None, 2, 0, 3),  # all-reduce once a step, in three buckets
+    (1, 4, None, 2, 1, 3 + 2),  # and the weights in two
+    (2, 4, None, 8, 1, 4 * 3 + 2),  # every micro-batch
+    (3, 1, Gathered(2000, 0, 7), 1, 2, 7 + 3),  # reduce-scatter; gathered for both passes
+    (3, 4, Gathered(3000, 500, 9), 4, 12.5, 4 * (9 + 3)),
 ])
-def test_bytes_sent(stage, micro_batches, calls, gradients, weights):
-    live = 1000 if stage == 3.5 else 999
-    ds = BF16 | {"zero_optimization": {"stage": int(stage), "stage3_max_live_parameters": live}}
-    sent = traffic(1000, ds, 4, micro_batches, 1000 * calls)
+def test_bytes_sent(stage, micro_batches, gathered, gradients, weights, messages):
+    zero = {"stage": stage, "reduce_bucket_size": 400, "allgather_bucket_size": 500}
+    ds = BF16 | {"zero_optimization": zero}
+    sent = traffic(1000, ds, 4, micro_batches, gathered)
     assert (sent.gradients, sent.weights) == (1500 * gradients, 1500 * weights)
+    assert sent.messages == messages
+    wide = traffic(1000, ds | {"communication_data_type": "fp32"}, 4, micro_batches, gathered)
+    assert wide.gradients == 2 * sent.gradients and wide.weights == sent.weights
+    assert traffic(1000, ds, 1, micro_batches, gathered).total == 0
 
 
 def test_what_computing_hides():
@@ -131,6 +137,11 @@ def test_what_computing_hides():
     overlapping = {"zero_optimization": stage1 | {"overlap_comm": True}}
     assert step_seconds(sent, 9.0, 10.0, overlapping, 2) == 9 + (6 - 3) + 3  # the last backward
     assert step_seconds(sent, 90.0, 10.0, overlapping, 2) == 90 + 3
+    # All in one bucket: it leaves when the backward pass has ended.
+    late = Traffic(gradients=60.0, weights=30.0, messages=5, last=60.0)
+    assert step_seconds(late, 90.0, 10.0, overlapping, 2) == 90 + 6 + 3
+    assert step_seconds(late, 9.0, 10.0, {"zero_optimization": stage1}, 2,
+                        latency=0.1) == 9 + 6 + 5 * 0.1 + 3
     stage3 = {"zero_optimization": {"stage": 3}}
     assert step_seconds(sent, 8.0, 10.0, stage3, 2) == 9 and step_seconds(
         sent, 20.0, 10.0, stage3, 2) == 20

@@ -33,7 +33,8 @@ def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():
     use.seconds["evaluations"] = 40.0
     assert use.line(300.0) == ("time: steps 62.5%, saves 2.5%, evaluations 10.0%, starts and "
                                "repeated steps 25.0% of 6m 40s")
-    assert use.goodput(300.0) == 0.625
+    assert use.record(300.0) == {"saves_seconds": 10.0, "evaluations_seconds": 40.0,
+                                 "restarts_seconds": 100.0, "goodput": 0.625}
     assert 0 < seconds_since_start() < 1e6
 
 

@@ -9,10 +9,10 @@ number a row.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -22,6 +22,7 @@ from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention import geometry
 from deberta_ds.objectives.build import build_model
+from deberta_ds.planner.gathering import CallRecorder, Calls
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Activations:
     """Bytes of a forward and backward pass as its gradients come in."""
 
     points: dict[int, int]  # {bytes of finished gradients: most other bytes by then}
-    gathered: int = 0  # parameters that all calls of modules need: forward, again, and backward
+    calls: Calls = field(default_factory=lambda: Calls([], []))  # for what ZeRO-3 gathers
 
     def peak(self, share: float) -> int:
         """Return the most bytes held at once if `share` of each finished gradient is kept."""
@@ -86,7 +87,7 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
         model = build_model(run)
     finally:
         torch.set_default_dtype(default)
-    called = _count_called(model)
+    recorder = CallRecorder(model)
     batch = _full_batch(run)
     divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
     parameters = list(model.parameters())
@@ -94,18 +95,8 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
         for parameter in parameters:  # each is reduced and freed as soon as it is there
             parameter.register_post_accumulate_grad_hook(live.finish_gradient)
         loss, *_ = model(batch, divisors)
-        forward = sum(called)
         loss.backward()  # and what is recomputed
-    return Activations(live.points, forward + sum(called))
-
-
-def _count_called(model: nn.Module) -> list[int]:
-    """Return a list that gets the number of own parameters of each module that is called."""
-    called: list[int] = []
-    for module in model.modules():
-        if own := sum(parameter.numel() for parameter in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(lambda _module, _inputs, own=own: called.append(own))
-    return called
+    return Activations(live.points, recorder.calls)
 
 
 def _full_batch(run: RunConfig) -> Batch:

@@ -4,7 +4,12 @@ import math
 
 from deberta_ds import deepspeed_config
 from deberta_ds.config import RunConfig
-from deberta_ds.planner.communication import bandwidth, step_seconds, traffic
+from deberta_ds.planner.communication import (
+    bandwidth,
+    latency_seconds,
+    step_seconds,
+    traffic,
+)
 from deberta_ds.planner.goodput import goodput
 from deberta_ds.planner.gpus import Gpu
 from deberta_ds.planner.plan import RESERVED_BYTES, Choice
@@ -76,8 +81,9 @@ def _overlap(run: RunConfig, ds: dict, best: Choice, parameters: int, gpu: Gpu, 
     for overlap in (False, True):
         zero = ds.get("zero_optimization", {}) | {"stage": best.stage, "overlap_comm": overlap}
         staged = ds | {"zero_optimization": zero}
-        sent = traffic(parameters, staged, ranks, accumulation, 0)
-        seconds[overlap] = step_seconds(sent, best.compute_seconds, rate, staged, accumulation)
+        sent = traffic(parameters, staged, ranks, accumulation)
+        seconds[overlap] = step_seconds(sent, best.compute_seconds, rate, staged, accumulation,
+                                        latency=latency_seconds(ranks))
     gain = 1.0 - seconds[True] / seconds[False]
     if not math.isfinite(gain) or gain < _GAIN:
         return []

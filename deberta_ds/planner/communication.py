@@ -1,51 +1,69 @@
 """What a rank sends in a step, and how much of the time for it is not hidden behind computing.
 
 Counted from what DeepSpeed 0.19.8 calls (tests/test_traffic.py holds it against the bytes of real
-runs): stages 1 and 2 all-reduce gradients, once a step or once a micro-batch, and gather the new
-weights once. Stage 3 reduce-scatters the gradients of every micro-batch and gathers the weights for
-every call of a module (the word table and the decoder's last layer are called several times); those
-that may stay (stage3_max_live_parameters, stage3_max_reuse_distance) once a step.
+runs): stages 1 and 2 all-reduce gradients, once a step or once a micro-batch, a bucket at a time,
+and gather the new weights once. Stage 3 reduce-scatters the gradients of every micro-batch and
+gathers weights as gathering.py says.
 A ring of N sends (N - 1) / N of what is gathered or scattered, and twice that of an all-reduce.
 """
 
+import math
 from dataclasses import dataclass
 
 from deberta_ds import deepspeed_config
+from deberta_ds.planner.gathering import Gathered
 from deberta_ds.planner.gpus import Gpu
 
+BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
+
 _BACKWARD = 2 / 3  # of forward + backward: the time in which gradients come
-_LIVE = 1_000_000_000  # DeepSpeed's default of both limits of stage 3
 _RING_SHARE = 0.95  # of a link that a ring of large messages gets
+_HOP_SECONDS = 1e-5  # a message costs this for each doubling of the ranks: 0.1 ms at 1,024
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends in a step."""
+    """Bytes that one rank sends in a step, and the messages that they come in."""
 
     gradients: float
     weights: float
+    messages: int = 0
+    last: float = 0.0  # of `gradients`: the bucket that is full when the backward pass has ended
 
     @property
     def total(self) -> float:
         return self.gradients + self.weights
 
 
-def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int, gathered: int) -> Traffic:
+def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
+            gathered: Gathered | None = None) -> Traffic:
     """Return what a rank sends in a step of `micro_batches` under a DeepSpeed dict.
 
-    `gathered` are the parameters that the calls of modules in one of them need, each counted as
-    often as it is called.
+    `gathered` is what stage 3 gathers; the other stages have no use for it.
     """
     stage, zero = deepspeed_config.zero_stage(ds), ds.get("zero_optimization", {})
+    if ranks == 1:
+        return Traffic(0.0, 0.0)
     width = 4 if deepspeed_config.precision(ds) == "fp32" else 2
-    weights = float(width * parameters) * (ranks - 1) / ranks
+    share = (ranks - 1) / ranks  # of what is gathered or scattered
+    gradients = parameters * share * _gradient_width(ds, width)
+    bucket = min(int(zero.get("reduce_bucket_size", BUCKET)), parameters)
+    buckets = math.ceil(parameters / bucket)
     if stage == 3:
-        stays = min(int(zero.get(name, _LIVE)) for name in
-                    ("stage3_max_live_parameters", "stage3_max_reuse_distance")) >= parameters
-        calls = 1 if stays else micro_batches * gathered / parameters
-        return Traffic(micro_batches * weights, weights * calls)
+        weights = micro_batches * gathered.a_micro_batch + gathered.a_step
+        return Traffic(micro_batches * gradients, width * share * weights,
+                       micro_batches * (gathered.messages + buckets))
     reductions = micro_batches if stage == 2 else 1
-    return Traffic(2 * reductions * weights, weights if stage else 0.0)
+    gradients *= 2 * reductions
+    gathers = math.ceil(parameters / int(zero.get("allgather_bucket_size", BUCKET)))
+    return Traffic(gradients, width * share * parameters if stage else 0.0,
+                   reductions * buckets + (gathers if stage else 0),
+                   gradients * bucket / parameters)
+
+
+def _gradient_width(ds: dict, width: int) -> int:
+    """Return the bytes of a gradient's element on its way."""
+    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(ds.get("communication_data_type"), width)
 
 
 def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:
@@ -53,6 +71,11 @@ def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:
     if nodes == 1:
         return gpu.link * _RING_SHARE
     return min(gpu.link, gpu.network * gpus) * _RING_SHARE
+
+
+def latency_seconds(ranks: int) -> float:
+    """Return what a message costs whatever its size."""
+    return _HOP_SECONDS * math.log2(ranks)
 
 
 def host_seconds(tensors: int, ranks: int) -> float:
@@ -64,18 +87,24 @@ def host_seconds(tensors: int, ranks: int) -> float:
     return tensors * (0.9e-3 + 1.2e-5 * ranks)
 
 
-def step_seconds(sent: Traffic, compute: float, rate: float, ds: dict, micro_batches: int,
-                 host: float = 0.0) -> float:
+def sending_seconds(sent: Traffic, rate: float, latency: float) -> float:
+    """Return the seconds for all that is sent in a step, hidden or not."""
+    return sent.total / rate + sent.messages * latency
+
+
+def step_seconds(sent: Traffic, compute: float, rate: float, ds: dict, micro_batches: int, *,
+                 host: float = 0.0, latency: float = 0.0) -> float:
     """Return the seconds of a step: computing, and sending that computing does not hide.
 
     Stage 3 prefetches weights and reduces beside the passes, and `host` is its `host_seconds`.
     Stages 1 and 2 hide the reduction behind the backward pass that brings the gradients if
-    `overlap_comm` is true, else nothing.
+    `overlap_comm` is true, all but its last bucket; else nothing.
     """
     stage = deepspeed_config.zero_stage(ds)
     if stage == 3:
-        return max(compute, sent.total / rate, host)
+        return max(compute, sending_seconds(sent, rate, latency), host)
     hidden = 0.0
     if stage and ds.get("zero_optimization", {}).get("overlap_comm"):
         hidden = compute * _BACKWARD / (micro_batches if stage == 1 else 1)
-    return compute + max(0.0, sent.gradients / rate - hidden) + sent.weights / rate
+    gradients = max(sent.gradients / rate + sent.messages * latency - hidden, sent.last / rate)
+    return compute + gradients + sent.weights / rate

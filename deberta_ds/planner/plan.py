@@ -22,12 +22,20 @@ from deberta_ds.config import RunConfig
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.planner.communication import bandwidth, host_seconds, step_seconds, traffic
+from deberta_ds.planner.communication import (
+    BUCKET,
+    bandwidth,
+    host_seconds,
+    latency_seconds,
+    sending_seconds,
+    step_seconds,
+    traffic,
+)
+from deberta_ds.planner.gathering import gathered
 from deberta_ds.planner.gpus import Gpu
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
 _LIVE = 1_000_000_000  # stage3_max_live_parameters
 
 
@@ -73,11 +81,11 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
     zero = ds.get("zero_optimization", {})
     stage, width = deepspeed_config.zero_stage(ds), _width(ds)
     part = -(-parameters // ranks)
-    bucket = width * int(zero.get("reduce_bucket_size", _BUCKET))
+    bucket = width * int(zero.get("reduce_bucket_size", BUCKET))
     away = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     # From the second micro-batch on, stages 0 and 1 hold whole gradients and stage 2 its part.
     if stage == 0:
-        flat = 4 * min(parameters, _BUCKET) if ranks > 1 else 0
+        flat = 4 * min(parameters, BUCKET) if ranks > 1 else 0
         work = activations.peak(0.0) + width * parameters if accumulates else activations.peak(1.0)
         return Memory(width * parameters, 8 * parameters, 0, work, width * parameters + flat, 0)
     optimizer, update = 12 * part, (2 * width + 4) * part
@@ -129,12 +137,14 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.
             seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
-            sent = traffic(parameters, staged, ranks, accumulation, activations.gathered)
-            rate = bandwidth(gpu, gpus, nodes) if ranks > 1 else math.inf
-            step = step_seconds(sent, seconds, rate, staged, accumulation,
-                                host_seconds(tensors, ranks) if ranks > 1 else 0.0)
+            weights = gathered(activations.calls, staged["zero_optimization"], ranks) \
+                if stage == 3 else None
+            sent = traffic(parameters, staged, ranks, accumulation, weights)
+            rate, latency = bandwidth(gpu, gpus, nodes), latency_seconds(ranks)
+            step = step_seconds(sent, seconds, rate, staged, accumulation, latency=latency,
+                                host=host_seconds(tensors, ranks) if ranks > 1 else 0.0)
             choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < gpu.memory,
-                                  seconds, sent.total / rate, step, tokens / step,
+                                  seconds, sending_seconds(sent, rate, latency), step, tokens / step,
                                   run.train.steps * step / 86400))
     return choices
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.numbers import format_value
-from deberta_ds.report import curves, facts, sweep, tables
+from deberta_ds.report import curves, facts, sweep, tables, time_page
 from deberta_ds.report.pages import render
 from deberta_ds.report.rundata import Run, read_run
 from deberta_ds.report.samples import filled_masks
@@ -53,6 +53,7 @@ def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
         comparison=None if one else tables.comparison(runs),
         differences=None if one else tables.differences(runs),
         groups=curves.groups(runs),
+        times=time_page.bars(runs),
         details=[_details(run) | {"filled": table}
                  for run, table in zip(runs, filled, strict=True)],
     )

@@ -252,18 +252,18 @@ class Trainer:
                 self._say_where_time_goes()
             if result.stop and self.step < end:
                 why = self.stop_request.reason or "another rank"
-                self.log_event("stop", f"asked to by {why}; saved, exit code "
-                               f"{signals.EXIT_REQUEUE}: the same command goes on from here")
+                self._log_end("stop", f"asked to by {why}; saved, exit code "
+                              f"{signals.EXIT_REQUEUE}: the same command goes on from here")
                 return True
         if self.best.value is not None:
             self.log.info(f"best: {self.best}, kept as {run.out_dir}/{checkpoint.BEST}")
         if self._is_past_its_best():
-            self.log_event("end", f"{train.patience} evaluations without a better score: "
-                           f"{self.best}")
+            self._log_end("end", f"{train.patience} evaluations without a better score: "
+                          f"{self.best}")
         elif end < train.steps:
-            self.log_event("stop", f"train.stop_after = {end}; run again to go on")
+            self._log_end("stop", f"train.stop_after = {end}; run again to go on")
         else:
-            self.log_event("end", "all steps done")
+            self._log_end("end", "all steps done")
         return False
 
     def _is_past_its_best(self) -> bool:
@@ -273,6 +273,10 @@ class Trainer:
     def log_event(self, event: str, detail: str, **numbers: float) -> None:
         self.log.metrics({"kind": "event", "step": self.step, "seconds": self._seconds(),
                           "event": event, "detail": detail} | numbers)
+
+    def _log_end(self, event: str, detail: str) -> None:
+        """As `log_event`, with where the time of the whole run went."""
+        self.log_event(event, detail, **self.time_use.record(self._seconds()))
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
@@ -333,8 +337,8 @@ class Trainer:
                   "rows_seen": self.step * self.run.train.global_batch_rows,
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
                   "epochs": self.step * self.run.train.global_batch_rows
-                  / sum(self.inputs.dataset.num_rows.values()),
-                  "goodput": self.time_use.goodput(self._seconds())}
+                  / sum(self.inputs.dataset.num_rows.values())}
+        record |= self.time_use.record(record["seconds"])
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}

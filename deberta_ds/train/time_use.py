@@ -66,9 +66,14 @@ class TimeUse:
         parts = {"steps": steps} | self.seconds | {"starts and repeated steps": self._lost}
         return {name: seconds / whole for name, seconds in parts.items()}
 
-    def goodput(self, training_seconds: float) -> float:
-        """Return the share of the run's time that went into steps which still count."""
-        return self.shares(training_seconds)["steps"]
+    def record(self, training_seconds: float) -> dict[str, float]:
+        """Return what metrics.jsonl holds: the seconds of each part but the steps, and goodput.
+
+        The rest of a record's `seconds` are steps; goodput is their share of the run's time.
+        """
+        parts = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        return parts | {"restarts_seconds": self._lost,
+                        "goodput": self.shares(training_seconds)["steps"]}
 
     def line(self, training_seconds: float) -> str:
         """Return "time: steps 97.1%, saves 0.4%, ... of 3h 02m"."""

@@ -1,8 +1,9 @@
 """Count the bytes that a rank hands to collectives in one real step, by a backend around gloo.
 
-    traffic.py RUN.toml OUT.json STAGE:MICRO_BATCHES:CHECKPOINT_LAYERS:LIVE ...
+    traffic.py RUN.toml OUT.json CASE ...
 
-LIVE: under ZeRO-3, how many parameters may stay gathered (0: DeepSpeed's default, all of these).
+A case is a JSON: {"stage", "micro_batches", "overrides" of the run file, "zero" (more of
+zero_optimization), "ds" (more of the DeepSpeed JSON)}.
 
 Bytes sent are those of rings: 2 (N - 1) / N of an all-reduced buffer, (N - 1) / N of what a gather
 yields or a scatter takes, all of a broadcast.
@@ -88,12 +89,11 @@ def make_group(store, rank: int, ranks: int, timeout: timedelta):
     return CountingGroup(rank, ranks, torch_dist.ProcessGroupGloo(store, rank, ranks, timeout))
 
 
-def measure(run, stage: int, live: int) -> dict:
+def measure(run, case: dict) -> dict:
+    stage = case["stage"]
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
-    if live:
-        zero |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": 0,
-                 "stage3_param_persistence_threshold": 0}
-    ds = {"zero_optimization": zero, "bf16": {"enabled": stage > 0}}
+    ds = {"zero_optimization": zero | case.get("zero", {}), "bf16": {"enabled": stage > 0}}
+    ds |= case.get("ds", {})
     inputs = prepare(run, ds, "test")
     batches = batches_of(run, inputs, start=0, end=2)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
@@ -115,11 +115,11 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     for argument in sys.argv[3:]:
-        stage, accumulation, layers, live = map(int, argument.split(":"))
-        rows = 2 * accumulation * torch_dist.get_world_size()
+        case = json.loads(argument)
+        rows = 2 * case["micro_batches"] * torch_dist.get_world_size()
         run, _ = config.load(sys.argv[1], [f"--train.global_batch_rows={rows}",
-                                           f"--train.checkpoint_layers={layers}"])
-        results[argument] = measure(run, stage, live)
+                                           *case.get("overrides", [])])
+        results[argument] = measure(run, case)
     if os.environ["RANK"] == "0":
         Path(sys.argv[2]).write_text(json.dumps(results))
 
