@@ -6,8 +6,9 @@ The real Watchdog, Neighbours and Ring of every host, one after the other in one
 simulated, and so are the files of the shared directory, where each operation takes `latency_ms` and
 all of them share a server of `rate` operations a second. What is written shows when the write has
 ended; what is read was there when the read began, so everybody sees old news. After some steps no
-rank makes another one, and a rank, a host or a rack stops beating; or a rack's files are three
-times as slow all the time. A report must name the dead ranks and no other.
+rank makes another one, and a rank, a host or a rack stops beating; or a host is frozen for a while
+and comes back; or a rack's files are three times as slow all the time. A report must name the dead
+ranks and no other.
 """
 
 import argparse
@@ -28,22 +29,26 @@ from deberta_ds.files import write_atomic
 
 RANKS_PER_HOST = 8
 RACK_HOSTS = 8
-FIRST_DEAD = 3  # host
 SLOWER = 3  # times, of the rack that is "slow"
 OPERATIONS = 3  # open, write or read, close
 QUIET_SECONDS = 120.0  # after the last step, where nobody is dead
-DEAD = ("nobody", "slow", "rank", "host", "rack")
+FROZEN_SHARE = 0.35  # of the limit, in which the host that comes back is frozen
+DEAD = ("nobody", "slow", "back", "rank", "host", "rack")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One simulation. `dead`: nobody, a rack that is only slow, a rank, a host or a rack."""
+    """One simulation.
+
+    `dead`: nobody, a rack that is only slow, a host that comes back, a rank, a host or a rack.
+    """
 
     ranks: int
     dead: str
     latency_ms: float
     seconds: float = 60.0  # train.watchdog_seconds
     rate: float = 20_000.0
+    first_dead: int = 3  # host; a rack goes on behind the last one with host 0
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,7 @@ class SimulatedWatchdog(Watchdog):
         self._neighbours = neighbours.Neighbours("", self._rank, case.seconds, self.interval)
         self.ring = self._ring = Ring(work, "job", hosts, mine, case.seconds, self.interval)
         self.silent_ranks: set[int] = set()
+        self._turned_at = clock.now
         self.beat_others()
         self._neighbours.show(0, 0)
         self._neighbours.look()
@@ -185,8 +191,12 @@ class SimulatedWatchdog(Watchdog):
 
     def turns(self) -> list[Callable[[], None]]:
         """Return a round of each of its three threads."""
-        return [lambda: self.turn(self.interval),
+        return [self.turn_now,
                 lambda: self.ring.write(self._neighbours.steps()), self.ring.look]
+
+    def turn_now(self) -> None:
+        before, self._turned_at = self._turned_at, self.clock.now
+        self.turn(self.clock.now - before)
 
     def _knock(self) -> None:
         """There is no network here."""
@@ -223,15 +233,20 @@ def _simulate(case: Case, clock: Clock, files: SharedFiles) -> Result:
     hosts = [Host(f"host{n}", {r: 100_000 + r for r in range(n * 8, n * 8 + 8)}, {})
              for n in range(count)]
     dogs = [SimulatedWatchdog(Path("OUT"), case, hosts, n, clock) for n in range(count)]
-    rack = range(FIRST_DEAD, FIRST_DEAD + RACK_HOSTS)
-    dead_hosts = {"host": rack[:1], "rack": rack}.get(case.dead, rack[:0])
+    rack = [number % count for number in range(case.first_dead, case.first_dead + RACK_HOSTS)]
+    dead_hosts = {"host": rack[:1], "rack": rack}.get(case.dead, [])
     dead = {rank for number in dead_hosts for rank in hosts[number].ranks}
     if case.dead == "rank":
-        dead = {FIRST_DEAD * RANKS_PER_HOST + 5}
+        dead = {case.first_dead * RANKS_PER_HOST + 5}
     step_seconds = 0.1 * case.seconds
     count_steps = 3 + int(60 * files.latency / step_seconds)  # everybody has been seen by then
     last_step = count_steps * step_seconds
-    steps = iter([(step_seconds * number, number) for number in range(count_steps + 1)])
+    thaws_at = last_step + (FROZEN_SHARE * case.seconds if case.dead == "back" else 0.0)
+    planned = [(step_seconds * number, number) for number in range(count_steps + 1)]
+    if case.dead == "back":
+        planned += [(thaws_at + step_seconds * number, count_steps + number)
+                    for number in range(1, 11)]
+    steps = iter(planned)
     until = last_step + (QUIET_SECONDS if not dead else 4 * case.seconds)
     next_step = next(steps)
     draw = random.Random(0)
@@ -252,6 +267,9 @@ def _simulate(case: Case, clock: Clock, files: SharedFiles) -> Result:
             next_step = next(steps, None)
         dog = dogs[number]
         if dog.ended_at or not next_step and number in dead_hosts:
+            continue
+        if number == rack[0] and last_step <= when < thaws_at:
+            heapq.heappush(queue, (thaws_at, order, number, turn))
             continue
         files.slower = SLOWER if case.dead == "slow" and number in rack else 1.0
         turn()

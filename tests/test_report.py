@@ -78,7 +78,8 @@ def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
     assert page.headings[0] == "3 runs compared" and page.headings.count("Evaluation") == 3
     assert "What differs" in page.headings and "optim.lr" in page.text
     legends = re.findall(r'<p class="legend">(.*?)</p>', text)
-    assert len(legends) == text.count("<figure") + len(runs) and all("</i>" in legend for legend in legends)
+    assert len(legends) == text.count("<figure") + len(runs)
+    assert all("</i>" in legend for legend in legends)
     assert "Held-out rows." in page.text and "Training rows." not in page.text
     with pytest.raises(UserError, match="1 to 5 runs"):
         report.write_runs(tmp_path / "none.html", [])

@@ -27,10 +27,12 @@ def test_environment_and_shards_are_copied_once_and_compared(tmp_path):
     assert os.access(copy / "bin/tool", os.X_OK) and (copy / "link").is_symlink()
     seen = (copy / "7.npy").stat().st_ino
     (source / "8.npy").write_bytes(os.urandom(1001))
-    assert stage(target, source).returncode == 0
+    (source / "9.npy").unlink()
+    done = stage(target, source)
+    assert done.returncode == 0 and f"{copy}/9.npy is not in the source" in done.stderr
     assert (copy / "7.npy").stat().st_ino == seen  # not copied again
     assert (copy / "8.npy").read_bytes() == (source / "8.npy").read_bytes()
-    assert not list(copy.rglob("*.part"))
+    assert not list(copy.rglob("*.stage_local"))
 
 
 def test_what_cannot_be_copied_is_named(tmp_path):
@@ -38,6 +40,42 @@ def test_what_cannot_be_copied_is_named(tmp_path):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards/0.npy").write_text("x")
     done = stage(tmp_path / "file", tmp_path / "shards")
+    assert done.returncode == 1 and "file: not a directory" in done.stderr
+    in_the_way = tmp_path / "blocked" / str(tmp_path).lstrip("/") / "shards/0.npy"
+    in_the_way.mkdir(parents=True)
+    done = stage(tmp_path / "blocked", tmp_path / "shards")
     assert done.returncode == 1 and "0.npy: not copied" in done.stderr
     assert stage(tmp_path / "local", tmp_path / "none").returncode == 2
     assert stage(tmp_path / "local").returncode == 2
+
+
+def test_a_damaged_or_interrupted_copy_is_mended(tmp_path):
+    source, target = tmp_path / "shards", tmp_path / "local"
+    source.mkdir()
+    for number in range(3):
+        (source / f"{number}.npy").write_bytes(os.urandom(1000))
+    assert stage(target, source).returncode == 0
+    copy = target / str(source).lstrip("/")
+    times = (copy / "1.npy").stat()
+    (copy / "1.npy").write_bytes(b"x" + (source / "1.npy").read_bytes()[1:])  # a flipped bit
+    os.utime(copy / "1.npy", (times.st_atime, times.st_mtime))
+    (copy / "2.npy").unlink()
+    (copy / "2.npy.stage_local").write_bytes(b"half")
+    assert stage(target, source).returncode == 0
+    for number in range(3):
+        assert (copy / f"{number}.npy").read_bytes() == (source / f"{number}.npy").read_bytes()
+    assert sorted(path.name for path in copy.iterdir()) == ["0.npy", "1.npy", "2.npy"]
+
+
+def test_a_link_to_a_folder_is_followed_and_two_at_once_do_no_harm(tmp_path):
+    """A link as SOURCE was copied as a link, so that every read still went over the network."""
+    (tmp_path / "network").mkdir()
+    for number in range(30):
+        (tmp_path / f"network/{number}.npy").write_bytes(os.urandom(100_000))
+    source, target = tmp_path / "data", tmp_path / "local"
+    source.symlink_to("network")
+    both = [subprocess.Popen([str(SCRIPT), str(target), str(source)]) for _ in range(2)]
+    assert [one.wait() for one in both] == [0, 0]
+    copy = target / str(source).lstrip("/")
+    assert not copy.is_symlink() and len(list(copy.iterdir())) == 30
+    assert (copy / "7.npy").read_bytes() == (source / "7.npy").read_bytes()

@@ -249,12 +249,19 @@ def test_reading_many_hosts_takes_as_long_as_reading_one():
 @pytest.mark.parametrize("dead", watchdog_scale.DEAD)
 def test_the_dead_are_named_in_time_and_nobody_else(dead, latency_ms, seconds):
     """128 ranks in simulated time; a rack is named whole on slow files and with a short limit."""
-    result = watchdog_scale.simulate(watchdog_scale.Case(128, dead, latency_ms, seconds))
+    # 500 ms: at the end of the ring, so that a rack holds its last host, and rank 0's.
+    first = 13 if latency_ms == 500 else 0 if latency_ms == 50 else 3
+    case = watchdog_scale.Case(128, dead, latency_ms, seconds, first_dead=first)
+    result = watchdog_scale.simulate(case)
     assert result.live_ranks_named == 0, result
     assert result.dead_ranks_named == result.dead_ranks, result
     if result.dead_ranks:
         assert result.hosts_ended == {"rank": 16, "host": 15, "rack": 8}[dead], result
         assert result.first_report_seconds <= seconds, result
+        assert result.last_end_seconds <= 1.2 * seconds, result
+    else:
+        assert result.first_report_seconds is None, result
+        assert not result.hosts_ended or seconds < 60, result  # no step for ten times the limit
     assert result.operations_per_host_second * seconds < 14 * 20  # whatever the number of hosts
 
 

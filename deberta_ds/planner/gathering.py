@@ -118,8 +118,10 @@ def _map_tensors(function, value):
 def gathered(calls: Calls, zero: dict, ranks: int) -> Gathered:
     """Return what is gathered under a DeepSpeed `zero_optimization` of stage 3."""
     coordinator = _Coordinator(calls, zero)
-    for event, module in calls.events:
-        (coordinator.fetch if event is FETCH else coordinator.release)(module)
+    # In its first micro-batch it only learns the order, and gives up everything. In the second one
+    # it decides, once and for all, which module gives up what.
+    coordinator.play(there=set())
+    coordinator.play(there=coordinator.persistent)
 
     def whole(parameters: Iterable[int]) -> int:
         """Every rank sends as much: parts are padded."""
@@ -130,26 +132,33 @@ def gathered(calls: Calls, zero: dict, ranks: int) -> Gathered:
 
 
 class _Coordinator:
-    """DeepSpeed's, from its second micro-batch on, when it knows the order of the calls."""
+    """DeepSpeed's, when it knows the order of the calls."""
 
     def __init__(self, calls: Calls, zero: dict):
-        self.own, self.sizes = calls.own, calls.sizes
+        self.events, self.own, self.sizes = calls.events, calls.own, calls.sizes
         self.reuse_distance = int(zero.get("stage3_max_reuse_distance", _MAX_REUSE_DISTANCE))
         self.max_live = int(zero.get("stage3_max_live_parameters", _MAX_LIVE))
         self.prefetch_size = int(zero.get("stage3_prefetch_bucket_size", _PREFETCH))
         self.persistent = _persistent(calls.sizes, zero)
         order = [module for event, module in calls.events if event is FETCH]
-        self.queue = deque((parameter, step) for step, module in enumerate(order)
-                           for parameter in calls.own[module])
+        self.needed = [(parameter, step) for step, module in enumerate(order)
+                       for parameter in calls.own[module]]
         self.uses: dict[int, list[int]] = defaultdict(list)  # the steps that need a parameter
-        for parameter, step in self.queue:
+        for parameter, step in self.needed:
             self.uses[parameter].append(step)
         sums = (sum(calls.sizes[p] for p in calls.own[module]) for module in order)
         self.before = [0, *accumulate(sums)]  # elements of all modules before a step
-        self.there, self.users = set(self.persistent), defaultdict(set)
+        self.given_up: dict[tuple[int, int], set[int]] = {}  # by (module, step)
+
+    def play(self, there: set[int]) -> None:
+        """Go through a micro-batch that begins with some parameters whole."""
+        self.queue = deque(self.needed)
+        self.there, self.users = set(there), defaultdict(set)
         self.seen_until: dict[int, int] = defaultdict(lambda: -1)
         self.step = self.live = 0
         self.messages: list[set[int]] = []
+        for event, module in self.events:
+            (self.fetch if event is FETCH else self.release)(module)
 
     def fetch(self, module: int) -> None:
         own = set(self.own[module])
@@ -182,9 +191,12 @@ class _Coordinator:
             self.live += sum(self.sizes[parameter] for parameter in parameters)
 
     def release(self, module: int) -> None:
+        key = module, self.step
+        if key not in self.given_up:
+            self.given_up[key] = {p for p in self.own[module] if not self._stays(p)}
         for parameter in self.own[module]:
             self.users[parameter].discard(module)
-            if parameter in self.there and not self.users[parameter] and not self._stays(parameter):
+            if parameter in self.given_up[key] & self.there and not self.users[parameter]:
                 self.there.remove(parameter)
                 self.live -= self.sizes[parameter]
 

@@ -12,7 +12,6 @@ with P parameters, N GPUs, w bytes a weight. The update itself needs gradients i
 peak is what is held + the larger of (forward and backward) and (update).
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,8 +143,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             step = step_seconds(sent, seconds, rate, staged, accumulation, latency=latency,
                                 host=host_seconds(tensors, ranks) if ranks > 1 else 0.0)
             choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < gpu.memory,
-                                  seconds, sending_seconds(sent, rate, latency), step, tokens / step,
-                                  run.train.steps * step / 86400))
+                                  seconds, sending_seconds(sent, rate, latency), step,
+                                  tokens / step, run.train.steps * step / 86400))
     return choices
 
 

@@ -57,13 +57,15 @@ def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
     rows = []
     for choice in choices:
         kind = "best" if choice is best else "" if choice.fits else "over"
-        texts = (f"{choice.compute_seconds:.3f} s", f"{choice.communication_seconds:.3f} s",
-                 f"{choice.step_seconds:.3f} s", f"{choice.tokens_per_second:,.0f}", f"{choice.days:.2f}",
+        seconds = (choice.compute_seconds, choice.communication_seconds, choice.step_seconds)
+        texts = (*(f"{value:.3f} s" for value in seconds),
+                 f"{choice.tokens_per_second:,.0f}", f"{choice.days:.2f}",
                  f"{choice.days * 24 * ranks:,.0f}")
         rows.append([Cell(f"ZeRO-{choice.stage}", kind=kind), Cell(choice.recompute, kind=kind),
                      *(Cell(text, kind=f"n {kind}") for text in texts)])
     head = [Cell("Stage", kind=""), Cell("Recompute", kind=""), *map(Cell, heads)]
-    return Table("Time", "What hides behind computation: under ZeRO-3 all communication, but a step "
-                 "lasts at least as long as Python takes to gather the weights; under ZeRO-1 and 2 "
-                 "the gradients, if overlap_comm is true; the new weights never. The rest adds to "
-                 "the step.", head, rows)
+    note = ("What hides behind computation: under ZeRO-3 all communication, but a step lasts at "
+            "least as long as Python takes to gather the weights; under ZeRO-1 and 2 the gradients "
+            "but the last bucket, if overlap_comm is true; the new weights never. The rest adds to "
+            "the step.")
+    return Table("Time", note, head, rows)
