@@ -18,6 +18,7 @@ from typing import TextIO
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
+_MOST_LISTED = 8
 
 _REMEDIES = {
     errno.ENOENT: "check the path",
@@ -171,6 +172,12 @@ def _system_message(error: OSError, path) -> str:
     remedy = _REMEDIES.get(error.errno)
     where = f"{path}: " if path else ""
     return f"{where}{reason}{'; ' + remedy if remedy else ''}"
+
+
+def listed(problems: list[str]) -> str:
+    """Return a few problems and how many more there are: of 4,096 ranks each may have one."""
+    more = f"; and {len(problems) - _MOST_LISTED:,} more" if len(problems) > _MOST_LISTED else ""
+    return "; ".join(problems[:_MOST_LISTED]) + more
 
 
 def first_line(error: BaseException) -> str:

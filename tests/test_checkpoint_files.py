@@ -204,6 +204,11 @@ def test_a_manifest_that_does_not_name_every_file_is_not_whole(run_dir):
     extra = path_of(run_dir, 4) / "rank-00002.safetensors"
     extra.write_bytes(b"")
     assert "does not name rank-00002" in checkpoint.find(run_dir, "auto").passed_over[1]
+    for ranks in (1, 0, 10**9):  # with the files of so many, one rank's may be lost unseen
+        (path / "manifest.json").write_text(json.dumps(manifest | {"world_size": ranks,
+                                                                   "files": few}))
+        assert f"is of {ranks} ranks, run.json of 2" in checkpoint.find(
+            run_dir, "auto").passed_over[0]
     outside = manifest["files"] | {"../step-00000002/run.json": {"bytes": 1, "xxh3": ""}}
     (path / "manifest.json").write_text(json.dumps(manifest | {"files": outside}))
     assert "outside the directory" in checkpoint.find(run_dir, "auto").passed_over[0]

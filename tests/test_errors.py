@@ -21,11 +21,18 @@ import pytest
 import safetensors
 import zstandard
 
-from deberta_ds.errors import UserError, naming, user_message
+from deberta_ds.errors import UserError, listed, naming, user_message
 from deberta_ds.files import atomic_path, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.py"), *(ROOT / "data_prep").glob("*.py")])
+
+
+def test_a_problem_of_every_rank_is_not_said_4096_times():
+    assert listed(["a", "b"]) == "a; b" and listed([]) == ""
+    text = listed([f"rank {rank}: nan" for rank in range(4096)])
+    assert text.startswith("rank 0: nan; rank 1: nan; ") and text.endswith("and 4,088 more")
+    assert len(text) < 200
 
 
 def heed_ctrl_c() -> None:

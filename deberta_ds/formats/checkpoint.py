@@ -25,7 +25,7 @@ from pydantic import Field
 from deberta_ds import dist
 from deberta_ds.config import RunConfig, from_dict
 from deberta_ds.deepspeed_config import precision, zero_stage
-from deberta_ds.errors import UserError, naming
+from deberta_ds.errors import UserError, listed, naming
 from deberta_ds.files import xxh3
 from deberta_ds.formats.deepspeed_files import DeepSpeedState
 from deberta_ds.formats.layout import CheckpointError
@@ -131,14 +131,14 @@ def find(out_dir: str | Path, resume: str) -> Found:
     if resume != "auto":
         problems = problems_of(Path(resume))
         if problems:
-            raise CheckpointError(f"{resume}: not a whole checkpoint: {'; '.join(problems)}")
+            raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
         return Found(Path(resume))
     passed_over = []
     for path in reversed(candidates):
         problems = problems_of(path)
         if not problems:
             return Found(path, tuple(passed_over))
-        passed_over.append(f"{path}: {'; '.join(problems)}")
+        passed_over.append(f"{path}: {listed(problems)}")
     if dist.broadcast_object(list_finished(out_dir) if dist.is_main() else None):
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(passed_over)
                               + "\n  delete them to start from step 0")
@@ -173,7 +173,10 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
         for entry in files.values():
             int(entry["bytes"]), str(entry["xxh3"])
         if version == VERSION:
-            wanted = {RUN_FILE, LAYOUT_FILE, *map(rank_file, range(int(manifest["world_size"])))}
+            ranks, saved_by = manifest["world_size"], _ranks_that_saved(path)
+            if saved_by is not None and ranks != saved_by:
+                return {}, [f"manifest.json is of {ranks} ranks, {RUN_FILE} of {saved_by}"]
+            wanted = {RUN_FILE, LAYOUT_FILE, *map(rank_file, range(int(ranks)))}
         elif version == 1:
             wanted = _files_of_version_1(path)
         else:
@@ -193,6 +196,14 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
     problems += [f"manifest.json does not name {name}" for name in
                  sorted((wanted | there) - files.keys())[:5]]
     return ({}, problems) if unsafe else (files, problems)
+
+
+def _ranks_that_saved(path: Path) -> int | None:
+    """Return what run.json says; None if it cannot be read, which its checksum will say."""
+    try:
+        return read_run_file(path)["world_size"]
+    except UserError:
+        return None
 
 
 def _files_of_version_1(path: Path) -> set[str]:
@@ -265,7 +276,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
     problems += [problem for name, entry in files.items()
                  if (problem := _file_problem(path / name, entry))]
     if problems:
-        raise CheckpointError(f"{path}: not a whole checkpoint: {'; '.join(problems)}")
+        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
     run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
     state = open_state(path)
     _check_model(run, state, path)

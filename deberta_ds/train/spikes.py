@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds import dist
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, listed
 
 WINDOW = 100  # accepted steps that a loss is compared with
 MOST_IN_A_ROW = 10  # bad steps after which a run stops whatever it was told
@@ -62,7 +62,7 @@ def describe_losses(batches: list, totals: dict[str, Tensor]) -> str:
            for rank, rows, losses in every_rank
            for name, value in losses.items() if not math.isfinite(value)]
     if bad:
-        return "; ".join(bad)
+        return listed(bad)
     first = min(rows[0] for _, rows, _ in every_rank)
     last = max(rows[-1] for _, rows, _ in every_rank)
     return f"rows {first}..{last}"
@@ -89,6 +89,6 @@ def find_bad_gradients(engine, batches: list, run_micro_batch) -> str:
             hook.remove()
         if bad:
             found.append((int(batch.rows[0]), int(batch.rows[-1]), bad[0]))
-    return "; ".join(f"rank {rank}: first at {name} in backward order, rows {first}..{last}"
-                     for rank, part in enumerate(dist.gather_objects(found))
-                     for first, last, name in part)
+    return listed([f"rank {rank}: first at {name} in backward order, rows {first}..{last}"
+                   for rank, part in enumerate(dist.gather_objects(found))
+                   for first, last, name in part])
