@@ -184,7 +184,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
             stage3, "reduce_scatter_coalesced", lambda tensors, group=None: [
                 own_piece(tensor, rank, ranks) for tensor in tensors]))
         stack.enter_context(mock.patch.object(
-            partition_parameters, "_dist_allgather_fn", gather_zeros))
+            partition_parameters, "_dist_allgather_fn", GatherOfZeros))
         stack.enter_context(mock.patch.object(  # asks rank 0, which is imaginary to the last rank
             coordinator, "assert_ints_same_as_other_ranks", lambda ints: None))
         stack.enter_context(contextlib.redirect_stdout(open(os.devnull, "w")))
@@ -205,10 +205,14 @@ def own_piece(tensor, rank: int, ranks: int):
     return flat[rank * size:(rank + 1) * size]
 
 
-def gather_zeros(_piece, whole, group=None):
-    """Stand in for an all-gather: of a small tensor the last rank's piece is empty padding."""
-    whole.zero_()
-    return mock.Mock()
+class GatherOfZeros:
+    """Stands in for an all-gather: of a small tensor the last rank's piece is empty padding."""
+
+    def __init__(self, _piece, whole, group=None):
+        whole.zero_()
+
+    def wait(self) -> None:
+        """Nothing is under way."""
 
 
 def in_a_process(function, *arguments):

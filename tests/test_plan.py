@@ -172,6 +172,11 @@ def test_advice_gives_its_reasons(run_file):
                  "micro_batch_rows = 8 would", "reduce_bucket_size", "communication_data_type"):
         assert part in text, part
     assert "does not fit" not in text
+    # DeepSpeed's default bucket holds the whole model, so overlap_comm alone would hide nothing.
+    slow = card_of("mine", tflops=989, memory_gb=80, link_gb_s=1, network_gb_s=1)
+    large = advise(run, ds, choices, best, 400_000_000, gpu=slow, gpus=8, nodes=4)
+    assert any("overlap_comm = true with reduce_bucket_size = 50,000,000: " in line
+               for line in large)
 
 
 @pytest.mark.parametrize("rows, micro, ranks, hint", [
