@@ -23,6 +23,19 @@ def test_the_slow_host_and_the_one_of_another_version_are_named(tmp_path):
         assert f"rank {rank}: torch is 3 on node3 and 2 on node0; install the same" in text
 
 
+@pytest.mark.parametrize("count", range(2, 10))
+def test_each_host_meets_both_its_neighbours_and_one_at_a_time(count):
+    """Of three hosts the first and the last met the one between them only, and looked as slow."""
+    rounds = preflight._rounds(count)
+    met = {host: set() for host in range(count)}
+    for pairs in rounds:
+        assert len({host for pair in pairs for host in pair}) == 2 * len(pairs)
+        for one, other in pairs:
+            met[one].add(other)
+            met[other].add(one)
+    assert met == {host: {(host - 1) % count, (host + 1) % count} for host in range(count)}
+
+
 def test_a_clock_that_is_off_is_named():
     assert preflight._clock_lines([100.0, 100.5, 99.9], ["a", "b", "c"]) == []
     line, = preflight._clock_lines([100.0, 100.1, 160.0], ["a", "b", "c"])

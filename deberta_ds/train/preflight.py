@@ -1,7 +1,7 @@
 """Whether all hosts of a job are fit for it: versions, clocks, links inside and between, disk.
 
-Between hosts each one swaps with the next and with the one before, in two rounds of pairs, and the
-better round counts: a slow host is slow in both, its neighbours in one only.
+Between hosts each one swaps with the next and with the one before, in rounds of pairs, and the
+better swap counts: a slow host is slow in both, its neighbours in one only.
 """
 
 import shutil
@@ -96,10 +96,8 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
     if count == 1:
         return []
     rate = 0.0
-    for first in (0, 1):
-        pairs = [(a % count, (a + 1) % count) for a in range(first, count - 1 + first, 2)
-                 if a + 1 < count or count % 2 == 0]
-        for pair in pairs if count > 2 or first == 0 else []:
+    for pairs in _rounds(count):
+        for pair in pairs:
             leaders = [hosts[number][0] for number in pair]
             if dist.rank() in leaders:
                 partner = leaders[1 - leaders.index(dist.rank())]
@@ -109,6 +107,15 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
     by_rank = dist.gather_number(rate, device)
     return [_compared("between hosts, each way",
                       {name: by_rank[ranks[0]] for name, ranks in zip(names, hosts, strict=True)})]
+
+
+def _rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Return rounds of pairs in which each of `count` hosts meets both its neighbours in a ring."""
+    rounds = [[(a, a + 1) for a in range(first, count - 1, 2)] for first in (0, 1)]
+    if count > 2:  # the ring closes: beside others where the count is even
+        closing = (count - 1, 0)
+        rounds = [rounds[0], [*rounds[1], closing]] if count % 2 == 0 else [*rounds, [closing]]
+    return [pairs for pairs in rounds if pairs]
 
 
 def _fastest(action: Callable[[], None], device: torch.device) -> float:
