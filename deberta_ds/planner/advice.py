@@ -85,11 +85,12 @@ def _overlap(run: RunConfig, ds: dict, best: Choice, parameters: int, gpu: Gpu, 
         sent = traffic(parameters, staged, ranks, accumulation)
         return step_seconds(sent, best.compute_seconds, rate, staged, accumulation, latency=latency)
 
-    now = int(ds.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET))
+    given = ds.get("zero_optimization", {})
+    now = seconds(bool(given.get("overlap_comm")), int(given.get("reduce_bucket_size", BUCKET)))
     least = _MANY_RANKS_BUCKET if ranks >= _MANY_RANKS else 0
     bucket = min((size for size in _BUCKETS if size >= least), key=lambda one: seconds(True, one))
-    alone, hidden = seconds(False, now), seconds(True, bucket)
-    if 1.0 - hidden / alone < _GAIN:
+    hidden = seconds(True, bucket)
+    if 1.0 - hidden / now < _GAIN:
         return []
     return [f"overlap_comm = true with reduce_bucket_size = {bucket:,}: {hidden:.3f} s a step "
-            f"instead of {alone:.3f}; all but the last bucket hides behind the backward pass"]
+            f"instead of {now:.3f}; all but the last bucket hides behind the backward pass"]
