@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -174,9 +175,14 @@ def test_advice_gives_its_reasons(run_file):
     assert "does not fit" not in text
     # DeepSpeed's default bucket holds the whole model, so overlap_comm alone would hide nothing.
     slow = card_of("mine", tflops=989, memory_gb=80, link_gb_s=1, network_gb_s=1)
-    large = advise(run, ds, choices, best, 400_000_000, gpu=slow, gpus=8, nodes=4)
-    assert any("overlap_comm = true with reduce_bucket_size = 50,000,000: " in line
-               for line in large)
+    best = replace(best, compute_seconds=1.0)
+    once, _ = config.load(run_file, ["--train.global_batch_rows=64", "--train.micro_batch_rows=2"])
+    for overlaps, zero in ((False, {}), (False, {"overlap_comm": True}),
+                           (True, {"overlap_comm": True, "reduce_bucket_size": 50_000_000})):
+        given = BF16 | {"zero_optimization": {"stage": 1} | zero}
+        lines = advise(once, given, [best], best, 400_000_000, gpu=slow, gpus=8, nodes=4)
+        assert overlaps != any("overlap_comm = true with reduce_bucket_size = 200,000,000: 2.781 s"
+                               in line for line in lines), zero
 
 
 @pytest.mark.parametrize("rows, micro, ranks, hint", [
