@@ -257,6 +257,12 @@ def precision(values: dict) -> str:
     return "fp32"
 
 
+def product_precision(values: dict) -> str:
+    """Return "bf16", "fp16" or "fp32": the type in which products are computed."""
+    autocast = values.get("torch_autocast", {}).get("enabled", False)  # which has bf16 alone
+    return "bf16" if autocast else precision(values)
+
+
 def _what_divides(micro_batch_rows: int, rows: int, world_size: int) -> str:
     """Return the nearest batches, smaller micro-batches and fewer ranks that would do."""
     at_once = micro_batch_rows * world_size

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
     {"errors", "files", "shipped", "splitmix", "options", "model_config", "json_files",
      "toml_files", "validation", "config", "presets", "deepspeed_config"},
-    {"cpu", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
+    {"cpu", "native", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},
     {"formats", "planner"},

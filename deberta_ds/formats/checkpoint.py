@@ -58,6 +58,7 @@ class _Record:
     recent_losses: list[float] = field(default_factory=list)
     since_line: dict[str, float] = field(default_factory=dict)
     row_rules: int = 1
+    cpu_rules: int = 1
 
 
 @dataclass(frozen=True)

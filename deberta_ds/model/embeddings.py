@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
+from deberta_ds.model.dropout import Dropout
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
+from deberta_ds.model.table_gradient import TableGradient, look_up
 
 
 class WordEmbedding(nn.Module):
@@ -29,13 +31,23 @@ class WordEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, inputs: Tensor, *, labels_T: Tensor | None = None,
-                bias_V: Tensor | None = None, fused: bool = False, **prediction):
+                bias_V: Tensor | None = None, fused: bool = False,
+                gradient: TableGradient | None = None, **prediction):
         """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
-        is `linear_cross_entropy`'s (loss sum, number correct, sampled ids)."""
+        is `linear_cross_entropy`'s (loss sum, number correct, sampled ids).
+
+        A `gradient` given to both sums the table's in one tensor.
+        """
+        if gradient is not None and not gradient.serves(self.weight):
+            gradient = None
         if labels_T is None:
-            return F.embedding(inputs, self.weight)
-        predict = _fused_loss(inputs.device) if fused else linear_cross_entropy
-        return predict(inputs, self.weight, bias_V, labels_T, **prediction)
+            if gradient is None:
+                return F.embedding(inputs, self.weight)
+            return look_up(self.weight, inputs, gradient)
+        if fused:
+            return _fused_loss(inputs.device)(inputs, self.weight, bias_V, labels_T, **prediction)
+        return linear_cross_entropy(inputs, self.weight, bias_V, labels_T, gradient=gradient,
+                                    **prediction)
 
 
 def _fused_loss(device: torch.device):
@@ -56,7 +68,7 @@ class InputBlock(nn.Module):
             self.positions = nn.Embedding(config.max_position, config.hidden_size)
         self.has_positions = config.absolute_input
         self.norm = _InputNorm(config.hidden_size, eps=config.norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = Dropout(config.hidden_dropout)
 
     def forward(self, word_vectors_BLC: Tensor, segments_BL: Tensor, positions_BL: Tensor
                 ) -> Tensor:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 from deberta_ds.config import ModelConfig
 from deberta_ds.model.attention import Geometry, attend
 from deberta_ds.model.columns import at_columns
+from deberta_ds.model.dropout import Dropout, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
 
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
@@ -56,7 +57,7 @@ class Attention(nn.Module):
                 self.position_key = nn.Linear(size, size, bias=config.key_bias)
             if "p2c" in config.position_terms:
                 self.position_query = nn.Linear(size, size)
-        self.relative_dropout = nn.Dropout(config.hidden_dropout)
+        self.relative_dropout = Dropout(config.hidden_dropout)
 
     def project_memory(self, hidden_BLC: Tensor, relative_SC: Tensor | None
                        ) -> tuple[Tensor | None, ...]:
@@ -104,11 +105,10 @@ class Layer(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.attention = Attention(config)
-        self.attention_norm = nn.LayerNorm(size, eps=config.norm_eps)
+        self.attention_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
         self.ffn_in = nn.Linear(size, config.intermediate_size)
         self.ffn_out = nn.Linear(config.intermediate_size, size)
-        self.ffn_norm = nn.LayerNorm(size, eps=config.norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.ffn_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
 
     def forward(self, hidden_BLC: Tensor, relative_SC: Tensor | None, segments_BL: Tensor,
                 decoder: DecoderQueries | None = None) -> Tensor:
@@ -129,9 +129,9 @@ class Layer(nn.Module):
     def _block(self, queries_BQC: Tensor, memory: tuple, segments_BL: Tensor,
                columns_BQ: Tensor | None) -> Tensor:
         attended_BQC = self.attention(queries_BQC, memory, segments_BL, columns_BQ)
-        hidden_BQC = self.attention_norm(self.dropout(attended_BQC) + queries_BQC)
+        hidden_BQC = self.attention_norm(attended_BQC, queries_BQC)
         expanded = F.gelu(self.ffn_in(hidden_BQC))
-        return self.ffn_norm(self.dropout(self.ffn_out(expanded)) + hidden_BQC)
+        return self.ffn_norm(self.ffn_out(expanded), hidden_BQC)
 
 
 class Convolution(nn.Module):
@@ -146,7 +146,7 @@ class Convolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, size, self.kernel))
         self.bias = nn.Parameter(torch.empty(size))
         self.norm = nn.LayerNorm(size, eps=config.norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = Dropout(config.hidden_dropout)
         self.activation = ACTIVATIONS[config.conv_activation]
 
     def forward(self, embedded_BLC: Tensor, first_layer_BLC: Tensor, segments_BL: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.model.table_gradient import TableGradient
+
 # fp32 logits held at once when the caller names no chunk: on the CPU 2 MiB, which stay in cache.
 _CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
 _ALIGNED_IDS = 128
@@ -47,6 +49,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     chunk: int | None = None,
     valid_vocab: int | None = None,
+    gradient: TableGradient | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids).
 
@@ -57,6 +60,7 @@ def linear_cross_entropy(
       softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact draw.
     chunk: vocabulary ids handled at once; None picks a size that suits the device.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
+    gradient: leave the table's gradient there, for the look-up that was given the same one.
     """
     size = weight_VC.shape[0] if valid_vocab is None else valid_vocab
     if not 0 < size <= weight_VC.shape[0]:
@@ -74,6 +78,7 @@ def linear_cross_entropy(
         labels_T,
         None if uniforms_T is None else _Draw(uniforms_T, temperature),
         _Vocabulary(size, min(chunk, size)),
+        gradient,
     )
 
 
@@ -124,7 +129,7 @@ class _Logits:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary):
+    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary, gradient):
         logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
         rows = hidden_TC.shape[0]
         best_T = torch.full((rows,), -math.inf, dtype=logits.dtype, device=hidden_TC.device)
@@ -162,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sampled_T = _sample(draw, masses_TK, vocabulary, logits_of)
             ctx.mark_non_differentiable(sampled_T)
         ctx.save_for_backward(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *kept)
-        ctx.vocabulary = vocabulary
+        ctx.vocabulary, ctx.gradient = vocabulary, gradient
         ctx.mark_non_differentiable(correct)
         return loss_sum, correct, sampled_T
 
@@ -193,7 +198,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:  # the cast rows have served: their buffer takes the product
                 product_NC = torch.mm(grad_TN.t(), hidden_TC, out=logits.cast_NC[: end - start])
                 grad_weight_VC[start:end] = product_NC
-        return grad_hidden_TC.to(hidden_TC.dtype), grad_weight_VC, grad_bias_V, None, None, None
+        if ctx.gradient is not None:
+            ctx.gradient.leave(grad_weight_VC)
+            grad_weight_VC = None
+        grad_hidden_TC = grad_hidden_TC.to(hidden_TC.dtype)
+        return grad_hidden_TC, grad_weight_VC, grad_bias_V, None, None, None, None
 
 
 def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:

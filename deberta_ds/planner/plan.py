@@ -120,7 +120,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     ranks = gpus * nodes
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
     precision = deepspeed_config.precision(ds)
-    peak_flops = gpu.peak(precision)
+    peak_flops = gpu.peak(deepspeed_config.product_precision(ds))
     model = on_meta(build_model, run)
     parameters, tensors = count_parameters(model), len(list(model.parameters()))
     tokens = run.train.global_batch_rows * run.data.seq_len

@@ -145,7 +145,8 @@ def _speed(run: Run) -> Tile:
                            for key in ("tokens_per_second", "mfu", "flops_per_second"))
     note = "tokens/s, median"
     if share is not None:
-        note += f" · {share:.1%} of peak FLOP/s"
+        of = "its large products' speed" if run.saved.device == "cpu" else "peak FLOP/s"
+        note += f" · {share:.1%} of {of}"
     elif flops is not None:
         note += f" · {format_count(flops / 1e9)} GFLOP/s"
     return Tile("tokens_per_second", "Throughput", format_value(speed, "count"), note, speed)

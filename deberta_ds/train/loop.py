@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from deberta_ds import config, deepspeed_config, dist, trackers
+from deberta_ds import config, deepspeed_config, dist, native, trackers
 from deberta_ds.cluster import ending, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
@@ -23,7 +23,6 @@ from deberta_ds.formats.saving import point_best
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import best, engine, machine
 from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.evaluate import evaluate
@@ -48,7 +47,7 @@ from deberta_ds.train.spikes import (
 )
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
 from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
-from deberta_ds.train.throughput import SpeedMeter
+from deberta_ds.train.throughput import SpeedMeter, peak_of_a_rank
 from deberta_ds.train.time_use import TimeUse, lost_seconds
 
 
@@ -76,7 +75,8 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     join_group(run, ds_values, place)
     found = checkpoint.find(run.out_dir, resume)
     record = checkpoint.read_run_file(found.path) if found.path else None
-    # An old run keeps its rows.
+    # An old run keeps its rows and its arithmetic.
+    native.follow(record.get("cpu_rules", 1) if record else native.RULES)
     inputs = open_inputs(run, ds_values, place, record.get("row_rules", 1) if record else ROW_RULES)
     if record:
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
@@ -191,10 +191,11 @@ class Trainer:
         self.tokens_seen = record["tokens_seen"] if record else 0
         self.seconds_before = record["seconds"] if record else 0.0
         self.started = time.monotonic()
-        precision = deepspeed_config.precision(inputs.ds)
-        self.speed = SpeedMeter(self.objective.flops_per_token(run),
-                                peak_flops(model_engine.device, precision),
-                                dist.world_size())
+        peak, how_fast = peak_of_a_rank(model_engine.device,
+                                        deepspeed_config.product_precision(inputs.ds))
+        if how_fast:
+            log.info(how_fast)
+        self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size())
         self.time_use = TimeUse(record.get("time_use", {}) if record else {}, lost_seconds)
         self.work = WorkMeter(model_engine.device)
         self.hosts = dist.gather_objects(socket.gethostname())
@@ -381,7 +382,7 @@ class Trainer:
                   "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
-                  "row_rules": self.inputs.dataset.rules,
+                  "row_rules": self.inputs.dataset.rules, "cpu_rules": native.followed(),
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience(), self.time_use.during("saves"):
             self.finish_save(wait=True)

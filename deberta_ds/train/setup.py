@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from deberta_ds import __version__, config, cpu, deepspeed_config, dist
+from deberta_ds import __version__, config, cpu, deepspeed_config, dist, native
 from deberta_ds.config import RunConfig
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
@@ -54,6 +54,7 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> None:
     check_run(run, ds_values, dist.world_size(), None, place)
     if device.type == "cpu":
         cpu.use_onednn()
+        native.library()  # built before the first step, not in it
 
 
 def open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inputs:
@@ -90,6 +91,9 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     """Return what a user wants to know at the start: the model, the data, non-default values."""
     lines = _non_default_lines(run, origins)
     stage, precision = deepspeed_config.zero_stage(inputs.ds), deepspeed_config.precision(inputs.ds)
+    products = deepspeed_config.product_precision(inputs.ds)
+    if products != precision:
+        precision += f" weights with {products} products"
     rows = run.train.steps * run.train.global_batch_rows
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "

@@ -1,0 +1,158 @@
+"""Dropout of hidden states as a pure function of (seed, element), and its LayerNorm.
+
+On a CPU torch draws dropout's numbers one by one: 6 to 14 ns an element, more than the products of
+a narrow network. Here an element's word is a hash of its number and of two keys from torch's
+generator, so a step is still a function of (seed, step, rank), and activation checkpointing
+replays it. On a GPU torch's own dropout is used.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from deberta_ds import native
+
+_MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97
+_WORDS = 1 << 32
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which elements are kept, and by how much they grow: element i of any tensor."""
+
+    key: int
+    second_key: int
+    threshold: int  # words below it are dropped
+
+    @property
+    def scale(self) -> float:
+        return 1 / (1 - self.threshold / _WORDS)
+
+    def apply(self, hidden: Tensor) -> Tensor:
+        """Return a tensor's elements, dropped or grown."""
+        return (hidden * self.mask(hidden)) * self.scale
+
+    def mask(self, like: Tensor) -> Tensor:
+        """Return 0 or 1 for each element of a contiguous tensor, in its dtype."""
+        words = torch.arange(like.numel(), dtype=torch.int32)
+        words += _signed(self.key)
+        shifted = _shift_right(words, 16)
+        words.bitwise_xor_(shifted).mul_(_signed(_MIX_1)).bitwise_xor_(_signed(self.second_key))
+        words.bitwise_xor_(_shift_right(words, 15)).mul_(_signed(_MIX_2))
+        words.bitwise_xor_(_shift_right(words, 15))
+        words.bitwise_xor_(-(1 << 31))  # unsigned order as signed order
+        kept = words.ge_(_signed(self.threshold ^ (1 << 31)))
+        return kept.view(like.shape).to(like.dtype)
+
+
+def draw_keep(dropout: float) -> Keep:
+    """Return fresh keys from torch's CPU generator."""
+    key, second_key = torch.randint(_WORDS, (2,)).tolist()
+    return Keep(key, second_key, round(dropout * _WORDS))
+
+
+def _signed(word: int) -> int:
+    return word - _WORDS if word >= 1 << 31 else word
+
+
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    """Return the logical shift, which torch does not have for int32."""
+    return (words >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+class Dropout(nn.Module):
+    """nn.Dropout, with the keep mask above on a CPU."""
+
+    def __init__(self, share: float):
+        super().__init__()
+        self.share = share
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training or not self.share:
+            return hidden
+        if not native.is_here(hidden):
+            return F.dropout(hidden, self.share)
+        return draw_keep(self.share).apply(hidden)
+
+
+class ResidualNorm(nn.LayerNorm):
+    """LayerNorm(dropout(update) + hidden), in one pass each way on a CPU."""
+
+    def __init__(self, size: int, eps: float, dropout: float):
+        super().__init__(size, eps=eps)
+        self.dropout = dropout
+
+    def forward(self, update: Tensor, hidden: Tensor) -> Tensor:
+        share = self.dropout if self.training else 0.0
+        if share and not native.is_here(update):
+            update, share = F.dropout(update, share), 0.0
+        keep = draw_keep(share) if share else Keep(0, 0, 0)
+        if not (self.training and self._is_native(update, hidden)):
+            if share:
+                update = keep.apply(update)
+            return super().forward(update + hidden)
+        return _ResidualNorm.apply(update.contiguous(), hidden.contiguous(), self.weight,
+                                   self.bias, self.eps, keep)
+
+    @staticmethod
+    def _is_native(update: Tensor, hidden: Tensor) -> bool:
+        if not native.takes(update, hidden):
+            return False
+        # torch's sum would be wider than `hidden`, and autocast's norm wider than both.
+        wide = hidden.dtype == torch.float32
+        return wide or (update.dtype == hidden.dtype and not torch.is_autocast_enabled("cpu"))
+
+
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, update, hidden, weight_C, bias_C, eps, keep):
+        size = hidden.shape[-1]
+        rows = hidden.numel() // size
+        total, out = torch.empty_like(hidden), torch.empty_like(hidden)
+        statistics = torch.empty(rows, 2)
+        tensors = (update, hidden, weight_C.float(), bias_C.float(), total, out, statistics)
+        kernel, places = native.library().residual_norm, [native.address(t) for t in tensors]
+        rest = (*_settings(keep), update.dtype != torch.float32, hidden.dtype != torch.float32)
+
+        def work(first: int, last: int, _part: int) -> None:
+            kernel(ctypes.c_long(first), ctypes.c_long(last), *places, ctypes.c_long(size),
+                   ctypes.c_float(eps), *rest)
+
+        native.over_rows(rows, work)
+        ctx.save_for_backward(total, statistics, weight_C)
+        ctx.keep, ctx.update_dtype, ctx.bias_dtype = keep, update.dtype, bias_C.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, out_grad):
+        total, statistics, weight_C = ctx.saved_tensors
+        size = total.shape[-1]
+        rows = total.numel() // size
+        out_grad = out_grad.to(total.dtype).contiguous()
+        update_grad = torch.empty_like(total, dtype=ctx.update_dtype)
+        hidden_grad = torch.empty_like(total)
+        sums = torch.zeros(native.parts_of(rows), 4, size)
+        tensors = (out_grad, total, statistics, weight_C.float(), update_grad, hidden_grad)
+        kernel = native.library().residual_norm_gradients
+        places = [native.address(t) for t in tensors]
+        halves = (ctx.update_dtype != torch.float32, total.dtype != torch.float32)
+        rest = (*_settings(ctx.keep), *halves)
+
+        def work(first: int, last: int, part: int) -> None:
+            kernel(ctypes.c_long(first), ctypes.c_long(last), *places, native.address(sums[part]),
+                   ctypes.c_long(size), *rest)
+
+        native.over_rows(rows, work)
+        weight_grad, bias_grad = sums.sum(0)[:2]
+        return (update_grad, hidden_grad, weight_grad.to(weight_C.dtype),
+                bias_grad.to(ctx.bias_dtype), None, None)
+
+
+def _settings(keep: Keep) -> tuple:
+    return (ctypes.c_uint32(keep.key), ctypes.c_uint32(keep.second_key),
+            ctypes.c_uint32(keep.threshold), ctypes.c_float(keep.scale))

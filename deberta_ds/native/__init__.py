@@ -1,0 +1,129 @@
+"""Passes over tensors that torch makes one by one on a CPU, fused in C.
+
+`kernels.c` needs nothing but a C compiler and takes two seconds; the library lies in the user's
+cache under a name made of the source, the compiler's flags and the processor. Where it cannot be
+built, `library()` is None, the log says why once, and callers compute the same with torch.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from deberta_ds.errors import UserError
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+# NaN and infinity must stay what they are, so -ffast-math is only taken in part.
+_FLAGS = ("-std=c11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno",
+          "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast",
+          "-shared", "-fPIC")
+_OFF = "DEBERTA_DS_NATIVE"  # "0": do without
+_LOG = logging.getLogger("deberta_ds")
+RULES = 2  # 1: a step on a CPU is made of torch's operators alone, as in version 0.1.0
+_followed = RULES
+_pool: ThreadPoolExecutor | None = None
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None where there is no compiler or it fails."""
+    if os.environ.get(_OFF) == "0":
+        _LOG.info("CPU kernels: torch's, because %s=0", _OFF)
+        return None
+    try:
+        return ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.SubprocessError) as error:
+        _LOG.info("CPU kernels: torch's, because the fused ones could not be built (%s)",
+                  str(error).splitlines()[0])
+        return None
+
+
+def _build() -> Path:
+    """Return the library's path; several processes may build it at once."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if not compiler:
+        raise OSError("no C compiler: install gcc, or set CC")
+    made_of = "\0".join([_SOURCE.read_text(), *_FLAGS, compiler, _processor()])
+    name = hashlib.sha256(made_of.encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deberta_ds"
+    built = cache / f"kernels-{name.hexdigest()[:16]}.so"
+    if built.exists():
+        return built
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch) / "kernels.so"
+        done = subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"],
+                              capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise OSError(f"{compiler}: {done.stderr.strip() or done.returncode}")
+        made.replace(built)
+    return built
+
+
+def _processor() -> str:
+    """Return what -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def follow(rules: int) -> None:
+    """Compute as these rules say from now on, in this process: a run keeps those it began with."""
+    global _followed
+    if rules not in range(1, RULES + 1):
+        raise UserError(f"CPU rules {rules}: this program knows 1 to {RULES}; go on with the "
+                        "version that began the run")
+    _followed = rules
+
+
+def followed() -> int:
+    """Return the rules in use."""
+    return _followed
+
+
+def is_here(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is this processor's to work on: fake ones stand for a GPU's."""
+    return (_followed > 1 and tensor.is_cpu
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter))
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Return whether the kernels can work on these tensors."""
+    return (all(is_here(t) and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+            and not torch.jit.is_tracing() and not torch.compiler.is_compiling()
+            and library() is not None)
+
+
+def over_rows(rows: int, work) -> None:
+    """Call work(first, last, number of the part) for all rows, in as many threads as torch has."""
+    global _pool
+    parts = parts_of(rows)
+    if parts == 1:
+        work(0, rows, 0)
+        return
+    if _pool is None or _pool._max_workers < parts:
+        _pool = ThreadPoolExecutor(parts, "kernels")
+    edges = [rows * number // parts for number in range(parts + 1)]
+    list(_pool.map(work, edges[:-1], edges[1:], range(parts)))
+
+
+def parts_of(rows: int) -> int:
+    """Return how many parts `over_rows` makes of so many rows."""
+    return min(torch.get_num_threads(), max(1, rows // 64))
+
+
+def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    """Return where a contiguous tensor's elements lie."""
+    return ctypes.c_void_p(tensor.data_ptr())
