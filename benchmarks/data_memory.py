@@ -3,7 +3,7 @@
     python benchmarks/data_memory.py --text DIR_OF_TXT --scratch DIR --seconds 550
 
 Texts: 50 MB and 500 MB of novels by chapter, and one file of 1 GB of JSON lines of about 1,000
-characters. Commands that are done are kept in benchmarks/results/data_memory.json; after --seconds
+characters. Commands that are done are kept in benchmarks/results/data_memory_commands.json; after --seconds
 the last one is killed, and the same line goes on with it. Run it until it prints "complete".
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of this call")
     args = parser.parse_args()
     args.scratch.mkdir(parents=True, exist_ok=True)
-    end, out = time.monotonic() + args.seconds, RESULTS / "data_memory.json"
+    end, out = time.monotonic() + args.seconds, RESULTS / "data_memory_commands.json"
     found = json.loads(out.read_text()) if out.exists() else {}
     found |= {"machine": machine()}
     text, model = novels(args)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
-from launching import ENVIRONMENT, ROOT
+from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
 
 from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data import remote
@@ -207,13 +207,20 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
     assert len(held_out) == 3
 
 
-def test_on_an_s3_server_that_cuts_its_connections(corpus, tmp_path, monkeypatch):
-    """moto's server behind a proxy that breaks every third connection in the middle."""
+@pytest.fixture
+def bucket(monkeypatch):
+    """An empty bucket of a real S3 server, and what puts a proxy with faults before it."""
     if not (command := shutil.which("moto_server")):
         pytest.skip("no moto_server in the PATH (pipx install 'moto[server]')")
     port = _free_port()
     server = subprocess.Popen([command, "-p", str(port)],
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def break_answers() -> dict:
+        proxy_port, faults = _faulty_proxy(port)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy_port}")
+        return faults
+
     try:
         _wait_for(port)
         for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
@@ -224,22 +231,55 @@ def test_on_an_s3_server_that_cuts_its_connections(corpus, tmp_path, monkeypatch
 
         S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http",
                      allow_bucket_creation=True).create_dir("shop")
-        upload(corpus, "s3://shop/web")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{_cutting_proxy(port)}")
-        fsspec.get_filesystem_class("file").clear_instance_cache()
-        local = Corpus(corpus, seq_len=64)
-        found = Corpus("s3://shop/web", seq_len=64, cache=Cache(str(tmp_path / "cache")))
-        assert same_rows(local, found, range(0, local.num_rows, 25))
-        shutil.rmtree(tmp_path / "cache")  # and in a worker, which the client must survive
-        batches = [[batch.input_ids.numpy() for batch in build_loader(
-            RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
-                       mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
-            start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
-            num_workers=1, num_steps=3)] for path in (corpus, "s3://shop/web")]
-        assert np.array_equal(*batches)
+        yield break_answers
     finally:
         server.kill()
         server.wait()
+
+
+def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
+    upload(corpus, "s3://shop/web")
+    faults = bucket()
+    local = Corpus(corpus, seq_len=64)
+    found = Corpus("s3://shop/web", seq_len=64, cache=Cache(str(tmp_path / "cache")))
+    assert same_rows(local, found, range(0, local.num_rows, 25))
+    shutil.rmtree(tmp_path / "cache")  # and in a worker, which the client must survive
+    batches = [[batch.input_ids.numpy() for batch in build_loader(
+        RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
+                   mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
+        start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
+        num_workers=1, num_steps=3)] for path in (corpus, "s3://shop/web")]
+    assert np.array_equal(*batches)
+    assert faults["cut"] and faults["delayed"] and faults["altered"]
+
+
+@pytest.mark.multi
+def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(
+    corpus, bucket, tmp_path
+):
+    run = make_run(tmp_path, steps="6", eval_every="6")
+    run.write_text(run.read_text().replace(f"{tmp_path}/train", str(corpus)))
+    upload(corpus, "s3://shop/train")
+    upload(tmp_path / "heldout", "s3://shop/heldout")
+    faults = bucket()
+    there = run.read_text().replace(str(corpus), "s3://shop/train")
+    there = there.replace(f"{tmp_path}/heldout", "s3://shop/heldout").replace(
+        f"{tmp_path}/out", f"{tmp_path}/out2")
+    (tmp_path / "there.toml").write_text(there.replace(
+        "seq_len = 64", f'seq_len = 64\ncache = "{tmp_path}/cache"'))
+    stage = deepspeed_json(tmp_path / "ds.json", 1)
+    for name in ("run.toml", "there.toml"):
+        subprocess.run([sys.executable, str(ROOT / "launch/pretrain.py"), "--config",
+                        str(tmp_path / name), "--deepspeed_config", str(stage)], check=True,
+                       cwd=ROOT, env=os.environ | ENVIRONMENT | _aws(), capture_output=True)
+    assert losses(tmp_path / "out") == losses(tmp_path / "out2") and len(losses(tmp_path / "out"))
+    assert faults["cut"] and faults["delayed"]
+    size = sum(path.stat().st_size for path in corpus.rglob("*.npy"))
+    assert sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy")) < size
+
+
+def _aws() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
 def _free_port() -> int:
@@ -258,26 +298,39 @@ def _wait_for(port: int) -> None:
     raise AssertionError("the server did not start")
 
 
-def _cutting_proxy(port: int) -> int:
+def _faulty_proxy(port: int) -> tuple[int, dict[str, int]]:
+    """Return the port of a proxy that cuts each third connection, delays others, and flips a bit in
+    each seventh answer; and how often it has.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
+    faults = dict.fromkeys(("connections", "cut", "delayed", "altered"), 0)
 
     def serve():
         for number in itertools.count():
             client = listener.accept()[0]
             upstream = socket.create_connection(("127.0.0.1", port))
-            room = 40_000 if number % 3 == 0 else 1 << 60
-            threading.Thread(target=_copy, args=(client, upstream, 1 << 60), daemon=True).start()
-            threading.Thread(target=_copy, args=(upstream, client, room), daemon=True).start()
+            faults["connections"] += 1
+            for ends in ((client, upstream, -1), (upstream, client, number)):
+                threading.Thread(target=_copy, args=(*ends, faults), daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()
-    return listener.getsockname()[1]
+    return listener.getsockname()[1], faults
 
 
-def _copy(source, target, room: int) -> None:
+def _copy(source, target, number: int, faults: dict[str, int]) -> None:
+    """Pass on what connection `number` answers; -1: a request, without faults."""
+    room = 40_000 if number >= 0 and number % 3 == 0 else 1 << 60
     try:
         while room > 0 and (data := source.recv(min(room, 1 << 16))):
+            if number >= 0 and number % 5 == 1:
+                faults["delayed"] += 1
+                time.sleep(0.02)
+            if number >= 0 and number % 7 == 2 and len(data) > 20_000:
+                faults["altered"] += 1
+                data = data[:-9] + bytes([data[-9] ^ 4]) + data[-8:]
             target.sendall(data)
             room -= len(data)
+        faults["cut"] += room <= 0
     except OSError:
         pass
     for end in (source, target):
