@@ -3,8 +3,8 @@
     python benchmarks/data_memory.py --text DIR_OF_TXT --scratch DIR --seconds 550
 
 Texts: 50 MB and 500 MB of novels by chapter, and one file of 1 GB of JSON lines of about 1,000
-characters. Commands that are done are kept in benchmarks/results/data_memory_commands.json; after --seconds
-the last one is killed, and the same line goes on with it. Run it until it prints "complete".
+characters. Commands that are done are kept in benchmarks/results/data_memory_commands.json; after
+--seconds the last one is killed, and the same line goes on with it, until it prints "complete".
 """
 
 import argparse

@@ -83,7 +83,9 @@ def _arrow_s3():
                 start, end = start or 0, file.size() if end is None else end
                 return file.read_at(end - start, start)
 
-    return ArrowS3(S3FileSystem(region=os.environ.get("AWS_REGION"), **options))
+    # A small file is then one request, not the three of an upload in parts.
+    return ArrowS3(S3FileSystem(region=os.environ.get("AWS_REGION"), allow_delayed_open=True,
+                                **options))
 
 
 def tried(get: Callable[[], Any], name: str, is_whole: Callable[[Any], bool]) -> Any:
