@@ -13,6 +13,7 @@ from options import (
     fraction,
     parser_for,
     positive,
+    positive_number,
     read_options,
 )
 
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--pieces", type=positive, default=32000,
                         help="pieces; [MASK] comes after them")
     parser.add_argument("--sample_bytes", type=positive, default=1 << 26, help="text to train on")
-    parser.add_argument("--temperature", type=float, metavar="T",
+    parser.add_argument("--temperature", type=positive_number, metavar="T",
                         help="take each language (--label_key, --label_from_directory) in "
                         "proportion to its characters to the power of 1/T: 1 as they are, 3.3 as "
                         "XLM-R; reads all of the input once to count and once to sample")

@@ -73,7 +73,7 @@ class ObjectiveConfig:
         "rtd: the two networks' word tables: gradient-disentangled, shared, apart", "gdes")
     rtd_weight: float = option("rtd: lambda of the discriminator's loss; 50 in the DeBERTaV3 "
                                "paper, 10 in the official script", 50.0, ge=0, le=1e6)
-    temperature: float = option("rtd: of the generator's samples", 1.0, gt=0, le=100)
+    temperature: float = option("rtd: of the generator's samples", 1.0, ge=0.01, le=100)
     draws_by: Literal["epoch", "course"] = option(
         "rtd_cached: epoch: a new draw every epoch; course: the draws one after another over the "
         "run, as from hot to cold", "epoch")

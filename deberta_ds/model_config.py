@@ -49,7 +49,7 @@ class ModelConfig:
     key_bias: bool = option("false: v1, whose key projections have no bias", True)
     hidden_dropout: float = option("dropout of hidden states", 0.1, ge=0, lt=1)
     attention_dropout: float = option("dropout of attention probabilities", 0.1, ge=0, lt=1)
-    norm_eps: float = option("epsilon of every LayerNorm", 1e-7, gt=0, le=1)
+    norm_eps: float = option("epsilon of every LayerNorm", 1e-7, ge=1e-20, le=1)
     init_std: float = option("deviation of the first weights", 0.02, gt=0, le=10)
     attention: _AttentionPath = option(
         "implementation of attention; all compute the same", "auto")

@@ -61,7 +61,7 @@ def main() -> None:
     missing = [name for name, file in files.items() if file is None or name in args.leave_out]
     submission.refuse_partial(missing, args.leave_out, args.run)
     maker.write_zip(args.zip, {name: text_of(file) for name, file in found.items()}, tests,
-                    args.leave_out)
+                    args.leave_out, found)
     maker.check_zip(args.zip, tests, args.leave_out)
     for name, file in found.items():
         print(f"  {name:<8} from {file}")

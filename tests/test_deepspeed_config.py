@@ -62,6 +62,8 @@ def problems(values: dict, tmp_path) -> str:
     ({"aio": {"block_size": 0}}, "aio.block_size = 0"),
     ({"communication_data_type": "int8"}, "communication_data_type = 'int8'"),
     ({"gradient_predivide_factor": float("nan")}, "gradient_predivide_factor"),
+    ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
+     "gradient_predivide_factor: must be 1.0 under ZeRO stage 3"),
     ({"wall_clock_breakdown": "yes"}, "wall_clock_breakdown = 'yes'"),
     ({"wandb": {"enabled": True}}, '"wandb": a DeepSpeed key that is not supported here: the run'),
     ({"tensorboard": {"enabled": True}}, '"tensorboard": a DeepSpeed key that is not supported'),

@@ -52,6 +52,12 @@ def test_the_zip_passes_and_is_the_same_every_time(tmp_path):
     assert zipfile.ZipFile(tmp_path / "a.zip").namelist() == list(SUBMITTED_FILES)
 
 
+def test_a_broken_prediction_is_named_by_its_file(tmp_path):
+    broken = texts() | {"AX-b": texts()["AX-b"].rstrip("\n")}
+    with pytest.raises(UserError, match="runs/RTE/AX-b.jsonl:.*no line end"):
+        write_zip(tmp_path / "a.zip", broken, TESTS, places={"AX-b": "runs/RTE/AX-b.jsonl"})
+
+
 def first_line(name: str, prediction) -> str:
     return render(task_named(name), TESTS[name][:1], [prediction]).strip()
 

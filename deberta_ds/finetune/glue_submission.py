@@ -7,6 +7,7 @@ Source: the leaderboard's instructions (gluebenchmark.com/faq) and jiant evaluat
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from deberta_ds.errors import UserError, refuse_pipe
 from deberta_ds.files import atomic_path
@@ -65,12 +66,18 @@ def _is_label(task: Task, label: str) -> bool:
 
 def write_zip(
     path: str | Path, texts: Mapping[str, str], tests: Mapping[str, Sequence[Example]],
-    left_out: Sequence[str] = (),
+    left_out: Sequence[str] = (), places: Mapping[str, object] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Write the zip of {task name: text of its submission/TASK.jsonl}, every table checked."""
+    """Write the zip of {task name: text of its submission/TASK.jsonl}, every table checked.
+
+    `places` are the files that the texts come from, for errors.
+    """
     refuse_partial([task.name for task in GLUE if task.name not in texts], left_out, str(path))
-    tables = {task.name: table_of(task, texts[task.name], f"{task.name}.jsonl")
-              for task in GLUE if task.name in texts}  # fmt: skip
+    tables = {}
+    for task in GLUE:
+        if task.name in texts:
+            place = places.get(task.name, f"{task.name}.jsonl")
+            tables[task.name] = table_of(task, texts[task.name], str(place))
     with atomic_path(path) as temporary:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
             for task in GLUE:

@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deberta_ds.errors import UserError, refuse_pipe
@@ -73,16 +74,19 @@ def write_zip(
     texts: Mapping[str, str],
     tests: Mapping[str, Sequence[Example]],
     left_out: Sequence[str] = (),
+    places: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     """Write the zip of {task name: file text} at `path`, once every file has passed `check_file`.
 
-    `left_out` names the tasks that may be missing; any other missing one is a UserError.
+    `left_out` names the tasks that may be missing; any other missing one is a UserError. `places`
+    are the files that the texts come from, for errors.
     """
     missing = [task.name for task in TASKS if task.name not in texts]
     refuse_partial(missing, left_out, str(path))
     for task in TASKS:
         if task.name in texts:
-            check_file(task, texts[task.name], tests[task.name], f"{task.name}.jsonl")
+            place = places.get(task.name, f"{task.name}.jsonl")
+            check_file(task, texts[task.name], tests[task.name], str(place))
     with atomic_path(path) as temporary:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
             for task in TASKS:

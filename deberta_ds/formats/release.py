@@ -161,6 +161,11 @@ def derive_words(release: Release) -> None:
                     f"the {place} is stored only as a difference to the generator's (`_weight`); "
                     "give the generator's file beside it, or the embeddings would be random")
             continue
+        parts = [tensor for tensor in (base, delta, whole) if tensor is not None]
+        if len({tensor.shape for tensor in parts}) > 1:
+            raise UserError(f"the {place}, the generator's and their difference (`_weight`) have "
+                            f"the shapes {', '.join(str(list(t.shape)) for t in parts)}; they must "
+                            "be of one model")
         merged = (base.float() + delta.float()).to(delta.dtype)
         if whole is None:
             release.notes.append(f"derived: {place} = generator's + delta")

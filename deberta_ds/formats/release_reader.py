@@ -145,7 +145,10 @@ def _read_foreign(path: Path) -> Release:
     files, notes = _find_foreign(path), []
     networks = {name: _read_network(one, notes) for name, one in files.items()}
     release = Release(networks["main"], networks.get("generator"), notes=notes)
-    derive_words(release)
+    try:
+        derive_words(release)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     release.tokenizer_files = find_tokenizer_files(files["main"].weights.parent)
     return release
 

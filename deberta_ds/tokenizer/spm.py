@@ -93,7 +93,7 @@ def _load(data: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(data)
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:  # its own message may be damaged, too
         raise UserError(f"{path}: not a SentencePiece model, or a damaged one") from error
     return processor
 

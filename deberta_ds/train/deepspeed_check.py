@@ -179,4 +179,6 @@ def _problems_between(values: dict) -> list[str]:
         problems.append("zero_optimization.allgather_bucket_size: must be even")
     if zero.get("zero_hpz_partition_size", 1) != 1 and stage != 3:
         problems.append("zero_optimization.zero_hpz_partition_size: needs ZeRO stage 3")
+    if stage == 3 and values.get("gradient_predivide_factor", 1.0) != 1.0:
+        problems.append("gradient_predivide_factor: must be 1.0 under ZeRO stage 3; delete it")
     return problems

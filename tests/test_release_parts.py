@@ -1,0 +1,16 @@
+"""The parts of a release that belong together: refused where they are of different models."""
+
+import pytest
+import torch
+
+from deberta_ds.errors import UserError
+from deberta_ds.formats.release import Network, Release, derive_words
+
+
+def test_tables_of_another_shape_are_refused_before_they_are_added():
+    words = torch.zeros(4, 2)
+    generator = Network(None, {"words.weight": words})
+    for whole in (torch.zeros(0), torch.zeros(5, 2)):
+        main = Network(None, {"words.delta": words, "words.weight": whole})
+        with pytest.raises(UserError, match=r"shapes \[4, 2\], \[4, 2\], .* of one model"):
+            derive_words(Release(main, generator))
