@@ -247,3 +247,26 @@ def test_how_a_job_ended_is_written_for_its_script(tmp_path, monkeypatch):
     assert (tmp_path / "end").read_text() == "70 node3,node7\n"
     monkeypatch.setenv(ending.VARIABLE, "/proc/none/end")
     ending.record(75)
+
+
+def test_a_console_that_is_full_and_never_read_does_not_hold_a_stop(tmp_path):
+    """mpirun reads no more once it is told to end; its ranks print on until they are told."""
+    code = """if True:
+        import sys
+        from deberta_ds.cluster import signals
+        from deberta_ds.errors import tell
+        request = signals.listen()
+        open(sys.argv[1], "w").close()
+        while not request:
+            tell("x" * 999, sys.stdout)  # waits as soon as the pipe is full
+        tell("the step is saved", sys.stdout)
+    """
+    ready = tmp_path / "ready"
+    child = subprocess.Popen([sys.executable, "-c", code, str(ready)], env=ENVIRONMENT,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with child:
+        while not ready.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)  # to fill 64 KiB
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) == 0

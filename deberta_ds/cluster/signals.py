@@ -14,8 +14,11 @@ import multiprocessing
 import os
 import select
 import signal
+import stat
+import sys
 import threading
 import time
+from contextlib import suppress
 
 from deberta_ds.cluster.launcher import Launcher
 from deberta_ds.errors import tell
@@ -66,6 +69,7 @@ class StopRequest:
 
     def _ask(self, reason: str) -> None:
         self.reason = reason
+        _unblock_console()
         once_more = "; Ctrl-C once more ends it at once" if reason == "SIGINT" else ""
         _say(f"asked to stop by {reason}: the step is finished and saved{once_more}")
 
@@ -98,6 +102,20 @@ def ignore() -> None:
 
 def _noted_by_descriptor(_number: int, _frame) -> None:
     """Python writes to the wakeup descriptor only for signals that have a handler."""
+
+
+def _unblock_console() -> None:
+    """Let a print fail, not wait, where nobody empties the pipe.
+
+    mpirun reads no more once it is told to end, a minute before it tells its ranks: a full pipe
+    would hold the step that is to be finished and saved.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+                os.set_blocking(stream.fileno(), False)
+    # A print that waits tries again.
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
 
 def _say(text: str) -> None:
