@@ -10,11 +10,11 @@ from options import (
     add_input_options,
     add_part,
     add_workers,
-    parser_for,
     positive,
     read_options,
 )
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 

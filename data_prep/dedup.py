@@ -5,8 +5,9 @@ Name the inputs of all corpora of a mixture at once: each corpus then leaves out
 of several equal documents the first in the order of the inputs stays.
 """
 
-from options import add_cache, add_input_options, add_part, add_workers, parser_for, read_options
+from options import add_cache, add_input_options, add_part, add_workers, read_options
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 
@@ -15,7 +16,8 @@ def main() -> None:
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory for the findings")
     parser.add_argument("--near", type=float, default=0.0, metavar="JACCARD",
-                        help="also near duplicates of at least this similarity (needs datasketch)")
+                        help="also near duplicates of at least this similarity (needs "
+                             "datasketch); 0: none")
     add_workers(parser)
     add_part(parser)
     add_cache(parser)

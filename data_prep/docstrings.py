@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Collect the docstrings of this Python installation as a corpus of real English."""
 
-from options import add_workers, local, parser_for, positive, share
+from options import add_workers, local, positive, share
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 

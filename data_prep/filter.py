@@ -5,8 +5,9 @@ Nothing is tokenized; OUT/filters.html is the page to look at, OUT/filters.json 
 When they do what you want, give the same file to tokenize_corpus.py --filters.
 """
 
-from options import add_cache, add_input_options, add_part, add_workers, parser_for, read_options
+from options import add_cache, add_input_options, add_part, add_workers, read_options
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 

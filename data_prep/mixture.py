@@ -9,8 +9,9 @@ those of a second stage that goes on where a run stopped: no row repeats.
 import json
 from typing import TYPE_CHECKING
 
-from options import natural, parser_for, positive, positive_number
+from options import natural, positive, positive_number
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:

@@ -8,21 +8,6 @@ if TYPE_CHECKING:
     from deberta_ds.data.prep.documents import ReadOptions
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of a description, and shows the defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default is None or action.default is False or action.default in ([], ""):
-            return action.help or ""
-        return super()._get_help_string(action)
-
-
-def parser_for(description: str) -> argparse.ArgumentParser:
-    """Return a parser that shows defaults."""
-    return argparse.ArgumentParser(description=description, formatter_class=_Formatter,
-                                   allow_abbrev=False)
-
-
 def positive(text: str) -> int:
     """Type of an option: a whole number above 0."""
     value = int(text)

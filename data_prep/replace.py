@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Replace the masked tokens of a packed corpus by a frozen generator's samples, once.
 
-    python data_prep/replace.py shards/web --generator runs/v3_base --seq_len 512 \\
-        --out shards/web/replaced-512 --temperatures 2.0 1.5 1.0
+    python data_prep/replace.py shards/web --generator runs/v3_base \\
+        --seq_len 512 --out replaced/web --temperatures 2.0 1.5 1.0
 
 A run with objective.kind = "rtd_cached" then trains discriminators on them without a generator.
 Run the same command again after a crash and only what is missing is done.
@@ -12,12 +12,12 @@ from options import (
     add_workers,
     local,
     natural,
-    parser_for,
     positive,
     positive_number,
     share,
 )
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 

@@ -6,8 +6,9 @@ The result is another directory; what did not change in it is hard links to the 
 
 from pathlib import Path
 
-from options import add_cache, add_workers, parser_for
+from options import add_cache, add_workers
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 

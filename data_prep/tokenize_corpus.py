@@ -15,12 +15,12 @@ from options import (
     add_workers,
     fraction,
     natural,
-    parser_for,
     positive,
     read_options,
     share,
 )
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Train a tokenizer with DeBERTa's special ids on a bounded sample of the corpus.
 
-    train_tokenizer.py corpus/*.jsonl --out spm.model                      SentencePiece unigram
-    train_tokenizer.py corpus/*.jsonl --kind byte_bpe --out my-tokenizer   Hugging Face directory
-    train_tokenizer.py --add_mask gpt2-directory --out my-tokenizer      the special tokens it lacks
+    python data_prep/train_tokenizer.py corpus/*.jsonl --out spm.model
+    python data_prep/train_tokenizer.py corpus/*.jsonl --kind bpe --out mine
+    python data_prep/train_tokenizer.py --add_mask gpt2-directory --out mine
 """
 
 from options import (
@@ -11,12 +11,12 @@ from options import (
     add_input_options,
     add_workers,
     fraction,
-    parser_for,
     positive,
     positive_number,
     read_options,
 )
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 KINDS = ("unigram", "byte_bpe", "bpe", "wordpiece")

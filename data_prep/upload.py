@@ -5,8 +5,9 @@ The address is anything fsspec opens (s3://bucket/web); give it as a path of dat
 same command again after an interruption: what is there already is not copied again.
 """
 
-from options import local, parser_for
+from options import local
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 

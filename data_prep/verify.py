@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Check the files of corpora against their manifests; exit code 2 names the first bad shard."""
 
-from options import add_cache, parser_for
+from options import add_cache
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 

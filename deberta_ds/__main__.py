@@ -8,6 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from deberta_ds.command_line import columns, fill
 from deberta_ds.shipped import ROOT
 
 FOLDERS = {"data_prep": "from text to packed token shards", "launch": "models"}
@@ -23,13 +24,15 @@ def commands() -> dict[str, Path]:
 
 def listing() -> str:
     """Return the commands with the first sentence of each script."""
-    lines = [__doc__.strip()]
+    width = columns() - 1
+    lines = [fill(" ".join(part.split()), width) for part in __doc__.split("\n\n")]
+    lines.insert(1, "")
     for folder, what in FOLDERS.items():
         lines += ["", f"{folder}: {what}"]
         for name, path in commands().items():
             if path.parent.name == folder:
                 summary = ast.get_docstring(ast.parse(path.read_text())).split("\n\n")[0]
-                lines.append(f"  {name:16} {' '.join(summary.split()).split(': `')[0]}")
+                lines.append(fill(f"  {name:16} {' '.join(summary.split())}", width, hanging=19))
     return "\n".join(lines)
 
 

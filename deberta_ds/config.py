@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from deberta_ds import presets, shipped
 from deberta_ds.model_config import ModelConfig
-from deberta_ds.options import STRICT, option
+from deberta_ds.options import STRICT, Option, option, options_of
 from deberta_ds.toml_files import parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
 
@@ -215,7 +215,7 @@ class TrainConfig:
 class InitConfig:
     """Where a run's first weights come from; empty: random. A resumed run does not read it."""
 
-    source: str = option("written `from` in TOML: our run or export, Hugging Face or microsoft "
+    source: str = option("our run or export, Hugging Face or microsoft "
                          "files", "")
     generator: str = option("its generator, where the source has none; rtd_cached without a "
                             "source: whose word table the discriminator's starts from", "")
@@ -284,6 +284,21 @@ def to_dict(config: Any) -> dict:
 def from_dict(values: dict, place: str = "config") -> RunConfig:
     """Return the RunConfig of plain values (as written by `to_dict`, also by version 0.1.0)."""
     return validate(RunConfig, _without_compile(values), place)
+
+
+def run_options() -> list[Option]:
+    """Return the keys of a run file as they are written in one."""
+    found = []
+    for one in options_of(RunConfig):
+        if one.key == "model.vocab_size":
+            found.append(Option(
+                "model.preset", "text", False, None, "", "a published shape, for what the other "
+                f"keys of [model] leave open: {', '.join(presets.MODELS)}"))
+            one = dataclasses.replace(one, follows="the tokenizer's ids padded to 64")
+        elif one.required and one.key.startswith("model."):
+            one = dataclasses.replace(one, follows="of the preset, or the source of [init]")
+        found.append(dataclasses.replace(one, key=one.key.replace("init.source", "init.from")))
+    return found
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:

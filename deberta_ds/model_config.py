@@ -23,8 +23,7 @@ _AttentionPath = Annotated[Literal["auto", "reference", "tiled", "fused"],
 class ModelConfig:
     """Shape of one DeBERTa encoder (microsoft/DeBERTa config.py and the released files)."""
 
-    vocab_size: int = option("rows of the word table; left out: the tokenizer's number of ids, "
-                             "padded to a multiple of 64", ge=1, le=1 << 24)
+    vocab_size: int = option("rows of the word table", ge=1, le=1 << 24)
     hidden_size: int = option("width of the encoder", ge=1, le=1 << 16)
     num_layers: int = option("layers of the encoder", ge=1, le=1000)
     num_heads: int = option("attention heads; they divide hidden_size", ge=1, le=1 << 12)

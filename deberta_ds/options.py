@@ -31,7 +31,10 @@ def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a config file; `default` is None where `required`."""
+    """One key of a config file; `default` is None where `required`.
+
+    `follows` says in words what a key takes its value from where nobody writes it.
+    """
 
     key: str
     kind: str
@@ -39,6 +42,7 @@ class Option:
     default: Any
     limits: str
     meaning: str
+    follows: str = ""
 
 
 def options_of(cls: type, prefix: str = "") -> list[Option]:
@@ -112,7 +116,8 @@ def describe(options: list[Option], word: str = "") -> list[str]:
     lines = []
     for option in options:
         if word in option.key:
-            default = "required" if option.required else f"default {shown_default(option)}"
+            default = "required" if option.required and not option.follows else \
+                f"default {option.follows or shown_default(option)}"
             limits = f", {option.limits}" if option.limits else ""
             lines += [option.key, f"    {option.meaning}", f"    {option.kind}; {default}{limits}"]
     return lines

@@ -8,7 +8,8 @@ means the recipe wherever a command is called.
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-ROOT = _PACKAGE.parent if (_PACKAGE.parent / "launch/pretrain.py").is_file() else _PACKAGE
+IS_INSTALLED = not (_PACKAGE.parent / "launch/pretrain.py").is_file()
+ROOT = _PACKAGE if IS_INSTALLED else _PACKAGE.parent
 
 
 def find(path: str | Path) -> Path:

@@ -5,7 +5,7 @@ tests/test_options.py holds that the page is current.
 
 from pathlib import Path
 
-from deberta_ds.config import MASK_DEFAULTS, RunConfig
+from deberta_ds.config import MASK_DEFAULTS, run_options
 from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.options import Option, options_of, shown_default
@@ -22,17 +22,16 @@ overrides on the command line: `--train.steps=1000`, `--optim.betas=[0.9, 0.98]`
 is described in [ds_configs/README.md](../ds_configs/README.md). `python launch/pretrain.py
 --explain KEY` prints the same.
 
-What is required in [model] comes from the file, a preset, or the source of `[init] from`, whose
-shape a run takes where it says nothing else. `model.vocab_size`, unless written, follows the
-tokenizer: its number of ids, padded to a multiple of 64 (with `[init]`, the source's). A resumed
-run keeps the shape of its checkpoint.
+What a run file leaves open of [model] comes from a preset or from the source of `[init] from`;
+`model.vocab_size` follows the tokenizer: its number of ids, padded to a multiple of 64 (with
+`[init]`, the source's). A resumed run keeps the shape of its checkpoint.
 """
 
 
 def page() -> str:
     """Return the whole page."""
     parts, sections = [HEAD], {}
-    for option in options_of(RunConfig):
+    for option in run_options():
         section = option.key.partition(".")[0] if "." in option.key else "run"
         sections.setdefault(section, []).append(option)
     for section, options in sections.items():
@@ -56,7 +55,8 @@ def page() -> str:
 def _table(options: list[Option], prefix: str) -> str:
     rows = ["| key | type | default | limits | meaning |", "|---|---|---|---|---|"]
     for option in options:
-        default = "(required)" if option.required else f"`{shown_default(option)}`"
+        default = option.follows or (
+            "(required)" if option.required else f"`{shown_default(option)}`")
         kind = option.kind.replace("|", "\\|")
         rows.append(f"| `{option.key.removeprefix(prefix)}` | {kind} | {default} | {option.limits} "
                     f"| {option.meaning} |")

@@ -1,31 +1,31 @@
 """Draw what the attention scores of a text are made of, on a page to point at.
 
     python launch/attention_map.py --model MODEL "The cat sat on the mat."
-    python launch/attention_map.py --model MODEL "..." --layers 0 5 11 --heads 0 1 2 --png
+    python launch/attention_map.py --model MODEL "..." --layers 0 5 11 --png
 
 For every chosen head: the content-to-content, content-to-position and position-to-content parts of
 the scores, their sum, and the probabilities; then how alike the position tables' rows are by
-distance. Layers and heads count from 0, as in the names of the weights. MODEL: anything that
-convert.py reads. The page is one file without scripts from elsewhere; --png writes a picture, too.
+distance. Layers and heads count from 0, as in the names of the weights. The page
+is one file without scripts from elsewhere; --png writes a picture, too.
 """
 
-import argparse
 from pathlib import Path
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("text", metavar="TEXT")
+    parser = parser_for(__doc__)
+    parser.add_argument("--model", required=True,
+                        help="a run, a checkpoint, or anything that convert.py reads")
+    parser.add_argument("text", metavar="TEXT", help="what is read, in quotes")
     parser.add_argument("--layers", type=int, nargs="+", metavar="N",
                         help="default: the first, the middle and the last")
     parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: the first four")
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
     parser.add_argument("--out", type=Path, default=Path("attention.html"), metavar="FILE",
-                        help="default: attention.html")
+                        help="the page")
     parser.add_argument("--png", action="store_true", help="write FILE with .png for .html, too")
     options = parser.parse_args()
 

@@ -7,17 +7,16 @@ training output (discriminator/ and generator/), our run, checkpoint or consolid
 DIR: a new directory. Nothing is dropped without a line that says so.
 """
 
-import argparse
-
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--model", required=True, metavar="SOURCE", help="what is read")
     parser.add_argument("--out", required=True, metavar="DIR", help="what is written")
-    parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True)
+    parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True,
+                        help="Hugging Face, microsoft's release, or our weights and config")
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
     arguments = parser.parse_args()
 

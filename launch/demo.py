@@ -4,7 +4,6 @@
 it makes is in runs/demo. What the demo before left there is moved to runs/demo-before.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
 from deberta_ds.numbers import format_count, format_duration
@@ -87,8 +87,7 @@ def _environment() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--short", action="store_true",
                         help=f"pretrain {SHORT_STEPS} steps only: the road, not the destination")
     parser.add_argument("--seed", type=int, default=0,

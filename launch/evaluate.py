@@ -1,6 +1,6 @@
 """Score a pretraining checkpoint on held-out rows: both networks, beside their baselines.
 
-    python launch/evaluate.py --run runs/v3_base [--data shards/other] [--rows 1000]
+    python launch/evaluate.py --run runs/v3_base --data shards/more --rows 1000
 
 One process, in fp32; any ZeRO stage and world size of the checkpoint. Masks and samples are fixed,
 so scores of different checkpoints compare. The discriminators of different runs do not, because a
@@ -11,12 +11,12 @@ generator of MODEL has replaced, whatever run it comes from.
 import argparse
 import json
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     run_group = parser.add_mutually_exclusive_group(required=True)
     run_group.add_argument("--run", help="run or checkpoint directory")
     run_group.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="path of a tokenizer (default: the run's)")
     parser.add_argument("--rows", type=int, help="how many rows, at least 1 (default: the run's)")
     parser.add_argument("--generator", metavar="MODEL",
-                        help="score the discriminator on the replacements of this one")
+                        help="score the discriminator on the replacements of this run or model")
     options = parser.parse_args()
     if options.rows is not None and options.rows < 1:
         parser.error(f"--rows {options.rows}: must be at least 1")

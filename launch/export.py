@@ -1,7 +1,7 @@
 """Export a training run to a Hugging Face directory, and check it.
 
     python launch/export.py --run runs/v3_base --out DIR
-    python launch/export.py --run runs/v3_base --out DIR --onnx int8     # DIR/onnx/ as well
+    python launch/export.py --run runs/v3_base --out DIR --onnx int8
 
 `--run` takes a run's out_dir (its newest checkpoint), one of its checkpoints/step-NNNNNNNN, or
 any model that convert.py reads, such as a fine-tuned one. The discriminator is merged (generator's
@@ -15,12 +15,12 @@ compared with PyTorch. README.md is the model card; license and languages are yo
 import argparse
 from pathlib import Path
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     run = parser.add_mutually_exclusive_group(required=True)
     run.add_argument("--run", help="run or checkpoint directory")
     run.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)

@@ -2,19 +2,18 @@
 
     python launch/fill_mask.py --model MODEL "Paris is the [MASK] of France."
 
-MODEL: a run, a checkpoint, an exported directory (its generator is used), or a converted one.
+Of an exported discriminator its generator is used.
 """
 
-import argparse
-
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("texts", metavar="TEXT", nargs="+")
+    parser = parser_for(__doc__)
+    parser.add_argument("--model", required=True,
+                        help="a run, a checkpoint, or anything that convert.py reads")
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help="with [MASK] in it, in quotes")
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
     parser.add_argument("--top", type=int, default=5, help="proposals for each mask")
     arguments = parser.parse_args()

@@ -1,17 +1,17 @@
 """Fine-tune one task: alone, or on several ranks under deepspeed or torchrun.
 
-    python launch/finetune.py --task RTE --model runs/base/hf --data superglue --out runs/sg
-    deepspeed launch/finetune.py --task CB --init_from runs/sg/RTE/seed-1 ... --seeds 5 \\
-        --all.epochs=20
-    python launch/finetune.py --task my_task.toml --model runs/base/hf --out runs/mine
+    python launch/finetune.py --task RTE --model MODEL --data DIR --out OUT
+    deepspeed launch/finetune.py --task CB --seeds 5 --all.epochs=20 \\
+        --init_from OUT/RTE/seed-1 --model MODEL --data DIR --out OUT
+    python launch/finetune.py --task my_task.toml --model MODEL --out OUT
 
 Writes OUT/TASK/seed-N/: result.json, model/, val_predictions.jsonl, submission/TASK.jsonl. A
 finished (task, seed) is not run again.
 """
 
-import argparse
 import os
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 
@@ -21,14 +21,11 @@ def main() -> None:
     check_environment(os.environ)
     from deberta_ds.finetune import options
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = parser_for(__doc__)
     parser.add_argument("--task", required=True,
                         help="a task of SuperGLUE or GLUE by name, or a TOML file with a task of "
                         "your own (docs/finetuning.md)")
-    parser.add_argument("--init_from", default="",
+    parser.add_argument("--init_from", default="", metavar="DIRECTORY",
                         help="output of another task, whose head is kept where labels match")
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)

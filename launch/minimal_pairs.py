@@ -1,7 +1,8 @@
 """Score a model on minimal pairs: does it prefer the sentence that speakers prefer?
 
-    python launch/minimal_pairs.py --model runs/base --data blimp/data --out runs/base/pairs
-    deepspeed launch/minimal_pairs.py ...            the same result, sooner
+    python launch/minimal_pairs.py --model runs/base --data blimp --out pairs
+
+The same under deepspeed gives the same result, sooner.
 
 MODEL: a run, a checkpoint, an exported directory, or a public model. DATA: a directory, a tar
 archive or a file in BLiMP's or Zorro's format, or JSON lines of your own with sentence_good,
@@ -15,6 +16,7 @@ import json
 import os
 from pathlib import Path
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 
@@ -35,8 +37,7 @@ def load(path: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--model", required=True, help="what is scored")
     parser.add_argument("--data", required=True, help="minimal pairs")
     parser.add_argument("--out", type=Path, help="directory for minimal_pairs.json and .html")

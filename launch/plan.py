@@ -1,20 +1,18 @@
 """Say what a run needs on a cluster before it is started: memory, speed, communication, days.
 
-launch/plan.py --config launch/runs/v3_base.toml --gpus 8 --nodes 4 --gpu h200 [--html plan.html]
+    python launch/plan.py --config launch/runs/v3_base.toml --gpu h200 --gpus 8
 
 Nothing is allocated and no GPU is needed. A card that is not listed: --gpu NAME --tflops 165
 --memory_gb 24 (and the speed of its links). Any value of the run file can be overridden, as in
 launch/pretrain.py.
 """
 
-import argparse
-
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--config", required=True, metavar="TOML", help="a run file")
     parser.add_argument("--deepspeed_config", default="ds_configs/zero1_bf16.json", metavar="JSON",
                         help="precision, buckets and offload; its stage is replaced (default: "
@@ -22,12 +20,12 @@ def main() -> None:
     parser.add_argument("--gpu", required=True, metavar="NAME",
                         help="h200, h100, a100, l40s, rtx4090, ...; for another card, or other "
                              "figures, give those of its data sheet:")
-    parser.add_argument("--tflops", type=_positive, help="dense peak in the run's precision")
-    parser.add_argument("--memory_gb", type=_positive, help="its memory")
-    parser.add_argument("--link_gb_s", type=_positive,
+    parser.add_argument("--tflops", type=_positive_number, help="dense peak in the run's precision")
+    parser.add_argument("--memory_gb", type=_positive_number, help="its memory")
+    parser.add_argument("--link_gb_s", type=_positive_number,
                         help="GB/s to the other cards of a node, in one direction (PCIe 4.0 x16: "
                              "32)")
-    parser.add_argument("--network_gb_s", type=_positive,
+    parser.add_argument("--network_gb_s", type=_positive_number,
                         help="GB/s between nodes for each card (100 Gbit/s: 12.5)")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs a node (default: 8)")
     parser.add_argument("--nodes", type=int, default=1, help="hosts (default: 1)")
@@ -88,7 +86,7 @@ def main() -> None:
         print(f"page: {options.html}")
 
 
-def _positive(text: str) -> float:
+def _positive_number(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e9:
         raise ValueError

@@ -1,7 +1,7 @@
 """Predict with a fine-tuned model: one JSON line for each row of a table of any size, in order.
 
-    python launch/predict.py --model runs/mine/tickets/seed-1 --data new.csv --out predictions.jsonl
-    torchrun --nproc_per_node 8 launch/predict.py ...
+    python launch/predict.py --model OUT/TASK/seed-1 --data a.csv --out a.jsonl
+    deepspeed launch/predict.py ...
 
 The table has the columns of the task (.jsonl .csv .tsv .parquet .arrow .conll), labels or not.
 """
@@ -10,14 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = parser_for(__doc__)
     parser.add_argument("--model", required=True, help="fine-tuned model, or the run that wrote it")
     parser.add_argument("--data", required=True, type=Path, help="table to predict")
     parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")

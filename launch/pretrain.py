@@ -1,4 +1,6 @@
-"""Pretrain a DeBERTa: `deepspeed launch/pretrain.py --config RUN.toml --deepspeed_config DS.json`.
+"""Pretrain a DeBERTa.
+
+    deepspeed launch/pretrain.py --config RUN.toml --deepspeed_config DS.json
 
 Works the same under deepspeed, torchrun, mpirun, srun, or alone. Any value of the run file can be
 overridden: --train.steps=1000. `--explain` lists every key of a run file, `--explain lr` those
@@ -10,14 +12,14 @@ import os
 from functools import partial
 from pathlib import Path
 
+from deberta_ds.command_line import columns, fill, parser_for
 from deberta_ds.errors import exit_cleanly
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--config", metavar="TOML", help="what is computed: a run file")
     parser.add_argument("--deepspeed_config", metavar="JSON", help="how it is run")
     parser.add_argument("--explain", nargs="?", const="", metavar="KEY",
@@ -57,17 +59,18 @@ def main() -> int:
 
 def explain(word: str) -> int:
     """Print the keys of a run file that contain `word`, with type, default, limits, meaning."""
-    from deberta_ds.config import RunConfig
-    from deberta_ds.options import describe, options_of
+    from deberta_ds.config import run_options
+    from deberta_ds.options import describe
     from deberta_ds.validation import ConfigError, nearest
 
-    options = options_of(RunConfig)
+    options = run_options()
     lines = describe(options, word)
     if not lines:
         known = [option.key for option in options]
         raise ConfigError(f"--explain {word}: no key of a run file has this in its name"
                           f"{nearest(word, known)}")
-    print("\n".join(lines))
+    for line in lines:
+        print(fill(line, columns() - 1, hanging=4))
     return 0
 
 

@@ -1,21 +1,19 @@
 """Probe a frozen encoder: logistic regression on its states, for any classification file.
 
-    python launch/probe.py --model runs/base --train sst2/train.jsonl --test sst2/dev.jsonl \
-        --text sentence
-    python launch/probe.py --model MODEL ... --text premise hypothesis --pooling cls
+    python launch/probe.py --model runs/base --train train.jsonl --test a.jsonl
+    python launch/probe.py ... --text premise hypothesis --pooling cls
 
 Files hold one JSON object a line. Prints accuracy with its interval, beside the majority's.
 """
 
-import argparse
 import json
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--model", required=True,
                         help="a run, a checkpoint, an exported directory or a public model")
     parser.add_argument("--train", required=True, metavar="JSONL", help="labelled examples")

@@ -1,27 +1,24 @@
 """Draw one page of a pretraining run, of several side by side, or of a fine-tuning sweep.
 
-    python launch/report.py --run runs/demo                     # runs/demo/report.html
+    python launch/report.py --run runs/demo --fill_mask "Returns a [MASK]."
     python launch/report.py --run runs/es runs/gdes --out compared.html
-    python launch/report.py --run runs/demo --fill_mask "Returns a [MASK] of the object."
-    python launch/report.py --superglue runs/superglue [runs/superglue-without-pretraining]
+    python launch/report.py --superglue runs/superglue runs/superglue-random
 
 Pages are single files: no script from elsewhere, no network, light and dark.
 """
 
-import argparse
 from pathlib import Path
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False)
+    parser = parser_for(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--run", nargs="+", action="extend", type=Path, metavar="DIRECTORY",
+    what.add_argument("--run", nargs="+", action="extend", type=Path, metavar="DIR",
                       help="out_dir of a run; several are compared")
-    what.add_argument("--superglue", nargs="+", action="extend", type=Path, metavar="DIRECTORY",
+    what.add_argument("--superglue", nargs="+", action="extend", type=Path, metavar="DIR",
                       help="--out of launch/superglue.py; others are shown beside the first")
     parser.add_argument("--fill_mask", nargs="+", action="extend", default=[], metavar="TEXT",
                         help='show what each run puts for the masks: "He was a [MASK] man."')

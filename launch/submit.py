@@ -1,6 +1,6 @@
 """Make or check the leaderboard zip of SuperGLUE or GLUE.
 
-    python launch/submit.py --run runs/superglue --data superglue --zip superglue.zip
+    python launch/submit.py --run runs/sg --data superglue --zip superglue.zip
     python launch/submit.py --check superglue.zip --data superglue
 
 `--run` is the output of launch/superglue.py (the run with the median validation score of
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly, naming
 from deberta_ds.finetune.options import underscored
 
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE")
+    parser = parser_for(__doc__)
+    parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE",
+                        help="whose leaderboard")
     parser.add_argument("--data", required=True, help="the suite's data: directory, zip or hub")
     parser.add_argument("--run", help="output of launch/superglue.py, or TASK.jsonl files")
     parser.add_argument("--predictions", dest="run", help=argparse.SUPPRESS)  # as in 0.1.0

@@ -1,17 +1,17 @@
 """Fine-tune and score a model on SuperGLUE or GLUE, several seeds a task; go on where it stopped.
 
-    deepspeed launch/superglue.py --model runs/base/hf --data superglue --seeds 5 --out runs/sg \\
-        --config launch/runs/superglue/base.toml
+    deepspeed launch/superglue.py --model MODEL --data superglue --seeds 5 \\
+        --out OUT --config launch/runs/superglue/base.toml
 
 Prints a table; writes OUT/results.json and OUT/report.html beside the runs. Then, for the
 leaderboard: python launch/submit.py --run OUT --data superglue --zip superglue.zip
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
 
+from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
 
@@ -21,11 +21,9 @@ def main() -> None:
     check_environment(os.environ)
     from deberta_ds.finetune import options
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE")
+    parser = parser_for(__doc__)
+    parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE",
+                        help="the benchmark")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK",
                         help="default: all of the suite's")
     parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
     {"errors", "files", "shipped", "splitmix", "options", "model_config", "json_files",
-     "toml_files", "validation", "config", "presets", "deepspeed_config"},
+     "toml_files", "validation", "config", "presets", "deepspeed_config", "command_line"},
     {"cpu", "native", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},

@@ -71,6 +71,9 @@ def test_a_recipe_is_found_from_anywhere(installation, tmp_path):
     assert str(installation) in call(
         installation, tmp_path, "-c", "import deberta_ds; print(deberta_ds.__file__)").stdout
     done = call(installation, tmp_path, program, "--no_such_option")
-    assert done.returncode == 2 and "usage: plan.py" in done.stderr
+    assert done.returncode == 2 and "usage: deberta-plan [-h]" in done.stderr
+    done = call(installation, tmp_path, program, "--help")
+    assert "    deberta-plan --config launch/runs/v3_base.toml" in done.stdout
+    assert "python launch" not in done.stdout and "as in deberta-pretrain" in done.stdout
     done = call(installation, tmp_path, "-m", "deberta_ds", "no-such-command")
     assert done.returncode == 2 and "no such command" in done.stderr

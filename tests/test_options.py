@@ -3,17 +3,19 @@
 import ast
 import dataclasses
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from deberta_ds import config
 from deberta_ds.finetune.settings import Settings
-from deberta_ds.options import describe, options_of
+from deberta_ds.options import Option, describe, options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = [value for value in vars(config).values()
-           if isinstance(value, type) and dataclasses.is_dataclass(value)] + [Settings]
+           if isinstance(value, type) and dataclasses.is_dataclass(value)
+           and value is not Option] + [Settings]
 
 
 def test_the_page_is_current():
@@ -30,7 +32,23 @@ def test_every_option_has_a_meaning_and_every_number_limits(cls):
             assert option.limits, f"{option.key} has no limits"
 
 
+def test_explain_knows_every_key_of_the_shipped_run_files():
+    """--explain preset and --explain from said that there is no such key."""
+    known = {option.key for option in config.run_options()}
+    files = [path for path in (ROOT / "launch/runs").rglob("*.toml")
+             if path.parent.name not in ("superglue", "glue", "tasks")]
+    assert len(files) > 10
+    for path in files:
+        for key, value in config.flatten(tomllib.loads(path.read_text())).items():
+            assert key in known or key.rpartition(".")[0] in known, f"{path}: {key}"
+            for inner in value if isinstance(value, list) else ():
+                assert not isinstance(inner, dict) or {f"{key}[].{k}" for k in inner} <= known
+
+
 def test_explain_finds_keys_by_a_part_of_their_name():
+    shape = describe(config.run_options(), "vocab_size")
+    assert shape[2] == ("    whole number; default the tokenizer's ids padded to 64, at least 1, "
+                        "at most 2^24")
     lines = describe(options_of(config.RunConfig), "optim.lr")
     assert lines == ["optim.lr", "    peak learning rate",
                      "    number; required, above 0, at most 10"]

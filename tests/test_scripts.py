@@ -1,6 +1,7 @@
 """Every script answers --help, refuses options that it does not know, and touches nothing."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from launching import ENVIRONMENT, ROOT
 
+from deberta_ds import command_line
 from tests.fuzz.commands import Command, Server
 
 DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tests/faults")
@@ -35,7 +37,7 @@ def ask(server, path: Path, word: str, directory: Path) -> tuple[int, str]:
         done = subprocess.run([str(path), word], cwd=directory, env=ENVIRONMENT, text=True,
                               capture_output=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
-    outcome = server.run(Command(name(path), (word,), directory=str(directory)))
+    outcome = server.run(Command(name(path), (word,), {"COLUMNS": "80"}, str(directory)))
     assert not outcome.hung
     return outcome.code, outcome.output + outcome.errors
 
@@ -49,11 +51,44 @@ def test_help_and_unknown_options(server, path, tmp_path):
     code, text = ask(server, path, "--help", directory)
     assert code == 0 and len(text) > 100, text
     assert "usage:" in text or path.suffix == ".sh"
+    if path.parent in (ROOT / "launch", ROOT / "data_prep"):
+        check_help(text)
     code, text = ask(server, path, UNKNOWN, directory)
     assert code == 2 and "Traceback" not in text, text
     assert "error: " in text
     found = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*"))
     assert found == ["runs", "runs/demo", "runs/demo/report.html"]
+
+
+def check_help(text: str) -> None:
+    """Assert that a help page fits 80 columns and says of every option what it means."""
+    assert [line for line in text.splitlines() if len(line) > 79] == []
+    described = text[text.index("options:"):]
+    if "positional arguments:" in text:
+        described = text[text.index("positional arguments:"):]
+    for option in re.split(r"\n(?=  \S)", described)[1:]:
+        shown, _, meaning = option.strip().partition("  " if "\n" not in option else "\n")
+        assert meaning.strip() or "  " in shown, f"no meaning: {option}"
+        assert "  " not in " ".join(meaning.split()) and "\\" not in meaning
+
+
+def test_help_shows_defaults_and_names_what_to_type(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    parser = command_line.parser_for("One line\nthat goes on.\n\n    python launch/plan.py 100%")
+    parser.add_argument("--seed", type=int, default=0, help="of it all")
+    parser.add_argument("--share", type=float, help="part, 5%% say")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[2.0, 1.5], help="of each")
+    parser.add_argument("--fast", action="store_true", help="soon")
+    text = parser.format_help()
+    assert "One line that goes on.\n\n    python launch/plan.py 100%\n" in text
+    assert "--seed N" in text and "of it all (default: 0)" in text and "part, 5% say" in text
+    assert "of each (default: 2.0 1.5)" in text and "soon\n" in text and "--share X" in text
+    assert command_line.as_typed("python launch/fill_mask.py") == "python launch/fill_mask.py"
+    monkeypatch.setattr(command_line, "IS_INSTALLED", True)
+    typed = command_line.as_typed("python launch/fill_mask.py, deepspeed launch/pretrain.py --x, "
+                                  "python -m mpi4py.futures\ndata_prep/tokenize_corpus.py ...")
+    assert typed == ("deberta-fill-mask, deepspeed --module deberta_ds pretrain --x, "
+                     "python -m mpi4py.futures -m deberta_ds tokenize-corpus ...")
 
 
 def test_the_walk_finds_the_scripts():

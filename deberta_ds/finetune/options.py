@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="run or checkpoint of ours, Hugging Face directory, random:PRESET or random:DIRECTORY")
     add("--data", default="", help="data of SuperGLUE or GLUE: directory, zip, or hub")
     add("--out", required=True, type=Path, help="results go to OUT/TASK/seed-N/")
-    add("--seeds", type=int, default=1, help="how many seeds: 1 .. SEEDS")
+    add("--seeds", type=int, default=1, help="how many seeds: 1 .. N")
     add("--config", metavar="TOML",
         help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "
         "--all.epochs=3, --RTE.epochs=4 for one task")
