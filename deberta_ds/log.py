@@ -160,6 +160,8 @@ class RunLog:
 
     def _show(self, record: dict[str, Any]) -> None:
         if record["kind"] == "event":
+            if record["event"] == "fail":
+                return  # the error itself is printed
             detail = f" ({record['detail']})" if record.get("detail") else ""
             self.info(f"{record['event']} at step {record['step']:,}{detail}")
         elif record["kind"] == "train":

@@ -7,6 +7,8 @@ from data_helpers import make_corpus, tiny_tokenizer
 from launching import ROOT, deepspeed_json, make_run
 from rank_helpers import PRETRAIN, start, wait
 
+from deberta_ds.records import read_metrics
+
 pytestmark = [pytest.mark.multi]
 CHECK_NAN = ROOT / "tests/workers/check_nan.py"
 
@@ -38,6 +40,9 @@ def test_rows_without_a_target_are_called_so(tmp_path):
     text = run_badly([*command, f"--data.eval={tmp_path / 'unknown'}", "--train.eval_every=1"],
                      tmp_path / "eval.log")
     assert "data.eval" in text and "masked token" in text
+    failures = [record["detail"] for record in read_metrics(tmp_path / "out/metrics.jsonl")
+                if record.get("event") == "fail"]  # for the page: the run is not in progress
+    assert len(failures) == 2 and "mask.rate" in failures[0] and "data.eval" in failures[1]
 
 
 def test_what_is_rarely_meant_is_said(tmp_path):

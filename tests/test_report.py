@@ -1,14 +1,16 @@
 """The pages: they parse, stand alone, have every section, and tell the numbers they were given."""
 
+import dataclasses
 import json
 import math
 import re
 from pathlib import Path
 
 import pytest
-from report_cases import Page, event, make_records, make_run, make_sweep
+from report_cases import Page, event, make_records, make_run, make_sweep, write_records
 
 from deberta_ds import report
+from deberta_ds.cluster import lock
 from deberta_ds.errors import UserError
 from deberta_ds.numbers import format_value
 from deberta_ds.report.charts import Chart, Series, draw, summarize
@@ -105,7 +107,25 @@ def test_null_numbers_leave_a_gap(tmp_path):
 def test_a_run_before_its_first_evaluation(tmp_path):
     records = [record for record in make_records()[:12] if record["kind"] != "eval"]
     text, page = read_page(tmp_path, make_run(tmp_path / "young", records, extras=False))
-    assert "Not evaluated yet" in text and "In progress" in text
+    assert "Not evaluated yet" in text and "0 checkpoints saved" in page.text
+
+
+def test_a_run_that_broke_off_is_not_in_progress(tmp_path):
+    """A killed job leaves no last word; only a job that holds the directory is in progress."""
+    records = make_records()[:60]
+    records[-1:] = [event(30, 9.0, "skip"), event(40, 9.0, "skip"), event(41, 9.0, "rollback")]
+    run = make_run(tmp_path / "run", records, extras=False)
+    text, page = read_page(tmp_path, run)
+    assert ">Interrupted</span>" in text and "pill bad" in text
+    assert "2 checkpoints saved, 2 updates skipped, 1 rollback" in page.text
+    with lock.held(run, 1.0):
+        assert ">In progress</span>" in read_page(tmp_path, run)[0]
+    holder = dataclasses.replace(lock.this_process(1.0), started=1)  # a killed one leaves its lock
+    (run / lock.NAME).write_text(json.dumps(dataclasses.asdict(holder)))
+    assert ">Interrupted</span>" in read_page(tmp_path, run)[0]
+    write_records(run, [*records, event(42, 9.0, "fail") | {"detail": "9 bad steps: <nan>"}])
+    text, page = read_page(tmp_path, run)
+    assert ">Failed</span>" in text and "9 bad steps: <nan>" in page.text
 
 
 def test_finished_is_not_green_when_nothing_was_learned(tmp_path):

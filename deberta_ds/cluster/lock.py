@@ -68,6 +68,12 @@ def held(out_dir: str | Path, beat_seconds: float) -> Iterator[str]:
                 path.unlink()
 
 
+def is_held(out_dir: str | Path) -> bool:
+    """Return whether a job writes to `out_dir`; one of another machine is believed to live."""
+    holder = _read(Path(out_dir) / NAME)
+    return holder is not None and (holder.machine != process.machine() or _lives_here(holder))
+
+
 def take(path: Path, mine: Holder) -> None:
     """Write the lock `path`; raises UserError if a live job holds it."""
     try:
@@ -126,7 +132,7 @@ def _read(path: Path) -> Holder | None:
 
 def _lives(holder: Holder, path: Path) -> bool:
     if holder.machine == process.machine():
-        return process.Process(holder.pid, holder.started, 0, "").lives()
+        return _lives_here(holder)
     if not holder.beat_seconds:
         return True  # train.watchdog_seconds = 0: nothing can be known from here
     deadline = time.monotonic() + _BEATS * holder.beat_seconds + _SLACK_SECONDS
@@ -136,6 +142,10 @@ def _lives(holder: Holder, path: Path) -> bool:
         if _beats(path.parent / HEARTBEATS, holder.job) != before:
             return True
     return False
+
+
+def _lives_here(holder: Holder) -> bool:
+    return process.Process(holder.pid, holder.started, 0, "").lives()
 
 
 def _beats(directory: Path, job: str) -> dict[str, str]:

@@ -7,7 +7,9 @@ from deberta_ds.numbers import format_count, format_duration, format_value
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.rundata import Run
 
-_STATES = {"end": "Finished", "stop": "Stopped"}
+_TOLD = {"save": ("checkpoint saved", "checkpoints saved"),
+         "skip": ("update skipped", "updates skipped"), "rollback": ("rollback", "rollbacks"),
+         "overflow": ("fp16 overflow", "fp16 overflows")}
 _NUMBER = re.compile(r"(?<![\w-])([+−-]?\d[\d,]*(?:\.\d+)?\s?%?)")
 
 
@@ -26,12 +28,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Header:
-    """Where a run stands. `tone` is good, wait or quiet; `lead` alternates text and numbers."""
+    """Where a run stands. `tone`: good, wait, quiet or bad; `lead` alternates text and numbers."""
 
     name: str
     state: str
     tone: str
     lead: list[str]
+    failure: str  # what ended it
     done: float  # percent
     marks: list[float]  # percent
     progress: str
@@ -43,24 +46,28 @@ def header(run: Run) -> Header:
     """Return the title, its state, what was learned in a sentence, and the progress."""
     state, tone = _state(run)
     total = run.total_steps
-    saves = sum(event["event"] == "save" for event in run.events)
     seconds = run.training_seconds()
     progress = f"Step {run.last_step:,} of {total:,} · {format_duration(seconds)} of training"
     return Header(
         name=run.name, state=state, tone=tone, lead=_NUMBER.split(_sentence(run)),
+        failure=run.events[-1].get("detail", "") if state == "Failed" else "",
         done=round(100 * run.last_step / total, 2),
         marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
         progress=progress,
-        history=f"{saves:,} checkpoint{'s' * (saves != 1)} saved",
+        history=_history(run),
         resumed=_resumed(run),
     )
 
 
 def _state(run: Run) -> tuple[str, str]:
     """Return what the run is doing, and how good that is: green only if something was learned."""
-    state = _STATES.get(run.events[-1]["event"] if run.events else "", "In progress")
-    if state != "Finished":
-        return state, "wait"
+    last = run.events[-1]["event"] if run.events else ""
+    if last == "stop":
+        return "Stopped", "wait"
+    if last == "fail":
+        return "Failed", "bad"
+    if last != "end":
+        return ("In progress", "wait") if run.is_running else ("Interrupted", "bad")
     compared = [ahead for metric in run.metrics
                 if (ahead := ahead_of_baseline(metric, run.scores)) is not None]
     if not compared:
@@ -69,7 +76,7 @@ def _state(run: Run) -> tuple[str, str]:
         return "Finished, but nothing was learned", "bad"
     if not all(compared):
         return "Finished, partly at its baselines", "wait"
-    return state, "good"
+    return "Finished", "good"
 
 
 def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
@@ -85,6 +92,13 @@ def _sentence(run: Run) -> str:
         return "Not evaluated yet: the curves below show training rows only."
     # A hyphen at which no line breaks, as in ROC-AUC.
     return re.sub(r"(?<=[A-Z])-(?=[A-Z])", "\u2011", run.objective.headline(run.scores))
+
+
+def _history(run: Run) -> str:
+    """Return "4 checkpoints saved, 1 update skipped": what happened how often."""
+    counts = {kind: sum(event["event"] == kind for event in run.events) for kind in _TOLD}
+    return ", ".join(f"{count:,} {_TOLD[kind][count != 1]}" for kind, count in counts.items()
+                     if count or kind == "save")
 
 
 def _resumed(run: Run) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked
 
+from deberta_ds.cluster import lock
 from deberta_ds.errors import UserError
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
 from deberta_ds.objectives.build import OBJECTIVES
@@ -93,6 +94,7 @@ class Run:
     config: dict[str, Any]  # sections of the run config
     rest: dict[str, Any]  # of config.json: DeepSpeed, fingerprints, hardware
     stages: list[Stage]
+    is_running: bool  # a job holds the directory
     sweep: Sweep | None = None  # SuperGLUE of the exported model
 
     @property
@@ -171,6 +173,7 @@ def read_run(directory: str | Path) -> Run:
         config=values["run"],
         rest={k: v for k, v in values.items() if k not in ("run", "origins", "versions")},
         stages=read_checked(summary, list[Stage])[0] if summary.exists() else [],
+        is_running=lock.is_held(directory),
         sweep=read_sweep(sweep) if sweep.exists() else None,
     )
 

@@ -16,6 +16,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import ROW_RULES
+from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_engine
 from deberta_ds.formats.initialize import initial_tensors
@@ -39,12 +40,7 @@ from deberta_ds.train.setup import (
     versions,
     write_config,
 )
-from deberta_ds.train.spikes import (
-    MOST_IN_A_ROW,
-    BadStepError,
-    SpikeRule,
-    find_bad_gradients,
-)
+from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule, find_bad_gradients
 from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
 from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
 from deberta_ds.train.throughput import SpeedMeter, peak_of_a_rank
@@ -111,8 +107,10 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         trainer.log_event("start", "from step 0", lost_seconds=lost)
     try:
         stopped = trainer.run_to_end()
-    except BadStepError:  # on every rank
-        trainer.finish_save(wait=True)
+    except UserError as error:
+        if isinstance(error, BadStepError):  # on every rank
+            trainer.finish_save(wait=True)
+        trainer.log_event("fail", str(error))
         raise
     log.close()
     return stopped
