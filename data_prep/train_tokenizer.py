@@ -60,7 +60,7 @@ def main() -> None:
             tokenizer = train(args, out)
         print(f"{args.out}: {tokenizer.mask_id:,} pieces, [MASK] = {tokenizer.mask_id}, "
               f"sha256 {tokenizer.sha256[:16]}")
-    print(f"in the run file: model.vocab_size = {-(-tokenizer.size // 64) * 64} (or more)")
+    print(f"a model's vocabulary follows it: {-(-tokenizer.size // 64) * 64:,} rows")
 
 
 def train(args, out: str):

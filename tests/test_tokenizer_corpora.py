@@ -1,6 +1,7 @@
 """A tokenizer of each kind down its roads: trained, given [MASK], corpus, rows, export."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -63,9 +64,13 @@ def test_trained_kinds_have_our_special_ids_and_our_text_rules(trained, lines):
 
 def test_too_little_text_and_a_wrong_name_are_one_error(lines, tmp_path):
     units = plan_units([str(lines)], READ, 0)
-    with pytest.raises(UserError, match="of 30,000 pieces from this sample"):
-        train_fast(units, tmp_path / "t", kind="byte_bpe", pieces=30000, sample_bytes=1 << 20,
-                   read=READ)
+    for kind, pieces in (("byte_bpe", 30_000), ("wordpiece", 30_000), ("wordpiece", 40)):
+        with pytest.raises(UserError, match=f"of {pieces:,} pieces from this sample") as refused:
+            train_fast(units, tmp_path / "t", kind=kind, pieces=pieces, sample_bytes=1 << 20,
+                       read=READ)
+        possible = int(re.search(r"--pieces (\d+)", str(refused.value))[1])  # the error says it
+        assert train_fast(units, tmp_path / f"{kind}-{pieces}", kind=kind, pieces=possible,
+                          sample_bytes=1 << 20, read=READ).mask_id == possible
     with pytest.raises(UserError, match="writes a directory"):
         train_fast(units, tmp_path / "spm.model", kind="bpe", pieces=500, sample_bytes=1 << 20,
                    read=READ)

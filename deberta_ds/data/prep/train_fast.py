@@ -47,9 +47,12 @@ def train_fast(
     if kind == "wordpiece":  # else their ids come in an order that differs from run to run
         trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
     fast.train_from_iterator(sample_texts(units, sample_bytes, read, languages), trainer)
-    if fast.get_vocab_size() != pieces:
-        raise UserError(f"`tokenizers` makes {fast.get_vocab_size():,} of {pieces:,} pieces from "
-                        "this sample; ask for fewer pieces or give more text")
+    made = fast.get_vocab_size()
+    if made != pieces:
+        remedy = f"fewer with --pieces {made}, or give more text" if made < pieces else \
+            f"--pieces {made}: its characters alone are as many"
+        raise UserError(f"`tokenizers` makes {made:,} of {pieces:,} pieces from this sample; ask "
+                        f"for {remedy}")
     parts = json.loads(fast.to_str())
     parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_PIECES)]  # bytes are pieces
     parts["added_tokens"].append(special_token(MASK_PIECE, pieces, is_mask=True))
