@@ -13,6 +13,7 @@ from deberta_ds import report
 from deberta_ds.cluster import lock
 from deberta_ds.errors import UserError
 from deberta_ds.numbers import format_value
+from deberta_ds.report import curves
 from deberta_ds.report.charts import Chart, Series, draw, summarize
 from deberta_ds.report.rundata import read_run
 from deberta_ds.report.samples import filled_masks
@@ -94,6 +95,28 @@ def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_
                 for chart in group.charts if chart.chart.key == "generator_loss").chart
     assert loss.note.endswith("Training rows.") and [s.style for s in loss.series] == ["trend"] * 2
     assert len(loss.series[0].points) == len(loss.series[1].points)
+
+
+def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
+    """Previews were the first three keys: "wandb , mlflow" where nothing was set."""
+    run = make_run(tmp_path / "run", log={"wandb": "", "mlflow": ""})
+    config = json.loads((run / "config.json").read_text())
+    config["origins"] = {"log.wandb": "default", "log.mlflow": "default", "optim.lr": "default",
+                         "optim.warmup_steps": "run.toml"}
+    (run / "config.json").write_text(json.dumps(config))
+    text, _ = read_page(tmp_path, run)
+    assert "<summary>Log<small>all defaults</small>" in text
+    assert "<dt>wandb</dt><dd>&#34;&#34;</dd>" in text
+    assert "<summary>Optim<small>warmup_steps 40</small>" in text
+    assert "<summary>Software versions<small>python 3.11.2, " in text
+
+
+def test_minimal_pairs_have_the_colour_of_the_network_that_is_scored(tmp_path):
+    """They had the generator's, while the discriminator is scored."""
+    for kind, networks in (("rtd", ["second", "main", "main"]), ("mlm", ["main", "main"])):
+        run = read_run(make_run(tmp_path / kind, make_records(kind=kind), kind, kind))
+        colours = {metric.network: curves.color_of(metric, run) for metric in run.metrics}
+        assert list(colours.values()) == networks and "grammar" in colours
 
 
 def test_null_numbers_leave_a_gap(tmp_path):

@@ -43,8 +43,12 @@ def groups(runs: list[Run]) -> list[Group]:
 
 
 def color_of(metric: Metric, run: Run) -> str:
-    """Return the color of a metric's network; the last one declared is the one that is kept."""
-    return "main" if metric.network == run.objective.METRICS[-1].network else "second"
+    """Return the color of a metric's network; the last one declared is the one that is kept.
+
+    What is measured beside an objective's own scores is measured of that one.
+    """
+    networks = list(dict.fromkeys(declared.network for declared in run.objective.METRICS))
+    return "second" if metric.network in networks[:-1] else "main"
 
 
 def _charts(metrics: list[Metric], runs: list[Run]) -> list[Drawing]:

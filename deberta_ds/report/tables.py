@@ -176,14 +176,16 @@ def _fold(title: str, values: dict[str, Any], origins: dict[str, str]) -> Fold:
     flat = flatten(values)
     prefix = f"{next(iter(values))}." if len(values) == 1 else ""
     names = {key: key.removeprefix(prefix) for key in flat}
-    preview = ", ".join(f"{names[key]} {_plain(value)}" for key, value in list(flat.items())[:3])
     origin = {key: origins.get(key, "default") for key in flat}
-    return Fold(title, preview, [(names[key], _plain(value),
-                                  "" if origin[key] == "default" else origin[key])
-                                 for key, value in flat.items()])
+    telling = [key for key in flat if origin[key] != "default"] if flat.keys() & origins.keys() \
+        else list(flat)
+    preview = ", ".join(f"{names[key]} {_plain(flat[key])}" for key in telling[:3])
+    return Fold(title, preview or "all defaults", [
+        (names[key], _plain(value), "" if origin[key] == "default" else origin[key])
+        for key, value in flat.items()])
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= _LARGEST_READABLE:
         return f"{value:.3g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
