@@ -155,11 +155,15 @@ height:2000px"></iframe><script>onmessage = (e) => document.title = 'PROBE' + e.
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 @pytest.mark.parametrize("width", [1400, 390])
-def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, width):
-    """On a desk and on a phone."""
-    run = make_run(tmp_path / "run", name="a-rather-long-name-of-a-run-without-a-space" * 2)
-    page = tmp_path / "page.html"
-    report.write_runs(page, [run])
+@pytest.mark.parametrize("kind", ["run", "both", "sweep"])
+def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, kind, width):
+    """On a desk and on a phone. A model's path as a heading pushed the last columns off a desk."""
+    name, page = "a-rather-long-name-of-a-run-without-a-space" * 2, tmp_path / "page.html"
+    if kind == "sweep":
+        report.write_sweep(page, [make_sweep(tmp_path / f"{n}", f"{n}/{name}") for n in range(3)])
+    else:
+        runs = [make_run(tmp_path / f"{n}", name=f"{n}{name}") for n in range(2)]
+        report.write_runs(page, runs[:1 + (kind == "both")])
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
     page.write_text(text.replace("</main>", "</main>" + PROBE))
     frame = tmp_path / "frame.html"
@@ -168,5 +172,7 @@ def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, width):
                  tmp_path=tmp_path)
     found = json.loads(base64.b64decode(re.search(r"<title>PROBE(.*?)</title>", dom)[1]))
     assert found["wide"] == [] and found["spill"] == [] and found["width"] == width
-    assert re.match(r"step \d+.*training ?.*held out", found["tip"]), found["tip"]
+    tip = {"run": "step \\d+.*training ?.*held out", "sweep": "epoch \\d.*seed 1", "both":
+           f"step \\d+.*0{name} .*1{name} "}[kind]
+    assert re.match(tip, found["tip"]), found["tip"]
     assert (found["hints"] > 0) == (width == 390)

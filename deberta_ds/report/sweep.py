@@ -66,13 +66,13 @@ def mean_note(sweep: Sweep) -> str:
 def scores(sweep: Sweep, beside: list[Sweep]) -> Scores:
     """Return the table of task scores, one column for each sweep of `beside`."""
     names = [(other.model or f"sweep {n + 2}", f"run{n + 1}") for n, other in enumerate(beside)]
-    head = ["Median", "Min", "Max", "Majority", "Difference", *(name for name, _ in names),
-            "Failed"]
+    head = [*map(Cell, ("Median", "Min", "Max", "Majority", "Difference")),
+            *(Cell(name, kind="n model") for name, _ in names), Cell("Failed")]
     rows = [_row(name, task, sweep.runs_of(name),
                  [other.tasks[name].score.median if name in other.tasks else None
                   for other in beside])
             for name, task in sweep.tasks.items()]
-    return Scores([Cell(title) for title in head], rows, names)
+    return Scores(head, rows, names)
 
 
 def _row(name: str, task: TaskScores, runs: list[SeedRun], beside: list[float | None]) -> ScoreRow:
