@@ -5,19 +5,14 @@ wide as lines are easily read; indented lines are commands, and stay as they are
 """
 
 import argparse
-import re
 import shutil
 import sys
 import textwrap
 from pathlib import Path
 
-from deberta_ds.shipped import IS_INSTALLED
+from deberta_ds.shipped import IS_INSTALLED, as_typed
 
 _MOST_COLUMNS = 100
-_SCRIPT = re.compile(
-    r"\b(?:(python|deepspeed|mpi4py\.futures)\s+)?(?:launch|data_prep)/(\w+)\.py\b")
-_AS_MODULE = {"deepspeed": "deepspeed --module deberta_ds ",
-              "mpi4py.futures": "mpi4py.futures -m deberta_ds "}
 
 
 def parser_for(description: str) -> argparse.ArgumentParser:
@@ -33,15 +28,6 @@ def columns() -> int:
     return min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
 
 
-def as_typed(text: str) -> str:
-    """Return a text with its commands as they are typed here: scripts of a clone, or installed."""
-    return _SCRIPT.sub(_installed_name, text) if IS_INSTALLED else text
-
-
-def _installed_name(found: re.Match) -> str:
-    return _AS_MODULE.get(found[1], "deberta-") + found[2].replace("_", "-")
-
-
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=columns() - 1)
@@ -50,7 +36,7 @@ class _Formatter(argparse.HelpFormatter):
         return "\n\n".join(_filled(paragraph, width) for paragraph in text.strip().split("\n\n"))
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
+        text, default = as_typed(action.help or ""), action.default
         says_nothing = default in (None, "", []) or default is False
         if says_nothing or "default" in text or default is argparse.SUPPRESS:
             return text

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from deberta_ds.shipped import as_typed
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
@@ -154,7 +156,7 @@ def _report(error: BaseException) -> int:
         traceback.print_exception(error)
     on_every_rank = getattr(error, "on_every_rank", False)
     if not (on_every_rank and os.environ.get("RANK", "0") != "0"):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {as_typed(message)}", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
 
 

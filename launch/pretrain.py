@@ -61,6 +61,7 @@ def explain(word: str) -> int:
     """Print the keys of a run file that contain `word`, with type, default, limits, meaning."""
     from deberta_ds.config import run_options
     from deberta_ds.options import describe
+    from deberta_ds.shipped import as_typed
     from deberta_ds.validation import ConfigError, nearest
 
     options = run_options()
@@ -70,7 +71,7 @@ def explain(word: str) -> int:
         raise ConfigError(f"--explain {word}: no key of a run file has this in its name"
                           f"{nearest(word, known)}")
     for line in lines:
-        print(fill(line, columns() - 1, hanging=4))
+        print(fill(as_typed(line), columns() - 1, hanging=4))
     return 0
 
 

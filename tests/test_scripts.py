@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import ENVIRONMENT, ROOT
 
-from deberta_ds import command_line
+from deberta_ds import command_line, shipped
 from tests.fuzz.commands import Command, Server
 
 DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tests/faults")
@@ -83,10 +83,10 @@ def test_help_shows_defaults_and_names_what_to_type(monkeypatch):
     assert "One line that goes on.\n\n    python launch/plan.py 100%\n" in text
     assert "--seed N" in text and "of it all (default: 0)" in text and "part, 5% say" in text
     assert "of each (default: 2.0 1.5)" in text and "soon\n" in text and "--share X" in text
-    assert command_line.as_typed("python launch/fill_mask.py") == "python launch/fill_mask.py"
-    monkeypatch.setattr(command_line, "IS_INSTALLED", True)
-    typed = command_line.as_typed("python launch/fill_mask.py, deepspeed launch/pretrain.py --x, "
-                                  "python -m mpi4py.futures\ndata_prep/tokenize_corpus.py ...")
+    assert shipped.as_typed("python launch/fill_mask.py") == "python launch/fill_mask.py"
+    monkeypatch.setattr(shipped, "IS_INSTALLED", True)
+    typed = shipped.as_typed("python launch/fill_mask.py, deepspeed launch/pretrain.py --x, "
+                             "python -m mpi4py.futures\ndata_prep/tokenize_corpus.py ...")
     assert typed == ("deberta-fill-mask, deepspeed --module deberta_ds pretrain --x, "
                      "python -m mpi4py.futures -m deberta_ds tokenize-corpus ...")
 
