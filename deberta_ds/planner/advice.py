@@ -66,8 +66,8 @@ def _micro_batch(run: RunConfig, best: Choice, ranks: int, gpu: Gpu) -> list[str
         return memory.held + max(work, memory.update) + RESERVED_BYTES < gpu.memory
 
     larger = [micro for micro in range(now + 1, rows + 1) if rows % micro == 0 and fits(micro)]
-    return [f"train.micro_batch_rows = {larger[-1]} would fit too, with {rows // larger[-1]} "
-            f"micro-batches a step instead of {rows // now}"] if larger else []
+    return [f"train.micro_batch_rows = {larger[-1]} would fit too: micro-batches a step "
+            f"{rows // larger[-1]} instead of {rows // now}"] if larger else []
 
 
 def _overlap(run: RunConfig, ds: dict, best: Choice, parameters: int, gpu: Gpu, gpus: int,

@@ -61,7 +61,8 @@ def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
         texts = (*(f"{value:.3f} s" for value in seconds),
                  f"{choice.tokens_per_second:,.0f}", f"{choice.days:.2f}",
                  f"{choice.days * 24 * ranks:,.0f}")
-        rows.append([Cell(f"ZeRO-{choice.stage}", kind=kind), Cell(choice.recompute, kind=kind),
+        rows.append([Cell(f"ZeRO-{choice.stage}", kind=f"stage {kind}"),
+                     Cell(choice.recompute, kind=kind),
                      *(Cell(text, kind=f"n {kind}") for text in texts)])
     head = [Cell("Stage", kind=""), Cell("Recompute", kind=""), *map(Cell, heads)]
     note = ("What hides behind computation: under ZeRO-3 all communication, but a step lasts at "
