@@ -128,7 +128,7 @@ def prepare_data(demo: Demo) -> None:
     seconds = demo.run("python", "data_prep/docstrings.py", "--out", text,
                        "--pinned", "constraints.txt")
     megabytes = (text / "train.jsonl").stat().st_size / 1e6
-    demo.note("corpus", "docstrings of the installed packages", f"{megabytes:.1f} MB", seconds)
+    demo.note("corpus", "docstrings of six pinned packages", f"{megabytes:.1f} MB", seconds)
     seconds = demo.run("python", "data_prep/train_tokenizer.py", text / "train.jsonl",
                        "--out", model, "--pieces", "8000")
     demo.note("tokenizer", "SentencePiece unigram", "8,000 pieces", seconds)
