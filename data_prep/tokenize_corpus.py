@@ -69,7 +69,8 @@ def main() -> None:
                     if v and k not in ("documents", "characters", "tokens")}
         print(
             f"{name}: {manifest.documents:,} documents, "
-            f"{manifest.tokens:,} tokens in {len(manifest.shards):,} shards; "
+            f"{manifest.tokens:,} tokens in {len(manifest.shards):,} "
+            f"shard{'s' * (len(manifest.shards) != 1)}; "
             + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
         )
 

@@ -55,9 +55,12 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
     assert tokenizer.mask_id == 400
     for text in SENTENCES:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    with pytest.raises(UserError, match=r"cannot make 100000 pieces.*--pieces \d+, or give more"):
-        train_tokenizer(units, tmp_path / "x.model", pieces=100_000, sample_bytes=1 << 20,
-                        read=read, threads=1)
+    for pieces, words in ((100_000, r"cannot make 100,000 pieces.*--pieces \d+, or give more"),
+                          (270, r"its characters alone are \d+: ask for more with --pieces")):
+        with pytest.raises(UserError, match=words) as refused:
+            train_tokenizer(units, tmp_path / "x.model", pieces=pieces, sample_bytes=1 << 20,
+                            read=read, threads=1)
+        assert "INTERNAL" not in str(refused.value)
     assert not (tmp_path / "x.model").exists()
 
 

@@ -81,12 +81,11 @@ class Corpus:
             names = ", ".join(found) or "none"
             raise UserError(
                 f"{self.path}: no row plan for seq_len {self.seq_len} (found: {names}); "
-                f"run data_prep/pack.py {self.path} --seq_len {self.seq_len}"
+                f"run {self._pack()}"
             )
         self.rows_manifest, self.rows_fingerprint = read_rows_manifest(rows_path)
         self.fingerprint = self.rows_fingerprint
-        remedy = f"remove the directory and run data_prep/pack.py {self.path} --seq_len " \
-            f"{self.seq_len}"
+        remedy = f"remove the directory and run {self._pack()}"
         if self.rows_manifest.corpus != self.corpus_fingerprint:
             raise UserError(f"{rows_path}: planned for another version of {self.path / MANIFEST}; "
                             f"{remedy}")
@@ -212,8 +211,11 @@ class Corpus:
                          f"{self._remake()}")
 
     def _remake(self) -> str:
-        return (f"remove {rows_directory(self.path, self.seq_len)} and run data_prep/pack.py "
-                f"{self.path} --seq_len {self.seq_len}")
+        return f"remove {rows_directory(self.path, self.seq_len)} and run {self._pack()}"
+
+    def _pack(self) -> str:
+        """Return the command that makes the row plan; whose the tokenizer is, the user knows."""
+        return f"data_prep/pack.py {self.path} --seq_len {self.seq_len} --tokenizer TOKENIZER"
 
     def _paths(self, number: int) -> "_Paths":
         found = self._known_paths.get(number)

@@ -17,7 +17,9 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import Tokenizer
 
-_MOST_PIECES = re.compile(r"<= (\d+)")  # in SentencePiece's message
+# In SentencePiece's messages.
+_MOST_PIECES = re.compile(r"<= (\d+)")
+_LEAST_PIECES = re.compile(r"required_chars\. \d+ vs (\d+)")
 
 
 def train_tokenizer(
@@ -57,13 +59,19 @@ def train_tokenizer(
                 minloglevel=2,
             )
         except RuntimeError as error:
-            most = _MOST_PIECES.search(str(error))
-            raise UserError(
-                f"SentencePiece cannot make {pieces} pieces from this sample ({error}); ask for "
-                f"fewer with --pieces{' ' + most[1] if most else ''}, or give more text"
-            ) from error
+            raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
+                            f"{_remedy(str(error))}") from error
     write_atomic(out, _named(model.getvalue()))
     return Tokenizer(out)
+
+
+def _remedy(message: str) -> str:
+    if most := _MOST_PIECES.search(message):
+        return f"ask for fewer with --pieces {most[1]}, or give more text"
+    if least := _LEAST_PIECES.search(message):
+        return (f"its characters alone are {least[1]}: ask for more with --pieces, or lower "
+                "--character_coverage")
+    return f"it says: {message}"
 
 
 def _named(model: bytes) -> bytes:
