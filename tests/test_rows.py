@@ -182,7 +182,8 @@ def test_refuses_a_token_outside_the_vocabulary(corpus):
 def test_names_the_missing_corpus_and_length(corpus, tmp_path):
     with pytest.raises(UserError, match="nowhere.*not a finished corpus"):
         dataset_of(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no row plan for seq_len 32.*rows-128.*--seq_len 32 --tokenizer"):
+    words = "no row plan for seq_len 32.*rows-128.*--seq_len 32 --tokenizer"
+    with pytest.raises(UserError, match=words):
         dataset_of(corpus, seq_len=32)
     with pytest.raises(UserError, match="twice"):
         dataset_of(corpus, corpus)
