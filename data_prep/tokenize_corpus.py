@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Normalise, filter and tokenize text of any size into a corpus of token shards.
 
-On one machine: --workers N. On many: mpirun -n N python -m mpi4py.futures
-data_prep/tokenize_corpus.py ... (pip install mpi4py). The shards are the same bytes for any number of workers; run the
+On one machine: --workers N. On many (pip install mpi4py): mpirun -n N python -m mpi4py.futures
+data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of workers; run the
 same command again after a crash and only what is missing is done.
 """
 
