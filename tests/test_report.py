@@ -170,6 +170,26 @@ def test_finished_is_not_green_when_nothing_was_learned(tmp_path):
     assert "Finished, partly at its baselines" in page.text and 'class="down"' in text
 
 
+def test_noise_below_chance_is_neither_red_nor_held_against_a_run(tmp_path):
+    """44.9 % of 200 minimal pairs made a run that had learned amber."""
+    records = make_records()
+    for pairs, state, tone in ((0.449, "Finished", ""), (0.551, "Finished", ""),
+                               (0.40, "Finished, partly at its baselines", "down")):
+        for record in records:
+            if record["kind"] == "eval":
+                record["minimal_pairs"] = pairs
+        text, _ = read_page(tmp_path, make_run(tmp_path / f"{pairs}", records))
+        assert f">{state}</span>" in text and f'<b class="{tone}" title="{pairs:.1%}">' in text
+
+
+def test_stages_without_a_time_have_a_dash(tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps([*rows, rows[0] | {"seconds": 0.0}]))
+    text, _ = read_page(tmp_path, run)
+    assert ">0s<" not in text and text.count('class="dur"') == len(rows)
+
+
 def test_each_resume_is_told_once(tmp_path):
     records = make_records()
     records[60:60] = [event(30, 1.0, "resume"), event(30, 1.0, "resume")]

@@ -80,9 +80,11 @@ def _state(run: Run) -> tuple[str, str]:
 
 
 def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
-    """Return whether a score is better than what needs no learning; None where that is unknown."""
+    """Return whether a score is better than what needs no learning; None: not known, or noise."""
     score, baseline = scores.get(metric.key), metric.beside(scores)
     if score is None or baseline is None:
+        return None
+    if metric.noise and abs(score - baseline) <= metric.noise:
         return None
     return metric.is_better(score, baseline)
 

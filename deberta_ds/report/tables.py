@@ -143,8 +143,8 @@ def stages(run: Run) -> tuple[str, list[StageRow]]:
     """Return (how many and how long, what each stage did, its result and its time)."""
     times = [stage.seconds or 0.0 for stage in run.stages]
     longest = max(times, default=0.0) or 1.0
-    rows = [StageRow(stage.stage, stage.what, stage.result, number(stage.seconds, "duration"),
-                     round(100 * seconds / longest, 1))
+    rows = [StageRow(stage.stage, stage.what, stage.result,
+                     number(stage.seconds or None, "duration"), round(100 * seconds / longest, 1))
             for stage, seconds in zip(run.stages, times, strict=True)]
     return f"{len(rows)} stages in {format_duration(sum(times))}.", rows
 
