@@ -29,7 +29,7 @@ from deberta_ds.formats.microsoft import write_microsoft
 from deberta_ds.formats.ours import release_of_state, write_ours
 from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.formats.release_reader import read_release
-from deberta_ds.formats.tokenizer_files import build_tokenizer_json
+from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
 from deberta_ds.objectives.build import build_model, objective_of
 
 transformers = pytest.importorskip("transformers")

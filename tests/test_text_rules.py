@@ -10,7 +10,7 @@ from data_helpers import SENTENCES, random_documents
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.train_spm import train_tokenizer
-from deberta_ds.formats.tokenizer_files import build_tokenizer_json
+from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
 
 RAW = [
     "soft\u00adhyphen, zero\u200bwidth space, \ufeffbyte order mark",

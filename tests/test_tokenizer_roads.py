@@ -12,7 +12,7 @@ import tokenizers
 from data_helpers import random_documents
 from tokenizer_cases import sentencepiece_bpe
 
-from deberta_ds.formats.tokenizer_files import build_tokenizer_json
+from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tokenizer import Tokenizer
 
 

@@ -207,15 +207,48 @@ def llama(directory: Path) -> Path:
     return _save(directory, fast, settings)
 
 
-def sentencepiece_bpe(path: Path) -> None:
-    """Write a SentencePiece BPE model with DeBERTa's special ids."""
+def _sentencepiece(path: Path, **options) -> Path:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 20), model_writer=model, model_type="bpe",
-        vocab_size=656, byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
-        pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
-        hard_vocab_limit=False, minloglevel=2, num_threads=1)
+        sentence_iterator=iter(TEXTS * 5), model_writer=model, hard_vocab_limit=False,
+        minloglevel=2, num_threads=1, **options)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.getvalue())
+    return path
+
+
+def sentencepiece_bpe(path: Path) -> Path:
+    """A SentencePiece BPE model with DeBERTa's special ids."""
+    return _sentencepiece(path, model_type="bpe", vocab_size=656, byte_fallback=True,
+                          pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
+                          bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
+
+
+def sentencepiece_albert(path: Path) -> Path:
+    """Unigram with a normalizer; [CLS], [SEP] and [MASK] are ids 2 to 4, unknown text is [UNK]."""
+    return _sentencepiece(path, model_type="unigram", vocab_size=400, normalization_rule_name=
+                          "nmt_nfkc_cf", pad_id=0, unk_id=1, bos_id=-1, eos_id=-1,
+                          control_symbols=["[CLS]", "[SEP]"], user_defined_symbols=["[MASK]"])
+
+
+def sentencepiece_v3(path: Path) -> Path:
+    """DeBERTa's special ids, and a normalizer of its own, as the public v2 and v3."""
+    return _sentencepiece(path, model_type="unigram", vocab_size=400, normalization_rule_name=
+                          "nmt_nfkc", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
+                          bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
+
+
+def sentencepiece_t5(path: Path) -> Path:
+    """No token for cls and mask; pieces that a user defined."""
+    return _sentencepiece(path, model_type="unigram", vocab_size=400, pad_id=0, eos_id=1, unk_id=2,
+                          bos_id=-1, user_defined_symbols=["<extra>", "quick brown"])
+
+
+def sentencepiece_llama(path: Path) -> Path:
+    """BPE that keeps line ends and runs of spaces; no token for pad and mask."""
+    return _sentencepiece(path, model_type="bpe", vocab_size=700, byte_fallback=True,
+                          normalization_rule_name="identity", remove_extra_whitespaces=False,
+                          allow_whitespace_only_pieces=True, user_defined_symbols=["  ", "<tool>"])
 
 
 MAKERS = {

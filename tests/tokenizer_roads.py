@@ -50,9 +50,17 @@ class Kind:
     is_public_v1: bool = False  # `path` is a model's directory, and the run starts from it
 
 
+def with_mask(out: Path) -> None:
+    """Write a SentencePiece model without [MASK] and [PAD] beside `out`, and to `out` with them."""
+    model = cases.sentencepiece_llama(out.with_name("their.model"))
+    run_here("data_prep/train_tokenizer.py", ["--add_mask", str(model), "--out", str(out)])
+
+
 KINDS = (
     Kind("SentencePiece unigram", "spm.model", ("--kind", "unigram", "--pieces", "400")),
     Kind("SentencePiece BPE", "spm.model", make=cases.sentencepiece_bpe),
+    Kind("SentencePiece unigram as ALBERT's", "spm.model", make=cases.sentencepiece_albert),
+    Kind("SentencePiece BPE as Llama's, --add_mask", "tokenizer", make=with_mask),
     Kind("byte-level BPE, tokenizer.json", "tokenizer", ("--kind", "byte_bpe", "--pieces", "600")),
     Kind("WordPiece, tokenizer.json", "tokenizer", ("--kind", "wordpiece", "--pieces", "400")),
     Kind("Metaspace BPE, tokenizer.json", "tokenizer", ("--kind", "bpe", "--pieces", "600")),

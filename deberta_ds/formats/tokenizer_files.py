@@ -11,11 +11,9 @@ their ids; our tokenizer never searches text for them.
 import shutil
 from pathlib import Path
 
-from deberta_ds.data.prep import fast_rules
-from deberta_ds.data.prep.spm_rules import RULES_NAME
-from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
-from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
+from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
+from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import (
     ADDED,
     JSON,
@@ -67,57 +65,3 @@ def write_tokenizer_files(files: dict[str, Path], out: Path, max_length: int) ->
     write_tokenizer_json(tokenizer, out, max_length, text)
     made_of = ", ".join(tokenizer.files)
     return [*notes, f"derived: {JSON} and {SETTINGS} from {made_of}"]
-
-
-def build_tokenizer_json(tokenizer: Tokenizer) -> str:
-    """Return the text of a `tokenizer.json` that gives the ids of a SentencePiece tokenizer."""
-    import tokenizers
-    from sentencepiece import sentencepiece_model_pb2
-    from tokenizers import normalizers, pre_tokenizers, processors
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[SPM].read_bytes())
-    rules = proto.normalizer_spec
-    if proto.pieces[0].piece != SPECIAL_PIECES[0]:
-        raise UserError(f"{tokenizer.path}: not a model with DeBERTa's special ids, and only those "
-                        "are turned into a tokenizer.json; export from a source that has one")
-    fast = tokenizers.Tokenizer(_fast_model(proto, tokenizer))
-    steps = fast_rules.plain_spaces()
-    if rules.name == RULES_NAME:
-        steps += fast_rules.characters()
-    elif rules.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    if rules.remove_extra_whitespaces:
-        steps += fast_rules.single_spaces()
-    fast.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if rules.add_dummy_prefix else "never"
-    fast.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme)
-    fast.decoder = fast_rules.decoder()
-    fast.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)
-                             for name in (*SPECIAL_PIECES, MASK_PIECE)])
-    fast.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", tokenizer.cls_id), ("[SEP]", tokenizer.sep_id)])
-    return fast.to_str(pretty=False)
-
-
-def _fast_model(proto, tokenizer: Tokenizer):
-    """Return the model of `tokenizers` that segments as a SentencePiece model does."""
-    from tokenizers import models
-
-    trainer = proto.trainer_spec
-    if trainer.model_type == trainer.UNIGRAM:
-        vocabulary = [(piece.piece, piece.score) for piece in proto.pieces]
-        return models.Unigram(vocabulary, unk_id=tokenizer.unk_id,
-                              byte_fallback=trainer.byte_fallback)
-    if trainer.model_type != trainer.BPE:
-        raise UserError(f"{tokenizer.path}: neither a unigram nor a BPE model, and only those are "
-                        "turned into a tokenizer.json")
-    ids = {piece.piece: number for number, piece in enumerate(proto.pieces)}
-    merged = {piece.piece: piece.score for piece in proto.pieces if piece.type == piece.NORMAL}
-    merges = []
-    for piece in sorted(merged, key=lambda piece: -merged[piece]):  # the best score goes first
-        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        merges += sorted((split for split in splits if split[0] in merged and split[1] in merged),
-                         key=lambda split: (ids[split[0]], ids[split[1]]))
-    return models.BPE(ids, merges, unk_token=SPECIAL_PIECES[3], fuse_unk=True,
-                      byte_fallback=trainer.byte_fallback)

@@ -11,14 +11,30 @@ from pathlib import Path
 from tokenizers import models
 
 from deberta_ds.errors import UserError, first_line
-from deberta_ds.tokenizer.files import JSON, MERGES, VOCAB, WORDPIECES, read_json_object
+from deberta_ds.tokenizer.files import (
+    JSON,
+    MERGES,
+    SETTINGS,
+    VOCAB,
+    WORDPIECES,
+    read_json_object,
+)
 from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character
 
 _REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the tokenizer again"
+_PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
+# Whose vocabulary files mean what is put together here; those of others have rules of their own.
+_CLASSES = {
+    VOCAB: ("GPT2", "Roberta", "Deberta", "Bart", "Longformer", "LED", "Mvp", "CodeGen"),
+    WORDPIECES: ("Bert", "DistilBert", "Electra", "MobileBert", "ConvBert", "SqueezeBert", "MPNet",
+                 "Funnel", "LayoutLM", "Lxmert", "Nezha", "DPR", "DPRReader", "DPRContextEncoder",
+                 "DPRQuestionEncoder"),
+}
 
 
 def read_specification(files: dict[str, Path], settings: dict) -> dict:
     """Return the specification; UserError if a file is damaged or lacks what is needed."""
+    _check_class(files, settings)
     if JSON in files:
         specification = _read_json(files[JSON])
     elif VOCAB in files:
@@ -28,6 +44,19 @@ def read_specification(files: dict[str, Path], settings: dict) -> dict:
     _apply_settings(specification, settings)
     _add_tokens(specification, settings["added_tokens"])
     return specification
+
+
+def _check_class(files: dict[str, Path], settings: dict) -> None:
+    """UserError if vocabulary files belong to a class whose rules do not stand in them."""
+    name = next(name for name in (JSON, VOCAB, WORDPIECES) if name in files)
+    owner = str(settings.get("tokenizer_class") or "")
+    words = settings.get("word_tokenizer_type", "basic")
+    if name == JSON or owner.startswith(_PLAIN_CLASSES) or (words == "basic" and (
+            not owner or owner.removesuffix("Fast").removesuffix("Tokenizer") in _CLASSES[name])):
+        return
+    raise UserError(f"{files[name]}: belongs to a {owner or f'tokenizer with {words}'} by its "
+                    f"{SETTINGS}, whose rules do not stand in it; load it with transformers' "
+                    f"AutoTokenizer and save it: where that writes a {JSON}, give this one")
 
 
 def _read_json(path: Path) -> dict:
@@ -72,8 +101,10 @@ def _check_unknown(model: dict, path: Path) -> None:
 
 
 def _is_vocabulary(vocabulary: dict | list) -> bool:
-    if isinstance(vocabulary, dict):
-        return all(type(number) is int and 0 <= number < 1 << 31 for number in vocabulary.values())
+    if isinstance(vocabulary, dict):  # {piece: id}, no id twice
+        ids = list(vocabulary.values())
+        return all(type(number) is int and 0 <= number < 1 << 31 for number in ids) and len(
+            set(ids)) == len(ids)
     return all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
                and isinstance(entry[1], int | float) for entry in vocabulary)
 
@@ -85,6 +116,13 @@ def _byte_level_bpe(vocabulary_path: Path, merges_path: Path) -> dict:
     except Exception as error:  # the library's errors have no class of their own
         raise UserError(f"{vocabulary_path} and {merges_path.name}: not the files of a byte-level "
                         f"BPE, or damaged ({first_line(error)}); fetch them again") from error
+    if not _is_vocabulary(vocabulary):
+        raise UserError(f"{vocabulary_path}: gives an id to two pieces; fetch it again")
+    ends = sum(piece.endswith("</w>") for piece in vocabulary)
+    if 20 * ends > len(vocabulary):
+        raise UserError(f"{vocabulary_path}: marks the ends of words ('</w>'), so an id does not "
+                        "say whether a word starts there, which whole-word masks need; use a "
+                        "tokenizer with byte-level spaces, a space mark or ##")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                   "use_regex": True}
     return {
@@ -118,7 +156,7 @@ def _wordpiece(path: Path) -> dict:
 def _apply_settings(specification: dict, settings: dict) -> None:
     """Let tokenizer_config.json say what transformers' own classes would take from it."""
     owner = str(settings.get("tokenizer_class") or "")
-    if owner.startswith(("PreTrainedTokenizer", "TokenizersBackend")):
+    if owner.startswith(_PLAIN_CLASSES):
         return
     for part in _parts(specification.get("pre_tokenizer"), "pretokenizers"):
         if part.get("type") == "ByteLevel" and "add_prefix_space" in settings:

@@ -7,12 +7,12 @@ The class named is `PreTrainedTokenizerFast`, which takes tokenizer.json as it s
 import json
 from pathlib import Path
 
-from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer.fast import vocabulary_ids
 from deberta_ds.tokenizer.files import JSON, SETTINGS, SPM, find_files, read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification
 from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, look_up_roles
+from deberta_ds.tokenizer.spm import with_special_tokens
 from deberta_ds.tokenizer.tokenizer import Tokenizer
 
 _LONGEST_TEXT = 512  # tokens, of the settings of a directory without a model
@@ -23,7 +23,7 @@ def write_tokenizer_json(
 ) -> None:
     """Write tokenizer.json (its own, or `text`) and tokenizer_config.json to directory `out`."""
     if text is None:
-        parts = {"added_tokens": _with_roles(tokenizer)} | _framing(tokenizer)
+        parts = {"added_tokens": _with_roles(tokenizer)} | framing(tokenizer)
         text = json.dumps(tokenizer.specification | parts, ensure_ascii=False) + "\n"
     write_atomic(out / JSON, text)
     names = {f"{role}_token": tokenizer.pieces([number])[0]
@@ -57,7 +57,7 @@ def _with_roles(tokenizer: Tokenizer) -> list[dict]:
     return sorted(added, key=lambda token: token["id"])
 
 
-def _framing(tokenizer: Tokenizer) -> dict:
+def framing(tokenizer: Tokenizer) -> dict:
     """Return the parts of a tokenizer.json that frame [CLS] a [SEP] b [SEP], and pad nothing."""
     names = {role: tokenizer.pieces([tokenizer.special_ids[role]])[0] for role in ("cls", "sep")}
 
@@ -76,12 +76,13 @@ def _framing(tokenizer: Tokenizer) -> dict:
 def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, list[str]]:
     """Write the tokenizer at `path` to directory `out` with a token for each role it lacks, behind
     all others; return it and the names added. A token of several roles, as GPT-2's <|endoftext|>,
-    keeps the first of them. UserError for a SentencePiece model.
+    keeps the first of them.
     """
     out, files = Path(out), find_files(Path(path))
     if SPM in files:
-        raise UserError(f"{path}: tokens are not added to a SentencePiece model; those that "
-                        "data_prep/train_tokenizer.py makes have all of them")
+        model, names = with_special_tokens(files[SPM])
+        write_atomic(out / SPM, model)
+        return Tokenizer(out), names
     settings = read_settings(files)
     specification = read_specification(files, settings)
     piece_kind(specification, Path(path))  # what marks no words is refused before it is written

@@ -3,6 +3,9 @@
 DeBERTa-v2/v3 conventions (microsoft/DeBERTa, `deberta/spm_tokenizer.py`): ids 0..3 are [PAD] [CLS]
 [SEP] [UNK], and [MASK] is appended after the last SentencePiece piece. Other models are taken if
 they have a token for each role.
+
+Models that data_prep/train_tokenizer.py makes are given text under its rules, and so are models of
+those ids without a normalizer, which version 0.1.0 made. Any other is given the text as it stands.
 """
 
 import hashlib
@@ -12,23 +15,24 @@ import numpy as np
 import sentencepiece
 
 from deberta_ds.errors import UserError, refuse_pipe
-from deberta_ds.tokenizer.roles import USUAL_NAMES, check_roles, look_up_roles
+from deberta_ds.tokenizer.roles import USUAL_NAMES, Roles, check_roles, look_up_roles
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     byte_value,
     character_length,
+    metaspace_starts_word,
     piece_starts_word,
 )
 
 SPECIAL_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 MASK_PIECE = "[MASK]"
+RULES_NAME = "deberta_ds-text-rules-1"  # of the normalizer in models that train_tokenizer.py makes
 
 
 class SentencePieceEngine:
     """What `Tokenizer` asks of a SentencePiece model; its attributes are documented there."""
 
     kind = "sentencepiece"
-    normalizes_itself = False
     lost = ""
 
     def __init__(self, path: Path):
@@ -40,31 +44,40 @@ class SentencePieceEngine:
                             "of a SentencePiece model") from error
         self.sha256 = hashlib.sha256(data).hexdigest()
         processor = _load(data, path)
-        found = tuple(processor.id_to_piece(number)
-                      for number in range(min(4, processor.get_piece_size())))
+        proto = model_proto(data, path)
+        _check_words(proto, path)
         self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
-        if found == SPECIAL_PIECES:
+        if tuple(self.pieces[:4]) == SPECIAL_PIECES:
             self.roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": len(self.pieces)}
             self.pieces.append(MASK_PIECE)
+            rules = proto.normalizer_spec
+            self.normalizes_itself = bool(
+                rules.precompiled_charsmap and rules.name != RULES_NAME)
+            self._starts_word = piece_starts_word
         else:
-            processor = _load(_with_control_roles(data), path)
+            processor = _load(_with_control_roles(proto), path)
             self.roles = _roles(processor, path)
+            self.normalizes_itself = True
+            self._starts_word = metaspace_starts_word
         self._processor = processor
+        self._plain = str if self.normalizes_itself else _plain_spaces
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(_plain_spaces(text))
+        return self._processor.encode(self._plain(text))
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._processor.encode([_plain_spaces(text) for text in texts], num_threads=1)
+        return self._processor.encode([self._plain(text) for text in texts], num_threads=1)
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of texts whose only white space is U+0020, as int32 arrays: fast."""
+        """Return the ids of texts as int32 arrays: fast. Where the text rules apply, the only white
+        space in them may be U+0020.
+        """
         return [self._processor.encode(text, return_type="numpy") for text in texts]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._processor.encode(_plain_spaces(text), return_type="offset_mapping")
+        found = self._processor.encode(self._plain(text), return_type="offset_mapping")
         pieces, offsets = found["pieces"], [tuple(span) for span in found["offsets"]]
         for index in range(len(pieces) - 2, -1, -1):
             start, end = offsets[index]
@@ -79,7 +92,7 @@ class SentencePieceEngine:
         return self.pieces[number]
 
     def starts_word(self, number: int) -> bool:
-        return piece_starts_word(self.pieces[number])
+        return self._starts_word(self.pieces[number])
 
     def starts_character(self, number: int) -> bool:
         value = byte_value(self.pieces[number])
@@ -98,11 +111,26 @@ def _load(data: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
     return processor
 
 
-def _with_control_roles(data: bytes) -> bytes:
-    """Return the model with its special tokens as control pieces: text never gives their ids."""
+def model_proto(data: bytes, path: Path):
+    """Return the content of a SentencePiece model; UserError if it is damaged."""
+    from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto.FromString(data)
+    try:
+        return sentencepiece_model_pb2.ModelProto.FromString(data)
+    except DecodeError as error:
+        raise UserError(f"{path}: not a SentencePiece model, or a damaged one") from error
+
+
+def _check_words(proto, path: Path) -> None:
+    if proto.trainer_spec.treat_whitespace_as_suffix:
+        raise UserError(f"{path}: marks the ends of words (treat_whitespace_as_suffix), so an id "
+                        "does not say whether a word starts there, which whole-word masks need; "
+                        "use a model that marks their starts")
+
+
+def _with_control_roles(proto) -> bytes:
+    """Return the model with its special tokens as control pieces: text never gives their ids."""
     names = {name for role in USUAL_NAMES if role != "unk" for name in USUAL_NAMES[role]}
     for piece in proto.pieces:
         if piece.piece in names and piece.type == piece.USER_DEFINED:
@@ -110,15 +138,36 @@ def _with_control_roles(data: bytes) -> bytes:
     return proto.SerializeToString(deterministic=True)
 
 
-def _roles(processor: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int | None]:
+def with_special_tokens(path: Path) -> tuple[bytes, list[str]]:
+    """Return (the model at `path` with a control piece for each role it lacks, their names)."""
+    data = path.read_bytes()
+    processor = _load(data, path)
+    known = processor.id_to_piece(list(range(processor.get_piece_size())))
+    if tuple(known[:4]) == SPECIAL_PIECES:
+        return data, []
+    proto = model_proto(data, path)
+    roles, _, _ = _look_up(_load(_with_control_roles(proto), path))
+    angled = any(name.startswith("<") for name in known[:4])
+    names = [USUAL_NAMES[role][angled] for role, number in roles.items() if number is None]
+    for name in names:
+        proto.pieces.add(piece=name, score=0.0, type=proto.SentencePiece.CONTROL)
+    return (proto.SerializeToString(deterministic=True) if names else data), names
+
+
+def _roles(processor: sentencepiece.SentencePieceProcessor, path: Path) -> Roles:
+    roles, ids, settings = _look_up(processor)
+    check_roles(path, roles, settings, ids, needs_unknown=True)
+    return roles
+
+
+def _look_up(processor: sentencepiece.SentencePieceProcessor) -> tuple[Roles, dict, dict]:
+    """Return (roles, {piece: id}, the names that the model itself gives)."""
     ids = {processor.id_to_piece(number): number for number in range(processor.get_piece_size())}
     own = {"pad": processor.pad_id(), "bos": processor.bos_id(), "eos": processor.eos_id()}
     settings = {f"{name}_token": processor.id_to_piece(number)
                 for name, number in own.items() if number >= 0}
     unknown = {"model": {"unk_token": processor.id_to_piece(processor.unk_id())}}
-    roles = look_up_roles(settings, ids, unknown)
-    check_roles(path, roles, settings, ids, needs_unknown=True)
-    return roles
+    return look_up_roles(settings, ids, unknown), ids, settings
 
 
 _SPACE_TABLE = {code: " " for code in range(0x3001) if chr(code).isspace()}

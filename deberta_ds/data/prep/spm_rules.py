@@ -12,7 +12,6 @@ import unicodedata
 from deberta_ds.data.prep.text import is_removed
 from deberta_ds.tokenizer import SPACE_MARK
 
-RULES_NAME = "deberta_ds-text-rules-1"
 _HANGUL, _LEADS, _VOWELS, _TAILS = 0xAC00, 0x1100, 0x1161, 0x11A7
 _VOWEL_COUNT, _TAIL_COUNT = 21, 28
 

@@ -12,10 +12,11 @@ from tqdm import tqdm
 
 from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.sampling import Languages, sample_texts
-from deberta_ds.data.prep.spm_rules import RULES_NAME, normalizer_tsv
+from deberta_ds.data.prep.spm_rules import normalizer_tsv
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.spm import RULES_NAME
 
 # In SentencePiece's messages.
 _MOST_PIECES = re.compile(r"<= (\d+)")

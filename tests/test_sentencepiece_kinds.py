@@ -1,0 +1,99 @@
+"""SentencePiece models of others: raw text, any special ids, missing ones added, exported."""
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizer_cases as cases
+import transformers
+from data_helpers import SENTENCES
+
+from deberta_ds.data.prep import encode
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.errors import UserError
+from deberta_ds.formats.tokenizer_files import write_tokenizer_files
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.publish import add_special_tokens
+
+MAKERS = {"albert": cases.sentencepiece_albert, "v3": cases.sentencepiece_v3,
+          "t5": cases.sentencepiece_t5, "llama": cases.sentencepiece_llama}
+ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama": ["<pad>", "<mask>"]}
+RAW = (*SENTENCES, "", " ", "  two  spaces\u00a0and a soft\u00adhyphen\r\n", "ﬁ ½ Ａ x\u200by",
+       "tab\tthere 😀 नमस्ते", "   leading, <extra>the quick brown<tool> fox",
+       "def f(x):\n    return x")
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def made(request, tmp_path_factory):
+    """(name, the model as its authors have it, the tokenizer with all roles)."""
+    place = tmp_path_factory.mktemp(request.param)
+    model = MAKERS[request.param](place / "their.model")
+    tokenizer, names = add_special_tokens(model, place / "whole")
+    assert names == ADDED[request.param]
+    return request.param, model, tokenizer
+
+
+def test_ids_are_those_of_the_library_on_the_text_as_it_stands(made):
+    _, model, tokenizer = made
+    library = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    wanted = [library.encode(text) for text in RAW]
+    assert tokenizer.normalizes_itself
+    assert tokenizer.encode_batch(list(RAW)) == [tokenizer.encode(text) for text in RAW] == wanted
+    assert [ids.tolist() for ids in tokenizer.encode_arrays(list(RAW))] == wanted
+    assert len(set(tokenizer.special_ids.values())) == 5
+    special = tokenizer.is_special()
+    special[tokenizer.unk_id] = False
+    assert not special[tokenizer.encode("a [MASK] b<mask>, <s>c</s> [CLS]")].any()
+
+
+def test_what_it_lacks_is_one_error_whose_remedy_works(made):
+    name, model, tokenizer = made
+    missing = ADDED[name]
+    if not missing:
+        assert Tokenizer(model).sha256 == tokenizer.sha256
+        return
+    with pytest.raises(UserError, match=f"their.model: no token for .*--add_mask {model}"):
+        Tokenizer(model)
+    assert tokenizer.pieces(range(tokenizer.size - len(missing), tokenizer.size)) == missing
+
+
+def test_shards_hold_the_ids_of_the_text_as_it_stands(made, tmp_path, monkeypatch):
+    _, _, tokenizer = made
+    read, texts = ReadOptions("line"), [text for text in RAW if "\n" not in text and text.strip()]
+    texts.append(" ".join(SENTENCES * 40))
+    (tmp_path / "lines.txt").write_text("\n".join(texts), encoding="utf-8")
+    monkeypatch.setattr(encode, "ENCODE_CHARACTERS", 4000)
+    manifest = tokenize_corpus(plan_units([str(tmp_path / "lines.txt")], read, 0), tmp_path / "out",
+                               tokenizer, read=read, clean=CleanOptions())[str(tmp_path / "out")]
+    stored = np.load(tmp_path / "out/tokens" / f"{manifest.shards[0].name}.npy")
+    assert stored.tolist() == [number for text in texts for number in tokenizer.encode(text)]
+
+
+def test_an_exported_directory_gives_auto_tokenizer_the_same_ids(made, tmp_path):
+    _, _, tokenizer = made
+    write_tokenizer_files(tokenizer.files, tmp_path, 128)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in RAW:
+        wanted = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+        assert theirs(text)["input_ids"] == wanted, text
+    assert len(theirs) == tokenizer.size
+    for role, number in tokenizer.special_ids.items():
+        assert getattr(theirs, f"{role}_token_id") == number
+    assert Tokenizer(tmp_path).sha256 == tokenizer.sha256
+
+
+def test_words_of_text_start_where_they_do_in_it(made):
+    _, _, tokenizer = made
+    starts, text = tokenizer.word_starts(), "The quick brown fox, jumps"
+    pieces = tokenizer.readable(tokenizer.encode(text))
+    words, ids = "", tokenizer.encode(text)
+    for piece, begins in zip(pieces, starts[ids], strict=True):
+        words += "|" * bool(begins) + piece.strip()
+    assert words.lower().replace("quickbrown", "quick|brown") == "|the|quick|brown|fox|,|jumps"
+
+
+def test_a_model_that_marks_the_ends_of_words_is_refused(tmp_path):
+    model = cases._sentencepiece(tmp_path / "m.model", vocab_size=300,
+                                 treat_whitespace_as_suffix=True)
+    with pytest.raises(UserError, match=r"m.model: marks the ends of words"):
+        Tokenizer(model)
