@@ -18,7 +18,8 @@ from deberta_ds.tokenizer.publish import add_special_tokens
 MAKERS = {"albert": cases.sentencepiece_albert, "v3": cases.sentencepiece_v3,
           "t5": cases.sentencepiece_t5, "llama": cases.sentencepiece_llama}
 ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama": ["<pad>", "<mask>"]}
-RAW = (*SENTENCES, "", " ", "  two  spaces\u00a0and a soft\u00adhyphen\r\n", "ﬁ ½ Ａ x\u200by",
+RAW = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by",
+       "  two  spaces\u00a0and a soft\u00adhyphen\r\n",
        "tab\tthere 😀 नमस्ते", "   leading, <extra>the quick brown<tool> fox",
        "def f(x):\n    return x")
 

@@ -152,6 +152,36 @@ def test_files_that_are_no_tokenizer(tmp_path):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("deberta_v1", {"tokenizer_class": "HerbertTokenizerFast"}, "belongs to a HerbertTokenizer"),
+    ("deberta_v1", {"tokenizer_class": "Qwen2Tokenizer"}, "rules do not stand in it"),
+    ("bert_vocab_txt", {"tokenizer_class": "BertJapaneseTokenizer"}, "vocab.txt: belongs to a"),
+    ("bert_vocab_txt", {"word_tokenizer_type": "mecab"}, "a tokenizer with mecab by its"),
+])
+def test_vocabulary_files_of_classes_with_rules_of_their_own_are_refused(tmp_path, name, settings,
+                                                                         message):
+    """They were read as GPT-2's or BERT's, and gave other ids in silence."""
+    shutil.copytree(directory_of(name), tmp_path / "t")
+    (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=message):
+        Tokenizer(tmp_path / "t")
+    (tmp_path / "t/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizer"}')
+    assert Tokenizer(tmp_path / "t").pieces([7]) == Tokenizer(directory_of(name)).pieces([7])
+
+
+def test_vocabularies_that_mark_the_ends_of_words_or_give_an_id_twice_are_refused(tmp_path):
+    shutil.copytree(directory_of("deberta_v1"), tmp_path / "t")
+    vocabulary = json.loads((tmp_path / "t/vocab.json").read_text())
+    path = tmp_path / "t/vocab.json"
+    path.write_text(json.dumps(vocabulary | {f"word{n}</w>": len(vocabulary) + n
+                                             for n in range(100)}))
+    with pytest.raises(UserError, match=r"vocab.json: marks the ends of words \('</w>'\)"):
+        Tokenizer(tmp_path / "t")
+    path.write_text(json.dumps(vocabulary | {"again": 7}))
+    with pytest.raises(UserError, match=r"vocab.json: gives an id to two pieces"):
+        Tokenizer(tmp_path / "t")
+
+
 _VALUES = (None, True, -1, 0, 1 << 40, 1.5, "", "x", "[MASK]", [], {}, [1], {"a": 1}, "\ud800")
 
 

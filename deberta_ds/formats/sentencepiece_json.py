@@ -44,7 +44,10 @@ def _before(proto, tokenizer: Tokenizer):
         steps += fast_rules.characters()
     elif rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    if rules.remove_extra_whitespaces:
+    if rules.remove_extra_whitespaces and tokenizer.normalizes_itself:
+        steps += [normalizers.Replace(Regex(f"[ {SPACE_MARK}]+"), " "),
+                  normalizers.Replace(Regex(r"\A | \z"), "")]  # Strip takes all white space
+    elif rules.remove_extra_whitespaces:
         steps += fast_rules.single_spaces()
     within = any(SPACE_MARK in piece.piece[1:] for piece in proto.pieces)
     if rules.remove_extra_whitespaces and not within and not _defined(proto):
