@@ -182,9 +182,10 @@ def test_a_long_document_has_the_tokens_of_the_whole(name, monkeypatch):
     document = " ".join(SENTENCES * 40)
     whole = tokenizer.encode(document)
     monkeypatch.setattr(encode, "ENCODE_CHARACTERS", 4000)
-    found = list(encode.encode_documents(tokenizer, ["short", document, "short"]))
-    assert [len(documents) for documents in found] == [1, 1, 1]
-    assert found[1][0].tolist() == whole
+    ids, found = encode.encode_joined(tokenizer, ["short", document, "short"])
+    short = tokenizer.encode("short")
+    assert list(map(tuple, found)) == [(len(short),), (len(whole),), (len(short),)]
+    assert ids.tolist() == [*short, *whole, *short]
     assert text.ENCODE_CHARACTERS == 1 << 18
 
 

@@ -14,6 +14,7 @@ A crash leaves no manifest, hence no half corpus that opens. numpy.load opens ev
 """
 
 import hashlib
+import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -199,11 +200,15 @@ class ShardWriter:
 
     def append(self, ids: np.ndarray) -> None:
         """Add one document; an empty one is an error of the caller."""
-        assert len(ids), "an empty document has no place in a shard"
+        self.append_many(ids, [len(ids)])
+
+    def append_many(self, ids: np.ndarray, lengths: list[int]) -> None:
+        """Add one document or more, which lie back to back in `ids`; none may be empty."""
+        assert all(lengths), "an empty document has no place in a shard"
         self._pending.append(ids)
         self._pending_tokens += len(ids)
+        self._ends += itertools.accumulate(lengths[1:], initial=self.tokens + lengths[0])
         self.tokens += len(ids)
-        self._ends.append(self.tokens)
         if self._pending_tokens >= _WRITE_TOKENS:
             self._write()
 

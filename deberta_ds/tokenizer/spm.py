@@ -76,6 +76,10 @@ class SentencePieceEngine:
         """
         return [self._processor.encode(text, return_type="numpy") for text in texts]
 
+    def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
+        found = self.encode_arrays(texts)
+        return (np.concatenate(found) if found else np.zeros(0, np.int32)), list(map(len, found))
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._processor.encode(self._plain(text), return_type="offset_mapping")
         pieces, offsets = found["pieces"], [tuple(span) for span in found["offsets"]]

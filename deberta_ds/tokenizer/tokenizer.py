@@ -86,6 +86,12 @@ class Tokenizer:
         """
         return self._engine.encode_arrays(texts)
 
+    def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
+        """Return (the ids of all texts in one int32 array, how many each has); as `encode_arrays`,
+        and faster where texts are short.
+        """
+        return self._engine.encode_joined(texts)
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids and, per id, the characters [start, end) of `text` it stands for.
 

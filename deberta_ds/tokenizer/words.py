@@ -13,7 +13,8 @@ An id starts a word if its piece begins with
 Special ids and tokens added to the vocabulary start a word too. A combining mark never does; nor
 does a piece that begins inside a character; digits continue a word.
 
-SentencePiece models keep the rule of version 0.1.0 for byte pieces: <0xE2>..<0xF4> start a word.
+SentencePiece models with DeBERTa's special ids keep the rule of version 0.1.0 for byte pieces:
+<0xE2>..<0xF4> start a word.
 """
 
 import unicodedata

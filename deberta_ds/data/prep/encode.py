@@ -5,7 +5,7 @@ starts afresh at every space, so that any space will do. Of another tokenizer no
 seam is taken only where the text behind it, encoded alone, gives the ids it has in its context.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,14 +18,18 @@ _SEARCHED = 2048  # characters in which a seam is looked for
 _TRIES = 64
 
 
-def encode_documents(
-    tokenizer: Tokenizer, texts: list[str]
-) -> Iterator[list[np.ndarray]]:
-    """Yield for each text the ids of its documents: one, or several where it had to be cut."""
-    short = [text for text in texts if len(text) <= ENCODE_CHARACTERS]
-    encoded = iter(tokenizer.encode_arrays(short))
-    for text in texts:
-        yield [next(encoded)] if len(text) <= ENCODE_CHARACTERS else _encode_long(tokenizer, text)
+def encode_joined(tokenizer: Tokenizer, texts: list[str]
+                  ) -> tuple[np.ndarray, Iterable[Sequence[int]]]:
+    """Return (the ids of all texts back to back, for each text how many ids its documents have: one
+    document, or several where it had to be cut).
+    """
+    if max(map(len, texts), default=0) <= ENCODE_CHARACTERS:
+        ids, lengths = tokenizer.encode_joined(texts)
+        return ids, zip(lengths, strict=True)
+    documents = [[tokenizer.encode_array(text)] if len(text) <= ENCODE_CHARACTERS
+                 else _encode_long(tokenizer, text) for text in texts]
+    return (np.concatenate([ids for parts in documents for ids in parts]),
+            [list(map(len, parts)) for parts in documents])
 
 
 def _encode_long(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:

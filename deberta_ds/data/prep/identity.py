@@ -60,14 +60,18 @@ class OriginWriter:
         self._pending: list[Origin] = []
 
     def append(self, origin: Origin) -> None:
-        self._pending.append(origin)
-        if len(self._pending) == _GROUP_DOCUMENTS:
+        self.extend([origin])
+
+    def extend(self, origins: list[Origin]) -> None:
+        self._pending += origins
+        while len(self._pending) >= _GROUP_DOCUMENTS:
             self._write()
 
     def _write(self) -> None:
-        columns = map(list, zip(*self._pending, strict=True))
+        group = self._pending[:_GROUP_DOCUMENTS]
+        columns = map(list, zip(*group, strict=True))
         self._file.write_table(pa.table(list(columns), schema=_SCHEMA))
-        self._pending = []
+        del self._pending[:_GROUP_DOCUMENTS]
 
     def finish(self) -> list:
         """Complete the file and return [its size, its xxh3-128]."""

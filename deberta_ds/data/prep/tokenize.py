@@ -1,5 +1,7 @@
 """Documents -> token shards, one work unit at a time."""
 
+import bisect
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions, units_digest
-from deberta_ds.data.prep.encode import BATCH_CHARACTERS, encode_documents
+from deberta_ds.data.prep.encode import BATCH_CHARACTERS, encode_joined
 from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.data.prep.filtering import describe, filters_of, write_report
 from deberta_ds.data.prep.filters import Tally
@@ -304,33 +306,43 @@ class _Rolling:
             self._flush()
 
     def _flush(self) -> None:
-        texts = [text for text, _ in self._pending]
-        found = encode_documents(self._tokenizer, texts)
-        for (text, origin), documents in zip(self._pending, found, strict=True):
-            tokens = 0
-            for ids in documents:
-                tokens += self._append(ids, origin) if len(ids) else 0
+        pending, self._pending, self._pending_characters = self._pending, [], 0
+        ids, found = encode_joined(self._tokenizer, [text for text, _ in pending])
+        lengths, origins, label, row = [], [], None, []
+        for (text, origin), parts in zip(pending, found, strict=True):
+            tokens = sum(parts)
             if not tokens:  # such as only characters that the tokenizer removes
                 self._counts["empty"] += 1
                 continue
-            self._counts["cut"] += len(documents) - 1
-            row = self.labels.setdefault(origin.label, [0, 0, 0])
+            self._counts["cut"] += len(parts) - 1
+            if origin.label != label:
+                label = origin.label
+                row = self.labels.setdefault(label, [0, 0, 0])
             row[0] += 1
             row[1] += len(text)
             row[2] += tokens
-        self._pending, self._pending_characters = [], 0
+            for length in filter(None, parts):
+                lengths.append(length)
+                origins.append(origin)
+        self._append(ids, lengths, origins)
 
-    def _append(self, ids: np.ndarray, origin: Origin) -> int:
-        """Add one document to the shard; return its tokens."""
-        if self._writer is None:
-            name = f"{self._number:05d}-{len(self._shards):03d}"
-            self._writer = ShardWriter(self._target, name, self._dtype)
-            self._origins = OriginWriter(self._target, name)
-        self._writer.append(ids)
-        self._origins.append(origin)
-        if self._writer.tokens >= SHARD_TOKENS:
-            self._end_shard()
-        return len(ids)
+    def _append(self, ids: np.ndarray, lengths: list[int], origins: list[Origin]) -> None:
+        """Add documents, which lie back to back in `ids`, to the shard, and begin another one where
+        it is full.
+        """
+        ends, begin = list(itertools.accumulate(lengths, initial=0)), 0
+        while begin < len(lengths):
+            if self._writer is None:
+                name = f"{self._number:05d}-{len(self._shards):03d}"
+                self._writer = ShardWriter(self._target, name, self._dtype)
+                self._origins = OriginWriter(self._target, name)
+            full = ends[begin] + SHARD_TOKENS - self._writer.tokens
+            stop = min(bisect.bisect_left(ends, full, begin + 1), len(lengths))
+            self._writer.append_many(ids[ends[begin] : ends[stop]], lengths[begin:stop])
+            self._origins.extend(origins[begin:stop])
+            begin = stop
+            if self._writer.tokens >= SHARD_TOKENS:
+                self._end_shard()
 
     def _end_shard(self) -> None:
         self.origins[self._writer.name] = self._origins.finish()
