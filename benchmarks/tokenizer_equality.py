@@ -3,10 +3,11 @@
     python benchmarks/tokenizer_equality.py --languages DIR/LANG/*.md --code DIR --scratch DIR
 
 For each tokenizer and each kind of text, the number of texts whose ids differ: from AutoTokenizer
-on the same directory, from AutoTokenizer on what we export, and (for documents) in the shards that
-data_prep writes. Of a few lines of each language: whether words begin where they do in the
-text (tests/word_boundaries.py). "names" are texts with the names of special tokens, which
-transformers finds in text unless told not to (split_special_tokens), and we never do.
+on the same directory (of a SentencePiece model: from that library on the text as it stands), from
+AutoTokenizer on what we export, and (for documents) in the shards that data_prep writes. Of a few
+lines of each language: whether words begin where they do in the text (tests/word_boundaries.py).
+"names" are texts with the names of special tokens, which transformers finds in text unless told not
+to (split_special_tokens), and we never do.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import sentencepiece
 import tokenizers
 import transformers
 
@@ -26,6 +28,7 @@ from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.files import write_atomic
 from deberta_ds.formats.tokenizer_files import write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.publish import add_special_tokens
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tokenizer_cases  # noqa: E402  (needs the path above)
@@ -67,7 +70,19 @@ def differing(wanted: list[list[int]], found) -> int:
     return sum(list(one) != list(other) for one, other in zip(wanted, found, strict=True))
 
 
+def make(name: str, place: Path):
+    """Return (directory of the tokenizer, what it is compared with)."""
+    if name in tokenizer_cases.MAKERS:
+        directory = tokenizer_cases.MAKERS[name](place)
+        return directory, transformers.AutoTokenizer.from_pretrained(directory)
+    model = tokenizer_cases.SENTENCEPIECE[name](place / "their.model")
+    add_special_tokens(model, place / "whole")
+    return place / "whole", sentencepiece.SentencePieceProcessor(model_file=str(model))
+
+
 def auto_ids(auto, texts: list[str], **options) -> list[list[int]]:
+    if isinstance(auto, sentencepiece.SentencePieceProcessor):
+        return auto.encode(texts)
     return auto(texts, add_special_tokens=False, **options)["input_ids"] if texts else []
 
 
@@ -100,7 +115,8 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10, help="of each document, for words")
     parser.add_argument("--nasty", type=int, default=10_000)
     parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--names", nargs="+", default=list(tokenizer_cases.MAKERS),
+    parser.add_argument("--names", nargs="+",
+                        default=[*tokenizer_cases.MAKERS, *tokenizer_cases.SENTENCEPIECE],
                         help="tokenizers; rows that the file has are kept")
     parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_equality.json")
     args = parser.parse_args()
@@ -115,11 +131,10 @@ def main() -> None:
     rows = json.loads(args.out.read_text())["tokenizers"] if args.out.is_file() else []
     done = {row["tokenizer"] for row in rows}
     for name in [name for name in args.names if name not in done]:
-        directory = tokenizer_cases.MAKERS[name](args.scratch / name)
+        directory, theirs = make(name, args.scratch / name)
         ours = Tokenizer(directory)
         write_tokenizer_files(ours.files, args.scratch / f"{name}-exported", 512)
-        autos = {"auto": transformers.AutoTokenizer.from_pretrained(directory),
-                 "exported": transformers.AutoTokenizer.from_pretrained(
+        autos = {"auto": theirs, "exported": transformers.AutoTokenizer.from_pretrained(
                      args.scratch / f"{name}-exported")}
         row = {"tokenizer": name, "kind": ours.kind, "size": ours.size}
         for group, texts in groups.items():

@@ -15,20 +15,18 @@ from deberta_ds.formats.tokenizer_files import write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
 
-MAKERS = {"albert": cases.sentencepiece_albert, "v3": cases.sentencepiece_v3,
-          "t5": cases.sentencepiece_t5, "llama": cases.sentencepiece_llama}
-ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama": ["<pad>", "<mask>"]}
+ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama_spm": ["<pad>", "<mask>"]}
 RAW = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by",
        "  two  spaces\u00a0and a soft\u00adhyphen\r\n",
        "tab\tthere 😀 नमस्ते", "   leading, <extra>the quick brown<tool> fox",
        "def f(x):\n    return x")
 
 
-@pytest.fixture(scope="module", params=list(MAKERS))
+@pytest.fixture(scope="module", params=list(cases.SENTENCEPIECE))
 def made(request, tmp_path_factory):
     """(name, the model as its authors have it, the tokenizer with all roles)."""
     place = tmp_path_factory.mktemp(request.param)
-    model = MAKERS[request.param](place / "their.model")
+    model = cases.SENTENCEPIECE[request.param](place / "their.model")
     tokenizer, names = add_special_tokens(model, place / "whole")
     assert names == ADDED[request.param]
     return request.param, model, tokenizer

@@ -208,10 +208,10 @@ def llama(directory: Path) -> Path:
 
 
 def _sentencepiece(path: Path, **options) -> Path:
-    model = io.BytesIO()
+    model, texts = io.BytesIO(), TEXTS * 5 if SCALE == 1 else TEXTS
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 5), model_writer=model, hard_vocab_limit=False,
-        minloglevel=2, num_threads=1, **options)
+        sentence_iterator=iter(texts), model_writer=model, hard_vocab_limit=False, minloglevel=2,
+        num_threads=1, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.getvalue())
     return path
@@ -226,31 +226,34 @@ def sentencepiece_bpe(path: Path) -> Path:
 
 def sentencepiece_albert(path: Path) -> Path:
     """Unigram with a normalizer; [CLS], [SEP] and [MASK] are ids 2 to 4, unknown text is [UNK]."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400, normalization_rule_name=
-                          "nmt_nfkc_cf", pad_id=0, unk_id=1, bos_id=-1, eos_id=-1,
+    return _sentencepiece(path, model_type="unigram", vocab_size=400 * SCALE,
+                          normalization_rule_name="nmt_nfkc_cf",
+                          pad_id=0, unk_id=1, bos_id=-1, eos_id=-1,
                           control_symbols=["[CLS]", "[SEP]"], user_defined_symbols=["[MASK]"])
 
 
 def sentencepiece_v3(path: Path) -> Path:
     """DeBERTa's special ids, and a normalizer of its own, as the public v2 and v3."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400, normalization_rule_name=
-                          "nmt_nfkc", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
+    return _sentencepiece(path, model_type="unigram", vocab_size=400 * SCALE,
+                          pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
                           bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]")
 
 
 def sentencepiece_t5(path: Path) -> Path:
     """No token for cls and mask; pieces that a user defined."""
-    return _sentencepiece(path, model_type="unigram", vocab_size=400, pad_id=0, eos_id=1, unk_id=2,
-                          bos_id=-1, user_defined_symbols=["<extra>", "quick brown"])
+    return _sentencepiece(path, model_type="unigram", vocab_size=400 * SCALE, pad_id=0, eos_id=1,
+                          unk_id=2, bos_id=-1, user_defined_symbols=["<extra>", "quick brown"])
 
 
 def sentencepiece_llama(path: Path) -> Path:
     """BPE that keeps line ends and runs of spaces; no token for pad and mask."""
-    return _sentencepiece(path, model_type="bpe", vocab_size=700, byte_fallback=True,
+    return _sentencepiece(path, model_type="bpe", vocab_size=700 * SCALE, byte_fallback=True,
                           normalization_rule_name="identity", remove_extra_whitespaces=False,
                           allow_whitespace_only_pieces=True, user_defined_symbols=["  ", "<tool>"])
 
 
+SENTENCEPIECE = {"albert": sentencepiece_albert, "v3": sentencepiece_v3, "t5": sentencepiece_t5,
+                 "llama_spm": sentencepiece_llama}
 MAKERS = {
     "roberta": roberta, "roberta_prefix": roberta_prefix, "modernbert": modernbert,
     "deberta_v1": deberta_v1, "qwen": qwen, "bert": bert,
