@@ -44,14 +44,19 @@ def _before(proto, tokenizer: Tokenizer):
         steps += fast_rules.characters()
     elif rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    ends = r"\A | \z"
+    plain = rules.remove_extra_whitespaces and not _defined(proto) and not any(
+        SPACE_MARK in piece.piece[1:] for piece in proto.pieces)
+    scheme = ("first" if tokenizer.normalizes_itself else "always") if rules.add_dummy_prefix \
+        else "never"
+    if plain and scheme == "first":  # a space at the front of what follows a special token counts
+        ends = r" \z"
     if rules.remove_extra_whitespaces and tokenizer.normalizes_itself:
         steps += [normalizers.Replace(Regex(f"[ {SPACE_MARK}]+"), " "),
-                  normalizers.Replace(Regex(r"\A | \z"), "")]  # Strip takes all white space
+                  normalizers.Replace(Regex(ends), "")]  # Strip takes all white space
     elif rules.remove_extra_whitespaces:
         steps += fast_rules.single_spaces()
-    within = any(SPACE_MARK in piece.piece[1:] for piece in proto.pieces)
-    if rules.remove_extra_whitespaces and not within and not _defined(proto):
-        scheme = "always" if rules.add_dummy_prefix else "never"
+    if plain:
         return (normalizers.Sequence(steps),
                 pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme))
     # Metaspace puts no mark before a text that has one, and cuts at each: here both would be wrong.
