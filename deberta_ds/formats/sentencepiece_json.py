@@ -13,7 +13,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import SPACE_MARK, Tokenizer
 from deberta_ds.tokenizer.files import SPM
 from deberta_ds.tokenizer.publish import framing
-from deberta_ds.tokenizer.spm import RULES_NAME, model_proto
+from deberta_ds.tokenizer.spm import RULES_NAME, model_proto, with_control_roles
 
 
 def build_tokenizer_json(tokenizer: Tokenizer) -> str:
@@ -22,6 +22,8 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
 
     path = tokenizer.files[SPM]
     proto = model_proto(path.read_bytes(), path)
+    if tokenizer.mask_id < len(proto.pieces):  # else [MASK] follows them, and the roles are fixed
+        with_control_roles(proto)
     fast = tokenizers.Tokenizer(_model(proto, tokenizer))
     fast.normalizer, fast.pre_tokenizer = _before(proto, tokenizer)
     fast.decoder = fast_rules.decoder()

@@ -55,7 +55,7 @@ class SentencePieceEngine:
                 rules.precompiled_charsmap and rules.name != RULES_NAME)
             self._starts_word = piece_starts_word
         else:
-            processor = _load(_with_control_roles(proto), path)
+            processor = _load(with_control_roles(proto).SerializeToString(), path)
             self.roles = _roles(processor, path)
             self.normalizes_itself = True
             self._starts_word = metaspace_starts_word
@@ -133,13 +133,13 @@ def _check_words(proto, path: Path) -> None:
                         "use a model that marks their starts")
 
 
-def _with_control_roles(proto) -> bytes:
-    """Return the model with its special tokens as control pieces: text never gives their ids."""
+def with_control_roles(proto):
+    """Make a model's special tokens control pieces, whose ids text never gives, and return it."""
     names = {name for role in USUAL_NAMES if role != "unk" for name in USUAL_NAMES[role]}
     for piece in proto.pieces:
         if piece.piece in names and piece.type == piece.USER_DEFINED:
             piece.type = piece.CONTROL
-    return proto.SerializeToString(deterministic=True)
+    return proto
 
 
 def with_special_tokens(path: Path) -> tuple[bytes, list[str]]:
@@ -150,7 +150,7 @@ def with_special_tokens(path: Path) -> tuple[bytes, list[str]]:
     if tuple(known[:4]) == SPECIAL_PIECES:
         return data, []
     proto = model_proto(data, path)
-    roles, _, _ = _look_up(_load(_with_control_roles(proto), path))
+    roles, _, _ = _look_up(_load(with_control_roles(proto).SerializeToString(), path))
     angled = any(name.startswith("<") for name in known[:4])
     names = [USUAL_NAMES[role][angled] for role, number in roles.items() if number is None]
     for name in names:
