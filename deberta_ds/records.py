@@ -5,7 +5,6 @@ holds what an unbroken run would have written, plus the event lines, which are t
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,11 @@ def truncate(path: Path, step: int) -> None:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with null for what is not finite."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return the record with null for what is not finite, or is too large to be added up.
+
+    The perplexity of a run that diverges is.
+    """
+    return {key: None if isinstance(value, float) and not abs(value) < _LARGEST else value
             for key, value in record.items()}
 
 

@@ -1,6 +1,7 @@
 """metrics.jsonl: what is read, what is refused by name, and what a failed write leaves."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -41,6 +42,15 @@ def test_a_bad_line_is_named(tmp_path, line, rule):
     with pytest.raises(UserError, match="metrics.jsonl, line 2") as error:
         read_metrics(path)
     assert rule in str(error.value) and len(str(error.value)) < 400 + len(str(path))
+
+
+def test_the_perplexity_of_a_diverged_run_does_not_end_it(tmp_path):
+    """A loss of 700 has a perplexity of 1e304, which the file refused: the run stopped with it."""
+    path = tmp_path / "metrics.jsonl"
+    record = {"kind": "eval", "step": 3, "loss": 700.0, "perplexity": math.exp(700.0),
+              "grad_norm": math.nan, "gain": -math.inf, "count": 10**12}
+    records.append(path, record)
+    assert read_metrics(path) == [record | dict.fromkeys(("perplexity", "grad_norm", "gain"))]
 
 
 FULL_DISK = """

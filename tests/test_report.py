@@ -170,6 +170,12 @@ def test_finished_is_not_green_when_nothing_was_learned(tmp_path):
     assert "Finished, partly at its baselines" in page.text and 'class="down"' in text
 
 
+def test_a_line_of_one_point_is_seen():
+    for style in ("trend", "plain", "dots"):
+        drawing = draw(Chart("x", "x", "", "number", [Series("x", [(1, 2.0)], "main", style)]))
+        assert "dots" in [stroke.kind for stroke in drawing.strokes]
+
+
 def test_noise_below_chance_is_neither_red_nor_held_against_a_run(tmp_path):
     """44.9 % of 200 minimal pairs made a run that had learned amber."""
     records = make_records()

@@ -22,6 +22,7 @@ from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
+from deberta_ds.numbers import format_value
 from deberta_ds.objectives.base import (
     Forward,
     Metric,
@@ -50,7 +51,7 @@ DETECTION_METRICS = (
            "Share of all tokens that are told right.", "share", "discriminator",
            ("class prior", lambda r: r["prior_accuracy"])),
     Metric("roc_auc", "ROC-AUC", "Chance that a replaced token scores above an original one.",
-           "number", "discriminator", ("chance", lambda r: 0.5), in_tile=True),
+           "number", "discriminator", ("chance", lambda r: 0.5), in_tile=True, noise=0.03),
     Metric("average_precision", "Average precision",
            "Area under the precision-recall curve of the replaced tokens.", "number",
            "discriminator", ("chance", lambda r: 1 - r["prior_accuracy"])),
@@ -244,7 +245,7 @@ def headline(scores: Numbers) -> str:
     gain, area = scores.get("discriminator_gain"), scores.get("roc_auc")
     if gain is not None:
         verb = "beats" if gain > 0 else "does not yet beat"
-        text += f" The discriminator {verb} its class prior ({gain:+.4f} nats)"
+        text += f" The discriminator {verb} its class prior ({format_value(gain, 'gain')} nats)"
         text += f"; its ROC-AUC is {area:.3f}." if area is not None else "."
     return text.strip()
 

@@ -168,7 +168,7 @@ def _strokes(line: Series, x_of: Callable, y_of: Callable) -> list[Stroke]:
 
     if line.style == "baseline":
         return [Stroke("base", line.color, path(line.points))]
-    if line.style == "dots":
+    if line.style == "dots" or len(line.points) == 1:  # a line of one point is not seen
         dots = "".join(f"M{x_of(x)} {y_of(y)}h0" for x, y in line.points)
         return [Stroke("line", line.color, path(line.points)), Stroke("dots", line.color, dots)]
     thin, trend, band = summarize(line.points)
