@@ -89,6 +89,11 @@ def test_one_tokenizer_has_one_checksum_however_its_files_spell_it(tmp_path):
     assert Tokenizer(tmp_path / "other").sha256 != wanted
 
 
+def test_the_library_still_has_the_cache_of_words_that_is_made_larger():
+    """A tenth of the tokenize stage's time; its name begins with an underscore."""
+    assert hasattr(Tokenizer(directory_of("roberta"))._engine._fast.model, "_resize_cache")
+
+
 def test_vocabulary_files_by_their_own_names():
     directory = directory_of("deberta_v1")
     wanted = Tokenizer(directory)

@@ -33,6 +33,9 @@ from deberta_ds.tokenizer.words import (
 # Workers are processes here; threads inside each would share the same cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _LARGEST = 1 << 24  # ids; a damaged file must not take all memory
+# Words whose pieces BPE and Unigram keep. The library's own 10,000 are full after a megabyte of
+# text and stay; with these it takes 0.9 of the time on novels, and at most some 30 MB.
+_WORDS_KEPT = 1 << 17
 
 
 class FastEngine:
@@ -198,6 +201,8 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
                             "tokens follow those of the vocabulary without a hole; save it again "
                             "with the library that made it")
     fast.encode_special_tokens = True  # their names in a document are ordinary text
+    if hasattr(fast.model, "_resize_cache"):  # WordPiece has none
+        fast.model._resize_cache(_WORDS_KEPT)
     return fast
 
 

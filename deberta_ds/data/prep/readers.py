@@ -186,8 +186,7 @@ def _json_document(
         line = line.removeprefix(codecs.BOM_UTF8)
     if not problem:
         try:
-            record = _parse(line) if line.strip() else _EMPTY
-            text, problem, label, name = _fields(record, label, options)
+            text, problem, label, name = _fields(_parse(line), label, options)
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
         except (ValueError, RecursionError) as error:
@@ -199,6 +198,8 @@ def _parse(line: bytes):
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
+        if not line.strip():
+            return _EMPTY
         return json.loads(line.decode())  # knows NaN, which Python writes, and names the fault
 
 
