@@ -26,6 +26,7 @@ from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.prep.train_fast import train_fast
 from deberta_ds.data.prep.train_spm import train_tokenizer
 from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
@@ -44,13 +45,15 @@ MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size
 
 
 def split_text(source: Path, scratch: Path, sample_bytes: int, learn_bytes: int) -> list[Path]:
-    """Write three directories of text, each evenly from all files: the sample for tokenizers, its
-    front for the masked LM, and, from behind the sample, a tenth as much that neither has seen.
+    """Write four directories of text, each evenly from all files: the sample for tokenizers, its
+    front for the masked LM, a tenth as much from behind the sample, which neither has seen, and
+    behind that as much as the sample, for a tokenizer of which it does not give enough pieces.
     """
     files = sorted(source.rglob("*.txt"))
     sample, learn = sample_bytes // len(files), learn_bytes // len(files)
     held_out = learn // 10
-    spans = {"sample": (0, sample), "learn": (0, learn), "heldout": (sample, sample + held_out)}
+    spans = {"sample": (0, sample), "learn": (0, learn), "heldout": (sample, sample + held_out),
+             "more": (sample + held_out, 2 * sample + held_out)}
     for path in files:
         text = path.read_text(encoding="utf-8-sig")
         for name, (begin, end) in spans.items():
@@ -59,16 +62,23 @@ def split_text(source: Path, scratch: Path, sample_bytes: int, learn_bytes: int)
     return [scratch / name for name in spans]
 
 
-def train(kind: str, pieces: int, source: Path, out: Path) -> Tokenizer:
-    """Return the tokenizer at `out`, trained if it is not there."""
+def train(kind: str, pieces: int, sources: list[Path], out: Path) -> Tokenizer:
+    """Return the tokenizer at `out`, trained if it is not there: on the first of the sources, or on
+    both if SentencePiece finds too few pieces in it.
+    """
     out = out.with_suffix(".model") if kind == "unigram" else out
     if out.exists():
         return Tokenizer(out)
-    units = plan_units([str(source)], READ, 0)
+    units = plan_units([str(sources[0])], READ, 0)
     recipe = {"pieces": pieces, "sample_bytes": 1 << 40, "read": READ}
-    if kind == "unigram":
+    if kind != "unigram":
+        return train_fast(units, out, kind=kind, **recipe)
+    try:
         return train_tokenizer(units, out, threads=1, **recipe)
-    return train_fast(units, out, kind=kind, **recipe)
+    except UserError as error:
+        print(f"{error}\nfrom twice the sample:", flush=True)
+        units = plan_units([str(source) for source in sources], READ, 0)
+        return train_tokenizer(units, out, threads=1, **recipe)
 
 
 def fertility(tokenizer: Tokenizer, source: Path) -> dict:
@@ -154,14 +164,15 @@ def main() -> None:
     settings = {"sample_bytes": args.sample_bytes, "learn_bytes": args.learn_bytes,
                 "model": MODEL, "seq_len": SEQ_LEN, "rows": ROWS}
     rows = earlier_rows(args.out, settings)
-    sample, text, held_out = split_text(args.text, args.scratch, args.sample_bytes,
-                                        args.learn_bytes)
+    sample, text, held_out, more = split_text(args.text, args.scratch, args.sample_bytes,
+                                              args.learn_bytes)
     for step in ("fertility", "learn"):
         for pieces, kind in itertools.product(args.pieces, args.kinds):
             row = next((row for row in rows if (row["kind"], row["pieces"]) == (kind, pieces)), {})
             if ("fertility" if not row else "learn" if "steps" not in row else "") != step:
                 continue
-            tokenizer = train(kind, pieces, sample, args.scratch / f"{kind}-{pieces}")
+            tokenizer = train(kind, pieces, [sample, more],
+                              args.scratch / f"{kind}-{pieces}")
             if step == "fertility":
                 row |= {"kind": kind, "pieces": pieces} | fertility(tokenizer, held_out)
                 rows.append(row)
