@@ -1,6 +1,6 @@
 """Passes over tensors that torch makes one by one on a CPU, fused in C.
 
-`kernels.c` needs nothing but a C compiler and takes two seconds; the library lies in the user's
+The sources need nothing but a C compiler and take three seconds; the library lies in the user's
 cache under a name made of the source, the compiler's flags and the processor. Where it cannot be
 built, `library()` is None, the log says why once, and callers compute the same with torch.
 """
@@ -21,7 +21,7 @@ import torch
 
 from deberta_ds.errors import UserError
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # NaN and infinity must stay what they are, so -ffast-math is only taken in part.
 _FLAGS = ("-std=c11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno",
           "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast",
@@ -52,7 +52,7 @@ def _build() -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         raise OSError("no C compiler: install gcc, or set CC")
-    made_of = "\0".join([_SOURCE.read_text(), *_FLAGS, compiler, _processor()])
+    made_of = "\0".join([*(path.read_text() for path in _SOURCES), *_FLAGS, compiler, _processor()])
     name = hashlib.sha256(made_of.encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deberta_ds"
     built = cache / f"kernels-{name.hexdigest()[:16]}.so"
@@ -61,7 +61,8 @@ def _build() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         made = Path(scratch) / "kernels.so"
-        done = subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"],
+        sources = [str(path) for path in _SOURCES if path.suffix == ".c"]
+        done = subprocess.run([compiler, *_FLAGS, *sources, "-o", str(made), "-lm"],
                               capture_output=True, text=True, timeout=120)
         if done.returncode:
             raise OSError(f"{compiler}: {done.stderr.strip() or done.returncode}")
@@ -106,10 +107,13 @@ def takes(*tensors: torch.Tensor) -> bool:
             and library() is not None)
 
 
-def over_rows(rows: int, work) -> None:
-    """Call work(first, last, number of the part) for all rows, in as many threads as torch has."""
+def over_rows(rows: int, work, least: int = 64) -> None:
+    """Call work(first, last, number of the part) for all rows, in as many threads as torch has.
+
+    least: rows that are worth a thread.
+    """
     global _pool
-    parts = parts_of(rows)
+    parts = parts_of(rows, least)
     if parts == 1:
         work(0, rows, 0)
         return
@@ -119,9 +123,9 @@ def over_rows(rows: int, work) -> None:
     list(_pool.map(work, edges[:-1], edges[1:], range(parts)))
 
 
-def parts_of(rows: int) -> int:
+def parts_of(rows: int, least: int = 64) -> int:
     """Return how many parts `over_rows` makes of so many rows."""
-    return min(torch.get_num_threads(), max(1, rows // 64))
+    return min(torch.get_num_threads(), max(1, rows // least))
 
 
 def address(tensor: torch.Tensor) -> ctypes.c_void_p:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.cpu import mkl_products
+from deberta_ds.model.attention import native_spans
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
@@ -50,14 +51,12 @@ def tiled_attention(
     spans = cut_into_spans(segments_BL, query_positions_BQ)
     clip = query_positions_BQ is None
     with torch.autocast(q_BHQD.device.type, enabled=False):
+        tensors = [None if x is None else x.to(dtype)
+                   for x in (q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)]
+        if native_spans.fits(spans, *tensors[:3]):
+            return native_spans.attend_in_c(*tensors, geometry, spans, dropout, seed)
         context_BHQD = _TiledAttention.apply(
-            q_BHQD,
-            k_BHLD.to(dtype),
-            v_BHLD.to(dtype),
-            None if pos_key_HSD is None else pos_key_HSD.to(dtype),
-            None if pos_query_HSD is None else pos_query_HSD.to(dtype),
-            _Setting(geometry, spans, clip, dropout, seed),
-        )
+            *tensors, _Setting(geometry, spans, clip, dropout, seed))
     return context_BHQD.transpose(1, 2)
 
 

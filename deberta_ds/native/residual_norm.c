@@ -1,51 +1,12 @@
-/* Passes over tensors that torch makes one by one on a CPU, each in one go.
+/* LayerNorm(dropout(x) + y) and its gradients, each in one go.
  *
  * Rows [first, last) belong to the caller's thread, and every row is computed alike however rows
  * are shared out. Sums over rows go to a buffer of the thread. 16-bit numbers are bfloat16; sums
  * are fp32 throughout. Compiled with free order of additions, but with NaN and infinity kept.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "numbers.h"
 
-#define INLINE static inline __attribute__((always_inline))
 enum { BLOCK = 64 }; /* rows summed before they are added to a larger sum */
-
-/* ------------------------------------------------------------------------------- numbers */
-
-INLINE float of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-INLINE float get(const void *from, long i, int half) {
-    return half ? of_bits((uint32_t)((const uint16_t *)from)[i] << 16) : ((const float *)from)[i];
-}
-
-INLINE float rounded(float value, int half) { /* to the nearest even bfloat16 */
-    if (!half) return value;
-    uint32_t bits = bits_of(value);
-    uint32_t even = (bits + 0x7FFFu + ((bits >> 16) & 1)) & 0xFFFF0000u;
-    return of_bits(value != value ? 0x7FC00000u : even);
-}
-
-INLINE void put(void *to, long i, float value, int half) {
-    if (half)
-        ((uint16_t *)to)[i] = (uint16_t)(bits_of(rounded(value, 1)) >> 16);
-    else
-        ((float *)to)[i] = value;
-}
-
-INLINE const void *row_of(const void *from, long row, long width, int half) {
-    return (const char *)from + row * width * (half ? 2 : 4);
-}
 
 /* Dropout keeps element i where its word reaches the threshold: as deberta_ds/model/dropout.py. */
 typedef struct {
@@ -60,8 +21,6 @@ INLINE float kept(Dropout d, uint32_t i) {
     word ^= word >> 15;
     return word >= d.threshold ? d.scale : 0.0f;
 }
-
-/* ------------------------------------------------------------- LayerNorm(dropout(x) + y) */
 
 INLINE void norm_row(const void *x, const void *y, const float *weight, const float *bias,
                      void *sum, void *out, float *statistics, long row, long width, float epsilon,

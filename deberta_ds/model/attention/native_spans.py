@@ -1,0 +1,193 @@
+"""Attention of short spans in bf16 on a CPU with AMX, in C: `deberta_ds/native/attention.c`.
+
+torch's operators would pass over a tile of scores some twenty-five times each way and copy every
+operand of a product; here a strip of scores stays in the nearest cache from its products to the
+context, in fp32 until it is probabilities.
+
+Shape legend: B batch, H heads, L length, D head size, S slots of the relative table, C rows of an
+expanded table: row c serves the pair of row x and column y with y - x = c - (C / 2 - 1), rows being
+queries for the content-to-position term and keys for the other. U units of work.
+"""
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deberta_ds import native
+from deberta_ds.model.attention.dropout import drop_threshold, dropout_words
+from deberta_ds.model.attention.geometry import Geometry
+from deberta_ds.model.attention.reference import score_scale
+from deberta_ds.model.attention.spans import KeySpan
+
+LONGEST = 512  # keys of a span: the probabilities are kept for backward
+_STRIP = 32  # rows and inner sizes are padded to
+_UNITS = 24  # at least so many of work, so that a table's gradient is the same from any threads
+
+_Strides = ctypes.c_int64 * 3
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [("first_row", ctypes.c_int64), ("last_row", ctypes.c_int64),
+                ("start", ctypes.c_int64), ("keys", ctypes.c_int64),
+                ("forbidden", ctypes.c_void_p), ("masks", ctypes.c_int64),
+                ("kept", ctypes.c_int64)]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value")]
+    _fields_ += [(f"{name}_strides", _Strides) for name in ("query", "key", "value")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("to_key", "to_query")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("rows", "heads", "size", "longest")]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("query_words", "key_words")]
+    _fields_ += [("tokens", ctypes.c_int64), ("threshold", ctypes.c_int32),
+                 ("scale", ctypes.c_float), ("grown", ctypes.c_float)]
+
+
+class _Gradients(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_void_p), ("out_strides", _Strides)]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("query", "key", "value", "to_key",
+                                                      "to_query")]
+
+
+def fits(spans: list[KeySpan], *tensors: Tensor) -> bool:
+    """Return whether the kernels can work on these spans of queries, keys and values."""
+    whole = all(span.queries_X is None and span.stop - span.start <= LONGEST for span in spans)
+    half = all(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    return whole and half and native.takes(*tensors) and _can_attend()
+
+
+@lru_cache
+def _can_attend() -> bool:
+    """Return whether the processor has AMX, and the system lets this process use it."""
+    return bool(native.library().can_attend())
+
+
+def attend_in_c(
+    q_BHLD: Tensor,
+    k_BHLD: Tensor,
+    v_BHLD: Tensor,
+    pos_key_HSD: Tensor | None,
+    pos_query_HSD: Tensor | None,
+    geometry: Geometry,
+    spans: list[KeySpan],
+    dropout: float,
+    seed: int | None,
+) -> Tensor:
+    """Return the context [B,L,H,D]; queries of no span are 0."""
+    return _NativeAttention.apply(q_BHLD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, geometry,
+                                  spans, dropout, seed)
+
+
+class _Call:
+    """One call's arguments as C takes them, and the tensors that they point into."""
+
+    def __init__(self, q, k, v, pos_key, pos_query, geometry, spans, dropout, seed):
+        batch, self.heads, length, self.size = q.shape
+        longest = max((span.stop - span.start for span in spans), default=1)
+        self.longest = -(-longest // _STRIP) * _STRIP
+        self.chunks = min(batch, -(-_UNITS // self.heads))
+        self.units = self.heads * self.chunks
+        self.scale = score_scale(self.size, pos_key, pos_query)
+        offsets_C = torch.arange(2 * self.longest) - (self.longest - 1)
+        self.slots = [geometry.slots(offsets_C.neg()), geometry.slots(offsets_C)]
+        tables = [None if table is None else
+                  table.index_select(1, slots).mul_(self.scale)
+                  for table, slots in zip((pos_key, pos_query), self.slots, strict=True)]
+        words = (None, None)
+        if dropout > 0:
+            words = dropout_words(seed, batch, self.heads, length, length, q.device)
+        flat = [_flat(x) for x in (q, k, v)]
+        self._alive = [*flat, *tables, *words]
+        self.problem = _Problem(
+            *map(_address, flat), *(_Strides(*x.stride()[:3]) for x in flat),
+            *map(_address, tables), batch, self.heads, self.size, self.longest,
+            *map(_address, words), length, drop_threshold(dropout), self.scale,
+            1 / (1 - dropout))
+        self.spans, self.kept = (_Span * len(spans))(), 0
+        for number, span in enumerate(spans):
+            self.spans[number] = self._span(span)
+
+    def _span(self, span: KeySpan) -> _Span:
+        forbidden, masks, keys = None, 0, span.stop - span.start
+        if span.allowed_RXY is not None:
+            forbidden, masks = ~span.allowed_RXY, len(span.allowed_RXY)
+            forbidden = forbidden.contiguous()
+            self._alive.append(forbidden)
+        before = self.kept
+        self.kept += (span.rows.stop - span.rows.start) * self.heads * keys * keys
+        return _Span(span.rows.start, span.rows.stop, span.start, keys, _address(forbidden), masks,
+                     before)
+
+    def run(self, name: str, *arguments) -> None:
+        """Call a kernel for all units of work, in as many threads as torch has."""
+        kernel, failed = getattr(native.library(), name), []
+        problem, count = ctypes.byref(self.problem), ctypes.c_long(len(self.spans))
+
+        def work(first: int, last: int, _part: int) -> None:
+            failed.append(kernel(ctypes.c_long(first), ctypes.c_long(last), problem, self.spans,
+                                 count, ctypes.c_long(self.chunks), *arguments))
+
+        native.over_rows(self.units, work, least=1)
+        if any(failed):
+            raise MemoryError("no memory for a thread's strips of attention scores")
+
+    def covers_all(self) -> bool:
+        """Return whether the spans hold every token."""
+        held = sum((span.last_row - span.first_row) * span.keys for span in self.spans)
+        return held == self.problem.rows * self.problem.tokens
+
+    def new_flat(self, like_BHLD: Tensor) -> Tensor:
+        """Return a new [B,L,H,D]; zeros unless the kernels write every element."""
+        batch, heads, length, size = like_BHLD.shape
+        new = torch.empty if self.covers_all() else torch.zeros
+        return new(batch, length, heads, size, dtype=like_BHLD.dtype)
+
+    def table_gradient(self, side: int, sum_UDC: Tensor | None, like_HSD: Tensor) -> Tensor | None:
+        """Return the gradient [H,S,D] of a relative table from the units' sums."""
+        if sum_UDC is None:
+            return None
+        sum_HDC = sum_UDC.unflatten(0, (self.heads, self.chunks)).sum(1)[:, :self.size]
+        grad_HSD = like_HSD.new_zeros(like_HSD.shape, dtype=torch.float32)
+        grad_HSD.index_add_(1, self.slots[side], sum_HDC.transpose(1, 2).mul(self.scale))
+        return grad_HSD.to(like_HSD.dtype)
+
+
+class _NativeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        leaves, rest = arguments[:5], arguments[5:]
+        call = _Call(*arguments)
+        context_BLHD = call.new_flat(leaves[0])
+        probs = leaves[0].new_empty(call.kept) if any(ctx.needs_input_grad) else None
+        call.run("attend_forward", native.address(context_BLHD),
+                 None if probs is None else native.address(probs))
+        ctx.save_for_backward(*leaves, probs)
+        ctx.rest = rest
+        return context_BLHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BLHD):
+        *leaves, probs = ctx.saved_tensors
+        call = _Call(*leaves, *ctx.rest)
+        grad_BHLD = _flat(grad_BLHD.to(leaves[0].dtype).transpose(1, 2))
+        grads = [call.new_flat(x) for x in leaves[:3]]
+        width = -(-call.size // _STRIP) * _STRIP
+        sums = [None if table is None else torch.zeros(call.units, width, 2 * call.longest)
+                for table in leaves[3:]]
+        places = _Gradients(_address(grad_BHLD), _Strides(*grad_BHLD.stride()[:3]),
+                            *map(_address, (*grads, *sums)))
+        call.run("attend_backward", ctypes.byref(places), native.address(probs))
+        tables = [call.table_gradient(side, sums[side], leaves[3 + side]) for side in (0, 1)]
+        return (*(x.transpose(1, 2) for x in grads), *tables, None, None, None, None)
+
+
+def _flat(tensor_BHLD: Tensor) -> Tensor:
+    return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

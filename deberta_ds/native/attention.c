@@ -1,0 +1,234 @@
+/* Disentangled attention over spans of up to 512 tokens, a batch row and head at a time: both
+ * position terms, mask, softmax, dropout and context while a strip of scores is in the cache.
+ */
+#define _GNU_SOURCE /* syscall */
+#ifdef __AMX_BF16__
+#include "attention.h"
+
+/* -------------------------------------------------------------------------------- softmax */
+
+INLINE float exponential(float x) { /* of x <= 0, to 2e-7 */
+    float whole = rintf(x * 1.44269504f);
+    float part = fmaf(x, 1.92596299e-8f, fmaf(x, 1.44269502f, -whole)); /* of log2(e) x */
+    float power = 1.52527338e-5f;                                       /* 2^part by Taylor */
+    power = fmaf(power, part, 1.54035304e-4f);
+    power = fmaf(power, part, 1.33335581e-3f);
+    power = fmaf(power, part, 9.61812911e-3f);
+    power = fmaf(power, part, 5.55041087e-2f);
+    power = fmaf(power, part, 2.40226507e-1f);
+    power = fmaf(power, part, 6.93147181e-1f);
+    power = fmaf(power, part, 1.0f);
+    float value = power * of_bits((uint32_t)((int32_t)whole + 127) << 23);
+    return x < -87.0f ? 0.0f : value;
+}
+
+INLINE float largest(const float *row, long count) { /* of those that are numbers */
+    Lanes tops;
+    float top = -INFINITY;
+    long y = 0;
+    for (int lane = 0; lane < LANES; lane++) tops[lane] = -INFINITY;
+    for (; y + LANES <= count; y += LANES) {
+        Lanes here;
+        memcpy(&here, row + y, sizeof here);
+        Order more = here > tops;
+        tops = (Lanes)((more & (Order)here) | (~more & (Order)tops));
+    }
+    for (; y < count; y++) top = row[y] > top ? row[y] : top;
+    for (int lane = 0; lane < LANES; lane++) top = tops[lane] > top ? tops[lane] : top;
+    return top;
+}
+
+INLINE void softmax(float *row, long keys, int masked) {
+    float top = largest(row, keys), total = 0;
+    if (masked && top == -INFINITY) { /* a query without keys is 0; NaN stays */
+        for (long y = 0; y < keys; y++) row[y] = row[y] != row[y] ? row[y] : 0.0f;
+        return;
+    }
+    for (long y = 0; y < keys; y++) {
+        row[y] = exponential(row[y] - top);
+        total += row[y];
+    }
+    float share = 1 / total;
+    for (long y = 0; y < keys; y++) row[y] *= share;
+}
+
+/* Whether a pair is dropped: as deberta_ds/model/attention/dropout.py, its shifts arithmetic. */
+INLINE uint32_t is_dropped(int32_t query_word, int32_t key_word, int32_t threshold) {
+    int32_t word = (int32_t)((uint32_t)query_word + (uint32_t)key_word);
+    word = (int32_t)((uint32_t)(word ^ word >> 15) * 0x21F0AAADu);
+    word = (int32_t)((uint32_t)(word ^ word >> 13) * 0xD35A2D97u);
+    return word < threshold;
+}
+
+/* --------------------------------------------------------------------------------- a plane */
+
+typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
+    uint16_t *left, *turned;                 /* to make the others from */
+    uint16_t *queries, *keys, *keys_right;   /* [N, D], [N, D], [D, W] */
+    uint16_t *values_right;                  /* [N, D] */
+    uint16_t *to_key_right, *to_query_right; /* [D, N + W] */
+    uint16_t *kept;                          /* [STRIP, W] */
+    float *to_query, *scores, *to_key, *out; /* [N, W], [STRIP, W], [STRIP, W], [STRIP, D] */
+} Plane;
+
+static Plane lay_out(Room *room, long keys, long size) {
+    long wide = keys + STRIP, operand = wide * size * 2;
+    return (Plane){.left = take(room, 2 * operand),
+                   .turned = take(room, 2 * operand),
+                   .queries = take(room, operand),
+                   .keys = take(room, operand),
+                   .keys_right = take(room, operand),
+                   .values_right = take(room, operand),
+                   .to_key_right = take(room, 2 * operand),
+                   .to_query_right = take(room, 2 * operand),
+                   .kept = take(room, STRIP * wide * 2),
+                   .to_query = take(room, keys * wide * 4),
+                   .scores = take(room, STRIP * wide * 4),
+                   .to_key = take(room, STRIP * wide * 4),
+                   .out = take(room, STRIP * size * 4)};
+}
+
+static void take_tables(Plane *p, const Problem *problem, const Span *span, long head) {
+    long rows = 2 * padded(span->keys), size = problem->size;
+    const uint16_t *tables[] = {problem->to_key, problem->to_query};
+    uint16_t *right[] = {p->to_key_right, p->to_query_right};
+    for (int side = 0; side < 2; side++)
+        if (tables[side]) {
+            copy_left(p->left, table_of(tables[side], problem, span, head), size, rows, size);
+            transpose(p->turned, rows, p->left, rows, padded(size));
+            pair_rows(right[side], rows + STRIP, p->turned, rows, padded(size), rows);
+        }
+}
+
+static void take_row(Plane *p, const Problem *problem, const Span *span, long row, long head) {
+    long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
+    copy_left(p->queries, plane_of(problem->query, problem->query_strides, row, head, span->start),
+              problem->query_strides[2], span->keys, problem->size);
+    copy_left(p->keys, plane_of(problem->key, problem->key_strides, row, head, span->start),
+              problem->key_strides[2], span->keys, problem->size);
+    copy_left(p->left, plane_of(problem->value, problem->value_strides, row, head, span->start),
+              problem->value_strides[2], span->keys, problem->size);
+    pair_rows(p->values_right, size, p->left, size, keys, size);
+    transpose(p->turned, keys, p->keys, keys, size);
+    pair_rows(p->keys_right, wide, p->turned, keys, size, keys);
+    for (long y = 0; problem->to_query && y < keys; y += STRIP)
+        multiply(p->to_query + y * wide, wide, p->keys + y * size, size,
+                 p->to_query_right + 2 * (keys - STRIP - y), keys + wide, STRIP, wide, size, 0);
+}
+
+INLINE void add_turned(float *scores, const float *to_query, long first, long keys) {
+    long wide = keys + STRIP;
+    for (long y = 0; y < keys; y += LANES)
+        for (long x = 0; x < STRIP; x += LANES) {
+            float block[LANES][LANES];
+            for (long j = 0; j < LANES; j++)
+                memcpy(block[j], to_query + (y + j) * wide + skewed(first + x, (y + j) % STRIP),
+                       sizeof block[j]);
+            turn(block);
+            for (long i = 0; i < LANES; i++)
+                for (long j = 0; j < LANES; j++) scores[(x + i) * wide + y + j] += block[i][j];
+        }
+}
+
+static void add_scores(Plane *p, const Problem *problem, const Span *span, long first) {
+    long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
+    const uint16_t *queries = p->queries + first * size;
+    multiply(p->scores, wide, queries, size, p->keys_right, wide, STRIP, keys, size, 0);
+    if (problem->to_key)
+        multiply(p->to_key, wide, queries, size, p->to_key_right + 2 * (keys - STRIP - first),
+                 keys + wide, STRIP, wide, size, 0);
+    for (long i = 0; i < STRIP; i++) {
+        float *restrict scores = p->scores + i * wide;
+        const float *restrict term = p->to_key + i * wide + skewed(0, i);
+        if (problem->to_key)
+            for (long y = 0; y < keys; y++) scores[y] = scores[y] * problem->scale + term[y];
+        else
+            for (long y = 0; y < keys; y++) scores[y] *= problem->scale;
+    }
+    if (problem->to_query) add_turned(p->scores, p->to_query, first, keys);
+}
+
+/* Fill p->kept with a strip's kept probabilities, and the caller's, if there are, with all of them:
+ * dropped ones carry a minus sign. */
+static void strip_probabilities(Plane *p, const Problem *problem, const Span *span, long row,
+                                long head, long first, uint16_t *probs) {
+    long count = span->keys, wide = padded(count) + STRIP, rows = least(STRIP, count - first);
+    const uint8_t *hidden = span->forbidden;
+    if (hidden && span->masks > 1) hidden += (row - span->first_row) * count * count;
+    long words = (row * problem->heads + head) * problem->tokens + span->start;
+    add_scores(p, problem, span, first);
+    if (rows < STRIP || count % STRIP) memset(p->kept, 0, STRIP * wide * 2);
+    for (long i = 0; i < rows; i++) {
+        float *restrict scores = p->scores + i * wide;
+        uint16_t *restrict kept = p->kept + i * wide;
+        if (hidden)
+            for (long y = 0; y < count; y++)
+                scores[y] = hidden[(first + i) * count + y] ? -INFINITY : scores[y];
+        softmax(scores, count, hidden != 0);
+        if (problem->query_words) {
+            int32_t word = problem->query_words[words + first + i];
+            const int32_t *restrict key_words = problem->key_words + words;
+            for (long y = 0; y < count; y++) {
+                uint32_t dropped = is_dropped(word, key_words[y], problem->threshold);
+                set(kept, y, dropped ? 0.0f : scores[y]);
+                scores[y] = of_bits(bits_of(scores[y]) | dropped << 31);
+            }
+            if (probs) {
+                uint16_t *restrict all = probs + (first + i) * count;
+                for (long y = 0; y < count; y++) set(all, y, scores[y]);
+            }
+        } else {
+            for (long y = 0; y < count; y++) set(kept, y, scores[y]);
+            if (probs) memcpy(probs + (first + i) * count, kept, count * 2);
+        }
+    }
+}
+
+static void forward(const Problem *problem, const Span *span, long row, long head,
+                    uint16_t *context, uint16_t *probs, Plane *p) {
+    long count = span->keys, keys = padded(count), size = problem->size, wide = padded(size);
+    take_row(p, problem, span, row, head);
+    for (long x = 0; x < count; x += STRIP) {
+        strip_probabilities(p, problem, span, row, head, x, probs);
+        multiply(p->out, wide, p->kept, keys + STRIP, p->values_right, wide, STRIP, wide, keys, 0);
+        for (long i = 0; i < least(STRIP, count - x); i++) {
+            long token = row * problem->tokens + span->start + x + i;
+            uint16_t *restrict to = context + (token * problem->heads + head) * size;
+            for (long d = 0; d < size; d++) set(to, d, p->out[i * wide + d] * problem->grown);
+        }
+    }
+}
+
+/* Run units [first, last) of heads x chunks, chunk c being rows [rows c / chunks, ...). Writes
+ * context [rows, tokens, heads, size] and, if asked for, all probabilities. Returns 0, or 1 where
+ * there was no memory. */
+int attend_forward(long first, long last, const Problem *problem, const Span *spans,
+                   long num_spans, long chunks, uint16_t *context, uint16_t *probs) {
+    Room room;
+    if (!make_room(&room, problem)) return 1;
+    char *memory = room.next;
+    begin_products();
+    for (long unit = first; unit < last; unit++)
+        for (const Span *span = spans; span < spans + num_spans; span++) {
+            long head = unit / chunks, row = first_row_of(problem, span, unit % chunks, chunks);
+            long stop = last_row_of(problem, span, unit % chunks, chunks);
+            if (row >= stop) continue;
+            room.next = memory;
+            Plane plane = lay_out(&room, padded(span->keys), padded(problem->size));
+            take_tables(&plane, problem, span, head);
+            for (; row < stop; row++)
+                forward(problem, span, row, head, context,
+                        probs ? probs + probs_of(problem, span, row, head) : 0, &plane);
+        }
+    _tile_release();
+    free(memory);
+    return 0;
+}
+
+/* Whether the processor has what these kernels need, and the system lets this process use it. */
+int can_attend(void) {
+    return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* AMX's tiles */);
+}
+#else
+int can_attend(void) { return 0; }
+#endif

@@ -1,0 +1,225 @@
+/* The backward pass of attention.c, a batch row and head at a time. */
+#ifdef __AMX_BF16__
+#include "attention.h"
+
+typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
+    uint16_t *left, *turned;                                  /* to make the others from */
+    uint16_t *out_grad, *queries, *keys;                      /* [N, D] */
+    uint16_t *out_grad_turned, *queries_turned, *keys_turned; /* [D, W] */
+    uint16_t *values_right, *keys_right;                      /* [D, W], [N, D] */
+    uint16_t *to_key_right, *to_query_right;                  /* [2 N, D] */
+    uint16_t *to_key, *to_query; /* [STRIP, W], [N, W]: skewed gradients */
+    uint16_t *kept, *paired;     /* [STRIP, W], and what is on the right of a product */
+    float *scores, *out;         /* [STRIP, W], [STRIP, D] */
+    float *keys_grad, *values_grad, *grad_left; /* [D, W], [D, W], [N, D] */
+} Plane;
+
+static Plane lay_out(Room *room, long keys, long size) {
+    long wide = keys + STRIP, operand = wide * size * 2;
+    return (Plane){.left = take(room, 2 * operand),
+                   .turned = take(room, operand),
+                   .out_grad = take(room, operand),
+                   .queries = take(room, operand),
+                   .keys = take(room, operand),
+                   .out_grad_turned = take(room, operand),
+                   .queries_turned = take(room, operand),
+                   .keys_turned = take(room, operand),
+                   .values_right = take(room, operand),
+                   .keys_right = take(room, operand),
+                   .to_key_right = take(room, 2 * operand),
+                   .to_query_right = take(room, 2 * operand),
+                   .to_key = take(room, STRIP * wide * 2),
+                   .to_query = take(room, keys * wide * 2),
+                   .kept = take(room, STRIP * wide * 2),
+                   .paired = take(room, STRIP * wide * 2),
+                   .scores = take(room, STRIP * wide * 4),
+                   .out = take(room, STRIP * size * 4),
+                   .keys_grad = take(room, 2 * operand),
+                   .values_grad = take(room, 2 * operand),
+                   .grad_left = take(room, 2 * operand)};
+}
+
+static void take_tables(Plane *p, const Problem *problem, const Span *span, long head) {
+    long rows = 2 * padded(span->keys), size = problem->size;
+    const uint16_t *tables[] = {problem->to_key, problem->to_query};
+    uint16_t *right[] = {p->to_key_right, p->to_query_right};
+    for (int side = 0; side < 2; side++)
+        if (tables[side]) {
+            copy_left(p->left, table_of(tables[side], problem, span, head), size, rows, size);
+            pair_rows(right[side], padded(size), p->left, padded(size), rows, padded(size));
+        }
+}
+
+static void take_row(Plane *p, const Problem *problem, const Gradients *grads, const Span *span,
+                     long row, long head) {
+    long count = span->keys, keys = padded(count), size = padded(problem->size);
+    long wide = keys + STRIP;
+    copy_left(p->queries, plane_of(problem->query, problem->query_strides, row, head, span->start),
+              problem->query_strides[2], count, problem->size);
+    copy_left(p->keys, plane_of(problem->key, problem->key_strides, row, head, span->start),
+              problem->key_strides[2], count, problem->size);
+    copy_left(p->out_grad, plane_of(grads->out, grads->out_strides, row, head, span->start),
+              grads->out_strides[2], count, problem->size);
+    copy_left(p->left, plane_of(problem->value, problem->value_strides, row, head, span->start),
+              problem->value_strides[2], count, problem->size);
+    transpose(p->turned, keys, p->left, keys, size);
+    pair_rows(p->values_right, wide, p->turned, keys, size, keys);
+    pair_rows(p->keys_right, size, p->keys, size, keys, size);
+    transpose(p->out_grad_turned, wide, p->out_grad, keys, size);
+    transpose(p->queries_turned, wide, p->queries, keys, size);
+    transpose(p->keys_turned, wide, p->keys, keys, size);
+    memset(p->keys_grad, 0, wide * size * 4);
+    memset(p->values_grad, 0, wide * size * 4);
+    memset(p->to_query, 0, keys * wide * 2);
+}
+
+INLINE void put_turned(uint16_t *to_query, const float *scores, long first, long keys) {
+    long wide = keys + STRIP;
+    for (long y = 0; y < keys; y += LANES)
+        for (long x = 0; x < STRIP; x += LANES) {
+            float block[LANES][LANES];
+            for (long i = 0; i < LANES; i++)
+                memcpy(block[i], scores + (x + i) * wide + y, sizeof block[i]);
+            turn(block);
+            for (long j = 0; j < LANES; j++) {
+                uint16_t *to = to_query + (y + j) * wide + skewed(first + x, (y + j) % STRIP);
+                for (long i = 0; i < LANES; i++) to[i] = (uint16_t)(bits_of(block[j][i]) >> 16);
+            }
+        }
+}
+
+/* Turn the gradient of a strip's kept probabilities, in p->scores, into that of its scores, there
+ * and, skewed, in p->to_key; the kept probabilities go to p->kept. */
+static void strip_gradient(Plane *p, const Span *span, long first, const uint16_t *probs,
+                           float grown) {
+    long count = span->keys, keys = padded(count), wide = keys + STRIP;
+    long rows = least(STRIP, count - first);
+    if (rows < STRIP || count < keys) {
+        memset(p->kept, 0, STRIP * wide * 2);
+        memset(p->scores + rows * wide, 0, (STRIP - rows) * wide * 4);
+    }
+    memset(p->to_key, 0, STRIP * wide * 2);
+    for (long i = 0; i < rows; i++) {
+        float *restrict scores = p->scores + i * wide, along = 0;
+        const uint16_t *restrict marked = probs + (first + i) * count;
+        uint16_t *restrict kept = p->kept + i * wide;
+        uint16_t *restrict to_key = p->to_key + i * wide + skewed(0, i);
+        for (long y = 0; y < count; y++) {
+            float prob = number(marked, y), share = scores[y] * grown;
+            kept[y] = marked[y] >> 15 ? 0 : marked[y];
+            scores[y] = marked[y] >> 15 ? 0.0f : share;
+            along += scores[y] * fabsf(prob);
+        }
+        for (long y = 0; y < count; y++) {
+            scores[y] = rounded(fabsf(number(marked, y)) * (scores[y] - along), 1);
+            to_key[y] = (uint16_t)(bits_of(scores[y]) >> 16);
+        }
+        for (long y = count; y < keys; y++) scores[y] = 0;
+    }
+}
+
+INLINE void scale_all(float *values, long count, float scale) {
+    for (long i = 0; i < count; i++) values[i] *= scale;
+}
+
+/* Transpose [rows, columns] of `width`, numbers of fp32. */
+INLINE void turn_all(float *to, const float *from, long width, long rows, long columns) {
+    for (long row = 0; row < rows; row += LANES)
+        for (long column = 0; column < columns; column += LANES) {
+            float block[LANES][LANES];
+            for (long i = 0; i < LANES; i++)
+                memcpy(block[i], from + (row + i) * width + column, sizeof block[i]);
+            turn(block);
+            for (long j = 0; j < LANES; j++)
+                memcpy(to + (column + j) * rows + row, block[j], sizeof block[j]);
+        }
+}
+
+/* Write rows of [.., size], padded, to one head of [.., tokens, heads, size]. */
+static void write_rows(uint16_t *to, const float *from, const Problem *problem, const Span *span,
+                       long row, long head, long first, long rows, float scale) {
+    long size = problem->size, token = row * problem->tokens + span->start + first;
+    for (long i = 0; i < rows; i++) {
+        uint16_t *restrict place = to + ((token + i) * problem->heads + head) * size;
+        const float *restrict source = from + i * padded(size);
+        for (long d = 0; d < size; d++) set(place, d, source[d] * scale);
+    }
+}
+
+/* Add what a strip of queries gives to its own gradient and to those of keys, values and table. */
+static void strip_products(Plane *p, const Problem *problem, long keys, long x, float *table_grad) {
+    long size = padded(problem->size), wide = keys + STRIP, column = keys - STRIP - x;
+    const uint16_t *unskewed = p->to_key + skewed(0, 0), *queries = p->queries_turned + x;
+    multiply(p->out, size, unskewed, wide - 1, p->keys_right, size, STRIP, size, keys, 0);
+    scale_all(p->out, STRIP * size, problem->scale);
+    if (problem->to_key) {
+        multiply(p->out, size, p->to_key, wide, p->to_key_right + column * size, size, STRIP, size,
+                 wide, 1);
+        pair_rows(p->paired, wide, p->to_key, wide, STRIP, wide);
+        multiply(table_grad + column, 2 * problem->longest, queries, wide, p->paired, wide, size,
+                 wide, STRIP, 1);
+    }
+    pair_rows(p->paired, wide, unskewed, wide - 1, STRIP, keys);
+    multiply(p->keys_grad, wide, queries, wide, p->paired, wide, size, keys, STRIP, 1);
+    pair_rows(p->paired, wide, p->kept, wide, STRIP, keys);
+    multiply(p->values_grad, wide, p->out_grad_turned + x, wide, p->paired, wide, size, keys,
+             STRIP, 1);
+}
+
+static void backward(const Problem *problem, const Gradients *grads, const Span *span, long row,
+                     long head, const uint16_t *probs, float *to_key_grad, float *to_query_grad,
+                     Plane *p) {
+    long count = span->keys, keys = padded(count), size = padded(problem->size);
+    long wide = keys + STRIP, table = 2 * problem->longest, skip = problem->longest - keys;
+    take_row(p, problem, grads, span, row, head);
+    for (long x = 0; x < count; x += STRIP) {
+        multiply(p->scores, wide, p->out_grad + x * size, size, p->values_right, wide, STRIP, keys,
+                 size, 0);
+        strip_gradient(p, span, x, probs, problem->grown);
+        strip_products(p, problem, keys, x, to_key_grad + skip);
+        if (problem->to_query) put_turned(p->to_query, p->scores, x, keys);
+        write_rows(grads->query, p->out, problem, span, row, head, x, least(STRIP, count - x), 1);
+    }
+    scale_all(p->keys_grad, size * wide, problem->scale);
+    turn_all(p->grad_left, p->keys_grad, wide, size, keys);
+    for (long y = 0; problem->to_query && y < keys; y += STRIP) {
+        const uint16_t *strip = p->to_query + y * wide;
+        long column = keys - STRIP - y;
+        multiply(p->grad_left + y * size, size, strip, wide, p->to_query_right + column * size,
+                 size, STRIP, size, wide, 1);
+        pair_rows(p->paired, wide, strip, wide, STRIP, wide);
+        multiply(to_query_grad + skip + column, table, p->keys_turned + y, wide, p->paired, wide,
+                 size, wide, STRIP, 1);
+    }
+    write_rows(grads->key, p->grad_left, problem, span, row, head, 0, count, 1);
+    turn_all(p->grad_left, p->values_grad, wide, size, keys);
+    write_rows(grads->value, p->grad_left, problem, span, row, head, 0, count, problem->grown);
+}
+
+/* The units of `attend_forward`, from what it wrote. Gradients of queries, keys and values are
+ * [rows, tokens, heads, size]; those of the tables are sums, [units, size, 2 longest]. */
+int attend_backward(long first, long last, const Problem *problem, const Span *spans,
+                    long num_spans, long chunks, const Gradients *grads, const uint16_t *probs) {
+    Room room;
+    if (!make_room(&room, problem)) return 1;
+    char *memory = room.next;
+    long table = padded(problem->size) * 2 * problem->longest;
+    begin_products();
+    for (long unit = first; unit < last; unit++)
+        for (const Span *span = spans; span < spans + num_spans; span++) {
+            long head = unit / chunks, row = first_row_of(problem, span, unit % chunks, chunks);
+            long stop = last_row_of(problem, span, unit % chunks, chunks);
+            if (row >= stop) continue;
+            room.next = memory;
+            Plane plane = lay_out(&room, padded(span->keys), padded(problem->size));
+            take_tables(&plane, problem, span, head);
+            for (; row < stop; row++)
+                backward(problem, grads, span, row, head,
+                         probs + probs_of(problem, span, row, head), grads->to_key + unit * table,
+                         grads->to_query + unit * table, &plane);
+        }
+    _tile_release();
+    free(memory);
+    return 0;
+}
+#endif

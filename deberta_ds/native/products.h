@@ -1,0 +1,141 @@
+/* Products of bfloat16 matrices by AMX, in blocks of sixteen, and the layouts that they want.
+ *
+ * A matrix on the left is [rows, inner]; one on the right is [inner / 2, columns, 2], its rows 2 i
+ * and 2 i + 1 side by side. Sums are fp32. Sizes are multiples of 32.
+ */
+#include "numbers.h"
+
+#include <immintrin.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { LANES = 16, STRIP = 32 }; /* numbers of a vector; rows worked on at once */
+
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Order __attribute__((vector_size(4 * LANES)));
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long padded(long count) { return (count + STRIP - 1) / STRIP * STRIP; }
+INLINE float number(const uint16_t *from, long i) { return get(from, i, 1); }
+INLINE void set(uint16_t *to, long i, float value) { put(to, i, value, 1); }
+
+/* out [rows, wide] of `width` (=, or += where `add`) left [rows, inner] of `stride` x right, of
+ * `columns`; four blocks at a time, so that what is loaded serves twice. */
+INLINE void multiply(float *out, long width, const uint16_t *left, long stride,
+                     const uint16_t *right, long columns, long rows, long wide, long inner,
+                     int add) {
+    for (long column = 0; column < wide; column += 2 * LANES)
+        for (long row = 0; row < rows; row += 2 * LANES) {
+            float *upper = out + row * width + column, *lower = upper + LANES * width;
+            const uint16_t *first = left + row * stride, *second = first + LANES * stride;
+            if (add) {
+                _tile_loadd(0, upper, width * 4);
+                _tile_loadd(1, upper + LANES, width * 4);
+                _tile_loadd(2, lower, width * 4);
+                _tile_loadd(3, lower + LANES, width * 4);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (long k = 0; k < inner; k += 32) {
+                const uint16_t *pairs = right + k * columns + column * 2;
+                _tile_loadd(4, first + k, stride * 2);
+                _tile_loadd(6, pairs, columns * 4);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, pairs + 2 * LANES, columns * 4);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, second + k, stride * 2);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, upper, width * 4);
+            _tile_stored(1, upper + LANES, width * 4);
+            _tile_stored(2, lower, width * 4);
+            _tile_stored(3, lower + LANES, width * 4);
+        }
+}
+
+static void begin_products(void) { /* of this thread */
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes_a_row[16];
+        uint8_t rows[16];
+    } tiles = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) tiles.bytes_a_row[tile] = 64, tiles.rows[tile] = 16;
+    _tile_loadconfig(&tiles);
+}
+
+/* --------------------------------------------------------------------------- other layouts */
+
+/* Transpose a block of sixteen by sixteen. */
+#ifdef __clang__ /* it has no shuffle of this form */
+INLINE void turn(float block[LANES][LANES]) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            float other = block[i][j];
+            block[i][j] = block[j][i];
+            block[j][i] = other;
+        }
+}
+#else
+INLINE void exchange(Lanes *rows, int apart, Order first, Order second) {
+    for (int i = 0; i < LANES; i++)
+        if (!(i & apart)) {
+            Lanes a = rows[i], b = rows[i + apart];
+            rows[i] = __builtin_shuffle(a, b, first);
+            rows[i + apart] = __builtin_shuffle(a, b, second);
+        }
+}
+
+INLINE void turn(float block[LANES][LANES]) {
+    Lanes rows[LANES];
+    memcpy(rows, block, sizeof rows);
+    exchange(rows, 1, (Order){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
+             (Order){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
+    exchange(rows, 2, (Order){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
+             (Order){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+    exchange(rows, 4, (Order){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
+             (Order){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
+    exchange(rows, 8, (Order){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
+             (Order){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+    memcpy(block, rows, sizeof rows);
+}
+#endif
+
+/* Copy rows of `columns` numbers, `stride` apart, to a padded matrix on the left. */
+INLINE void copy_left(uint16_t *to, const uint16_t *from, long stride, long rows, long columns) {
+    long wide = padded(columns);
+    for (long row = 0; row < rows; row++) {
+        memcpy(to + row * wide, from + row * stride, columns * 2);
+        if (wide > columns) memset(to + row * wide + columns, 0, (wide - columns) * 2);
+    }
+    memset(to + rows * wide, 0, (padded(rows) - rows) * wide * 2);
+}
+
+/* Make rows of a matrix on the left, `stride` apart, one on the right, of `width` columns. */
+INLINE void pair_rows(uint16_t *to, long width, const uint16_t *left, long stride, long rows,
+                      long columns) {
+    for (long row = 0; row < rows; row += 2) {
+        const uint16_t *even = left + row * stride, *odd = even + stride;
+        uint32_t *pairs = (uint32_t *)(to + row * width);
+        for (long i = 0; i < columns; i++) pairs[i] = even[i] | (uint32_t)odd[i] << 16;
+    }
+}
+
+/* Transpose [rows, columns] on the left to [columns, rows] of `width`. */
+INLINE void transpose(uint16_t *to, long width, const uint16_t *left, long rows, long columns) {
+    for (long row = 0; row < rows; row += LANES)
+        for (long column = 0; column < columns; column += LANES) {
+            float block[LANES][LANES];
+            for (long i = 0; i < LANES; i++)
+                for (long j = 0; j < LANES; j++)
+                    block[i][j] = number(left, (row + i) * columns + column + j);
+            turn(block);
+            for (long j = 0; j < LANES; j++)
+                for (long i = 0; i < LANES; i++)
+                    to[(column + j) * width + row + i] = (uint16_t)(bits_of(block[j][i]) >> 16);
+        }
+}
