@@ -196,9 +196,10 @@ def opens_half_written(out: Path, name: str) -> int:
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    """Return all files but the plan of the job, which names the input paths' digest only."""
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*"))
-            if p.is_file()}
+    """Return all files; a page has the directory's name as its title."""
+    name = directory.name.encode()
+    return {str(p.relative_to(directory)): p.read_bytes().replace(b">" + name, b">DIR")
+            for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 def fill_disk(args) -> dict:
