@@ -37,6 +37,12 @@ CASES = [
     Case(V1, HOLES, dropout=0.1),
     Case(SMALL_BUCKETS, PACKED, dropout=0.5, size=64),  # spans of several lengths
     Case(V3, PACKED[[0, 1, 0, 0, 1, 2, 1]], heads=1),  # more chunks of rows than heads
+    # the decoder's queries, several at one column, more than there are keys, a row without
+    *(Case(V3, ones(2, 129), num_queries=50, terms=terms, dropout=0.1)
+      for terms in ("both", "key", "query", "none")),
+    Case(SMALL_BUCKETS, ones(3, 20), num_queries=70, size=48),
+    Case(V1, PACKED, num_queries=90, dropout=0.3),
+    Case(V3, HOLES, num_queries=7),
 ]
 
 
@@ -55,7 +61,6 @@ def test_is_the_formula_and_no_less_exact_than_torchs_operators(case, calls, mon
 
 
 @pytest.mark.parametrize("case, dtype", [(Case(V3, ones(1, 513)), HALF),
-                                         (Case(V3, ones(1, 40), num_queries=9), HALF),
                                          (Case(V3, ones(1, 40)), torch.float32)], ids=str)
 def test_what_the_kernels_cannot_do_is_left_to_torch(case, dtype, calls):
     run(case, "tiled", dtype)
@@ -96,9 +101,10 @@ def test_what_is_not_finite_is_not_hidden(bad, segments):
     assert out.isnan().sum() == case.size
 
 
-@pytest.mark.parametrize("segments", [ones(5, 70), PACKED])
-def test_any_number_of_threads_gives_the_same(segments, monkeypatch):
-    case, found = Case(V3, segments, dropout=0.2), []
+@pytest.mark.parametrize("segments, num_queries", [(ones(5, 70), None), (PACKED, None),
+                                                   (PACKED, 40)])
+def test_any_number_of_threads_gives_the_same(segments, num_queries, monkeypatch):
+    case, found = Case(V3, segments, dropout=0.2, num_queries=num_queries), []
     for parts in (1, 5):
         monkeypatch.setattr(native, "parts_of", lambda rows, least, parts=parts: parts)
         found.append(run(case, "tiled", HALF))

@@ -71,11 +71,11 @@ typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
     float *to_query, *scores, *to_key, *out; /* [N, W], [STRIP, W], [STRIP, W], [STRIP, D] */
 } Plane;
 
-static Plane lay_out(Room *room, long keys, long size) {
+static Plane lay_out(Room *room, long keys, long queries, long size) {
     long wide = keys + STRIP, operand = wide * size * 2;
     return (Plane){.left = take(room, 2 * operand),
                    .turned = take(room, 2 * operand),
-                   .queries = take(room, operand),
+                   .queries = take(room, queries * size * 2),
                    .keys = take(room, operand),
                    .keys_right = take(room, operand),
                    .values_right = take(room, operand),
@@ -84,7 +84,7 @@ static Plane lay_out(Room *room, long keys, long size) {
                    .kept = take(room, STRIP * wide * 2),
                    .to_query = take(room, keys * wide * 4),
                    .scores = take(room, STRIP * wide * 4),
-                   .to_key = take(room, STRIP * wide * 4),
+                   .to_key = take(room, STRIP * (keys + wide) * 4),
                    .out = take(room, STRIP * size * 4)};
 }
 
@@ -102,8 +102,8 @@ static void take_tables(Plane *p, const Problem *problem, const Span *span, long
 
 static void take_row(Plane *p, const Problem *problem, const Span *span, long row, long head) {
     long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
-    copy_left(p->queries, plane_of(problem->query, problem->query_strides, row, head, span->start),
-              problem->query_strides[2], span->keys, problem->size);
+    copy_queries(p->queries, problem->query, problem->query_strides, span, row, head,
+                 problem->size);
     copy_left(p->keys, plane_of(problem->key, problem->key_strides, row, head, span->start),
               problem->key_strides[2], span->keys, problem->size);
     copy_left(p->left, plane_of(problem->value, problem->value_strides, row, head, span->start),
@@ -130,32 +130,47 @@ INLINE void add_turned(float *scores, const float *to_query, long first, long ke
         }
 }
 
+/* The same for chosen queries. */
+INLINE void add_chosen(float *scores, const float *to_query, const Span *span, long first,
+                       long keys) {
+    long wide = keys + STRIP;
+    for (long i = 0; i < least(STRIP, span->queries - first); i++)
+        for (long y = 0; y < keys; y++)
+            scores[i * wide + y] +=
+                to_query[y * wide + skewed(span->columns[first + i], y % STRIP)];
+}
+
 static void add_scores(Plane *p, const Problem *problem, const Span *span, long first) {
     long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
     const uint16_t *queries = p->queries + first * size;
     multiply(p->scores, wide, queries, size, p->keys_right, wide, STRIP, keys, size, 0);
+    long column = span->columns ? 0 : keys - STRIP - first; /* of the table, to begin with */
+    long used = span->columns ? 2 * keys : wide;
     if (problem->to_key)
-        multiply(p->to_key, wide, queries, size, p->to_key_right + 2 * (keys - STRIP - first),
-                 keys + wide, STRIP, wide, size, 0);
-    for (long i = 0; i < STRIP; i++) {
+        multiply(p->to_key, used, queries, size, p->to_key_right + 2 * column, keys + wide, STRIP,
+                 used, size, 0);
+    for (long i = 0; i < least(STRIP, span->queries - first); i++) {
         float *restrict scores = p->scores + i * wide;
-        const float *restrict term = p->to_key + i * wide + skewed(0, i);
+        const float *restrict term = p->to_key + i * used + first_of_row(span, keys, first, i);
         if (problem->to_key)
             for (long y = 0; y < keys; y++) scores[y] = scores[y] * problem->scale + term[y];
         else
             for (long y = 0; y < keys; y++) scores[y] *= problem->scale;
     }
-    if (problem->to_query) add_turned(p->scores, p->to_query, first, keys);
+    if (problem->to_query && span->columns)
+        add_chosen(p->scores, p->to_query, span, first, keys);
+    else if (problem->to_query)
+        add_turned(p->scores, p->to_query, first, keys);
 }
 
 /* Fill p->kept with a strip's kept probabilities, and the caller's, if there are, with all of them:
  * dropped ones carry a minus sign. */
 static void strip_probabilities(Plane *p, const Problem *problem, const Span *span, long row,
                                 long head, long first, uint16_t *probs) {
-    long count = span->keys, wide = padded(count) + STRIP, rows = least(STRIP, count - first);
+    long count = span->keys, wide = padded(count) + STRIP;
+    long rows = least(STRIP, span->queries - first), plane = row * problem->heads + head;
     const uint8_t *hidden = span->forbidden;
-    if (hidden && span->masks > 1) hidden += (row - span->first_row) * count * count;
-    long words = (row * problem->heads + head) * problem->tokens + span->start;
+    if (hidden && span->masks > 1) hidden += (row - span->first_row) * span->queries * count;
     add_scores(p, problem, span, first);
     if (rows < STRIP || count % STRIP) memset(p->kept, 0, STRIP * wide * 2);
     for (long i = 0; i < rows; i++) {
@@ -166,8 +181,10 @@ static void strip_probabilities(Plane *p, const Problem *problem, const Span *sp
                 scores[y] = hidden[(first + i) * count + y] ? -INFINITY : scores[y];
         softmax(scores, count, hidden != 0);
         if (problem->query_words) {
-            int32_t word = problem->query_words[words + first + i];
-            const int32_t *restrict key_words = problem->key_words + words;
+            long number = plane * problem->query_tokens + query_of(span, first + i);
+            int32_t word = problem->query_words[number];
+            const int32_t *restrict key_words =
+                problem->key_words + plane * problem->tokens + span->start;
             for (long y = 0; y < count; y++) {
                 uint32_t dropped = is_dropped(word, key_words[y], problem->threshold);
                 set(kept, y, dropped ? 0.0f : scores[y]);
@@ -186,13 +203,13 @@ static void strip_probabilities(Plane *p, const Problem *problem, const Span *sp
 
 static void forward(const Problem *problem, const Span *span, long row, long head,
                     uint16_t *context, uint16_t *probs, Plane *p) {
-    long count = span->keys, keys = padded(count), size = problem->size, wide = padded(size);
+    long keys = padded(span->keys), size = problem->size, wide = padded(size);
     take_row(p, problem, span, row, head);
-    for (long x = 0; x < count; x += STRIP) {
+    for (long x = 0; x < span->queries; x += STRIP) {
         strip_probabilities(p, problem, span, row, head, x, probs);
         multiply(p->out, wide, p->kept, keys + STRIP, p->values_right, wide, STRIP, wide, keys, 0);
-        for (long i = 0; i < least(STRIP, count - x); i++) {
-            long token = row * problem->tokens + span->start + x + i;
+        for (long i = 0; i < least(STRIP, span->queries - x); i++) {
+            long token = row * problem->query_tokens + query_of(span, x + i);
             uint16_t *restrict to = context + (token * problem->heads + head) * size;
             for (long d = 0; d < size; d++) set(to, d, p->out[i * wide + d] * problem->grown);
         }
@@ -200,8 +217,8 @@ static void forward(const Problem *problem, const Span *span, long row, long hea
 }
 
 /* Run units [first, last) of heads x chunks, chunk c being rows [rows c / chunks, ...). Writes
- * context [rows, tokens, heads, size] and, if asked for, all probabilities. Returns 0, or 1 where
- * there was no memory. */
+ * context [rows, query_tokens, heads, size] and, if asked for, all probabilities. Returns 0, or 1
+ * where there was no memory. */
 int attend_forward(long first, long last, const Problem *problem, const Span *spans,
                    long num_spans, long chunks, uint16_t *context, uint16_t *probs) {
     Room room;
@@ -214,7 +231,8 @@ int attend_forward(long first, long last, const Problem *problem, const Span *sp
             long stop = last_row_of(problem, span, unit % chunks, chunks);
             if (row >= stop) continue;
             room.next = memory;
-            Plane plane = lay_out(&room, padded(span->keys), padded(problem->size));
+            Plane plane = lay_out(&room, padded(span->keys), padded(span->queries),
+                                  padded(problem->size));
             take_tables(&plane, problem, span, head);
             for (; row < stop; row++)
                 forward(problem, span, row, head, context,

@@ -1,21 +1,23 @@
 /* What attention's forward and backward pass over a span share. */
 #include "products.h"
 
-/* Spans of batch rows whose tokens attend to each other; strides in numbers. */
+/* Keys [start, start + keys) of some batch rows, and the queries that look at them: all of those
+ * columns, or, in a single row, chosen ones. */
 typedef struct {
-    int64_t first_row, last_row, start, keys;
-    const uint8_t *forbidden; /* [masks, keys, keys], or null */
-    int64_t masks;            /* one for all rows of the span, or one a row */
-    int64_t kept;             /* where its probabilities begin: [rows, heads, keys, keys] */
+    int64_t first_row, last_row, start, keys, queries;
+    const int64_t *chosen, *columns; /* number and column from `start` of each query, or null */
+    const uint8_t *forbidden;        /* [masks, queries, keys], or null */
+    int64_t masks;                   /* one for all rows of the span, or one a row */
+    int64_t kept; /* where its probabilities begin: [rows, heads, queries, keys] */
 } Span;
 
 typedef struct {
     const uint16_t *query, *key, *value; /* [rows, heads, tokens, size] by strides */
     int64_t query_strides[3], key_strides[3], value_strides[3];
     const uint16_t *to_key, *to_query; /* [heads, 2 longest, size], or null; scaled */
-    int64_t rows, heads, size, longest; /* keys of the longest span, padded */
+    int64_t rows, heads, size, longest, most; /* keys and queries of the largest span, padded */
     const int32_t *query_words, *key_words; /* [rows, heads, tokens], or null: no dropout */
-    int64_t tokens;
+    int64_t query_tokens, tokens;
     int32_t threshold;
     float scale, grown; /* of scores; of the kept probabilities' context */
 } Problem;
@@ -55,7 +57,29 @@ INLINE long last_row_of(const Problem *p, const Span *span, long chunk, long chu
 
 INLINE long probs_of(const Problem *p, const Span *span, long row, long head) {
     long plane = (row - span->first_row) * p->heads + head;
-    return span->kept + plane * span->keys * span->keys;
+    return span->kept + plane * span->queries * span->keys;
+}
+
+/* Where, in a strip's row of a product with the content-to-position table, column 0 lies. */
+INLINE long first_of_row(const Span *span, long keys, long first, long row_of_strip) {
+    return span->columns ? keys - 1 - span->columns[first + row_of_strip] : skewed(0, row_of_strip);
+}
+
+INLINE long query_of(const Span *span, long number) {
+    return span->chosen ? span->chosen[number] : span->start + number;
+}
+
+/* Copy the queries of a span, or what has their shape, to the left. */
+INLINE void copy_queries(uint16_t *to, const uint16_t *base, const int64_t *strides,
+                         const Span *span, long row, long head, long size) {
+    const uint16_t *from = base + row * strides[0] + head * strides[1];
+    if (!span->chosen) {
+        copy_left(to, from + span->start * strides[2], strides[2], span->queries, size);
+        return;
+    }
+    memset(to, 0, padded(span->queries) * padded(size) * 2);
+    for (long i = 0; i < span->queries; i++)
+        memcpy(to + i * padded(size), from + span->chosen[i] * strides[2], size * 2);
 }
 
 /* Memory of a thread, handed out in pieces. */
@@ -64,9 +88,9 @@ typedef struct {
 } Room;
 
 INLINE int make_room(Room *room, const Problem *p) { /* for the largest span, either way */
-    long keys = p->longest, size = padded(p->size), wide = keys + STRIP;
-    long bytes = 24 * wide * size * 2 + 3 * wide * size * 4; /* operands and gradients */
-    bytes += keys * wide * 4 + STRIP * (4 * wide + size) * 4 + 32 * 64; /* scores */
+    long keys = p->longest, size = padded(p->size), wide = keys + STRIP, most = p->most + STRIP;
+    long bytes = (20 * wide + 4 * most) * size * 2 + 3 * wide * size * 4; /* operands, gradients */
+    bytes += keys * wide * 4 + STRIP * (6 * wide + size) * 4 + 32 * 64;   /* scores */
     room->next = aligned_alloc(64, (bytes + 63) / 64 * 64);
     return room->next != 0;
 }

@@ -8,30 +8,31 @@ typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
     uint16_t *out_grad_turned, *queries_turned, *keys_turned; /* [D, W] */
     uint16_t *values_right, *keys_right;                      /* [D, W], [N, D] */
     uint16_t *to_key_right, *to_query_right;                  /* [2 N, D] */
-    uint16_t *to_key, *to_query; /* [STRIP, W], [N, W]: skewed gradients */
+    uint16_t *to_key, *rows, *to_query; /* [STRIP, W] and [N, W]: of scores, skewed or not */
     uint16_t *kept, *paired;     /* [STRIP, W], and what is on the right of a product */
     float *scores, *out;         /* [STRIP, W], [STRIP, D] */
     float *keys_grad, *values_grad, *grad_left; /* [D, W], [D, W], [N, D] */
 } Plane;
 
-static Plane lay_out(Room *room, long keys, long size) {
-    long wide = keys + STRIP, operand = wide * size * 2;
+static Plane lay_out(Room *room, long keys, long queries, long size) {
+    long wide = keys + STRIP, operand = wide * size * 2, chosen = (queries + STRIP) * size * 2;
     return (Plane){.left = take(room, 2 * operand),
                    .turned = take(room, operand),
-                   .out_grad = take(room, operand),
-                   .queries = take(room, operand),
+                   .out_grad = take(room, chosen),
+                   .queries = take(room, chosen),
                    .keys = take(room, operand),
-                   .out_grad_turned = take(room, operand),
-                   .queries_turned = take(room, operand),
+                   .out_grad_turned = take(room, chosen),
+                   .queries_turned = take(room, chosen),
                    .keys_turned = take(room, operand),
                    .values_right = take(room, operand),
                    .keys_right = take(room, operand),
                    .to_key_right = take(room, 2 * operand),
                    .to_query_right = take(room, 2 * operand),
-                   .to_key = take(room, STRIP * wide * 2),
+                   .to_key = take(room, STRIP * (keys + wide) * 2),
+                   .rows = take(room, STRIP * wide * 2),
                    .to_query = take(room, keys * wide * 2),
                    .kept = take(room, STRIP * wide * 2),
-                   .paired = take(room, STRIP * wide * 2),
+                   .paired = take(room, STRIP * (keys + wide) * 2),
                    .scores = take(room, STRIP * wide * 4),
                    .out = take(room, STRIP * size * 4),
                    .keys_grad = take(room, 2 * operand),
@@ -53,20 +54,19 @@ static void take_tables(Plane *p, const Problem *problem, const Span *span, long
 static void take_row(Plane *p, const Problem *problem, const Gradients *grads, const Span *span,
                      long row, long head) {
     long count = span->keys, keys = padded(count), size = padded(problem->size);
-    long wide = keys + STRIP;
-    copy_left(p->queries, plane_of(problem->query, problem->query_strides, row, head, span->start),
-              problem->query_strides[2], count, problem->size);
+    long wide = keys + STRIP, chosen = padded(span->queries);
+    copy_queries(p->queries, problem->query, problem->query_strides, span, row, head,
+                 problem->size);
     copy_left(p->keys, plane_of(problem->key, problem->key_strides, row, head, span->start),
               problem->key_strides[2], count, problem->size);
-    copy_left(p->out_grad, plane_of(grads->out, grads->out_strides, row, head, span->start),
-              grads->out_strides[2], count, problem->size);
+    copy_queries(p->out_grad, grads->out, grads->out_strides, span, row, head, problem->size);
     copy_left(p->left, plane_of(problem->value, problem->value_strides, row, head, span->start),
               problem->value_strides[2], count, problem->size);
     transpose(p->turned, keys, p->left, keys, size);
     pair_rows(p->values_right, wide, p->turned, keys, size, keys);
     pair_rows(p->keys_right, size, p->keys, size, keys, size);
-    transpose(p->out_grad_turned, wide, p->out_grad, keys, size);
-    transpose(p->queries_turned, wide, p->queries, keys, size);
+    transpose(p->out_grad_turned, chosen + STRIP, p->out_grad, chosen, size);
+    transpose(p->queries_turned, chosen + STRIP, p->queries, chosen, size);
     transpose(p->keys_turned, wide, p->keys, keys, size);
     memset(p->keys_grad, 0, wide * size * 4);
     memset(p->values_grad, 0, wide * size * 4);
@@ -88,22 +88,34 @@ INLINE void put_turned(uint16_t *to_query, const float *scores, long first, long
         }
 }
 
+/* The same for chosen queries, of which several may stand at one column. */
+INLINE void put_chosen(uint16_t *to_query, const float *scores, const Span *span, long first,
+                       long keys) {
+    long wide = keys + STRIP;
+    for (long i = 0; i < least(STRIP, span->queries - first); i++)
+        for (long y = 0; y < span->keys; y++) {
+            uint16_t *to = to_query + y * wide + skewed(span->columns[first + i], y % STRIP);
+            set(to, 0, number(to, 0) + scores[i * wide + y]);
+        }
+}
+
 /* Turn the gradient of a strip's kept probabilities, in p->scores, into that of its scores, there
  * and, skewed, in p->to_key; the kept probabilities go to p->kept. */
 static void strip_gradient(Plane *p, const Span *span, long first, const uint16_t *probs,
                            float grown) {
     long count = span->keys, keys = padded(count), wide = keys + STRIP;
-    long rows = least(STRIP, count - first);
+    long rows = least(STRIP, span->queries - first), used = span->columns ? 2 * keys : wide;
     if (rows < STRIP || count < keys) {
         memset(p->kept, 0, STRIP * wide * 2);
         memset(p->scores + rows * wide, 0, (STRIP - rows) * wide * 4);
     }
-    memset(p->to_key, 0, STRIP * wide * 2);
+    memset(p->to_key, 0, STRIP * used * 2);
+    if (span->columns) memset(p->rows, 0, STRIP * wide * 2);
     for (long i = 0; i < rows; i++) {
         float *restrict scores = p->scores + i * wide, along = 0;
         const uint16_t *restrict marked = probs + (first + i) * count;
         uint16_t *restrict kept = p->kept + i * wide;
-        uint16_t *restrict to_key = p->to_key + i * wide + skewed(0, i);
+        uint16_t *restrict to_key = p->to_key + i * used + first_of_row(span, keys, first, i);
         for (long y = 0; y < count; y++) {
             float prob = number(marked, y), share = scores[y] * grown;
             kept[y] = marked[y] >> 15 ? 0 : marked[y];
@@ -115,6 +127,7 @@ static void strip_gradient(Plane *p, const Span *span, long first, const uint16_
             to_key[y] = (uint16_t)(bits_of(scores[y]) >> 16);
         }
         for (long y = count; y < keys; y++) scores[y] = 0;
+        if (span->columns) memcpy(p->rows + i * wide, to_key, count * 2);
     }
 }
 
@@ -135,34 +148,35 @@ INLINE void turn_all(float *to, const float *from, long width, long rows, long c
         }
 }
 
-/* Write rows of [.., size], padded, to one head of [.., tokens, heads, size]. */
-static void write_rows(uint16_t *to, const float *from, const Problem *problem, const Span *span,
-                       long row, long head, long first, long rows, float scale) {
-    long size = problem->size, token = row * problem->tokens + span->start + first;
-    for (long i = 0; i < rows; i++) {
-        uint16_t *restrict place = to + ((token + i) * problem->heads + head) * size;
-        const float *restrict source = from + i * padded(size);
-        for (long d = 0; d < size; d++) set(place, d, source[d] * scale);
-    }
+/* Write one token's row of [rows, tokens, heads, size]. */
+INLINE void write_row(uint16_t *to, const float *from, const Problem *problem, long tokens,
+                      long token, long row, long head, float scale) {
+    long size = problem->size;
+    uint16_t *restrict place = to + ((row * tokens + token) * problem->heads + head) * size;
+    for (long d = 0; d < size; d++) set(place, d, from[d] * scale);
 }
 
 /* Add what a strip of queries gives to its own gradient and to those of keys, values and table. */
-static void strip_products(Plane *p, const Problem *problem, long keys, long x, float *table_grad) {
-    long size = padded(problem->size), wide = keys + STRIP, column = keys - STRIP - x;
-    const uint16_t *unskewed = p->to_key + skewed(0, 0), *queries = p->queries_turned + x;
-    multiply(p->out, size, unskewed, wide - 1, p->keys_right, size, STRIP, size, keys, 0);
+static void strip_products(Plane *p, const Problem *problem, const Span *span, long x,
+                           float *table_grad) {
+    long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
+    long column = span->columns ? 0 : keys - STRIP - x, used = span->columns ? 2 * keys : wide;
+    long stride = span->columns ? wide : wide - 1, turned = padded(span->queries) + STRIP;
+    const uint16_t *unskewed = span->columns ? p->rows : p->to_key + skewed(0, 0);
+    const uint16_t *queries = p->queries_turned + x;
+    multiply(p->out, size, unskewed, stride, p->keys_right, size, STRIP, size, keys, 0);
     scale_all(p->out, STRIP * size, problem->scale);
     if (problem->to_key) {
-        multiply(p->out, size, p->to_key, wide, p->to_key_right + column * size, size, STRIP, size,
-                 wide, 1);
-        pair_rows(p->paired, wide, p->to_key, wide, STRIP, wide);
-        multiply(table_grad + column, 2 * problem->longest, queries, wide, p->paired, wide, size,
-                 wide, STRIP, 1);
+        multiply(p->out, size, p->to_key, used, p->to_key_right + column * size, size, STRIP, size,
+                 used, 1);
+        pair_rows(p->paired, used, p->to_key, used, STRIP, used);
+        multiply(table_grad + column, 2 * problem->longest, queries, turned, p->paired, used, size,
+                 used, STRIP, 1);
     }
-    pair_rows(p->paired, wide, unskewed, wide - 1, STRIP, keys);
-    multiply(p->keys_grad, wide, queries, wide, p->paired, wide, size, keys, STRIP, 1);
+    pair_rows(p->paired, wide, unskewed, stride, STRIP, keys);
+    multiply(p->keys_grad, wide, queries, turned, p->paired, wide, size, keys, STRIP, 1);
     pair_rows(p->paired, wide, p->kept, wide, STRIP, keys);
-    multiply(p->values_grad, wide, p->out_grad_turned + x, wide, p->paired, wide, size, keys,
+    multiply(p->values_grad, wide, p->out_grad_turned + x, turned, p->paired, wide, size, keys,
              STRIP, 1);
 }
 
@@ -172,13 +186,18 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
     long count = span->keys, keys = padded(count), size = padded(problem->size);
     long wide = keys + STRIP, table = 2 * problem->longest, skip = problem->longest - keys;
     take_row(p, problem, grads, span, row, head);
-    for (long x = 0; x < count; x += STRIP) {
+    for (long x = 0; x < span->queries; x += STRIP) {
         multiply(p->scores, wide, p->out_grad + x * size, size, p->values_right, wide, STRIP, keys,
                  size, 0);
         strip_gradient(p, span, x, probs, problem->grown);
-        strip_products(p, problem, keys, x, to_key_grad + skip);
-        if (problem->to_query) put_turned(p->to_query, p->scores, x, keys);
-        write_rows(grads->query, p->out, problem, span, row, head, x, least(STRIP, count - x), 1);
+        strip_products(p, problem, span, x, to_key_grad + skip);
+        if (problem->to_query && span->columns)
+            put_chosen(p->to_query, p->scores, span, x, keys);
+        else if (problem->to_query)
+            put_turned(p->to_query, p->scores, x, keys);
+        for (long i = 0; i < least(STRIP, span->queries - x); i++)
+            write_row(grads->query, p->out + i * size, problem, problem->query_tokens,
+                      query_of(span, x + i), row, head, 1);
     }
     scale_all(p->keys_grad, size * wide, problem->scale);
     turn_all(p->grad_left, p->keys_grad, wide, size, keys);
@@ -191,9 +210,13 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
         multiply(to_query_grad + skip + column, table, p->keys_turned + y, wide, p->paired, wide,
                  size, wide, STRIP, 1);
     }
-    write_rows(grads->key, p->grad_left, problem, span, row, head, 0, count, 1);
+    for (long y = 0; y < count; y++)
+        write_row(grads->key, p->grad_left + y * size, problem, problem->tokens, span->start + y,
+                  row, head, 1);
     turn_all(p->grad_left, p->values_grad, wide, size, keys);
-    write_rows(grads->value, p->grad_left, problem, span, row, head, 0, count, problem->grown);
+    for (long y = 0; y < count; y++)
+        write_row(grads->value, p->grad_left + y * size, problem, problem->tokens, span->start + y,
+                  row, head, problem->grown);
 }
 
 /* The units of `attend_forward`, from what it wrote. Gradients of queries, keys and values are
@@ -211,7 +234,8 @@ int attend_backward(long first, long last, const Problem *problem, const Span *s
             long stop = last_row_of(problem, span, unit % chunks, chunks);
             if (row >= stop) continue;
             room.next = memory;
-            Plane plane = lay_out(&room, padded(span->keys), padded(problem->size));
+            Plane plane = lay_out(&room, padded(span->keys), padded(span->queries),
+                                  padded(problem->size));
             take_tables(&plane, problem, span, head);
             for (; row < stop; row++)
                 backward(problem, grads, span, row, head,

@@ -4,9 +4,9 @@ torch's operators would pass over a tile of scores some twenty-five times each w
 operand of a product; here a strip of scores stays in the nearest cache from its products to the
 context, in fp32 until it is probabilities.
 
-Shape legend: B batch, H heads, L length, D head size, S slots of the relative table, C rows of an
-expanded table: row c serves the pair of row x and column y with y - x = c - (C / 2 - 1), rows being
-queries for the content-to-position term and keys for the other. U units of work.
+Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table, U
+units of work, C rows of an expanded table: row c serves the pair of row x and column y with y - x =
+c - (C / 2 - 1), rows being queries for the content-to-position term and keys for the other.
 """
 
 import ctypes
@@ -31,7 +31,8 @@ _Strides = ctypes.c_int64 * 3
 
 class _Span(ctypes.Structure):
     _fields_ = [("first_row", ctypes.c_int64), ("last_row", ctypes.c_int64),
-                ("start", ctypes.c_int64), ("keys", ctypes.c_int64),
+                ("start", ctypes.c_int64), ("keys", ctypes.c_int64), ("queries", ctypes.c_int64),
+                ("chosen", ctypes.c_void_p), ("columns", ctypes.c_void_p),
                 ("forbidden", ctypes.c_void_p), ("masks", ctypes.c_int64),
                 ("kept", ctypes.c_int64)]
 
@@ -40,9 +41,10 @@ class _Problem(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value")]
     _fields_ += [(f"{name}_strides", _Strides) for name in ("query", "key", "value")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("to_key", "to_query")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("rows", "heads", "size", "longest")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("rows", "heads", "size", "longest", "most")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("query_words", "key_words")]
-    _fields_ += [("tokens", ctypes.c_int64), ("threshold", ctypes.c_int32),
+    _fields_ += [("query_tokens", ctypes.c_int64), ("tokens", ctypes.c_int64),
+                 ("threshold", ctypes.c_int32),
                  ("scale", ctypes.c_float), ("grown", ctypes.c_float)]
 
 
@@ -54,9 +56,9 @@ class _Gradients(ctypes.Structure):
 
 def fits(spans: list[KeySpan], *tensors: Tensor) -> bool:
     """Return whether the kernels can work on these spans of queries, keys and values."""
-    whole = all(span.queries_X is None and span.stop - span.start <= LONGEST for span in spans)
+    short = all(span.stop - span.start <= LONGEST for span in spans)
     half = all(tensor.dtype == torch.bfloat16 for tensor in tensors)
-    return whole and half and native.takes(*tensors) and _can_attend()
+    return short and half and native.takes(*tensors) and _can_attend()
 
 
 @lru_cache
@@ -66,7 +68,7 @@ def _can_attend() -> bool:
 
 
 def attend_in_c(
-    q_BHLD: Tensor,
+    q_BHQD: Tensor,
     k_BHLD: Tensor,
     v_BHLD: Tensor,
     pos_key_HSD: Tensor | None,
@@ -76,8 +78,8 @@ def attend_in_c(
     dropout: float,
     seed: int | None,
 ) -> Tensor:
-    """Return the context [B,L,H,D]; queries of no span are 0."""
-    return _NativeAttention.apply(q_BHLD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, geometry,
+    """Return the context [B,Q,H,D]; queries of no span are 0."""
+    return _NativeAttention.apply(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, geometry,
                                   spans, dropout, seed)
 
 
@@ -85,9 +87,11 @@ class _Call:
     """One call's arguments as C takes them, and the tensors that they point into."""
 
     def __init__(self, q, k, v, pos_key, pos_query, geometry, spans, dropout, seed):
-        batch, self.heads, length, self.size = q.shape
-        longest = max((span.stop - span.start for span in spans), default=1)
-        self.longest = -(-longest // _STRIP) * _STRIP
+        batch, self.heads, queries, self.size = q.shape
+        length = k.shape[2]
+        self.longest = _padded(max((span.stop - span.start for span in spans), default=1))
+        chosen = [len(span.queries_X) for span in spans if span.queries_X is not None]
+        most = _padded(max(chosen, default=self.longest))
         self.chunks = min(batch, -(-_UNITS // self.heads))
         self.units = self.heads * self.chunks
         self.scale = score_scale(self.size, pos_key, pos_query)
@@ -98,28 +102,32 @@ class _Call:
                   for table, slots in zip((pos_key, pos_query), self.slots, strict=True)]
         words = (None, None)
         if dropout > 0:
-            words = dropout_words(seed, batch, self.heads, length, length, q.device)
+            words = dropout_words(seed, batch, self.heads, queries, length, q.device)
         flat = [_flat(x) for x in (q, k, v)]
         self._alive = [*flat, *tables, *words]
         self.problem = _Problem(
             *map(_address, flat), *(_Strides(*x.stride()[:3]) for x in flat),
             *map(_address, tables), batch, self.heads, self.size, self.longest,
-            *map(_address, words), length, drop_threshold(dropout), self.scale,
+            most, *map(_address, words), queries, length, drop_threshold(dropout), self.scale,
             1 / (1 - dropout))
         self.spans, self.kept = (_Span * len(spans))(), 0
         for number, span in enumerate(spans):
             self.spans[number] = self._span(span)
 
     def _span(self, span: KeySpan) -> _Span:
-        forbidden, masks, keys = None, 0, span.stop - span.start
+        forbidden, masks, keys, queries = None, 0, span.stop - span.start, span.stop - span.start
+        chosen, columns = span.queries_X, span.positions_X
+        if chosen is not None:
+            queries, chosen, columns = len(chosen), chosen.contiguous(), columns.contiguous()
+            self._alive += [chosen, columns]
         if span.allowed_RXY is not None:
             forbidden, masks = ~span.allowed_RXY, len(span.allowed_RXY)
             forbidden = forbidden.contiguous()
             self._alive.append(forbidden)
         before = self.kept
-        self.kept += (span.rows.stop - span.rows.start) * self.heads * keys * keys
-        return _Span(span.rows.start, span.rows.stop, span.start, keys, _address(forbidden), masks,
-                     before)
+        self.kept += (span.rows.stop - span.rows.start) * self.heads * queries * keys
+        return _Span(span.rows.start, span.rows.stop, span.start, keys, queries, _address(chosen),
+                     _address(columns), _address(forbidden), masks, before)
 
     def run(self, name: str, *arguments) -> None:
         """Call a kernel for all units of work, in as many threads as torch has."""
@@ -134,16 +142,13 @@ class _Call:
         if any(failed):
             raise MemoryError("no memory for a thread's strips of attention scores")
 
-    def covers_all(self) -> bool:
-        """Return whether the spans hold every token."""
-        held = sum((span.last_row - span.first_row) * span.keys for span in self.spans)
-        return held == self.problem.rows * self.problem.tokens
-
-    def new_flat(self, like_BHLD: Tensor) -> Tensor:
-        """Return a new [B,L,H,D]; zeros unless the kernels write every element."""
-        batch, heads, length, size = like_BHLD.shape
-        new = torch.empty if self.covers_all() else torch.zeros
-        return new(batch, length, heads, size, dtype=like_BHLD.dtype)
+    def new_flat(self, like_BHRD: Tensor, held: str) -> Tensor:
+        """Return a new [B,R,H,D]; zeros unless the spans hold all its "queries" or "keys"."""
+        batch, heads, rows, size = like_BHRD.shape
+        written = sum((span.last_row - span.first_row) * getattr(span, held)
+                      for span in self.spans)
+        new = torch.empty if written == batch * rows else torch.zeros
+        return new(batch, rows, heads, size, dtype=like_BHRD.dtype)
 
     def table_gradient(self, side: int, sum_UDC: Tensor | None, like_HSD: Tensor) -> Tensor | None:
         """Return the gradient [H,S,D] of a relative table from the units' sums."""
@@ -160,29 +165,34 @@ class _NativeAttention(torch.autograd.Function):
     def forward(ctx, *arguments):
         leaves, rest = arguments[:5], arguments[5:]
         call = _Call(*arguments)
-        context_BLHD = call.new_flat(leaves[0])
+        context_BQHD = call.new_flat(leaves[0], "queries")
         probs = leaves[0].new_empty(call.kept) if any(ctx.needs_input_grad) else None
-        call.run("attend_forward", native.address(context_BLHD),
+        call.run("attend_forward", native.address(context_BQHD),
                  None if probs is None else native.address(probs))
         ctx.save_for_backward(*leaves, probs)
         ctx.rest = rest
-        return context_BLHD
+        return context_BQHD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_BLHD):
+    def backward(ctx, grad_BQHD):
         *leaves, probs = ctx.saved_tensors
         call = _Call(*leaves, *ctx.rest)
-        grad_BHLD = _flat(grad_BLHD.to(leaves[0].dtype).transpose(1, 2))
-        grads = [call.new_flat(x) for x in leaves[:3]]
-        width = -(-call.size // _STRIP) * _STRIP
+        grad_BHQD = _flat(grad_BQHD.to(leaves[0].dtype).transpose(1, 2))
+        held = ("queries", "keys", "keys")
+        grads = [call.new_flat(x, name) for x, name in zip(leaves[:3], held, strict=True)]
+        width = _padded(call.size)
         sums = [None if table is None else torch.zeros(call.units, width, 2 * call.longest)
                 for table in leaves[3:]]
-        places = _Gradients(_address(grad_BHLD), _Strides(*grad_BHLD.stride()[:3]),
+        places = _Gradients(_address(grad_BHQD), _Strides(*grad_BHQD.stride()[:3]),
                             *map(_address, (*grads, *sums)))
         call.run("attend_backward", ctypes.byref(places), native.address(probs))
         tables = [call.table_gradient(side, sums[side], leaves[3 + side]) for side in (0, 1)]
         return (*(x.transpose(1, 2) for x in grads), *tables, None, None, None, None)
+
+
+def _padded(count: int) -> int:
+    return -(-count // _STRIP) * _STRIP
 
 
 def _flat(tensor_BHLD: Tensor) -> Tensor:
