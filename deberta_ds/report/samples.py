@@ -26,8 +26,9 @@ def filled_masks(run_directory: str | Path, texts: list[str]) -> Table:
         pairs = zip(fill_mask(untrained, text, PROPOSALS), fill_mask(trained, text, PROPOSALS),
                     strict=True)
         for number, (before, after) in enumerate(pairs, start=1):
-            rows.append([Cell(text if number == 1 else "", kind=""), Cell(str(number)),
-                         Cell(_proposals(before), kind="what"), Cell(_proposals(after), kind="")])
+            rows.append([Cell(text if number == 1 else "", kind="text"), Cell(str(number)),
+                         Cell(_proposals(before), kind="what text"),
+                         Cell(_proposals(after), kind="text")])
     head = [Cell("Text", kind=""), Cell("Mask"), Cell("Untrained", kind=""),
             Cell("Newest checkpoint", kind="")]
     return Table("Masks filled", "The likeliest pieces for each mask, by the same network with "
