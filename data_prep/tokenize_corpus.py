@@ -55,6 +55,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from deberta_ds.data.prep.outputs import JOB, output
+    from deberta_ds.numbers import counted
 
     options = {"cache": args.cache, "first": JOB, "part": args.part}
     with ExitStack() as stack:
@@ -69,8 +70,7 @@ def main() -> None:
                     if v and k not in ("documents", "characters", "tokens")}
         print(
             f"{name}: {manifest.documents:,} documents, "
-            f"{manifest.tokens:,} tokens in {len(manifest.shards):,} "
-            f"shard{'s' * (len(manifest.shards) != 1)}; "
+            f"{manifest.tokens:,} tokens in {counted(len(manifest.shards), 'shard')}; "
             + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
         )
 

@@ -14,6 +14,11 @@ def format_count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: 1 rank, 4,096 ranks."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def format_duration(seconds: float) -> str:
     """Return a time span in its two largest units: 42s, 3m 05s, 2h 10m, 4d 03h."""
     whole = int(round(seconds))

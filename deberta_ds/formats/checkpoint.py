@@ -34,6 +34,7 @@ from deberta_ds.formats.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.json_files import parse_json, typed
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
+from deberta_ds.numbers import counted
 from deberta_ds.objectives.build import build_model, objective_of
 
 DIRECTORY, BEST = "checkpoints", "best"
@@ -234,10 +235,10 @@ def _file_problem(file: Path, entry: dict) -> str | None:
 
 
 def layout_changes(record: dict, ds: dict) -> str:
-    """Return "2 ranks, ZeRO-3, fp32 -> 1 ranks, ..." if a checkpoint's layout differs, or ""."""
-    saved = (f"{record['world_size']} ranks, ZeRO-{zero_stage(record['deepspeed'])}, "
+    """Return "2 ranks, ZeRO-3, fp32 -> 1 rank, ..." if a checkpoint's layout differs, or ""."""
+    saved = (f"{counted(record['world_size'], 'rank')}, ZeRO-{zero_stage(record['deepspeed'])}, "
              f"{precision(record['deepspeed'])}")
-    now = f"{dist.world_size()} ranks, ZeRO-{zero_stage(ds)}, {precision(ds)}"
+    now = f"{counted(dist.world_size(), 'rank')}, ZeRO-{zero_stage(ds)}, {precision(ds)}"
     return f"{saved} -> {now}" if saved != now else ""
 
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from deberta_ds.numbers import format_count, format_duration, format_value
+from deberta_ds.numbers import counted, format_count, format_duration, format_value
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.rundata import Run
 
@@ -172,7 +172,7 @@ def _costs(run: Run) -> list[Tile]:
     """Return time, and memory and goodput where they were measured."""
     seconds, ranks = run.training_seconds(), run.saved.world_size
     of = "GPU" if run.saved.device == "cuda" else "rank"
-    note = f"{ranks:,} {of}{'s' * (ranks != 1)} · {_hours(seconds * ranks / 3600)} {of}-hours"
+    note = f"{counted(ranks, of)} · {_hours(seconds * ranks / 3600)} {of}-hours"
     found = [Tile("seconds", "Training time", format_duration(seconds), note, seconds)]
     if run.saved.hardware:
         source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""

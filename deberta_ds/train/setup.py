@@ -13,7 +13,7 @@ from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.numbers import format_count
+from deberta_ds.numbers import counted, format_count
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train import engine, machine
@@ -97,7 +97,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     rows = run.train.steps * run.train.global_batch_rows
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
-                 f"ZeRO-{stage}, {precision}, {dist.world_size()} ranks")
+                 f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
     return lines + _warnings(run, inputs)
