@@ -69,7 +69,7 @@ def main() -> None:
         left_out = {k: v for k, v in manifest.counts.items()
                     if v and k not in ("documents", "characters", "tokens")}
         print(
-            f"{name}: {manifest.documents:,} documents, "
+            f"{name}: {counted(manifest.documents, 'document')}, "
             f"{manifest.tokens:,} tokens in {counted(len(manifest.shards), 'shard')}; "
             + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
         )
