@@ -153,7 +153,8 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
             place = f"{root / task.hub}/{hub_split(task, split)}-*.parquet"
             return place, official_lines(task, read_parquet(parquet, place))
     else:
-        raise UserError(f"{root}: no such directory or zip of task data")
+        raise UserError(f"{root}: no such directory or zip of task data; name the one that holds "
+                        f"{name}, or download it with --data hub")
     for archive in archives:
         tried.append(f"{archive}!{name}")
         if archive.is_file() and (found := _member(archive, name)) is not None:
