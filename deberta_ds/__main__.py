@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from deberta_ds.command_line import columns, fill
+from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.shipped import ROOT
 
 FOLDERS = {"data_prep": "from text to packed token shards", "launch": "models"}
@@ -51,12 +52,11 @@ def main() -> None:
         words.remove(name)
     script = commands().get(name.replace("_", "-"))
     if script is None:
-        print(f"error: {name}: no such command; python -m deberta_ds lists them", file=sys.stderr)
-        sys.exit(2)
+        raise UserError(f"{name}: no such command; python -m deberta_ds lists them")
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))  # as Python does for a script
     runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    exit_cleanly(main)

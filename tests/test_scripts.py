@@ -97,6 +97,16 @@ def test_the_walk_finds_the_scripts():
             "launch/cluster/openmpi.sh"} <= names and len(names) > 30
 
 
+def test_the_list_of_commands_ends_quietly_where_nobody_reads_it():
+    """`python -m deberta_ds | head -3` printed a traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "deberta_ds"], cwd=ROOT, env=ENVIRONMENT,
+                          stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 ASK_ALL = """
 import contextlib, io, runpy, sys
 for path in sys.argv[1:]:
