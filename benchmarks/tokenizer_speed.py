@@ -132,7 +132,8 @@ def with_workers(directory: Path, paths: list[Path], scratch: Path, workers: int
     """Return the best seconds on the clock of the library's threads and of the stage's workers."""
     best = {"raw": float("inf"), "stage": float("inf"), "stage_started": float("inf")}
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
-    tokenizer, units = Tokenizer(directory), plan_units(list(map(str, paths)), READ, 0)
+    tokenizer = Tokenizer(directory)
+    units = [plan_units([str(path)], READ, 1 << 40)[0] for path in paths]  # as written, one a file
     for turn in range(turns):
         shown = subprocess.run(
             [sys.executable, "-c", _RAW_THREADS, str(Path(__file__).parent), str(directory),
@@ -160,6 +161,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_speed.json")
     args = parser.parse_args()
+    if args.workers and args.units < 2 * args.workers:
+        parser.error(f"--workers {args.workers} wants at least {2 * args.workers} --units")
     figures = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for directory in args.tokenizers:
         for size in args.document_bytes:

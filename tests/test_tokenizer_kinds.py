@@ -187,6 +187,16 @@ def test_vocabularies_that_mark_the_ends_of_words_or_give_an_id_twice_are_refuse
         Tokenizer(tmp_path / "t")
 
 
+def test_merges_that_are_cut_short_at_the_end_of_a_line_are_refused(tmp_path):
+    """They gave other ids in silence: every rest of the list is a list of merges."""
+    shutil.copytree(directory_of("deberta_v1"), tmp_path / "t")
+    path = tmp_path / "t/merges.txt"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) * 3 // 4]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"merges.txt: makes \d+ of the 600 pieces .* by no merge"):
+        Tokenizer(tmp_path / "t")
+
+
 _VALUES = (None, True, -1, 0, 1 << 40, 1.5, "", "x", "[MASK]", [], {}, [1], {"a": 1}, "\ud800")
 
 

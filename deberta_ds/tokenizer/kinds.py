@@ -19,7 +19,7 @@ from deberta_ds.tokenizer.files import (
     WORDPIECES,
     read_json_object,
 )
-from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character
+from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character, bytes_of_piece
 
 _REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the tokenizer again"
 _PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
@@ -123,6 +123,13 @@ def _byte_level_bpe(vocabulary_path: Path, merges_path: Path) -> dict:
         raise UserError(f"{vocabulary_path}: marks the ends of words ('</w>'), so an id does not "
                         "say whether a word starts there, which whole-word masks need; use a "
                         "tokenizer with byte-level spaces, a space mark or ##")
+    made = set(map("".join, merges))
+    lacking = sum(len(piece) > 1 and piece not in made and bytes_of_piece(piece) is not None
+                  for piece in vocabulary)
+    if lacking > 16 + len(vocabulary) // 100:  # special tokens and fillers have no merges
+        raise UserError(f"{merges_path}: makes {lacking:,} of the {len(vocabulary):,} pieces of "
+                        f"{vocabulary_path.name} by no merge: one of the two is cut short, or of "
+                        "another model; fetch both again")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                   "use_regex": True}
     return {
