@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launching import ROOT
@@ -276,3 +277,12 @@ def test_what_a_killed_job_left_in_memory_goes_after_a_day(tmp_path):
     (young / "1").write_text("1 1 1 1")  # a rank of it lives
     beats.remove_stale(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deberta_ds-2", "other"]
+
+
+def test_ranks_that_leave_at_once_do_not_meet_a_directory_that_is_gone(tmp_path, monkeypatch):
+    """One takes it along after the other has seen it, and before that one has read it."""
+    files = beats.LocalBeats(str(tmp_path))
+    files.directory.rmdir()
+    monkeypatch.setattr(Path, "is_dir", lambda path, **_: True)
+    assert files.read() == {}
+    files.remove(0)

@@ -74,7 +74,11 @@ class LocalBeats:
     def read(self) -> dict[int, RankBeat]:
         """Return the last heartbeat of every rank of this host, those of killed ranks included."""
         found = {}
-        for path in self.directory.glob("[0-9]*"):  # nothing if the directory has gone
+        try:
+            paths = list(self.directory.iterdir())
+        except FileNotFoundError:  # the last rank to leave took it along
+            return {}
+        for path in paths:
             if path.name.isdigit() and (beat := _parse_rank(path)):
                 found[beat.rank] = beat
         return found

@@ -50,7 +50,7 @@ def test_elastic_torchrun_loses_a_host_and_takes_it_back(hosts, work):
 
     def layouts() -> list[tuple[int, int, int]]:
         """Return (ranks before, ranks now, step) of each resume."""
-        found = re.findall(r"another layout: (\d) ranks.*?-> (\d) ranks.*?resume at step (\d+)",
+        found = re.findall(r"another layout: (\d) ranks?.*?-> (\d) ranks?.*?resume at step (\d+)",
                            log.read_text(), re.DOTALL)
         return [tuple(map(int, resume)) for resume in found]
 
