@@ -88,7 +88,7 @@ def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
     assert "last step" in text
     if number == signal.SIGSTOP:
         stack = (root / f"out/heartbeats/rank-{1 - frozen:05d}.stack").read_text()
-        assert "train_step" in stack and "run_to_end" in stack
+        assert "run_to_end" in stack, stack  # whichever collective it waits in
 
 
 def test_spike_rule():
