@@ -104,10 +104,8 @@ static void take_row(Plane *p, const Problem *problem, const Span *span, long ro
     long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
     copy_queries(p->queries, problem->query, problem->query_strides, span, row, head,
                  problem->size);
-    copy_left(p->keys, plane_of(problem->key, problem->key_strides, row, head, span->start),
-              problem->key_strides[2], span->keys, problem->size);
-    copy_left(p->left, plane_of(problem->value, problem->value_strides, row, head, span->start),
-              problem->value_strides[2], span->keys, problem->size);
+    copy_keys(p->keys, problem->key, problem->key_strides, span, row, head, problem->size);
+    copy_keys(p->left, problem->value, problem->value_strides, span, row, head, problem->size);
     pair_rows(p->values_right, size, p->left, size, keys, size);
     transpose(p->turned, keys, p->keys, keys, size);
     pair_rows(p->keys_right, wide, p->turned, keys, size, keys);
@@ -216,9 +214,8 @@ static void forward(const Problem *problem, const Span *span, long row, long hea
     }
 }
 
-/* Run units [first, last) of heads x chunks, chunk c being rows [rows c / chunks, ...). Writes
- * context [rows, query_tokens, heads, size] and, if asked for, all probabilities. Returns 0, or 1
- * where there was no memory. */
+/* Run units [first, last). Writes context [rows, query_tokens, heads, size] and, if asked for, all
+ * probabilities. Returns 0, or 1 where there was no memory. */
 int attend_forward(long first, long last, const Problem *problem, const Span *spans,
                    long num_spans, long chunks, uint16_t *context, uint16_t *probs) {
     Room room;
@@ -227,16 +224,15 @@ int attend_forward(long first, long last, const Problem *problem, const Span *sp
     begin_products();
     for (long unit = first; unit < last; unit++)
         for (const Span *span = spans; span < spans + num_spans; span++) {
-            long head = unit / chunks, row = first_row_of(problem, span, unit % chunks, chunks);
-            long stop = last_row_of(problem, span, unit % chunks, chunks);
-            if (row >= stop) continue;
+            Share mine = share_of(problem, span, unit, chunks);
+            if (mine.first >= mine.last) continue;
             room.next = memory;
             Plane plane = lay_out(&room, padded(span->keys), padded(span->queries),
                                   padded(problem->size));
-            take_tables(&plane, problem, span, head);
-            for (; row < stop; row++)
-                forward(problem, span, row, head, context,
-                        probs ? probs + probs_of(problem, span, row, head) : 0, &plane);
+            take_tables(&plane, problem, span, mine.head);
+            for (long row = mine.first; row < mine.last; row++)
+                forward(problem, span, row, mine.head, context,
+                        probs ? probs + probs_of(problem, span, row, mine.head) : 0, &plane);
         }
     _tile_release();
     free(memory);

@@ -35,24 +35,22 @@ typedef struct {
  * lies at y - (x - x0) + STRIP - 1. */
 INLINE long skewed(long column, long row_of_strip) { return column - row_of_strip + STRIP - 1; }
 
-INLINE const uint16_t *plane_of(const uint16_t *base, const int64_t *strides, long row, long head,
-                                long token) {
-    return base + row * strides[0] + head * strides[1] + token * strides[2];
-}
-
 INLINE const uint16_t *table_of(const uint16_t *base, const Problem *p, const Span *span,
                                 long head) {
     long first = p->longest - padded(span->keys); /* the first row that it needs */
     return base + (head * 2 * p->longest + first) * p->size;
 }
 
-INLINE long first_row_of(const Problem *p, const Span *span, long chunk, long chunks) {
-    long first = p->rows * chunk / chunks;
-    return span->first_row > first ? span->first_row : first;
-}
+/* Rows [first, last) of a span are a unit's: unit u is head u / chunks, and chunk u % chunks of the
+ * batch's rows, [rows c / chunks, rows (c + 1) / chunks). */
+typedef struct {
+    long head, first, last;
+} Share;
 
-INLINE long last_row_of(const Problem *p, const Span *span, long chunk, long chunks) {
-    return least(span->last_row, p->rows * (chunk + 1) / chunks);
+INLINE Share share_of(const Problem *p, const Span *span, long unit, long chunks) {
+    long chunk = unit % chunks, first = p->rows * chunk / chunks;
+    return (Share){unit / chunks, span->first_row > first ? span->first_row : first,
+                   least(span->last_row, p->rows * (chunk + 1) / chunks)};
 }
 
 INLINE long probs_of(const Problem *p, const Span *span, long row, long head) {
@@ -69,7 +67,14 @@ INLINE long query_of(const Span *span, long number) {
     return span->chosen ? span->chosen[number] : span->start + number;
 }
 
-/* Copy the queries of a span, or what has their shape, to the left. */
+/* Copy the keys of a span, or what has their shape, to the left. */
+INLINE void copy_keys(uint16_t *to, const uint16_t *base, const int64_t *strides, const Span *span,
+                      long row, long head, long size) {
+    const uint16_t *from = base + row * strides[0] + head * strides[1] + span->start * strides[2];
+    copy_left(to, from, strides[2], span->keys, size);
+}
+
+/* The same of queries. */
 INLINE void copy_queries(uint16_t *to, const uint16_t *base, const int64_t *strides,
                          const Span *span, long row, long head, long size) {
     const uint16_t *from = base + row * strides[0] + head * strides[1];

@@ -53,15 +53,13 @@ static void take_tables(Plane *p, const Problem *problem, const Span *span, long
 
 static void take_row(Plane *p, const Problem *problem, const Gradients *grads, const Span *span,
                      long row, long head) {
-    long count = span->keys, keys = padded(count), size = padded(problem->size);
+    long keys = padded(span->keys), size = padded(problem->size);
     long wide = keys + STRIP, chosen = padded(span->queries);
     copy_queries(p->queries, problem->query, problem->query_strides, span, row, head,
                  problem->size);
-    copy_left(p->keys, plane_of(problem->key, problem->key_strides, row, head, span->start),
-              problem->key_strides[2], count, problem->size);
+    copy_keys(p->keys, problem->key, problem->key_strides, span, row, head, problem->size);
     copy_queries(p->out_grad, grads->out, grads->out_strides, span, row, head, problem->size);
-    copy_left(p->left, plane_of(problem->value, problem->value_strides, row, head, span->start),
-              problem->value_strides[2], count, problem->size);
+    copy_keys(p->left, problem->value, problem->value_strides, span, row, head, problem->size);
     transpose(p->turned, keys, p->left, keys, size);
     pair_rows(p->values_right, wide, p->turned, keys, size, keys);
     pair_rows(p->keys_right, size, p->keys, size, keys, size);
@@ -230,17 +228,16 @@ int attend_backward(long first, long last, const Problem *problem, const Span *s
     begin_products();
     for (long unit = first; unit < last; unit++)
         for (const Span *span = spans; span < spans + num_spans; span++) {
-            long head = unit / chunks, row = first_row_of(problem, span, unit % chunks, chunks);
-            long stop = last_row_of(problem, span, unit % chunks, chunks);
-            if (row >= stop) continue;
+            Share mine = share_of(problem, span, unit, chunks);
+            if (mine.first >= mine.last) continue;
             room.next = memory;
             Plane plane = lay_out(&room, padded(span->keys), padded(span->queries),
                                   padded(problem->size));
-            take_tables(&plane, problem, span, head);
-            for (; row < stop; row++)
-                backward(problem, grads, span, row, head,
-                         probs + probs_of(problem, span, row, head), grads->to_key + unit * table,
-                         grads->to_query + unit * table, &plane);
+            take_tables(&plane, problem, span, mine.head);
+            for (long row = mine.first; row < mine.last; row++)
+                backward(problem, grads, span, row, mine.head,
+                         probs + probs_of(problem, span, row, mine.head),
+                         grads->to_key + unit * table, grads->to_query + unit * table, &plane);
         }
     _tile_release();
     free(memory);

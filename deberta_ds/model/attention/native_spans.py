@@ -84,7 +84,10 @@ def attend_in_c(
 
 
 class _Call:
-    """One call's arguments as C takes them, and the tensors that they point into."""
+    """One call's arguments as C takes them, and the tensors that they point into.
+
+    seed: of the pairs to drop; None in backward, where the probabilities tell them.
+    """
 
     def __init__(self, q, k, v, pos_key, pos_query, geometry, spans, dropout, seed):
         batch, self.heads, queries, self.size = q.shape
@@ -101,7 +104,7 @@ class _Call:
                   table.index_select(1, slots).mul_(self.scale)
                   for table, slots in zip((pos_key, pos_query), self.slots, strict=True)]
         words = (None, None)
-        if dropout > 0:
+        if dropout > 0 and seed is not None:
             words = dropout_words(seed, batch, self.heads, queries, length, q.device)
         flat = [_flat(x) for x in (q, k, v)]
         self._alive = [*flat, *tables, *words]
@@ -163,21 +166,21 @@ class _Call:
 class _NativeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        leaves, rest = arguments[:5], arguments[5:]
+        leaves = arguments[:5]
         call = _Call(*arguments)
         context_BQHD = call.new_flat(leaves[0], "queries")
         probs = leaves[0].new_empty(call.kept) if any(ctx.needs_input_grad) else None
         call.run("attend_forward", native.address(context_BQHD),
                  None if probs is None else native.address(probs))
         ctx.save_for_backward(*leaves, probs)
-        ctx.rest = rest
+        ctx.rest = arguments[5:-1]  # all but the seed
         return context_BQHD
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BQHD):
         *leaves, probs = ctx.saved_tensors
-        call = _Call(*leaves, *ctx.rest)
+        call = _Call(*leaves, *ctx.rest, seed=None)
         grad_BHQD = _flat(grad_BQHD.to(leaves[0].dtype).transpose(1, 2))
         held = ("queries", "keys", "keys")
         grads = [call.new_flat(x, name) for x, name in zip(leaves[:3], held, strict=True)]
