@@ -71,7 +71,7 @@ typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
     float *to_query, *scores, *to_key, *out; /* [N, W], [STRIP, W], [STRIP, W], [STRIP, D] */
 } Plane;
 
-static Plane lay_out(Room *room, long keys, long queries, long size) {
+static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, long size) {
     long wide = keys + STRIP, operand = wide * size * 2;
     return (Plane){.left = take(room, 2 * operand),
                    .turned = take(room, 2 * operand),
@@ -79,8 +79,8 @@ static Plane lay_out(Room *room, long keys, long queries, long size) {
                    .keys = take(room, operand),
                    .keys_right = take(room, operand),
                    .values_right = take(room, operand),
-                   .to_key_right = take(room, 2 * operand),
-                   .to_query_right = take(room, 2 * operand),
+                   .to_key_right = tables->to_key,
+                   .to_query_right = tables->to_query,
                    .kept = take(room, STRIP * wide * 2),
                    .to_query = take(room, keys * wide * 4),
                    .scores = take(room, STRIP * wide * 4),
@@ -221,19 +221,24 @@ int attend_forward(long first, long last, const Problem *problem, const Span *sp
     Room room;
     if (!make_room(&room, problem)) return 1;
     char *memory = room.next;
+    Tables tables = take_room_for_tables(&room, problem);
+    char *rest = room.next;
     begin_products();
-    for (long unit = first; unit < last; unit++)
+    for (long unit = first; unit < last; unit++) {
+        tables.packed = 0;
         for (const Span *span = spans; span < spans + num_spans; span++) {
             Share mine = share_of(problem, span, unit, chunks);
             if (mine.first >= mine.last) continue;
-            room.next = memory;
-            Plane plane = lay_out(&room, padded(span->keys), padded(span->queries),
+            room.next = rest;
+            Plane plane = lay_out(&room, &tables, padded(span->keys), padded(span->queries),
                                   padded(problem->size));
-            take_tables(&plane, problem, span, mine.head);
+            if (!serve(&tables, span)) take_tables(&plane, problem, span, mine.head);
+            tables.packed = span;
             for (long row = mine.first; row < mine.last; row++)
                 forward(problem, span, row, mine.head, context,
                         probs ? probs + probs_of(problem, span, row, mine.head) : 0, &plane);
         }
+    }
     _tile_release();
     free(memory);
     return 0;

@@ -105,3 +105,20 @@ INLINE void *take(Room *room, long bytes) {
     room->next += (bytes + 63) / 64 * 64;
     return piece;
 }
+
+/* Expanded tables as a span's products want them. Those of a unit's other spans of as many keys are
+ * the same: the decoder has a span for every row. */
+typedef struct {
+    uint16_t *to_key, *to_query;
+    const Span *packed; /* for which they were made, or null */
+} Tables;
+
+INLINE int serve(const Tables *tables, const Span *span) {
+    return tables->packed && padded(tables->packed->keys) == padded(span->keys);
+}
+
+INLINE Tables take_room_for_tables(Room *room, const Problem *p) {
+    long bytes = 2 * (p->longest + STRIP) * padded(p->size) * 2;
+    char *first = take(room, bytes);
+    return (Tables){(uint16_t *)first, take(room, bytes), 0};
+}

@@ -14,7 +14,7 @@ typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
     float *keys_grad, *values_grad, *grad_left; /* [D, W], [D, W], [N, D] */
 } Plane;
 
-static Plane lay_out(Room *room, long keys, long queries, long size) {
+static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, long size) {
     long wide = keys + STRIP, operand = wide * size * 2, chosen = (queries + STRIP) * size * 2;
     return (Plane){.left = take(room, 2 * operand),
                    .turned = take(room, operand),
@@ -26,8 +26,8 @@ static Plane lay_out(Room *room, long keys, long queries, long size) {
                    .keys_turned = take(room, operand),
                    .values_right = take(room, operand),
                    .keys_right = take(room, operand),
-                   .to_key_right = take(room, 2 * operand),
-                   .to_query_right = take(room, 2 * operand),
+                   .to_key_right = tables->to_key,
+                   .to_query_right = tables->to_query,
                    .to_key = take(room, STRIP * (keys + wide) * 2),
                    .rows = take(room, STRIP * wide * 2),
                    .to_query = take(room, keys * wide * 2),
@@ -224,21 +224,26 @@ int attend_backward(long first, long last, const Problem *problem, const Span *s
     Room room;
     if (!make_room(&room, problem)) return 1;
     char *memory = room.next;
+    Tables tables = take_room_for_tables(&room, problem);
+    char *rest = room.next;
     long table = padded(problem->size) * 2 * problem->longest;
     begin_products();
-    for (long unit = first; unit < last; unit++)
+    for (long unit = first; unit < last; unit++) {
+        tables.packed = 0;
         for (const Span *span = spans; span < spans + num_spans; span++) {
             Share mine = share_of(problem, span, unit, chunks);
             if (mine.first >= mine.last) continue;
-            room.next = memory;
-            Plane plane = lay_out(&room, padded(span->keys), padded(span->queries),
+            room.next = rest;
+            Plane plane = lay_out(&room, &tables, padded(span->keys), padded(span->queries),
                                   padded(problem->size));
-            take_tables(&plane, problem, span, mine.head);
+            if (!serve(&tables, span)) take_tables(&plane, problem, span, mine.head);
+            tables.packed = span;
             for (long row = mine.first; row < mine.last; row++)
                 backward(problem, grads, span, row, mine.head,
                          probs + probs_of(problem, span, row, mine.head),
                          grads->to_key + unit * table, grads->to_query + unit * table, &plane);
         }
+    }
     _tile_release();
     free(memory);
     return 0;
