@@ -179,7 +179,9 @@ def prepare(args, place: str, commands: list | None) -> None:
         done = run([sys.executable, f"{PREP}/{command[0]}", *command[1:]])
         said = done.stdout.strip().splitlines()[-1].replace(str(args.scratch), "DIR")
         if commands is not None:
-            line = " ".join(command).replace(str(args.scratch), "DIR")
+            known = ["/".join(Path(word).parts[-2:]) if word in args.against else word
+                     for word in command]
+            line = " ".join(known).replace(str(args.scratch), "DIR")
             commands.append({"command": line, "said": said,
                              "seconds": round(time.perf_counter() - start, 1)})
         print(f"{command[0]}: {said}", flush=True)
