@@ -16,7 +16,7 @@ demo: setup
 
 test: setup
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 lint: setup
 	$(BIN)/ruff check .
