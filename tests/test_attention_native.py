@@ -7,7 +7,7 @@ from attention_cases import HOLES, PACKED, SMALL_BUCKETS, V1, V3, Case, relative
 from deberta_ds import native
 from deberta_ds.model.attention import attend, native_spans
 
-IS_HERE = native.library() is not None and native_spans._can_attend()
+IS_HERE = native.library() is not None and native.has_amx()
 pytestmark = pytest.mark.skipif(not IS_HERE, reason="needs AMX and a C compiler")
 HALF = torch.bfloat16
 

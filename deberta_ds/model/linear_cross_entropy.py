@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds.model import native_vocabulary
 from deberta_ds.model.table_gradient import TableGradient
 
 # fp32 logits held at once when the caller names no chunk: on the CPU 2 MiB, which stay in cache.
@@ -71,7 +72,8 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(device):
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
     chunk = chunk or _chunk_for(hidden_TC.shape[0], device)
-    return _LinearCrossEntropy.apply(
+    in_c = native_vocabulary.fits(hidden_TC, weight_VC, bias_V)
+    return (_NativeCrossEntropy if in_c else _LinearCrossEntropy).apply(
         hidden_TC,
         weight_VC,
         bias_V,
@@ -203,6 +205,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight_VC = None
         grad_hidden_TC = grad_hidden_TC.to(hidden_TC.dtype)
         return grad_hidden_TC, grad_weight_VC, grad_bias_V, None, None, None, None
+
+
+class _NativeCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary, gradient):
+        temperature = 1.0 if draw is None else draw.temperature
+        problem = (hidden_TC, weight_VC, bias_V, labels_T)
+        top_KT, top_id_KT, mass_KT, draw_mass_KT, label_logit_T = native_vocabulary.chunk_sums(
+            *problem, vocabulary.size, vocabulary.chunk, temperature)
+        log_norm_T = mass_KT.logsumexp(0)
+        best_K = top_KT.max(0, keepdim=True).indices
+        correct = (top_id_KT.gather(0, best_K)[0] == labels_T).sum()
+
+        def logits_of(number, chosen):
+            start, end = vocabulary.spans()[number]
+            few_NC = weight_VC[start:end].to(hidden_TC.dtype).float()
+            return hidden_TC[chosen].float() @ few_NC.t() + bias_V[start:end].float()
+
+        sampled_T = None
+        if draw is not None:
+            sampled_T = _sample(draw, draw_mass_KT.t().contiguous(), vocabulary, logits_of)
+            ctx.mark_non_differentiable(sampled_T)
+        ctx.save_for_backward(*problem, log_norm_T)
+        ctx.vocabulary, ctx.gradient = vocabulary, gradient
+        ctx.mark_non_differentiable(correct)
+        return (log_norm_T - label_logit_T).sum(), correct, sampled_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
+        *problem, log_norm_T = ctx.saved_tensors
+        vocabulary = ctx.vocabulary
+        hidden_grad, weight_grad, bias_grad = native_vocabulary.gradients(
+            *problem, vocabulary.size, vocabulary.chunk, log_norm_T, grad_loss.item())
+        if ctx.gradient is not None:
+            ctx.gradient.leave(weight_grad)
+            weight_grad = None
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None
 
 
 def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:

@@ -107,6 +107,12 @@ def takes(*tensors: torch.Tensor) -> bool:
             and library() is not None)
 
 
+@lru_cache
+def has_amx() -> bool:
+    """Return whether the kernels may multiply bfloat16 by AMX; ask only where `takes` is true."""
+    return bool(library().has_amx())
+
+
 def over_rows(rows: int, work, least: int = 64) -> None:
     """Call work(first, last, number of the part) for all rows, in as many threads as torch has.
 

@@ -5,22 +5,9 @@
 #ifdef __AMX_BF16__
 #include "attention.h"
 
-/* -------------------------------------------------------------------------------- softmax */
+#include "exponential.h"
 
-INLINE float exponential(float x) { /* of x <= 0, to 2e-7 */
-    float whole = rintf(x * 1.44269504f);
-    float part = fmaf(x, 1.92596299e-8f, fmaf(x, 1.44269502f, -whole)); /* of log2(e) x */
-    float power = 1.52527338e-5f;                                       /* 2^part by Taylor */
-    power = fmaf(power, part, 1.54035304e-4f);
-    power = fmaf(power, part, 1.33335581e-3f);
-    power = fmaf(power, part, 9.61812911e-3f);
-    power = fmaf(power, part, 5.55041087e-2f);
-    power = fmaf(power, part, 2.40226507e-1f);
-    power = fmaf(power, part, 6.93147181e-1f);
-    power = fmaf(power, part, 1.0f);
-    float value = power * of_bits((uint32_t)((int32_t)whole + 127) << 23);
-    return x < -87.0f ? 0.0f : value;
-}
+/* -------------------------------------------------------------------------------- softmax */
 
 INLINE float largest(const float *row, long count) { /* of those that are numbers */
     Lanes tops;
@@ -245,9 +232,9 @@ int attend_forward(long first, long last, const Problem *problem, const Span *sp
 }
 
 /* Whether the processor has what these kernels need, and the system lets this process use it. */
-int can_attend(void) {
+int has_amx(void) {
     return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* AMX's tiles */);
 }
 #else
-int can_attend(void) { return 0; }
+int has_amx(void) { return 0; }
 #endif

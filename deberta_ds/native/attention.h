@@ -87,23 +87,13 @@ INLINE void copy_queries(uint16_t *to, const uint16_t *base, const int64_t *stri
         memcpy(to + i * padded(size), from + span->chosen[i] * strides[2], size * 2);
 }
 
-/* Memory of a thread, handed out in pieces. */
-typedef struct {
-    char *next;
-} Room;
-
-INLINE int make_room(Room *room, const Problem *p) { /* for the largest span, either way */
+/* Take memory for the largest span, either way; 0 where there is none. */
+INLINE int make_room(Room *room, const Problem *p) {
     long keys = p->longest, size = padded(p->size), wide = keys + STRIP, most = p->most + STRIP;
     long bytes = (20 * wide + 4 * most) * size * 2 + 3 * wide * size * 4; /* operands, gradients */
     bytes += keys * wide * 4 + STRIP * (6 * wide + size) * 4 + 32 * 64;   /* scores */
     room->next = aligned_alloc(64, (bytes + 63) / 64 * 64);
     return room->next != 0;
-}
-
-INLINE void *take(Room *room, long bytes) {
-    char *piece = room->next;
-    room->next += (bytes + 63) / 64 * 64;
-    return piece;
 }
 
 /* Expanded tables as a span's products want them. Those of a unit's other spans of as many keys are

@@ -17,6 +17,17 @@ typedef int32_t Order __attribute__((vector_size(4 * LANES)));
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long padded(long count) { return (count + STRIP - 1) / STRIP * STRIP; }
+/* Memory of a thread, handed out in pieces. */
+typedef struct {
+    char *next;
+} Room;
+
+INLINE void *take(Room *room, long bytes) {
+    char *piece = room->next;
+    room->next += (bytes + 63) / 64 * 64;
+    return piece;
+}
+
 INLINE float number(const uint16_t *from, long i) { return get(from, i, 1); }
 INLINE void set(uint16_t *to, long i, float value) { put(to, i, value, 1); }
 

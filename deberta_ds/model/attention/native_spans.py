@@ -10,7 +10,6 @@ c - (C / 2 - 1), rows being queries for the content-to-position term and keys fo
 """
 
 import ctypes
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -58,13 +57,7 @@ def fits(spans: list[KeySpan], *tensors: Tensor) -> bool:
     """Return whether the kernels can work on these spans of queries, keys and values."""
     short = all(span.stop - span.start <= LONGEST for span in spans)
     half = all(tensor.dtype == torch.bfloat16 for tensor in tensors)
-    return short and half and native.takes(*tensors) and _can_attend()
-
-
-@lru_cache
-def _can_attend() -> bool:
-    """Return whether the processor has AMX, and the system lets this process use it."""
-    return bool(native.library().can_attend())
+    return short and half and native.takes(*tensors) and native.has_amx()
 
 
 def attend_in_c(
