@@ -101,10 +101,8 @@ def test_the_watchdog_names_a_host_whose_link_is_down(hosts, work):
     print(f"ended {seconds:.0f} s after the cut")
     assert seconds < 45  # 10 s where the machine is not shared
     texts = [log.read_text() for log in logs]
-    for text in texts[:2]:
-        assert re.search(r"rank 2 on host3 \(pid \d+\): NOT REACHED", text), text[-4000:]
-        assert not re.search(r"rank [01] on host[12] .*NOT REACHED", text)
-    # Either it found out itself, or another host's verdict came first over the shared files.
-    assert re.search(r"rank 2 on host3 \(pid \d+\): (REACHES NO OTHER HOST|NOT REACHED)",
-                     texts[2]), texts[2]
-    assert not re.search(r"rank [01] on host[12] .*(NOT REACHED|SILENT)", texts[2])
+    # Whichever verdict comes first over the shared files is everybody's: host3's own, or another's.
+    for text in texts:
+        assert re.search(r"rank 2 on host3 \(pid \d+\): (REACHES NO OTHER HOST|NOT REACHED)",
+                         text), text[:4000]
+        assert not re.search(r"rank [01] on host[12] .*(NOT REACHED|SILENT|NO OTHER HOST)", text)
