@@ -27,11 +27,14 @@ from deberta_ds import config
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
-from deberta_ds.model import encoder, linear_cross_entropy
+from deberta_ds.model import embeddings, encoder
+from deberta_ds.model import linear_cross_entropy as chunked
 from deberta_ds.model.attention import Geometry, geometry
 from deberta_ds.model.attention.fused import fused_path
 from deberta_ds.model.attention.fused.bands import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
+from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
 from deberta_ds.planner.gpus import GPUS
@@ -39,6 +42,7 @@ from deberta_ds.planner.gpus import GPUS
 LEAST_SECONDS = 2e-6  # of a kernel, however small
 LAUNCH_SECONDS = 5e-6  # of the host, for one operator
 PRODUCT_SHARE, MEMORY_SHARE, ISSUE_SHARE = 0.65, 0.85, 0.65
+KERNEL_PRODUCT_SHARE = 0.45  # of products inside Triton kernels of the project
 OPTIMIZER_BYTES = 74  # a parameter, of a ZeRO-1 step in bf16 on one GPU
 ATTENTION_DROPOUT = 0.1
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
@@ -80,10 +84,11 @@ class Cost:
     name: str
     bytes: int
     flops: int
+    product_share: float = PRODUCT_SHARE
 
     def seconds(self, card: Card) -> float:
         moving = self.bytes / (card.bandwidth * MEMORY_SHARE)
-        return max(moving, self.flops / (card.peak * PRODUCT_SHARE), LEAST_SECONDS)
+        return max(moving, self.flops / (card.peak * self.product_share), LEAST_SECONDS)
 
 
 class Count(TorchDispatchMode):
@@ -97,8 +102,11 @@ class Count(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         inputs, outputs = _tensors((args, kwargs or {})), _tensors(out)
-        if function.namespace == "deberta_ds":
+        if name.startswith("fused_attention"):
             self.attention.append((name, args))
+        elif function.namespace == "deberta_ds":
+            moved, flops = sum(map(_held_bytes, inputs + outputs)), _kernel_flops(name, args, out)
+            self.costs.append(Cost(self.part, name, moved, flops, KERNEL_PRODUCT_SHARE))
         elif function.namespace == "aten" and name not in FREE:
             if not _is_view(function, inputs, outputs):
                 touched = inputs[1:] if name == "scatter_add_" else [*inputs, *outputs]
@@ -133,6 +141,15 @@ def _flops(name: str, inputs, outputs) -> int:
     return 2 * outputs[0].numel() * left.shape[-1]
 
 
+def _kernel_flops(name: str, args, outputs) -> int:
+    """Return the products inside of a kernel of the project."""
+    if name not in ("loss_tiles", "loss_gradient"):
+        return 0
+    rows, size = args[0].shape
+    ids = args[5] if name == "loss_tiles" else outputs[0].shape[1]
+    return 2 * rows * size * ids
+
+
 def count_step(run: RunConfig) -> Count:
     """Return the operators of one micro-batch, forward and backward, in bf16."""
     model_config = replace(run.model, attention_dropout=0.0)  # its seed is read on the host
@@ -147,11 +164,15 @@ def count_step(run: RunConfig) -> Count:
         count.part = part
         return context
 
-    chunk_for = linear_cross_entropy._chunk_for
+    def loss_function(mode, *_tensors):
+        return linear_cross_entropy if mode == "chunked" else fused_linear_cross_entropy
+
+    chunk_for = chunked._chunk_for
     # fmt: off
     stand_ins = ((encoder, "attend", attend),
-                 (linear_cross_entropy, "_sample", activations._first_words),
-                 (linear_cross_entropy, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
+                 (embeddings, "loss_function", loss_function),
+                 (chunked, "_sample", activations._first_words),
+                 (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     # fmt: on
     activations._forget_tables()
     assert Geometry(run.model.largest_distance, run.model.position_buckets).reach  # kept: a number

@@ -52,8 +52,8 @@ class ModelConfig:
     init_std: float = option("deviation of the first weights", 0.02, gt=0, le=10)
     attention: _AttentionPath = option(
         "implementation of attention; all compute the same", "auto")
-    vocabulary_loss: Literal["chunked", "fused"] = option(
-        "implementation of the masked LM's loss; fused: Triton kernels, on a GPU", "chunked")
+    vocabulary_loss: Literal["auto", "chunked", "fused"] = option(
+        "implementation of the masked LM's loss; fused: Triton kernels, on a GPU", "auto")
 
     def __post_init__(self):
         problems = []

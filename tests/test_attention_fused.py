@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
 
+from deberta_ds.model import kernel_check  # noqa: E402
 from deberta_ds.model.attention import dispatch, selfcheck  # noqa: E402
 from deberta_ds.model.attention.fused import tiles  # noqa: E402
 from deberta_ds.model.attention.reference import reference_attention  # noqa: E402
@@ -142,11 +143,11 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
                          (lambda c: c[:, :1], "RuntimeError")):  # fmt: skip
         verdict = check(partial(fused, wrong=wrong))
         assert not verdict.passed and named in verdict.text
-    assert not selfcheck.results_file().exists()
+    assert not kernel_check.results_file().exists()
     assert check(fused).passed and len(calls) > 3
     before = len(calls)
     assert check(fused).passed and len(calls) == before  # from the file
     assert check(fused, torch.float16).passed and check(fused, long=True).passed
     assert len(calls) == before + 3  # two cases of short rows, one of long ones
-    selfcheck.results_file().write_text("not json")
+    kernel_check.results_file().write_text("not json")
     assert check(fused).passed and len(calls) == before + 5

@@ -1,5 +1,7 @@
 """The fused linear cross-entropy in Triton's interpreter: the chunked one's numbers and draws."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
@@ -8,15 +10,19 @@ import torch  # noqa: E402
 from test_attention_fused import run_worker  # noqa: E402
 
 from deberta_ds.errors import UserError  # noqa: E402
+from deberta_ds.model import kernel_check, vocabulary_loss  # noqa: E402
 from deberta_ds.model.embeddings import WordEmbedding  # noqa: E402
+from deberta_ds.model.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 
-TOLERANCES = {"float32": 1e-6, "float16": 2e-3}
+TOLERANCES = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 def test_interpreter_equals_the_chunked_function():
     lines = run_worker("fused_cross_entropy.py", timeout=120)
     assert max(lines.pop(0)) < 1e-6  # a masked LM's head with vocabulary_loss = "fused"
-    assert len(lines) == 4
+    first = lines.pop(0)
+    assert first["check"] < 1e-2 and first["poison"] == [True, True]
+    assert len(lines) == 5
     for line in lines:
         print(line)
         assert max(line["errors"]) < TOLERANCES[line["dtype"]]
@@ -26,6 +32,51 @@ def test_interpreter_equals_the_chunked_function():
 
 def test_fused_loss_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match="vocabulary_loss = 'fused' needs a GPU"):
+    with pytest.raises(UserError, match="vocabulary_loss = 'fused' cannot run here: no GPU"):
         WordEmbedding(8, 4)(torch.zeros(1, 4), labels_T=torch.zeros(1, dtype=torch.int64),
-                            bias_V=torch.zeros(8), fused=True)
+                            bias_V=torch.zeros(8), loss="fused")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Function that pretends to have a card, on which the check ends as told."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def choose(mode="auto", dtype=torch.bfloat16, size=768, capability=(9, 0), small=True,
+               passed=True):
+        verdict = kernel_check.Verdict(passed, "checked" if passed else "loss off by 1.0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(kernel_check, "check", lambda *arguments: verdict)
+        vocabulary_loss._choose.cache_clear()
+        return vocabulary_loss._choose(mode, torch.device("cuda", 0), dtype, size, small).__name__
+
+    yield choose
+    vocabulary_loss._choose.cache_clear()
+
+
+def test_choice_of_implementation(card, caplog):
+    caplog.set_level("INFO", logger="deberta_ds")
+    fused, chunked = "fused_linear_cross_entropy", "linear_cross_entropy"
+    assert card() == fused and card("chunked") == chunked
+    for case in ({"dtype": torch.float32}, {"size": 100}, {"capability": (7, 5)}, {"small": False},
+                 {"passed": False}):
+        assert card(**case) == chunked
+    for reason in ("not float32", "no multiple of 16", "compute capability 8.0", "2^31",
+                   "loss off by 1.0"):
+        assert reason in caplog.text
+    with pytest.raises(UserError, match="hidden size 100"):
+        card("fused", size=100)
+
+
+def test_check_on_the_card_finds_wrong_losses_and_draws():
+    def compare(function):
+        return vocabulary_loss.compare(torch.device("cpu"), torch.float32, 16, function)
+
+    def wrong(*arguments, loss=lambda x: x, draw=lambda x: x, **options):
+        right = linear_cross_entropy(*arguments, **options)
+        return loss(right[0]), right[1], draw(right[2])
+
+    assert compare(wrong)[0] < 1e-6
+    assert compare(partial(wrong, loss=lambda x: x * 1.1))[0] > 0.05
+    assert torch.isnan(torch.tensor(compare(partial(wrong, loss=lambda x: x * torch.nan))[0]))
+    assert compare(partial(wrong, draw=lambda ids: ids.flip(0)))[0] > 0.5

@@ -7,17 +7,14 @@ re-registered, no V x C sum is built, and ZeRO-3 gathers a table exactly where i
 Legend: B batch, L length, C hidden, V vocabulary, T targets.
 """
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError
 from deberta_ds.model.dropout import Dropout
-from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 from deberta_ds.model.table_gradient import TableGradient, look_up
+from deberta_ds.model.vocabulary_loss import loss_function
 
 
 class WordEmbedding(nn.Module):
@@ -31,12 +28,13 @@ class WordEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, inputs: Tensor, *, labels_T: Tensor | None = None,
-                bias_V: Tensor | None = None, fused: bool = False,
+                bias_V: Tensor | None = None, loss: str = "chunked",
                 gradient: TableGradient | None = None, **prediction):
         """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
         is `linear_cross_entropy`'s (loss sum, number correct, sampled ids).
 
-        A `gradient` given to both sums the table's in one tensor.
+        A `gradient` given to both sums the table's in one tensor. `loss` is
+        `model.vocabulary_loss`.
         """
         if gradient is not None and not gradient.serves(self.weight):
             gradient = None
@@ -44,19 +42,8 @@ class WordEmbedding(nn.Module):
             if gradient is None:
                 return F.embedding(inputs, self.weight)
             return look_up(self.weight, inputs, gradient)
-        if fused:
-            return _fused_loss(inputs.device)(inputs, self.weight, bias_V, labels_T, **prediction)
-        return linear_cross_entropy(inputs, self.weight, bias_V, labels_T, gradient=gradient,
-                                    **prediction)
-
-
-def _fused_loss(device: torch.device):
-    """Return the loss in Triton, imported only if asked for; UserError where it cannot run."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError("vocabulary_loss = 'fused' needs a GPU; use 'chunked'")
-    from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
-
-    return fused_linear_cross_entropy
+        return loss_function(loss, inputs, self.weight)(
+            inputs, self.weight, bias_V, labels_T, gradient=gradient, **prediction)
 
 
 class InputBlock(nn.Module):

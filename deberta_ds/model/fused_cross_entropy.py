@@ -6,24 +6,28 @@ masses and computes the logits of that tile once more. Backward computes logits 
 their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
 No atomics: one writer per element and a fixed order of every sum.
 
-A model takes it where `model.vocabulary_loss = "fused"` asks for it. It has not been timed yet:
-`benchmarks/cross_entropy.py` sets it beside the chunked function, on a GPU, and that decides the
-default.
+`vocabulary_loss` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
+sets it beside the chunked function, on a GPU. What Triton runs are torch operators with fake
+kernels, so that a step can be counted without a card.
 
 Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deberta_ds.model.kernel_check import on_device_of
+from deberta_ds.model.linear_cross_entropy import running_sums
+from deberta_ds.model.table_gradient import TableGradient
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
 _GRADIENT_IDS = 64  # tile of backward; 128 would spill registers on sm_90
 _GRADIENT_ELEMENTS = 1 << 27  # logit gradients held at once in backward: 256 MiB in bf16
+_PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole vectors are written
 
 
 @triton.jit
@@ -85,13 +89,14 @@ def _forward_kernel(
     tl.store(LABEL_LOGIT + t, label_logit, mask=here)
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+@triton.jit(do_not_specialize=["T", "first", "count", "pitches"])
 def _gradient_kernel(
     HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID, first, count,
-    C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the logits of ids [first, first + count): D_LOGITS [T,count], and of the bias.
+    """Gradients of the logits of ids [first, first + count): D_LOGITS [T,pitches x _PITCH], and of
+    the bias.
 
     A program takes one block of ids and all rows, so that it alone sums their bias gradient.
     """
@@ -113,11 +118,11 @@ def _gradient_kernel(
         gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale
         bias_sum += tl.sum(gradient, 0)
         tl.store(
-            D_LOGITS + t[:, None] * count + column[None, :],
+            D_LOGITS + t[:, None] * (pitches * _PITCH) + column[None, :],
             gradient.to(D_LOGITS.dtype.element_ty),
-            mask=in_rows[:, None] & (column < count)[None, :],
+            mask=in_rows[:, None],
         )
-    tl.store(D_BIAS + n, bias_sum.to(D_BIAS.dtype.element_ty), mask=column < count)
+    tl.store(D_BIAS + column, bias_sum.to(D_BIAS.dtype.element_ty), mask=column < count)
 
 
 @triton.jit
@@ -147,13 +152,6 @@ def _draw_kernel(
     tl.store(SAMPLED + t, tl.minimum(first_id, last).to(tl.int64))
 
 
-class _Forward(NamedTuple):
-    log_norm_T: Tensor
-    loss_sum: Tensor
-    correct: Tensor
-    draw_mass_TK: Tensor
-
-
 def fused_linear_cross_entropy(
     hidden_TC: Tensor,
     weight_VC: Tensor,
@@ -162,39 +160,53 @@ def fused_linear_cross_entropy(
     uniforms_T: Tensor | None = None,
     temperature: float = 1.0,
     valid_vocab: int | None = None,
+    gradient: TableGradient | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids); see `linear_cross_entropy`.
 
-    hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
+    hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter. `gradient` is
+    for a CPU, and left alone.
     """
     valid = weight_VC.shape[0] if valid_vocab is None else valid_vocab
     if max(hidden_TC.numel(), weight_VC.numel()) >= 1 << 31:
         raise ValueError("the kernels count elements in 32 bits: too many rows or ids")
+    if not 0 < valid <= weight_VC.shape[0]:
+        raise ValueError(f"valid_vocab {valid} is not in 1..{weight_VC.shape[0]}")
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden_TC, weight_VC = hidden_TC.to(dtype), weight_VC.to(dtype)
-    return _FusedLinearCrossEntropy.apply(
-        hidden_TC.contiguous(), weight_VC.contiguous(), bias_V, labels_T, uniforms_T, temperature,
-        valid,
-    )  # fmt: skip
+    with on_device_of(hidden_TC):
+        return _FusedLinearCrossEntropy.apply(
+            hidden_TC.contiguous(), weight_VC.contiguous(), bias_V, labels_T, uniforms_T,
+            temperature, valid,
+        )  # fmt: skip
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, valid):
         inputs = (hidden_TC, weight_VC, bias_V)
-        result = _forward(inputs, labels_T, temperature if uniforms_T is not None else 1.0, valid)
+        drawn_at = temperature if uniforms_T is not None else 1.0
+        mass_KT, draw_mass_KT, best_KT, best_id_KT, label_logit_T = loss_tiles(
+            *inputs, labels_T, drawn_at, valid)
+        log_norm_T = mass_KT.logsumexp(0)
+        tile_T = best_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins
+        correct = (best_id_KT.gather(0, tile_T[None])[0] == labels_T).sum()
+        loss_sum = (log_norm_T - label_logit_T).sum()
         sampled_T = None
         if uniforms_T is not None:
-            sampled_T = _draw(inputs, result.draw_mass_TK, uniforms_T, temperature, valid)
+            masses_TK = (mass_KT if temperature == 1.0 else draw_mass_KT).t()
+            tile_T, inside_T = _pick_tiles(masses_TK, uniforms_T)
+            sampled_T = draw_ids(*inputs, tile_T, inside_T, temperature, valid)
             ctx.mark_non_differentiable(sampled_T)
-        ctx.save_for_backward(*inputs, labels_T, result.log_norm_T)
+        ctx.save_for_backward(*inputs, labels_T, log_norm_T)
         ctx.valid = valid
-        ctx.mark_non_differentiable(result.correct)
-        return result.loss_sum, result.correct, sampled_T
+        ctx.mark_non_differentiable(correct)
+        return loss_sum, correct, sampled_T
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
         hidden_TC, weight_VC, bias_V, labels_T, log_norm_T = ctx.saved_tensors
         rows, vocab = hidden_TC.shape[0], weight_VC.shape[0]
@@ -204,55 +216,112 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         scale = grad_loss.float().reshape(1)
         for start in range(0, ctx.valid if rows else 0, chunk):
             count = min(chunk, vocab - start)
-            grad_TN = hidden_TC.new_empty(rows, count)
-            _gradient_kernel[(triton.cdiv(count, _GRADIENT_IDS),)](
-                hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale, grad_TN, grad_bias_V,
-                rows, ctx.valid, start, count, **_constants(hidden_TC, _GRADIENT_IDS),
-            )  # fmt: skip
-            grad_hidden_TC += grad_TN @ weight_VC[start : start + count]
+            with on_device_of(hidden_TC):
+                padded_TN, grad_bias_V[start : start + count] = loss_gradient(
+                    hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale, ctx.valid, start,
+                    count)
+            grad_TN = padded_TN[:, :count]
+            grad_hidden_TC += _wide_product(grad_TN, weight_VC[start : start + count])
             torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start : start + count])
         return grad_hidden_TC.to(hidden_TC.dtype), grad_weight_VC, grad_bias_V, *[None] * 4
 
 
-def _forward(inputs, labels_T: Tensor, temperature: float, valid: int) -> _Forward:
-    """Run the tiles, and put the rows' sums together in a fixed order."""
-    hidden_TC = inputs[0]
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right in fp32, which a CPU does not have of 16-bit factors."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+@torch.library.custom_op("deberta_ds::loss_tiles", mutates_args=())
+def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
+               temperature: float, valid: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return of every tile and row, [K,T]: logsumexp, that of logits / temperature, the largest
+    logit and the id it is at; and the logit of every row's label [T].
+
+    At temperature 1 the second is empty.
+    """
     rows, tiles = hidden_TC.shape[0], triton.cdiv(valid, _IDS)
-    mass_KT, best_KT = (labels_T.new_empty(tiles, rows, dtype=torch.float32) for _ in range(2))
-    separate = temperature != 1.0
-    draw_mass_KT = torch.empty_like(mass_KT) if separate else mass_KT
-    best_id_KT = torch.empty_like(best_KT, dtype=torch.int32)
-    label_logit_T = torch.zeros_like(labels_T, dtype=torch.float32)
+    outputs = _empty_tiles(labels_T, temperature, valid)
     if rows:
         # Blocks of rows run first: the weights of an id tile are then read from memory once.
         _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
-            *inputs, labels_T, mass_KT, draw_mass_KT, best_KT, best_id_KT, label_logit_T,
-            rows, valid, 1 / temperature, SEPARATE=separate, **_constants(hidden_TC, _IDS),
+            hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, 1 / temperature,
+            SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS),
         )  # fmt: skip
-    log_norm_T = mass_KT.logsumexp(0)
-    tile_T = best_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins a tie
-    best_id_T = best_id_KT.gather(0, tile_T[None])[0]
-    loss_sum = (log_norm_T - label_logit_T).sum()
-    return _Forward(log_norm_T, loss_sum, (best_id_T == labels_T).sum(), draw_mass_KT.t())
+    return outputs
 
 
-def _draw(inputs, mass_TK: Tensor, uniforms_T: Tensor, temperature: float, valid: int) -> Tensor:
-    """Return ids by inverse CDF: the tile from the masses, then the id inside it."""
-    hidden_TC = inputs[0]
-    cumulative_TK = mass_TK.double().softmax(-1).cumsum(-1)
+@loss_tiles.register_fake
+def _empty_tiles_of(hidden_TC, weight_VC, bias_V, labels_T, temperature, valid):
+    return _empty_tiles(labels_T, temperature, valid)
+
+
+def _empty_tiles(labels_T: Tensor, temperature: float, valid: int) -> tuple[Tensor, ...]:
+    rows, tiles = labels_T.shape[0], triton.cdiv(valid, _IDS)
+    drawn = 0 if temperature == 1.0 else tiles
+    single = dict(dtype=torch.float32)
+    return (labels_T.new_empty(tiles, rows, **single), labels_T.new_empty(drawn, rows, **single),
+            labels_T.new_empty(tiles, rows, **single),
+            labels_T.new_empty(tiles, rows, dtype=torch.int32),
+            labels_T.new_zeros(rows, **single))
+
+
+@torch.library.custom_op("deberta_ds::loss_gradient", mutates_args=())
+def loss_gradient(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
+                  log_norm_T: Tensor, scale_1: Tensor, valid: int, start: int, count: int
+                  ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the logits of ids [start, start + count), rows padded, and of their
+    biases. What lies behind `count` in a row is 0.
+    """
+    outputs = _empty_gradients(hidden_TC, bias_V, count)
+    width = outputs[0].shape[1]
+    _gradient_kernel[(width // _GRADIENT_IDS,)](
+        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, *outputs, len(hidden_TC),
+        valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS),
+    )  # fmt: skip
+    return outputs
+
+
+@loss_gradient.register_fake
+def _empty_gradients_of(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, valid, start,
+                        count):
+    return _empty_gradients(hidden_TC, bias_V, count)
+
+
+def _empty_gradients(hidden_TC: Tensor, bias_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    width = triton.cdiv(count, _PITCH.value) * _PITCH.value
+    return hidden_TC.new_empty(hidden_TC.shape[0], width), bias_V.new_empty(count)
+
+
+def _pick_tiles(masses_TK: Tensor, uniforms_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tile of every draw by inverse CDF, and where inside it the draw lies."""
+    cumulative_TK = running_sums(masses_TK.double().softmax(-1))
     uniforms_T1 = uniforms_T.double()[:, None]
     tile_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True)
     tile_T1.clamp_(max=cumulative_TK.shape[1] - 1)
     edges_TK = torch.cat([torch.zeros_like(cumulative_TK[:, :1]), cumulative_TK], -1)
     low_T1, high_T1 = edges_TK.gather(1, tile_T1), edges_TK.gather(1, tile_T1 + 1)
     inside_T = ((uniforms_T1 - low_T1) / (high_T1 - low_T1))[:, 0].float()
-    sampled_T = torch.empty(len(hidden_TC), dtype=torch.int64, device=hidden_TC.device)
-    if len(hidden_TC):
-        _draw_kernel[(len(hidden_TC),)](
-            *inputs, tile_T1[:, 0].int(), inside_T, sampled_T, valid, 1 / temperature,
+    return tile_T1[:, 0].int(), inside_T
+
+
+@torch.library.custom_op("deberta_ds::draw_ids", mutates_args=())
+def draw_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Tensor,
+             inside_T: Tensor, temperature: float, valid: int) -> Tensor:
+    """Return the id of every row's tile where the cumulative probability first exceeds `inside`."""
+    sampled_T = torch.empty_like(tile_T, dtype=torch.int64)
+    if len(tile_T):
+        _draw_kernel[(len(tile_T),)](
+            hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, 1 / temperature,
             C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS,
         )  # fmt: skip
     return sampled_T
+
+
+@draw_ids.register_fake
+def _no_ids(hidden_TC, weight_VC, bias_V, tile_T, inside_T, temperature, valid):
+    return torch.empty_like(tile_T, dtype=torch.int64)
 
 
 def _constants(hidden_TC: Tensor, ids: int) -> dict:

@@ -25,12 +25,12 @@ class MaskedLmHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
-        self.fused = config.vocabulary_loss == "fused"
+        self.loss = config.vocabulary_loss
 
     def forward(self, hidden_TC: Tensor, words: WordEmbedding, labels_T: Tensor, **prediction):
         """Return `linear_cross_entropy`'s (loss sum, number correct, sampled ids or None)."""
         hidden_TC = self.norm(F.gelu(self.dense(hidden_TC)))
-        return words(hidden_TC, labels_T=labels_T, bias_V=self.bias, fused=self.fused, **prediction)
+        return words(hidden_TC, labels_T=labels_T, bias_V=self.bias, loss=self.loss, **prediction)
 
 
 class MaskedLm(nn.Module):

@@ -259,7 +259,7 @@ def _sample(
     logits_of(number, rows): logits of the chosen rows in one chunk. float64 throughout: an fp32
     cumulative sum over 128,000 ids would bias rare ids.
     """
-    cumulative_TK = _running_sums(masses_TK.double().softmax(-1))
+    cumulative_TK = running_sums(masses_TK.double().softmax(-1))
     last = cumulative_TK.shape[1] - 1
     uniforms_T1 = draw.uniforms_T.double()[:, None]
     chunk_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True).clamp_(max=last)
@@ -276,12 +276,12 @@ def _sample(
         first += count
         if count:
             probs = (logits_of(number, rows).double() / draw.temperature).softmax(-1)
-            column = torch.searchsorted(_running_sums(probs), inside_T1[rows], right=True)[:, 0]
+            column = torch.searchsorted(running_sums(probs), inside_T1[rows], right=True)[:, 0]
             sampled_T[rows] = column.clamp_(max=end - start - 1) + start
     return sampled_T
 
 
-def _running_sums(values_TN: Tensor) -> Tensor:
+def running_sums(values_TN: Tensor) -> Tensor:
     """Return the cumulative sums of each row: products with triangles, first of blocks.
 
     torch's own on a GPU may add in another order in another run.

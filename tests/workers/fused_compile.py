@@ -38,7 +38,8 @@ FLOAT_POINTERS = {"LSE", "DELTA", "KEY_ENDS", "QUERY_ENDS", "D_KEY_ENDS", "D_QUE
 FLOAT_POINTERS |= {"ENDS", "D_ENDS", "D_TABLE"}
 FACTS = {"POSITION", "START", "STOP"}
 FLOATS = {"scale", "keep_scale"}
-SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
+# bytes of shared memory that a block may have
+LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -90,7 +91,7 @@ def inspect_machine_code(cubin: bytes) -> dict:
         code = _run("nvdisasm", "-c", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     patterns = {
-        "tensor_core": r"HGMMA|HMMA",
+        "tensor_core": r"HGMMA|HMMA|UTCHMMA",
         "hgmma": "HGMMA",
         "spills": r"\b(?:STL|LDL)",
         "two_byte_loads": r"LDG\.E\.U16",
@@ -114,7 +115,7 @@ def faults(line: dict, architecture: int) -> list[str]:
     found = []
     if line["spills"] or line["stack"]:
         found.append("spills registers")
-    if line["shared"] > SHARED_LIMIT[architecture]:
+    if line["shared"] > LIMITS[architecture]:
         found.append("more shared memory than there is")
     if not line["hgmma" if architecture == 90 else "tensor_core"]:
         found.append("no product on the tensor cores")
@@ -125,7 +126,7 @@ def faults(line: dict, architecture: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architecture", type=int, choices=(80, 90))
+    parser.add_argument("architecture", type=int, choices=LIMITS)
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)

@@ -10,8 +10,10 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from interpret_bf16 import patch
 
 from deberta_ds.config import ModelConfig
+from deberta_ds.model import fused_cross_entropy, vocabulary_loss
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
 from deberta_ds.model.heads import MaskedLmHead
@@ -23,6 +25,7 @@ CASES = (
     (37, 24, 211, None, 1.0, torch.float32),
     (130, 80, 300, 270, 0.7, torch.float32),
     (20, 64, 128, 100, 1.0, torch.float16),
+    (33, 40, 300, 257, 0.5, torch.bfloat16),
     (0, 24, 211, None, 1.0, torch.float32),
 )
 
@@ -49,9 +52,25 @@ def head_gradients(implementation: str) -> list[torch.Tensor]:
     return [loss, *torch.autograd.grad(loss, leaves)]
 
 
+def poisoned() -> list[bool]:
+    """Return whether NaN in one row reaches the loss and that row's gradient alone."""
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    hidden[3, 2] = torch.nan
+    leaves = [hidden.requires_grad_(), torch.randn(140, 16), torch.randn(140)]
+    loss = fused_linear_cross_entropy(*leaves, torch.arange(5))[0]
+    (gradient,) = torch.autograd.grad(loss, leaves[:1])
+    rows = gradient.isnan().any(1).tolist()
+    return [loss.isnan().item(), rows == [False, False, False, True, False]]
+
+
 def main() -> None:
+    patch()
+    fused_cross_entropy._GRADIENT_ELEMENTS = 1 << 12  # backward in several parts of the vocabulary
     pairs = zip(head_gradients("fused"), head_gradients("chunked"), strict=True)
     print(json.dumps([((a - b).norm() / b.norm()).item() for a, b in pairs]), flush=True)
+    cpu = torch.device("cpu")
+    found = vocabulary_loss.compare(cpu, torch.bfloat16, 24, fused_linear_cross_entropy)
+    print(json.dumps({"check": found[0], "poison": poisoned()}), flush=True)
     for rows, size, vocab, valid, temperature, dtype in CASES:
         generator = torch.Generator().manual_seed(3)
         hidden = torch.randn(rows, size, generator=generator)

@@ -3,14 +3,13 @@
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table.
 """
 
-import importlib.util
 import logging
-import os
 from functools import lru_cache
 
 import torch
 
 from deberta_ds.errors import UserError
+from deberta_ds.model import kernel_check
 from deberta_ds.model.attention import selfcheck
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
@@ -18,7 +17,6 @@ from deberta_ds.model.attention.tiled import tiled_attention
 
 MODES = ("auto", "reference", "tiled", "fused")
 FUSED_SIZES = (16, 32, 64, 128)  # head sizes; tl.dot needs 16
-OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 SHORT_ROW = 512  # longer rows may have pairs beyond the reach of the relative table
 _LOG = logging.getLogger("deberta_ds")
 
@@ -107,19 +105,12 @@ def _choose_itself(obstacle: str, device, dtype, size: int, long: bool) -> tuple
 
 def _why_not_fused(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """Return what keeps the Triton kernels from running, or an empty string."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
-        return "no GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    if missing := kernel_check.obstacle(device):
+        return missing
     if size not in FUSED_SIZES:
         return f"head size {size} is not one of {FUSED_SIZES}"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{dtype} is not supported"
-    if interpreted:
-        return ""
-    if dtype == torch.float32:
+    if dtype == torch.float32 and not kernel_check.interpreted():
         return "in fp32 its tiles do not fit into registers; it takes bf16 and fp16"
-    if torch.cuda.get_device_capability(device) < OLDEST:
-        return "the card has no compute capability {}.{}".format(*OLDEST)
     return ""

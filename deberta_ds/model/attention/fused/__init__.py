@@ -12,6 +12,7 @@ from deberta_ds.model.attention.fused import ops
 from deberta_ds.model.attention.fused.bands import make_band
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
+from deberta_ds.model.kernel_check import on_device_of
 
 
 def fused_path(
@@ -37,7 +38,7 @@ def fused_path(
         words = dropout_words(seed, batch, heads, queries, keys, device)
     else:
         words = (torch.empty(0, dtype=torch.int32, device=device),) * 2
-    with torch.autocast(device.type, enabled=False), ops.on_device_of(q_BHQD):
+    with torch.autocast(device.type, enabled=False), on_device_of(q_BHQD):
         key_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
         query_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
         planes = [_rows_contiguous(x.to(dtype)) for x in (q_BHQD, k_BHLD, v_BHLD)]

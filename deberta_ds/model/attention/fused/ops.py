@@ -4,7 +4,6 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an exp
 columns of a plane.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from deberta_ds.model.attention.dropout import drop_threshold
 from deberta_ds.model.attention.fused import backward, forward, planes, tiles
 from deberta_ds.model.attention.fused.bands import Band, make_band, padded
+from deberta_ds.model.kernel_check import on_device_of
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the piece.
 # key_facts int32 [3,B,L]: segment, first and last + 1 query column of the piece.
@@ -215,11 +215,6 @@ def _spread(d_scores: Tensor, d_plane: Tensor, positions: Tensor, band: Band) ->
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Return the context for launches: Triton launches on the current device, not the tensors'."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _capability(x: Tensor) -> tuple[int, int]:

@@ -1,0 +1,79 @@
+"""Compile the kernels outside of attention for a GPU that is not there; see fused_compile.py.
+
+  kernel_compile.py 90          one JSON line a kernel; exit code 1 if one breaks a rule
+"""
+
+import argparse
+import json
+import sys
+
+from fused_compile import LIMITS, inspect_machine_code
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deberta_ds.model import fused_cross_entropy as loss
+
+WIDTH = 768
+SINGLE = {"MASS", "DRAW_MASS", "BEST", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
+WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "BEST_ID": "*i32", "TILE": "*i32"}
+NUMBERS = {"inverse_temperature": "fp32"}
+_LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
+# kernel, compile-time constants, warps, stages, products on the tensor cores
+KERNELS = {
+    "loss": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=False), 8, 3, True),
+    "loss at a temperature": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=True),
+                              8, 3, True),
+    "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), 8, 3, True),
+    "draw": (loss._draw_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS), 4, 3, False),
+}  # fmt: skip
+
+
+def compile_kernel(name: str, architecture: int):
+    """Return the compiled kernel for bf16."""
+    kernel, constants, warps, stages, _ = KERNELS[name]
+    signature, attributes = {}, {}
+    for place, parameter in enumerate(kernel.arg_names):
+        if parameter in constants:
+            signature[parameter] = "constexpr"
+        elif parameter in SINGLE:
+            signature[parameter] = "*fp32"
+        elif parameter in WHOLE | NUMBERS:
+            signature[parameter] = (WHOLE | NUMBERS)[parameter]
+        else:
+            pointer = parameter.isupper() and parameter not in ("T", "VALID")
+            signature[parameter] = "*bf16" if pointer else "i32"
+        if signature[parameter].startswith("*"):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    import triton
+
+    return triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architecture", type=int, choices=LIMITS)
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    options = parser.parse_args()
+    right = True
+    for name in options.kernels:
+        compiled = compile_kernel(name, options.architecture)
+        line = {"kernel": name, "shared": compiled.metadata.shared}
+        line |= inspect_machine_code(compiled.asm["cubin"])
+        line["faults"] = []
+        if line["spills"] or line["stack"]:
+            line["faults"].append("spills registers")
+        if line["shared"] > LIMITS[options.architecture]:
+            line["faults"].append("more shared memory than there is")
+        if KERNELS[name][4] and not line["tensor_core"]:
+            line["faults"].append("no product on the tensor cores")
+        if line["two_byte_stores"] > 2:  # a bias gradient is one element a thread
+            line["faults"].append("two-byte stores")
+        right = right and not line["faults"]
+        print(json.dumps(line), flush=True)
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()
