@@ -95,11 +95,11 @@ class FastEngine:
         return [joined[start:end] for start, end in itertools.pairwise(ends)]
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
-        found, flat = self.encode_batch(texts), []
-        for ids in found:
-            flat += ids
-        # array() reads a list in a third of the time that numpy.fromiter takes
-        return np.frombuffer(array("i", flat), np.int32), list(map(len, found))
+        joined, lengths = array("I"), []
+        for ids in self.encode_batch(texts):
+            joined.fromlist(ids)  # of "I" in a quarter of the time of "i", and of NumPy's fromiter
+            lengths.append(len(ids))
+        return np.frombuffer(joined, np.int32), lengths
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)

@@ -74,7 +74,7 @@ class SentencePieceEngine:
         """Return the ids of texts as int32 arrays: fast. Where the text rules apply, the only white
         space in them may be U+0020.
         """
-        return [self._processor.encode(text, return_type="numpy") for text in texts]
+        return self._processor.encode(texts, return_type="numpy", num_threads=1)
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
         found = self.encode_arrays(texts)

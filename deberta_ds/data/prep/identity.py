@@ -32,7 +32,7 @@ _GROUP_DOCUMENTS = 1 << 15
 _AGAIN = "copy it again from its source, or make the corpus again"
 
 
-class Origin(NamedTuple):  # made in a third of a dataclass's time, once a document
+class Origin(NamedTuple):
     """Where a document came from. `id` is "" without --id_key."""
 
     source: str
@@ -46,10 +46,6 @@ class Origin(NamedTuple):  # made in a third of a dataclass's time, once a docum
         return self.id or f"{self.source}@{self.place}"
 
 
-def origin_of(document: Document) -> Origin:
-    return Origin(document.path, document.where, document.id, document.label)
-
-
 class OriginWriter:
     """Writes the origins of one shard; memory is one group of documents."""
 
@@ -57,25 +53,32 @@ class OriginWriter:
         self._path = origins_path(corpus, name)
         self._context = atomic_path(self._path)
         self._file = pq.ParquetWriter(self._context.__enter__(), _SCHEMA, compression="zstd")
-        self._pending: list[Origin] = []
+        self._pending: list[list] = [[] for _ in _SCHEMA]
 
     def append(self, origin: Origin) -> None:
-        self.extend([origin])
+        self._extend([[value] for value in origin])
 
-    def extend(self, origins: list[Origin]) -> None:
-        self._pending += origins
-        while len(self._pending) >= _GROUP_DOCUMENTS:
+    def extend(self, documents: list[Document]) -> None:
+        self._extend([[document.path for document in documents],
+                      [document.where for document in documents],
+                      [document.id for document in documents],
+                      [document.label for document in documents]])
+
+    def _extend(self, columns: list[list]) -> None:
+        for pending, column in zip(self._pending, columns, strict=True):
+            pending += column
+        while len(self._pending[0]) >= _GROUP_DOCUMENTS:
             self._write()
 
     def _write(self) -> None:
-        group = self._pending[:_GROUP_DOCUMENTS]
-        columns = map(list, zip(*group, strict=True))
-        self._file.write_table(pa.table(list(columns), schema=_SCHEMA))
-        del self._pending[:_GROUP_DOCUMENTS]
+        group = [column[:_GROUP_DOCUMENTS] for column in self._pending]
+        self._file.write_table(pa.table(group, schema=_SCHEMA))
+        for column in self._pending:
+            del column[:_GROUP_DOCUMENTS]
 
     def finish(self) -> list:
         """Complete the file and return [its size, its xxh3-128]."""
-        if self._pending:
+        if self._pending[0]:
             self._write()
         self._file.close()
         self._context.__exit__(None, None, None)

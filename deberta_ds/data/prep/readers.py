@@ -50,23 +50,15 @@ def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         compressed = extent.path.endswith(COMPRESSED_SUFFIXES)
         end = None if compressed else extent.end
         if extent.kind == "json":
-            for where, line, problem in _lines(file, extent.start, end, options):
-                yield _json_document(extent.path, where, line, problem, label, options)
+            for where, lines, problem in _line_blocks(file, extent.start, end, options):
+                for line in lines:
+                    yield _json_document(extent.path, where, line, problem, label, options)
+                    where += len(line)
         elif options.documents == "file":
             data = file.read(options.max_document_bytes + 1)
             yield _text_document(extent.path, 0, [data], len(data), label, options)
         else:
             yield from _broken_text(file, extent, end, label, options)
-
-
-def _lines(
-    file, start: int, end: int | None, options: ReadOptions
-) -> Iterator[tuple[int, bytes, str]]:
-    """Yield (offset, line, problem) of each line that starts in [start, end)."""
-    for where, lines, problem in _line_blocks(file, start, end, options):
-        for line in lines:
-            yield where, line, problem
-            where += len(line)
 
 
 def _line_blocks(
@@ -186,7 +178,11 @@ def _json_document(
         line = line.removeprefix(codecs.BOM_UTF8)
     if not problem:
         try:
-            text, problem, label, name = _fields(_parse(line), label, options)
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                record = _parse_again(line)
+            text, problem, label, name = _fields(record, label, options)
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
         except (ValueError, RecursionError) as error:
@@ -194,28 +190,18 @@ def _json_document(
     return Document(text, path, where, "json", label, problem, name)
 
 
-def _parse(line: bytes):
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
-        if not line.strip():
-            return _EMPTY
-        return json.loads(line.decode())  # knows NaN, which Python writes, and names the fault
+def _parse_again(line: bytes):
+    """Return the value of what orjson refuses."""
+    if not line.strip():
+        return _EMPTY
+    return json.loads(line.decode())  # knows NaN, which Python writes, and names the fault
 
 
 def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str, str]:
     """Return (text, problem, label, id) of one record."""
-    if record is _EMPTY:
-        return "", "", label, ""
-    if not isinstance(record, dict):
-        return "", f"a JSON {type(record).__name__}, not an object", label, ""
-    text = record.get(options.text_key)
-    if text is None and options.text_key in record:
-        return "", f"no string under {options.text_key!r} but null", label, ""
+    text = record.get(options.text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        found = ", ".join(map(str, record)) or "nothing"
-        problem = f"no string under {options.text_key!r} (found: {found}); see --text_key"
-        return "", problem, label, ""
+        return "", _why_no_text(record, options), label, ""
     if options.label_key:
         label = str(record.get(options.label_key, ""))
     if not options.id_key:
@@ -224,6 +210,18 @@ def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str, st
     if name is None or name == "":
         return "", f"no id under {options.id_key!r}; see --id_key", label, ""
     return text, "", label, str(name)
+
+
+def _why_no_text(record, options: ReadOptions) -> str:
+    """Return what is wrong with a record without a text; "" if it stands for an empty line."""
+    if record is _EMPTY:
+        return ""
+    if not isinstance(record, dict):
+        return f"a JSON {type(record).__name__}, not an object"
+    if record.get(options.text_key, "") is None:
+        return f"no string under {options.text_key!r} but null"
+    found = ", ".join(map(str, record)) or "nothing"
+    return f"no string under {options.text_key!r} (found: {found}); see --text_key"
 
 
 def _columns(options: ReadOptions, available: list[str], path: str) -> list[str]:

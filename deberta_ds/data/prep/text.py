@@ -61,7 +61,9 @@ def has_text(text: str) -> bool:
     """
     if not text.isascii():
         _refuse_surrogates(text)
-    first = text[:_FRONT].lstrip()[:1]
+    first = text[:1]
+    if first.isspace():
+        first = text[:_FRONT].lstrip()[:1]
     return bool(first and first.isprintable() or normalise(text))  # rule 1 removes no printable one
 
 

@@ -19,12 +19,7 @@ from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.data.prep.filtering import describe, filters_of, write_report
 from deberta_ds.data.prep.filters import Tally
 from deberta_ds.data.prep.findings import Findings
-from deberta_ds.data.prep.identity import (
-    Origin,
-    OriginWriter,
-    origin_of,
-    write_origins_manifest,
-)
+from deberta_ds.data.prep.identity import OriginWriter, write_origins_manifest
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import (
     TEXT_RULES_VERSION,
@@ -151,6 +146,8 @@ def tokenize_unit(
     # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
     is_read = not tokenizer.normalizes_itself or bool(
         heldout_share or clean.min_characters > 1 or clean.min_letter_share)
+    # Line ends that part the documents of a text file belong to neither.
+    parted = read.documents != "file"
     with ExitStack() as stack:
         writers = [stack.enter_context(_Rolling(target, number, tokenizer, counts))
                    for target in targets]
@@ -176,10 +173,8 @@ def tokenize_unit(
                     counts["held_out"] += 1
                     continue
                 if tokenizer.normalizes_itself:
-                    # Line ends that part the documents of a text file belong to neither.
-                    text = (document.text if read.documents == "file"
-                            else document.text.strip("\r\n"))
-                writers[held_out].write(text, origin_of(document))
+                    text = document.text.strip("\r\n") if parted else document.text
+                writers[held_out].write(text, document)
         if tokenizer.normalizes_itself:
             counts["removed_characters"] = 0  # removed from what was looked at, not from the text
         shards = [writer.finish() for writer in writers]
@@ -299,34 +294,34 @@ class _Rolling:
             self._writer.abandon()
             self._origins.abandon()
 
-    def write(self, text: str, origin: Origin) -> None:
-        self._pending.append((text, origin))
-        self._pending_characters += len(text)
+    def write(self, text: str, document: Document) -> None:
+        self._pending.append((text, document))
+        self._pending_characters += len(document.text)
         if self._pending_characters >= BATCH_CHARACTERS:
             self._flush()
 
     def _flush(self) -> None:
         pending, self._pending, self._pending_characters = self._pending, [], 0
         ids, found = encode_joined(self._tokenizer, [text for text, _ in pending])
-        lengths, origins, label, row = [], [], None, []
-        for (text, origin), parts in zip(pending, found, strict=True):
+        lengths, documents, label, row = [], [], None, []
+        for (text, document), parts in zip(pending, found, strict=True):
             tokens = sum(parts)
             if not tokens:  # such as only characters that the tokenizer removes
                 self._counts["empty"] += 1
                 continue
             self._counts["cut"] += len(parts) - 1
-            if origin.label != label:
-                label = origin.label
+            if document.label != label:
+                label = document.label
                 row = self.labels.setdefault(label, [0, 0, 0])
             row[0] += 1
             row[1] += len(text)
             row[2] += tokens
             for length in filter(None, parts):
                 lengths.append(length)
-                origins.append(origin)
-        self._append(ids, lengths, origins)
+                documents.append(document)
+        self._append(ids, lengths, documents)
 
-    def _append(self, ids: np.ndarray, lengths: list[int], origins: list[Origin]) -> None:
+    def _append(self, ids: np.ndarray, lengths: list[int], documents: list[Document]) -> None:
         """Add documents, which lie back to back in `ids`, to the shard, and begin another one where
         it is full.
         """
@@ -339,7 +334,7 @@ class _Rolling:
             full = ends[begin] + SHARD_TOKENS - self._writer.tokens
             stop = min(bisect.bisect_left(ends, full, begin + 1), len(lengths))
             self._writer.append_many(ids[ends[begin] : ends[stop]], lengths[begin:stop])
-            self._origins.extend(origins[begin:stop])
+            self._origins.extend(documents[begin:stop])
             begin = stop
             if self._writer.tokens >= SHARD_TOKENS:
                 self._end_shard()
