@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.packing import FRAME_TOKENS
-from deberta_ds.data.reading import read_bytes
+from deberta_ds.data.reading import SmallFiles, read_bytes
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache, RemoteCorpus, is_remote
 from deberta_ds.data.shards import (
     MANIFEST,
@@ -53,6 +53,7 @@ class Corpus:
         self._remote = RemoteCorpus(str(path), cache) if is_remote(path) else None
         self.path = self._remote.directory if self._remote else Path(path)
         self._read = self._remote.read if self._remote else read_bytes
+        self._plans = SmallFiles(self._read)
         self.seq_len = seq_len
         rows_path = rows_directory(self.path, seq_len)
         with self._naming_url():
@@ -173,13 +174,14 @@ class Corpus:
         shard, rows = self._shards[number]
         paths = self._paths(number)
         header = rows.starts_bytes - 4 * (rows.rows + 1)
-        first, last = struct.unpack("<2I", self._read(paths.starts, header + 4 * local, 8))
+        first, last = struct.unpack_from("<2I", *self._plans.part(
+            paths.starts, rows.starts_bytes, header + 4 * local, 8))
         count = last - first
         if not 0 < count <= self.seq_len or last > rows.pieces:
             raise self._bad_row(number, local)
         header = rows.bytes - 8 * rows.pieces
-        data = self._read(paths.pieces, header + 8 * first, 8 * count)
-        numbers = struct.unpack(f"<{2 * count}I", data)
+        numbers = struct.unpack_from(f"<{2 * count}I", *self._plans.part(
+            paths.pieces, rows.bytes, header + 8 * first, 8 * count))
         begins, lengths = numbers[::2], numbers[1::2]
         ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
         if (min(lengths) < 1 or sum(lengths) + FRAME_TOKENS * count > self.seq_len

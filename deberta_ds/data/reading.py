@@ -10,6 +10,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 
 from deberta_ds.errors import UserError
@@ -83,3 +84,34 @@ def most_open_files() -> int:
         soft = wanted
     limit = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     return limit // 2 if limit < 1024 else limit - max(limit // 8, 256)
+
+
+class SmallFiles:
+    """Files of at most 64 KiB, read whole and kept from then on, as long as the process has room
+    for them; of all others, the part that is asked for. Nothing that is kept makes way for others:
+    rows come in a random order.
+    """
+
+    most_bytes = 1 << 16
+    room_bytes = 1 << 25  # of all instances together
+
+    def __init__(self, read: Callable[[str, int, int], bytes]):
+        """`read`: as `read_bytes`."""
+        self._read, self._kept = read, {}
+
+    def part(self, path: str, size: int, offset: int, count: int) -> tuple[bytes, int]:
+        """Return (bytes, where among them lies byte `offset` of the file of `size` bytes); errors
+        are those of `read`.
+        """
+        data = self._kept.get(path)
+        if data is None:
+            if size > min(self.most_bytes, SmallFiles.room_bytes):
+                return self._read(path, offset, count), 0
+            data = self._read(path, 0, size)
+            with _lock:
+                SmallFiles.room_bytes -= size if path not in self._kept else 0
+                self._kept[path] = data
+        return data, offset
+
+    def __del__(self):
+        type(self).room_bytes += sum(map(len, self._kept.values()))
