@@ -1,14 +1,16 @@
-"""The tokenize stage beside the raw `tokenizers` library on the same documents, in one run.
+"""The tokenize stage beside the raw library on the same documents, in one run.
 
-    python benchmarks/tokenizer_speed.py --text novels/ --tokenizers DIR [DIR ...]
+    python benchmarks/tokenizer_speed.py --text novels/ --tokenizers DIR_OR_MODEL ...
 
-raw: `Tokenizer.from_file(...).encode_batch_fast(documents)` and `.ids`, documents in memory. stage:
-what data_prep does with them: reading, text rules, ids, shards, checksums. The text is cut to
-documents of one size and spread over files of JSON lines, one work unit each.
+raw: `Tokenizer.from_file(...).encode_batch_fast(documents)` of `tokenizers` and `.ids`, or of a
+SentencePiece model (FILE.model) its `encode(documents, num_threads=1)`, to lists; documents in
+memory. stage: what data_prep does with them: reading, text rules, ids, shards, checksums. The text
+is cut to documents of one size and spread over files of JSON lines, one work unit each.
 
 One core: raw and stage take turns at each unit, seconds of processor time, each way's best turn of
 each unit; the ratio of the sums; and, of one stage alone, the share of its time that is the
-library's, the middle one of all turns, which other load on the machine hardly moves. Workers:
+library's (with the joining of its ids), the middle one of all turns, which other load on the
+machine hardly moves. Workers:
 `encode_batch_fast` on that many threads of the library beside `tokenize_corpus` on that many
 processes, seconds on the clock, and of the latter those from the first unit's end to the last
 one's (what is before is the start of the workers).
@@ -24,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import sentencepiece
 import tokenizers
 
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
@@ -31,6 +34,7 @@ from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus, tokeniz
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.fast import FastEngine
+from deberta_ds.tokenizer.spm import SentencePieceEngine
 
 READ = ReadOptions()
 
@@ -55,7 +59,9 @@ def write_units(source: Path, out: Path, document_bytes: int, unit_bytes: int, u
     return paths
 
 
-def load(directory: Path) -> tokenizers.Tokenizer:
+def load(directory: Path) -> tokenizers.Tokenizer | sentencepiece.SentencePieceProcessor:
+    if directory.is_file():
+        return sentencepiece.SentencePieceProcessor(model_file=str(directory))
     fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     fast.no_padding()
     fast.no_truncation()
@@ -66,7 +72,9 @@ def texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
-def raw_tokens(fast: tokenizers.Tokenizer, documents: list[str]) -> int:
+def raw_tokens(fast, documents: list[str]) -> int:
+    if isinstance(fast, sentencepiece.SentencePieceProcessor):
+        return sum(map(len, fast.encode(documents, num_threads=1)))
     found = fast.encode_batch_fast(documents, add_special_tokens=False)
     return sum(len(one.ids) for one in found)
 
@@ -75,15 +83,16 @@ def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> d
     """Return the speeds of one core and their ratio, raw and stage in turns."""
     fast, units = load(directory), [plan_units([str(path)], READ, 1 << 40)[0] for path in paths]
     pairs, shares, tokens, num_bytes = [], [], 0, 0
-    encode, library = FastEngine.encode_batch, [0.0]
+    engine = SentencePieceEngine if directory.is_file() else FastEngine
+    encode, library = engine.encode_joined, [0.0]
 
-    def timed(self, texts: list[str]) -> list[list[int]]:
+    def timed(self, texts: list[str]) -> tuple:
         begin = time.process_time()
         found = encode(self, texts)
         library[0] += time.process_time() - begin
         return found
 
-    FastEngine.encode_batch = timed
+    engine.encode_joined = timed
     for number in range(len(units)):
         documents = texts(paths[number])
         num_bytes += sum(len(text.encode()) for text in documents)
@@ -108,7 +117,7 @@ def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> d
         assert counts["raw"] == counts["stage"], counts
         tokens += counts["raw"]
         pairs.append((best["raw"], best["stage"]))
-    FastEngine.encode_batch = encode
+    engine.encode_joined = encode
     raw, stage = map(sum, zip(*pairs, strict=True))
     return {"tokens": tokens, "raw_mb_a_second": num_bytes / 1e6 / raw,
             "stage_mb_a_second": num_bytes / 1e6 / stage, "ratio": raw / stage,
