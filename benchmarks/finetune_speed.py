@@ -2,10 +2,11 @@
 
     python benchmarks/finetune_speed.py --model HF_DIRECTORY --data DIR --task RTE
 
-Both train in fp32 on one thread of one process, one after the other, and score the validation
-split. CPU seconds of batching, forward, backward and update are compared; tokenization before that
-is left out for both. The Trainer (which needs `accelerate`) pads to the longest row of a batch;
-once more it groups rows by length itself.
+Both train on one thread of one process, one after the other, in fp32 or (--bf16) under bf16
+autocast, and score the validation split. CPU seconds of batching, forward, backward and update are
+compared; tokenization before that is left out for both. The Trainer (which needs `accelerate`) pads
+to the longest row of a batch; once more it groups rows by length itself. --profile prints where our
+time goes instead.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from deberta_ds.errors import exit_cleanly
 from deberta_ds.files import write_atomic
 
 WAYS = {"trainer": "random", "trainer, grouped by length": "group_by_length"}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}  # of zero1_autocast_cpu.json
 
 
 def main() -> None:
@@ -34,6 +36,8 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=2e-4)
     parser.add_argument("--train_rows", type=int, default=0, help="first rows of train; 0: all")
     parser.add_argument("--label", default="", help="key in the results, for one task")
+    parser.add_argument("--bf16", action="store_true", help="bf16 autocast on both sides")
+    parser.add_argument("--profile", action="store_true", help="operators of our own epoch")
     parser.add_argument("--any_size", action="store_true")
     parser.add_argument("--out", default="benchmarks/results/finetune_speed.json")
     options = parser.parse_args()
@@ -44,7 +48,10 @@ def main() -> None:
     about |= {key: getattr(options, key) for key in ("batch_rows", "epochs", "learning_rate")}
     name = options.task
     job, train, val = job_of(name, options)
-    about |= {"train_rows": len(train), "val_rows": len(val)}
+    if options.profile:
+        return print(profiled(job, train, val))
+    about |= {"train_rows": len(train), "val_rows": len(val),
+              "precision": "bf16 autocast" if options.bf16 else "fp32"}
     record = json.loads(out.read_text()) if out.exists() else {}
     runs = record.get(options.label or name, {}).get("runs", {})
     for way, sampling in WAYS.items():
@@ -74,7 +81,7 @@ def job_of(name: str, options):
                   for split in ("train", "val"))  # fmt: skip
     job = Job(task=task, seed=options.seed, settings=resolve(task, load(None, given, TASK_NAMES)),
               start=open_start(options.model), train=train, val=val, tests={}, out=Path("."),
-              deepspeed={}, device=torch.device("cpu"))  # fmt: skip
+              deepspeed=AUTOCAST if options.bf16 else {}, device=torch.device("cpu"))  # fmt: skip
     rows = encode_split(job, train)
     return job, rows[: options.train_rows or len(rows)], encode_split(job, val)
 
@@ -101,6 +108,14 @@ def run_ours(job, train, val) -> dict:
     return {"cpu_seconds": round(seconds, 2), "accuracy": round(values["accuracy"], 4)}
 
 
+def profiled(job, train, val) -> str:
+    """Return the operators of our epoch, those with most time of their own first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run_ours(job, train, val)
+    return profiler.key_averages().table("self_cpu_time_total", row_limit=40,
+                                         max_name_column_width=60)
+
+
 def run_trainer(options, job, train, val, sampling: str) -> dict:
     from transformers import (
         AutoModelForSequenceClassification,
@@ -120,7 +135,7 @@ def run_trainer(options, job, train, val, sampling: str) -> dict:
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
             out, per_device_train_batch_size=options.batch_rows, num_train_epochs=options.epochs,
-            use_cpu=True, learning_rate=options.learning_rate, warmup_steps=0.06,
+            use_cpu=True, bf16=options.bf16, learning_rate=options.learning_rate, warmup_steps=0.06,
             weight_decay=0.01, adam_epsilon=1e-6, report_to=[], save_strategy="no",
             logging_strategy="no", train_sampling_strategy=sampling, disable_tqdm=True,
             seed=options.seed,

@@ -53,6 +53,22 @@ def random_network(preset: str, changes: dict) -> Network:
     return Network(config, tensors)
 
 
+def by_head(full: Network) -> dict[str, Network]:
+    """Return the network with each head that a file can have: none, replaced, masked LM, classes."""
+    def only(*prefixes: str, **more: torch.Tensor) -> Network:
+        kept = {name: tensor for name, tensor in full.tensors.items()
+                if name.startswith(("words.weight", "trunk.", *prefixes))}
+        return Network(full.config, kept | more)
+
+    generator, size = torch.Generator().manual_seed(1), full.config.hidden_size
+    shapes = {"pooler.dense.weight": (size, size), "pooler.dense.bias": (size,),
+              "classifier.weight": (3, size), "classifier.bias": (3,)}
+    classes = {name: torch.randn(shape, generator=generator) / size**0.5
+               for name, shape in shapes.items()}
+    return {"backbone": only(), "discriminator": full, "masked LM": only("mlm_head.", "positions."),
+            "classifier": only(**classes)}
+
+
 def batch(network: Network, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random ids and a mask of rows of several lengths."""
     generator = torch.Generator().manual_seed(length)
@@ -64,9 +80,8 @@ def batch(network: Network, rows: int, length: int) -> tuple[torch.Tensor, torch
 def measure_family(preset: str, changes: dict, directory: Path, rounds: int) -> dict:
     """Return differences by head and length, and the time of a batch as a ratio to PyTorch's."""
     full = random_network(preset, changes)
-    without = {key: value for key, value in full.tensors.items() if not key.startswith("rtd_head.")}
     result = {"layers": full.config.num_layers, "hidden_size": full.config.hidden_size, "heads": {}}
-    for name, network in (("discriminator", full), ("masked LM", Network(full.config, without))):
+    for name, network in by_head(full).items():
         onnx_files.write_network(network, directory, "int8")
         head = onnx_files.graph_head(network)
         limit = network.config.max_position if head == "ForMaskedLM" else max(LENGTHS)

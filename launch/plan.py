@@ -7,6 +7,8 @@ Nothing is allocated and no GPU is needed. A card that is not listed: --gpu NAME
 launch/pretrain.py.
 """
 
+import os
+
 from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly
 
@@ -36,6 +38,8 @@ def main() -> None:
     if min(options.gpus, options.nodes) < 1 or not 0 < options.mfu <= 1:
         raise UserError("--gpus and --nodes must be at least 1, --mfu above 0 and at most 1")
 
+    # Nothing is computed here, and DeepSpeed, which checks its JSON, warns where it finds no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deberta_ds import config, deepspeed_config
     from deberta_ds.formats import shape
 

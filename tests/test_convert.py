@@ -21,7 +21,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.formats import configs
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.release import build_backbone
-from deberta_ds.formats.release_reader import SIDE_FILE, read_release
+from deberta_ds.formats.release_reader import SIDE_FILE, read_release, read_shapes
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parent.parent
@@ -324,6 +324,21 @@ def test_broken_source_is_one_clear_error(tmp_path, sound, case):
         convert(source, tmp_path / "out", "hf")
     assert wanted in str(error.value) and str(tmp_path) in str(error.value)
     assert list(tmp_path.iterdir()) == [source]  # nothing half-written is left
+
+
+def test_a_run_that_has_saved_nothing_yet_is_named_as_such(tmp_path):
+    """It was "no weight file; model.safetensors or pytorch_model.bin is expected"."""
+    run = tmp_path / "run"
+    (run / "heartbeats").mkdir(parents=True)
+    (run / "config.json").write_text('{"run": {}}')
+    (run / "metrics.jsonl").write_text("")
+    for directories in ((), ("checkpoints",), ("checkpoints/step-00000010",)):
+        for name in directories:  # of the last one the manifest is missing: its save was killed
+            (run / name).mkdir()
+        with pytest.raises(UserError, match="run: this run has saved no checkpoint yet; .*Ctrl-C"):
+            convert(run, tmp_path / "out", "hf")
+    with pytest.raises(UserError, match="this run has saved no checkpoint yet"):
+        read_shapes(run)
 
 
 def test_truncated_pickle_and_foreign_content_are_refused(tmp_path):

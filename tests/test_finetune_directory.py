@@ -10,6 +10,7 @@ import torch
 from superglue_helpers import sample, tiny_start
 
 from deberta_ds.errors import UserError
+from deberta_ds.finetune import heads
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.features import collate, encode
 from deberta_ds.finetune.models import build_model, open_start
@@ -52,6 +53,30 @@ def encoded_by_transformers(directory, pairs):
     tokenizer = AutoTokenizer.from_pretrained(directory)
     first, second = zip(*pairs, strict=True)
     return tokenizer(list(first), list(second), padding=True, return_tensors="pt")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["CB", "MultiRC"])
+def test_a_head_on_cls_alone_gives_the_scores_and_gradients_of_whole_rows(shape, name, monkeypatch):
+    """The last layer computes [CLS] alone for it: nothing that is learned may change by that."""
+    start = tiny_start()
+    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
+    task = task_named(name)
+    model = build_model(task, start, Settings(), 1).eval()
+    init_parameters(model, 0.2, 3)
+    length = 64 if start.config.absolute_input else 200  # beyond the short rows of attention
+    batch = collate(encode(task, sample(name).examples[:4], start.tokenizer, max_length=length,
+                           window_overlap=16))  # fmt: skip
+    assert (batch.segments_RL == 0).any()
+    found = {}
+    for whole in (False, True):
+        monkeypatch.setattr(heads, "reads_first_only", lambda head, whole=whole: not whole)
+        model.zero_grad()
+        output = model(batch)
+        output.loss_sum.backward()
+        found[whole] = [output.scores, *(p.grad.clone() for p in model.parameters())]
+    for one, other in zip(found[False], found[True], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

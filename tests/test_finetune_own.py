@@ -263,6 +263,10 @@ def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_who
     assert predict() == 30
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["idx"], line["n"]) for line in lines] == [(n, n) for n in range(30)]
+    for wrong, said in ((out.parent, "is a directory"), (table, "is the table that is predicted")):
+        with pytest.raises(UserError, match=f"--out .*: {said}"):  # not after hours, and not lost
+            predict_file(load_finetuned(tmp_path / "model"), table, wrong, torch.device("cpu"),
+                         batch_rows=4, max_length=64)  # fmt: skip
     table.write_text('{"words": "a", "extra": "b", "start": 1, "n": 2}\n')
     with pytest.raises(UserError, match="--keep start: predictions have a value of that name"):
         predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import runpy
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,6 +12,7 @@ import torch
 import yaml
 from data_helpers import RUN_RECORD
 from export_cases import make_release
+from launching import ROOT
 from test_finetune_directory import saved_model
 
 from deberta_ds.errors import UserError
@@ -111,17 +113,33 @@ class StandIn(BaseHTTPRequestHandler):
         if self.path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
         if self.path == "/api/models/me/mine/preupload/main":
+            large = (".safetensors", ".onnx") if "large" in hub_state else ()
             return self.answer(200, {"files": [
-                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                {"path": one["path"], "shouldIgnore": False, "oid": None,
+                 "uploadMode": "lfs" if one["path"].endswith(large) else "regular"}
                 for one in lines[0]["files"]]})
+        if self.path == "/me/mine.git/info/lfs/objects/batch":
+            return self.answer(200, {"transfer": "basic", "objects": [
+                one | {"actions": {"upload": {"href": f"{self.server.url}/lfs/{one['oid']}"}}}
+                for one in lines[0]["objects"]]})
         if self.path.startswith("/api/models/me/mine/commit/main"):
             for line in lines:
                 if line["key"] == "file":
                     hub_state["files"][line["value"]["path"]] = base64.b64decode(
                         line["value"]["content"])
+                if line["key"] == "lfsFile":
+                    hub_state["files"][line["value"]["path"]] = hub_state["large"][
+                        line["value"]["oid"]]
             return self.answer(200, {"commitUrl": f"{self.server.url}/me/mine/commit/1",
                                      "commitOid": "1" * 40, "success": True})
         return self.answer(404, {"error": self.path})
+
+    def do_PUT(self):
+        if self.server.state["large"] is None:
+            return self.answer(403, {"error": "Storage is full"})
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.state["large"][self.path.removeprefix("/lfs/")] = data
+        return self.answer(200, {})
 
     def do_GET(self):
         self.answer(404, {"error": self.path})
@@ -175,6 +193,41 @@ def test_a_refused_push_says_what_to_do(tmp_path, stand_in):
     assert stand_in.state["files"] == {}
     with pytest.raises(UserError, match="--push me/my/model"):
         hub.check_repository("me/my/model")
+
+
+@pytest.fixture
+def large_files(stand_in, monkeypatch):
+    """The stand-in takes weights by the protocol for large files (LFS), as the Hub does."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    stand_in.state["large"] = {}
+    return stand_in
+
+
+def test_export_with_onnx_and_push_uploads_all_of_it(tmp_path, large_files, monkeypatch, capsys):
+    """The command as it is typed: ONNX files, card, and then every file on the Hub."""
+    pytest.importorskip("onnxruntime")
+    write_ours(make_release("v3"), tmp_path / "ours")
+    out = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["export.py", "--run", str(tmp_path / "ours"), "--out",
+                                     str(out), "--onnx", "int8", "--push", "me/mine"])
+    runpy.run_path(str(ROOT / "launch/export.py"), run_name="__main__")
+    written = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*")
+               if path.is_file() and path.name != "conversion.json"}
+    assert {"onnx/model.onnx", "onnx/model_quantized.onnx", "generator/onnx/model.onnx"
+            } <= written.keys()
+    assert large_files.state["files"] == written and len(large_files.state["large"]) == 7
+    assert f"pushed to {large_files.url}/me/mine/commit/1" in capsys.readouterr().out
+
+
+def test_a_push_whose_large_file_is_refused_is_one_error(tmp_path, large_files):
+    """huggingface_hub wraps it as a RuntimeError, which ended as a traceback."""
+    exported(tmp_path)
+    large_files.state["large"] = None
+    with pytest.raises(UserError, match="the Hub did not take it .*hf auth login"):
+        hub.push(tmp_path / "out", "me/mine")
+    assert large_files.state["files"] == {}
 
 
 def test_parameters_are_counted_from_the_header(tmp_path):

@@ -47,6 +47,10 @@ def predict_file(
     if taken := [name for name in keep if name in _OURS]:
         raise UserError(f"--keep {taken[0]}: predictions have a value of that name; rename the "
                         "table's column")  # fmt: skip
+    if out.is_dir():  # the rename at the end would fail
+        raise UserError(f"--out {out}: is a directory; name a file to write")
+    if out.exists() and data.exists() and out.samefile(data):
+        raise UserError(f"--out {out}: is the table that is predicted; name another file")
     model = finetuned_model(saved, device)
     rows = read_table(data)
     if not dist.is_main():

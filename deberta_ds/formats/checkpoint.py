@@ -36,6 +36,7 @@ from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.numbers import counted
 from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.records import METRICS_FILE
 
 DIRECTORY, BEST = "checkpoints", "best"
 MANIFEST, RUN_FILE = "manifest.json", "run.json"
@@ -105,12 +106,21 @@ def read_run_file(path: str | Path) -> dict:
     return record
 
 
+def is_unsaved_run(directory: Path) -> bool:
+    """Return whether a run was begun here that has written its metrics, but no checkpoint yet."""
+    return (directory / METRICS_FILE).is_file() and not list_finished(directory)
+
+
 def newest(directory: str | Path) -> Path:
     """Return a checkpoint directory itself, or the newest finished one of a run's out_dir."""
     directory = Path(directory)
     if (directory / RUN_FILE).exists():
         return directory
     finished = list_finished(directory)
+    if not finished and is_unsaved_run(directory):
+        raise CheckpointError(f"{directory}: this run has saved no checkpoint yet; run its command "
+                              "again, and end it after train.save_every steps or with one Ctrl-C, "
+                              "which saves before it stops")
     if not finished:
         raise CheckpointError(f"{directory}: no checkpoint; give the out_dir of a run, or one of "
                               f"its {DIRECTORY}/step-NNNNNNNN")

@@ -32,8 +32,10 @@ def push(directory: Path, repository: str, private: bool = False) -> str:
         info = api.upload_folder(repo_id=repository, folder_path=directory,
                                  ignore_patterns=PRIVATE_FILES,
                                  commit_message="Upload a model exported by deberta_ds")
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-        raise UserError(f"{repository}: the Hub did not take it ({first_line(error)}); {directory} "
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, RuntimeError, ValueError) as error:
+        # The library wraps what is said of a large file: RuntimeError, or ValueError of a batch.
+        said = first_line(error.__cause__ or error)
+        raise UserError(f"{repository}: the Hub did not take it ({said}); {directory} "
                         "is whole: log in with `hf auth login` and upload it with `hf upload "
                         f"{repository} {directory}`") from error
     return str(info.commit_url)

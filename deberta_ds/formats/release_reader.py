@@ -19,6 +19,7 @@ from torch import Tensor
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
 from deberta_ds.formats import configs, names
+from deberta_ds.formats.checkpoint import is_unsaved_run
 from deberta_ds.formats.ours import (
     is_ours,
     read_checkpoint,
@@ -43,7 +44,7 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     `tokenizer` is the path of the one it was trained with, where `source` has none.
     """
     path = _existing(source)
-    if _is_checkpoint(path):
+    if _is_run(path):
         release = read_checkpoint(path)
     elif is_ours(path):
         release = read_ours(path)
@@ -86,7 +87,7 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     Of weights only a v1 model's are read: whether its keys have biases stands nowhere else.
     """
     path = _existing(source)
-    if _is_checkpoint(path):
+    if _is_run(path):
         return shapes_of_checkpoint(path)
     if is_ours(path):
         return shapes_of_ours(path)
@@ -106,8 +107,10 @@ def _existing(source: str | Path) -> Path:
     return path
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "run.json").exists() or (path / "checkpoints").is_dir()
+def _is_run(path: Path) -> bool:
+    """Return whether a directory is a checkpoint, or a run's, be it one that has none yet."""
+    return (path / "run.json").exists() or (path / "checkpoints").is_dir() or (
+        is_unsaved_run(path) and weight_file(path) is None and not is_ours(path))
 
 
 @dataclass(frozen=True)

@@ -111,14 +111,18 @@ class Layer(nn.Module):
         self.ffn_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
 
     def forward(self, hidden_BLC: Tensor, relative_SC: Tensor | None, segments_BL: Tensor,
-                decoder: DecoderQueries | None = None) -> Tensor:
+                decoder: DecoderQueries | None = None, columns_BM: Tensor | None = None) -> Tensor:
         """Return the block's output [B, L, C]; with `decoder`, the decoded states [B, M, C].
+
+        With `columns_BM`, the output [B, M, C] at these columns, and no other is computed.
 
         The decoder applies this very block twice with the queries z + h, then its own output,
         while keys and values stay those of `hidden_BLC` (`emd_context_layer` of the official
         masked_language_model.py), so they are computed once.
         """
         memory = self.attention.project_memory(hidden_BLC, relative_SC)
+        if columns_BM is not None:
+            return self._block(at_columns(hidden_BLC, columns_BM), memory, segments_BL, columns_BM)
         if decoder is None:
             return self._block(hidden_BLC, memory, segments_BL, None)
         queries_BMC = decoder.position_vectors_BMC + at_columns(hidden_BLC, decoder.columns_BM)
@@ -200,16 +204,19 @@ class Encoder(nn.Module):
             self.relative = None
 
     def forward(self, embedded_BLC: Tensor, segments_BL: Tensor,
-                decoder: DecoderQueries | None = None) -> Tensor:
-        """Return the last hidden states [B, L, C], or with `decoder` the decoded ones [B, M, C]."""
+                decoder: DecoderQueries | None = None, columns_BM: Tensor | None = None) -> Tensor:
+        """Return the last hidden states [B, L, C], or with `decoder` the decoded ones [B, M, C].
+
+        With `columns_BM` (int64), the last layer computes no state but those [B, M, C].
+        """
         relative_SC = self.relative
         if self.relative_norm is not None:
             relative_SC = self.relative_norm(relative_SC)
         hidden_BLC = embedded_BLC
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            queries = decoder if number == last else None
-            hidden_BLC = self._run(number, layer, hidden_BLC, relative_SC, segments_BL, queries)
+            queries = (decoder, columns_BM) if number == last else (None, None)
+            hidden_BLC = self._run(number, layer, hidden_BLC, relative_SC, segments_BL, *queries)
             if number == 0 and self.convolution is not None:
                 hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL)
         return hidden_BLC
