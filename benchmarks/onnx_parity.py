@@ -54,7 +54,7 @@ def random_network(preset: str, changes: dict) -> Network:
 
 
 def by_head(full: Network) -> dict[str, Network]:
-    """Return the network with each head that a file can have: none, replaced, masked LM, classes."""
+    """Return the network with each head: none, replaced tokens, masked LM, three classes."""
     def only(*prefixes: str, **more: torch.Tensor) -> Network:
         kept = {name: tensor for name, tensor in full.tensors.items()
                 if name.startswith(("words.weight", "trunk.", *prefixes))}

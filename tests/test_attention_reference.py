@@ -13,7 +13,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import (
 )
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-from deberta_ds.model.attention import Geometry, attend
+from deberta_ds.model.attention import Geometry, attend, attend_first
 from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
 
 HEADS, SIZE = 2, 8
@@ -254,3 +254,29 @@ def test_impossible_arguments():
         )
     with pytest.raises(ValueError, match="geometry"):
         Geometry(0, 0)
+
+
+@pytest.mark.parametrize("geometry", [Geometry(9, 4), Geometry(64, 0)])
+@pytest.mark.parametrize("terms", ["both", "key", "query", "none"])
+def test_the_first_column_alone_is_that_of_whole_rows(geometry, terms):
+    """Context and gradients of `attend_first` in float64, with the very pairs dropped."""
+    tensors = _inputs(3, 24, geometry.num_slots)
+    tensors[3] = tensors[3] if terms in ("both", "key") else None
+    tensors[4] = tensors[4] if terms in ("both", "query") else None
+    leaves = [x for x in tensors if x is not None]
+    segments = torch.tensor([[1] * 24, [1] * 9 + [0] * 15, [0] * 2 + [1] * 22])
+    outs = []
+    for first in (True, False):
+        for leaf in leaves:
+            leaf.requires_grad_().grad = None
+        if first:
+            out = attend_first(tensors[0][:, :, :1], *tensors[1:], geometry=geometry,
+                               segments_BL=segments, dropout=0.3, seed=4)
+        else:
+            out = attend(*tensors, geometry=geometry, segments=segments, dropout=0.3, seed=4,
+                         mode="reference")[:, :1]
+        (out * torch.arange(1.0, 1 + SIZE)).sum().backward()
+        outs.append([out, *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*outs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert not outs[0][0][2].any()  # a row that begins with padding

@@ -84,15 +84,13 @@ class TaskModel(nn.Module):
         """Return the fp32 scores for given `sums` (adversarial training perturbs them)."""
         trunk = self.backbone.trunk
         embedded_RLC = trunk.input.normalize(sums_RLC, batch.segments_RL)
-        first_R1 = None  # a head that reads [CLS] alone spares the last layer all other tokens
-        if reads_first_only(self.head) and len(trunk.encoder.layers) > 1:
-            first_R1 = batch.input_ids_RL.new_zeros(len(batch.input_ids_RL), 1)
-        hidden_RLC = trunk.encoder(embedded_RLC, batch.segments_RL, columns_BM=first_R1)
+        hidden_RLC = trunk.encoder(embedded_RLC, batch.segments_RL,
+                                   first_only=reads_first_only(self.head))
         return self.head(hidden_RLC, batch).float()
 
 
 def reads_first_only(head: nn.Module) -> bool:
-    """Return whether a head reads no state but that of [CLS]."""
+    """Return whether a head reads no state but that of [CLS]; no other is computed then."""
     return isinstance(head, ClassifyHead)
 
 

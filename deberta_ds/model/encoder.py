@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.model.attention import Geometry, attend
+from deberta_ds.model.attention import Geometry, attend, attend_first
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.dropout import Dropout, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
@@ -68,15 +68,23 @@ class Attention(nn.Module):
 
     def forward(self, queries_BQC: Tensor, memory: tuple[Tensor | None, ...], segments_BL: Tensor,
                 columns_BQ: Tensor | None) -> Tensor:
-        """Return the attention output [B, Q, C]; query q stands at column columns_BQ (None: q)."""
+        """Return the attention output [B, Q, C]; query q stands at column columns_BQ (None: q).
+
+        One query without a column stands at column 0.
+        """
         keys, values, position_key, position_query = memory
         dropout = self.config.attention_dropout if self.training else 0.0
         # Drawn from the CPU stream: replayed by activation checkpointing, no device sync.
         seed = int(torch.randint(2**62, ())) if dropout else None
-        context_BQHD = attend(
-            self._heads(self.query(queries_BQC)), keys, values, position_key, position_query,
-            geometry=self.geometry, segments=segments_BL, query_positions_BQ=columns_BQ,
-            dropout=dropout, seed=seed, mode=self.config.attention)
+        tensors = self._heads(self.query(queries_BQC)), keys, values, position_key, position_query
+        if columns_BQ is None and queries_BQC.size(1) == 1:
+            context_BQHD = attend_first(*tensors, geometry=self.geometry, segments_BL=segments_BL,
+                                        dropout=dropout, seed=seed)
+        else:
+            context_BQHD = attend(
+                *tensors, geometry=self.geometry, segments=segments_BL,
+                query_positions_BQ=columns_BQ, dropout=dropout, seed=seed,
+                mode=self.config.attention)
         return self.output(context_BQHD.flatten(2))
 
     def _heads(self, hidden_BLC: Tensor) -> Tensor:
@@ -111,20 +119,19 @@ class Layer(nn.Module):
         self.ffn_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
 
     def forward(self, hidden_BLC: Tensor, relative_SC: Tensor | None, segments_BL: Tensor,
-                decoder: DecoderQueries | None = None, columns_BM: Tensor | None = None) -> Tensor:
+                decoder: DecoderQueries | None = None, first_only: bool = False) -> Tensor:
         """Return the block's output [B, L, C]; with `decoder`, the decoded states [B, M, C].
 
-        With `columns_BM`, the output [B, M, C] at these columns, and no other is computed.
+        With `first_only`, the output [B, 1, C] at column 0, and no other is computed.
 
         The decoder applies this very block twice with the queries z + h, then its own output,
         while keys and values stay those of `hidden_BLC` (`emd_context_layer` of the official
         masked_language_model.py), so they are computed once.
         """
         memory = self.attention.project_memory(hidden_BLC, relative_SC)
-        if columns_BM is not None:
-            return self._block(at_columns(hidden_BLC, columns_BM), memory, segments_BL, columns_BM)
         if decoder is None:
-            return self._block(hidden_BLC, memory, segments_BL, None)
+            queries_BQC = hidden_BLC[:, :1] if first_only else hidden_BLC
+            return self._block(queries_BQC, memory, segments_BL, None)
         queries_BMC = decoder.position_vectors_BMC + at_columns(hidden_BLC, decoder.columns_BM)
         for _ in range(2):
             queries_BMC = self._block(queries_BMC, memory, segments_BL, decoder.columns_BM)
@@ -204,10 +211,10 @@ class Encoder(nn.Module):
             self.relative = None
 
     def forward(self, embedded_BLC: Tensor, segments_BL: Tensor,
-                decoder: DecoderQueries | None = None, columns_BM: Tensor | None = None) -> Tensor:
+                decoder: DecoderQueries | None = None, first_only: bool = False) -> Tensor:
         """Return the last hidden states [B, L, C], or with `decoder` the decoded ones [B, M, C].
 
-        With `columns_BM` (int64), the last layer computes no state but those [B, M, C].
+        With `first_only`, those of column 0 [B, 1, C]: the last layer computes no other.
         """
         relative_SC = self.relative
         if self.relative_norm is not None:
@@ -215,11 +222,11 @@ class Encoder(nn.Module):
         hidden_BLC = embedded_BLC
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            queries = (decoder, columns_BM) if number == last else (None, None)
-            hidden_BLC = self._run(number, layer, hidden_BLC, relative_SC, segments_BL, *queries)
+            asked = (decoder, first_only and last > 0) if number == last else ()
+            hidden_BLC = self._run(number, layer, hidden_BLC, relative_SC, segments_BL, *asked)
             if number == 0 and self.convolution is not None:
                 hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL)
-        return hidden_BLC
+        return hidden_BLC[:, :1] if first_only else hidden_BLC
 
     def _run(self, number: int, layer: Layer, *inputs) -> Tensor:
         if self.training and self.checkpoint_layers and number % self.checkpoint_layers == 0:
