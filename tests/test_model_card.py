@@ -212,7 +212,9 @@ def test_export_with_onnx_and_push_uploads_all_of_it(tmp_path, large_files, monk
     out = tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["export.py", "--run", str(tmp_path / "ours"), "--out",
                                      str(out), "--onnx", "int8", "--push", "me/mine"])
-    runpy.run_path(str(ROOT / "launch/export.py"), run_name="__main__")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "launch/export.py"), run_name="__main__")
+    assert end.value.code == 0
     written = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*")
                if path.is_file() and path.name != "conversion.json"}
     assert {"onnx/model.onnx", "onnx/model_quantized.onnx", "generator/onnx/model.onnx"
