@@ -6,6 +6,7 @@ data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of
 same command again after a crash and only what is missing is done.
 """
 
+import sys
 from contextlib import ExitStack
 
 from options import (
@@ -22,6 +23,8 @@ from options import (
 
 from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
+
+FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
 
 
 def main() -> None:
@@ -73,6 +76,16 @@ def main() -> None:
             f"{manifest.tokens:,} tokens in {counted(len(manifest.shards), 'shard')}; "
             + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
         )
+    if args.heldout_out and manifests:
+        say_if_empty(args, *(manifest.documents for manifest in manifests.values()))
+
+
+def say_if_empty(args, documents: int, heldout_documents: int) -> None:
+    """Say what to do where no document of a small corpus fell to the held-out part."""
+    if heldout_documents == 0:
+        more = min(0.5, max(2 * args.heldout_share, FEW_DOCUMENTS / max(1, documents)))
+        print(f"{args.heldout_out}: no document fell to it, and an evaluation needs some; remove "
+              f"both directories and hold out more: --heldout_share {more:.2g}", file=sys.stderr)
 
 
 def tokenize(args, out: str, heldout_out: str | None = None) -> dict:

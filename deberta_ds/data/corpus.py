@@ -282,6 +282,9 @@ def _part_of(
     low, high = part
     if not 0.0 <= low < high <= 1.0:
         raise UserError(f"{path}: part {part} must be 0 <= from < to <= 1")
+    if not shards:
+        raise UserError(f"{path}: has no documents; look at what tokenize_corpus.py left out, or "
+                        "hold out more documents (its --heldout_share) if it is the held-out part")
     order = list(range(len(shards)))
     if part_by == "hash":
         order.sort(key=lambda number: xxhash.xxh3_64_hexdigest(shards[number][0].name.encode()))

@@ -66,7 +66,8 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
         raise UserError(
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
-            f"({first_line(error)}); choose a free MASTER_PORT, and start every rank"
+            f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
+            "else MASTER_PORT), and start every rank"
         ) from error
     warnings_here = check_machine(ds, device.type, place)
     if dist.is_main():
