@@ -1,5 +1,6 @@
 """--check and a step say what is wrong: numbers that are not finite, rows without a target."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,6 @@ def test_what_is_rarely_meant_is_said(tmp_path):
     assert f"WARNING: {4096 - fitting:,} of 4,096 rows of each word table are never used" in text
     assert f"without model.vocab_size would have {fitting:,} rows" in text
     assert "one step sees rows twice" in text and "times; beyond a few epochs" in text
+    epochs, fewer = (int(number.replace(",", "")) for number in re.search(
+        r"train is seen ([\d,]+) times; .*\(train.steps = ([\d,]+): 4 times\)", text).groups())
+    assert fewer == max(1, 5000 * 4 // epochs)

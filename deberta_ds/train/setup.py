@@ -22,7 +22,8 @@ from deberta_ds.train.engine import local_device
 from deberta_ds.train.minimal_pairs import Pairs, open_pairs
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
-MANY_EPOCHS = 40  # repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264)
+# Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
+FEW_EPOCHS, MANY_EPOCHS = 4, 40
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
@@ -116,8 +117,10 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
             f"{fitting:,} rows")
     for path, epochs in inputs.dataset.epochs(rows).items():
         if epochs > MANY_EPOCHS:
-            lines.append(f"WARNING: {path} is seen {epochs:.0f} times; beyond a few epochs new "
-                         "text teaches more than old text again")
+            fewer = max(1, int(run.train.steps * FEW_EPOCHS / epochs))
+            lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; beyond a few epochs new "
+                         f"text teaches more than old text again (train.steps = {fewer:,}: "
+                         f"{FEW_EPOCHS} times)")
     available = sum(inputs.dataset.num_rows.values())
     if run.train.global_batch_rows > available:
         lines.append(f"WARNING: train.global_batch_rows = {run.train.global_batch_rows:,} is more "
