@@ -20,6 +20,7 @@ from deberta_ds.finetune.models import build_model
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.settings import Settings, load, resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
@@ -304,6 +305,20 @@ def test_val_is_a_share_of_train_without_a_val_table(process_group, tmp_path):
     path = write_task(tmp_path, "classification", rows, "epochs = 1", val=None, val_share=0.3)
     result = train(path, tmp_path / "out")
     assert result["train"][1] == 14 and result["val"][1] == 6
+
+
+def test_a_directory_of_the_tasks_own_name_does_not_stand_for_its_tables(tmp_path, monkeypatch):
+    """mine/task.toml of the task "mine", started one directory above: mine/val.jsonl was read as
+    a benchmark's file, and asked for "idx"."""
+    rows = rows_of("classification", 12)
+    path = write_task(tmp_path / "mine", "classification", rows, val="val.jsonl")
+    (tmp_path / "mine" / "val.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    (tmp_path / "mine" / "test.jsonl").write_text("not a row of this task\n")
+    monkeypatch.chdir(tmp_path)
+    task = load_own_task(path)[0]
+    assert [len(read_split(task, ".", split).examples) for split in ("train", "val")] == [12, 1]
+    with pytest.raises(UserError, match="mine: its task file names no test table"):
+        read_split(task, ".", "test")
 
 
 # What a user gets wrong, and what is said.

@@ -20,7 +20,7 @@ from deberta_ds.finetune.hub import HUB, hub_split, official_lines, read_hub, re
 from deberta_ds.finetune.layouts import Example, examples_of
 from deberta_ds.finetune.line import line_format
 from deberta_ds.finetune.tables import json_of, read_table, text_lines, to_line
-from deberta_ds.finetune.tasks import Task
+from deberta_ds.finetune.tasks import TASK_NAMES, Task
 
 _COMBINED = "combined.zip"
 
@@ -130,6 +130,10 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
 
 def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple[str, Any]]]:
     """Return where the split lies and its (place, JSON object) pairs."""
+    if task.name not in TASK_NAMES:  # a user's own, whose file names its tables: no other is read
+        if split not in task.files:
+            raise UserError(f"{task.name}: its task file names no {split} table")
+        return task.files[split], table_lines(task, Path(task.files[split]), split)
     if str(data) == HUB:
         return f"hub:{task.hub}/{split}", official_lines(task, read_hub(task, split))
     root = Path(data)
