@@ -20,7 +20,6 @@ from deberta_ds.finetune.models import build_model
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.settings import Settings, load, resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
