@@ -4,14 +4,16 @@ Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ou
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
 and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
 On a CPU where our runs let oneDNN compute fp32 products (`deberta_ds.cpu`), fp32 is timed both
-ways. Writes benchmarks/results/train_step-<device>.json.
+ways, and beside the steps one large product, which a step's FLOP/s are a share of. Writes
+benchmarks/results/train_step-<objective>-<model>-<device>.json (amx-cpu: a CPU with AMX).
 
-  python -m benchmarks.train_step                                   # CPU, xsmall, one thread
+  python -m benchmarks.train_step --objective mlm rtd               # CPU, xsmall, one thread
   python -m benchmarks.train_step --device cuda --model deberta-v3-base --shapes 64x512 16x2048
 """
 
 import argparse
 import gc
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
-from benchmarks.measure import as_it_is, as_torch_comes, interleaved_minimum, save
+from benchmarks.measure import as_it_is, as_torch_comes, environment, interleaved_minimum, save
 from deberta_ds import cpu
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
@@ -36,6 +38,8 @@ H200_PEAK = 989e12  # dense bf16 FLOP/s
 ONEDNN = "fp32 by oneDNN"
 PEERS = ("Hugging Face", "Hugging Face + fused AdamW")
 PROFILED = 15  # kernels listed by --profile
+PRODUCT = "large product"
+PRODUCT_SHAPE = (2048, 1536, 1536)  # rows, inner size, columns
 
 
 def make_batch(config: ModelConfig, rows: int, length: int) -> Batch:
@@ -147,6 +151,15 @@ def kinds_of(device: str) -> dict[str, Callable]:
     return kinds
 
 
+def make_product(half: bool):
+    """Return a function that multiplies two large matrices."""
+    rows, inner, columns = PRODUCT_SHAPE
+    dtype = torch.bfloat16 if half else torch.float32
+    left, right = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
+    out = torch.empty(rows, columns, dtype=dtype)
+    return lambda: torch.mm(left, right, out=out)
+
+
 def make_step(model, loss, optimizer, device: str, half: bool):
     """Return a function that runs one training step, under bf16 autocast if `half`."""
 
@@ -161,18 +174,18 @@ def make_step(model, loss, optimizer, device: str, half: bool):
     return step
 
 
-def measure(options, rows: int, length: int) -> dict:
+def measure(options, objective: str, rows: int, length: int) -> dict:
     """Return the seconds of every variant at one shape, and why some have none."""
     config = ModelConfig(**MODELS[options.model])
     generator_layers = options.generator_layers or max(1, config.num_layers // 2)
     batch = make_batch(config, rows, length).to(options.device)
-    arguments = (config, options.objective, generator_layers, batch)
+    arguments = (config, objective, generator_layers, batch)
     names = ("ours",) if options.ours_only else ("ours", *PEERS)
     forward = flops.masked_lm(config, length, MASK_RATE)
-    if options.objective == "rtd":
+    if objective == "rtd":
         generator = ModelConfig(**_values(config) | {"num_layers": generator_layers})
         forward = flops.masked_lm(generator, length, MASK_RATE) + flops.detector(config, length)
-    result = {"model": options.model, "objective": options.objective, "rows": rows}
+    result = {"model": options.model, "objective": objective, "rows": rows}
     result |= {"length": length, "flops_per_token": 3 * forward, "seconds": {}, "absent": {}}
     on_gpu = options.device == "cuda"  # whose memory holds one variant at a time
     for group in [[name] for name in names] if on_gpu else [names]:
@@ -199,6 +212,8 @@ def _measure_group(options, group, arguments: tuple, result: dict) -> None:
         for kind, way in kinds_of(options.device).items():
             step = make_step(model, loss, optimizer, options.device, kind == "bf16")
             steps[f"{name}, {kind}"] = way(step)
+            if options.device == "cpu":
+                steps[f"{PRODUCT}, {kind}"] = way(make_product(kind == "bf16"))
     result["seconds"] |= interleaved_minimum(steps, options.rounds, options.device)
     if options.device == "cuda":
         result.setdefault("peak_bytes", {})[group[0]] = torch.cuda.max_memory_allocated()
@@ -224,19 +239,28 @@ def profile(step, device: str) -> list[dict]:
     ]
 
 
+def peak(result: dict, kind: str, device: str) -> float:
+    """Return FLOP/s: the card's, or on a CPU those of the large product beside the steps."""
+    if device == "cuda":
+        return H200_PEAK
+    return 2 * math.prod(PRODUCT_SHAPE) / result["seconds"][f"{PRODUCT}, {kind}"]
+
+
 def show(result: dict, device: str) -> None:
-    """Print one table: speed, and ratios to the peer at fp32 and at equal precision."""
+    """Print one table: speed, ratios to the peer at fp32 and at equal precision, and MFU."""
     seconds, tokens = result["seconds"], result["rows"] * result["length"]
     shape = f"{result['rows']} x {result['length']} tokens"
     print(f"\n{result['model']} {result['objective']}, {shape}")
     print(f"  {'':44}{'ms':>9}{'tokens/s':>11}{'x HF':>7}{'x HF fp32':>11}{'MFU':>7}")
     for name, value in seconds.items():
-        kind = name.rpartition(", ")[2]
+        what, _, kind = name.rpartition(", ")
+        if what == PRODUCT:
+            continue
         equal, single = (seconds.get(f"Hugging Face, {x}") for x in (kind, "fp32"))
         ratios = [f"{x / value:.2f}" if x else "-" for x in (equal, single)]
         rate = tokens / value
-        mfu = f"{rate * result['flops_per_token'] / H200_PEAK:.1%}" if device == "cuda" else "-"
-        print(f"  {name:44}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7}")
+        mfu = rate * result["flops_per_token"] / peak(result, kind, device)
+        print(f"  {name:44}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7.1%}")
     for name, size in result.get("peak_bytes", {}).items():
         print(f"  {name:44}{size / 2**30:9.1f} GiB at most")
     for name, reason in result["absent"].items():
@@ -249,8 +273,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=MODELS, default="deberta-v3-xsmall")
-    parser.add_argument("--objective", choices=("mlm", "rtd"), default="mlm")
-    parser.add_argument("--shapes", nargs="+", default=["4x128", "1x512"], metavar="ROWSxLENGTH")
+    parser.add_argument("--objective", choices=("mlm", "rtd"), nargs="+", default=["mlm"])
+    parser.add_argument("--shapes", nargs="+", default=["16x128", "4x512"], metavar="ROWSxLENGTH")
     parser.add_argument("--generator-layers", type=int, default=0, help="0: half the layers")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ours-only", action="store_true", help="without the peer")
@@ -258,13 +282,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    results = []
-    for shape in options.shapes:
-        rows, length = map(int, shape.split("x"))
-        results.append(measure(options, rows, length))
-        show(results[-1], options.device)
-        path = save(f"train_step-{options.objective}-{options.model}", options.device, results)
-    print(f"\nwrote {path}")
+    # Figures of two kinds of CPU stand side by side.
+    has_amx = options.device == "cpu" and "amx" in environment()["processor"]
+    processor = "-amx" if has_amx else ""
+    for objective in options.objective:
+        results = []
+        for shape in options.shapes:
+            rows, length = map(int, shape.split("x"))
+            results.append(measure(options, objective, rows, length))
+            show(results[-1], options.device)
+            name = f"train_step-{objective}-{options.model}{processor}"
+            path = save(name, options.device, results)
+        print(f"\nwrote {path}")
+
 
 
 if __name__ == "__main__":
