@@ -99,7 +99,7 @@ def main() -> None:
     started = time.monotonic()
     gpus = torch.cuda.device_count()
     launcher = ("deepspeed", f"--num_gpus={gpus or 2}")
-    ds_config = f"ds_configs/zero3_{'bf16' if gpus else 'fp32'}.json"
+    ds_config = deepspeed_config(gpus)
     demo = Demo()
     if OUT.exists():
         if BEFORE.exists():
@@ -121,6 +121,16 @@ def main() -> None:
              "If it is not a [MASK], raise an error.")
     print_summary(demo.rows)
     print(f"\nThe page with the curves: {OUT / 'report.html'}")
+
+
+def deepspeed_config(gpus: int) -> str:
+    """Return the JSON that suits this machine; so small a model is not worth sharding."""
+    import torch
+
+    if gpus:
+        return "ds_configs/zero1_bf16.json"
+    able = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch that we support
+    return f"ds_configs/zero1_{'autocast_cpu' if able.get('amx_bf16') else 'fp32'}.json"
 
 
 def prepare_data(demo: Demo) -> None:
