@@ -1,0 +1,22 @@
+"""What `make demo` chooses by the machine."""
+
+import pytest
+import torch
+from launching import ROOT
+
+from launch import demo
+
+
+@pytest.mark.parametrize("gpus, able, name", [
+    (2, {"amx_bf16": True}, "zero1_bf16"), (0, {"amx_bf16": True}, "zero1_autocast_cpu"),
+    (0, {"amx_bf16": False, "avx512_bf16": True}, "zero1_fp32"), (0, {}, "zero1_fp32"),
+])
+def test_the_deepspeed_json_suits_the_machine(gpus, able, name, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
+    path = demo.deepspeed_config(gpus)
+    assert path == f"ds_configs/{name}.json" and (ROOT / path).is_file()
+
+
+def test_a_torch_that_cannot_tell_gives_fp32(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert demo.deepspeed_config(0) == "ds_configs/zero1_fp32.json"
