@@ -267,6 +267,11 @@ def measure_shards(args) -> dict:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 16, 1 << 16))
     _, model = novels(args)
     tokenizer, rng = Tokenizer(model), np.random.default_rng(0)
+
+    def open_rows(path: Path) -> RowDataset:
+        return RowDataset([SourceConfig(path=str(path))], tokenizer, seq_len=512, seed=0,
+                          mask=MaskConfig())
+
     lengths = rng.integers(50, 1500, 60_000)
     datasets = {}
     for shards in (10, 100, 2000, 7451):
@@ -282,8 +287,7 @@ def measure_shards(args) -> dict:
             write_manifest(path, Manifest("<u2", tokenizer.size, tokenizer.sha256, special, {}, {},
                                           tuple(infos)))
             pack_corpus(path, tokenizer, 512)
-        datasets[shards] = RowDataset([SourceConfig(path=str(path))], tokenizer, seq_len=512,
-                                      seed=0, mask=MaskConfig())
+        datasets[shards] = open_rows(path)
     for dataset in datasets.values():  # every file is open as far as the limit allows
         for g in range(30_000):
             dataset.read(g)
@@ -307,7 +311,8 @@ def measure_shards(args) -> dict:
     slow_rates = {}
     for micro in (1, 16):
         reading._open_files.clear()
-        batches = build_loader(datasets[7451], start_row=0, global_batch_rows=16, rank=0,
+        fresh = open_rows(path)  # of 7,451 shards, no plan of them kept yet
+        batches = build_loader(fresh, start_row=0, global_batch_rows=16, rank=0,
                                micro_batch_rows=micro, world_size=1, num_workers=0, num_steps=40)
         start = time.perf_counter()
         rows = sum(len(batch.rows) for batch in batches)

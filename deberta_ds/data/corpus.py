@@ -1,7 +1,8 @@
 """A tokenized, packed corpus opened for reading by row number.
 
-Memory is O(shards); opening reads two manifests and no data. A row is read with a few small reads
-at known places, so that a failing or missing file is one clear error.
+Memory is O(shards), and a bounded number of small row plans; opening reads two manifests and no
+data. A row is read with a few small reads at known places, so that a failing or missing file is one
+clear error.
 """
 
 import os
