@@ -93,13 +93,18 @@ def find_contamination(
                         ) from None
 
 
-def gram_hashes(words: list[str], count: int) -> np.ndarray:
-    """Return the 64-bit hash of each run of `count` words: u64 [len(words) - count + 1]."""
+def gram_hashes(words: list[str], lengths: Iterable[int]) -> Iterator[np.ndarray]:
+    """Yield for each of the ascending `lengths` the 64-bit hash of each run of so many words:
+    u64 [len(words) - length + 1].
+    """
     each = np.fromiter(map(_hash_word, words), np.uint64, len(words))
-    total = np.zeros(max(0, len(words) - count + 1), np.uint64)
-    for offset in range(count):
-        total = total * _BASE + each[offset : offset + len(total)]
-    return total
+    total, done = np.zeros(len(words), np.uint64), 0
+    for length in lengths:
+        total = total[: max(0, len(words) - length + 1)]
+        for offset in range(done, length):
+            total = total * _BASE + each[offset : offset + len(total)]
+        yield total
+        done = length
 
 
 def words_of(text: str) -> list[str]:
@@ -179,7 +184,8 @@ def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]
         words = words_of(text)
         if len(words) >= SHORTEST:
             length = min(count, len(words))
-            yield from {(length, gram) for gram in gram_hashes(words, length).tolist()}
+            hashes, = gram_hashes(words, [length])
+            yield from {(length, gram) for gram in hashes.tolist()}
 
 
 def search_unit(
@@ -233,8 +239,8 @@ class _Grams:
 
 def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, str]]:
     """Yield (example, matching words) for each n-gram of `words` that an example has."""
-    for grams in tables:
-        hashes = gram_hashes(words, grams.length)
+    all_hashes = gram_hashes(words, [grams.length for grams in tables])
+    for grams, hashes in zip(tables, all_hashes, strict=True):
         for place in grams.places(hashes).tolist():
             first, last = (np.searchsorted(grams.hashes, hashes[place], side)
                            for side in ("left", "right"))
