@@ -83,6 +83,10 @@ def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> d
     """Return the speeds of one core and their ratio, raw and stage in turns."""
     fast, units = load(directory), [plan_units([str(path)], READ, 1 << 40)[0] for path in paths]
     pairs, shares, tokens, num_bytes = [], [], 0, 0
+    tiny = scratch.parent / "tiny.jsonl"
+    write_atomic(tiny, '{"text": "what is loaded once"}\n')
+    tokenize_unit(0, plan_units([str(tiny)], READ)[0], [str(scratch)], str(directory), READ,
+                  CleanOptions(), 0.0, [])
     engine = SentencePieceEngine if directory.is_file() else FastEngine
     encode, library = engine.encode_joined, [0.0]
 
