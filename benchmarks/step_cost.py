@@ -27,11 +27,10 @@ from deberta_ds import config
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
-from deberta_ds.model import embeddings, encoder
+from deberta_ds.model import dropout, elementwise, embeddings, encoder, fused_norm
 from deberta_ds.model import linear_cross_entropy as chunked
-from deberta_ds.model.attention import Geometry, geometry
-from deberta_ds.model.attention.fused import fused_path
-from deberta_ds.model.attention.fused.bands import GROUP_COLUMNS, make_band, padded
+from deberta_ds.model.attention import Geometry, fused, geometry
+from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
@@ -48,15 +47,23 @@ ATTENTION_DROPOUT = 0.1
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
         "_unsafe_view", "lift_fresh", "resize_"}  # fmt: skip
 # (instructions of the loop, warps, pairs of a tile) of the sm_90 tiles at head size 64, compiled by
-# Triton 3.6; tests/workers/fused_compile.py shows how to get the machine code.
+# Triton 3.6; tests/workers/fused_compile.py shows how to get the machine code. "key" is of rows
+# within the band; "far" are pairs beyond it.
 LOOPS = {
-    "forward": (1250, 8, 128 * 64),
-    "query": (1379, 8, 128 * 64),
-    "key": (871, 8, 32 * 128),
-    "plane": (447, 4, 64 * 64),
-    "rows": (384, 4, 64 * 64),
-    "table": (616, 4, 64 * 64),
+    "forward": (1125, 8, 128 * 64),
+    "key": (1089, 8, 32 * 128),
+    "far query": (1171, 8, 128 * 64),
+    "far key": (470, 8, 16 * 128),
+    "picked query": (749, 8, 128 * 32),
+    "plane": (479, 4, 64 * 64),
+    "content": (351, 4, 64 * 64),
+    "rows": (295, 4, 64 * 64),
+    "table": (445, 4, 64 * 64),
 }
+# Instructions an element of kernels between products, by Triton 3.9 (tests/workers/
+# kernel_compile.py): the whole kernel's, by the elements of a thread.
+ELEMENTWISE = {"biased_gelu": 32, "biased_gelu_gradients": 43, "residual_norm": 57,
+               "residual_norm_gradients": 71}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,10 @@ class Card:
     processors: int
     clock: float  # Hz
     peak: float  # bf16 FLOP/s
+
+    def issuing(self, instructions: float) -> float:
+        """Return the seconds to issue instructions of warps: four a turn and processor."""
+        return instructions / (4 * self.processors * self.clock * ISSUE_SHARE)
 
 
 CARDS = {
@@ -85,10 +96,12 @@ class Cost:
     bytes: int
     flops: int
     product_share: float = PRODUCT_SHARE
+    issued: float = 0.0  # instructions of warps
 
     def seconds(self, card: Card) -> float:
         moving = self.bytes / (card.bandwidth * MEMORY_SHARE)
-        return max(moving, self.flops / (card.peak * self.product_share), LEAST_SECONDS)
+        computing = self.flops / (card.peak * self.product_share)
+        return max(moving, computing, card.issuing(self.issued), LEAST_SECONDS)
 
 
 class Count(TorchDispatchMode):
@@ -106,7 +119,8 @@ class Count(TorchDispatchMode):
             self.attention.append((name, args))
         elif function.namespace == "deberta_ds":
             moved, flops = sum(map(_held_bytes, inputs + outputs)), _kernel_flops(name, args, out)
-            self.costs.append(Cost(self.part, name, moved, flops, KERNEL_PRODUCT_SHARE))
+            issued = ELEMENTWISE.get(name, 0) / 32 * inputs[0].numel()
+            self.costs.append(Cost(self.part, name, moved, flops, KERNEL_PRODUCT_SHARE, issued))
         elif function.namespace == "aten" and name not in FREE:
             if not _is_view(function, inputs, outputs):
                 touched = inputs[1:] if name == "scatter_add_" else [*inputs, *outputs]
@@ -158,23 +172,26 @@ def count_step(run: RunConfig) -> Count:
 
     def attend(*tensors, segments, query_positions_BQ=None, **options):
         part, count.part = count.part, "around attention"
-        context = fused_path(*tensors, geometry=options["geometry"], segments_BL=segments,
+        context = fused.fused_path(*tensors, geometry=options["geometry"], segments_BL=segments,
                              query_positions_BQ=query_positions_BQ, dropout=ATTENTION_DROPOUT,
-                             seed=1)  # fmt: skip
+                             seed=1, keep_terms=options["keep_terms"])  # fmt: skip
         count.part = part
         return context
 
     def loss_function(mode, *_tensors):
         return linear_cross_entropy if mode == "chunked" else fused_linear_cross_entropy
 
+    keep = dropout.Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
     # fmt: off
     stand_ins = ((encoder, "attend", attend),
+                 (elementwise, "kernels", lambda *_: fused_norm),
+                 (dropout, "draw_keep", lambda _: keep),
                  (embeddings, "loss_function", loss_function),
                  (chunked, "_sample", activations._first_words),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     # fmt: on
-    activations._forget_tables()
+    _forget()
     assert Geometry(run.model.largest_distance, run.model.position_buckets).reach  # kept: a number
     geometry._slot_table.cache_clear()
     try:
@@ -184,8 +201,15 @@ def count_step(run: RunConfig) -> Count:
             stack.enter_context(FakeTensorMode())
             _run(run, count)
     finally:
-        activations._forget_tables()
+        _forget()
     return count
+
+
+def _forget() -> None:
+    """Drop what is kept from step to step: real and fake tensors must not meet."""
+    activations._forget_tables()
+    fused.one_hot.cache_clear()
+    fused.recent_facts.clear()
 
 
 def _run(run: RunConfig, count: Count) -> None:
@@ -223,29 +247,35 @@ def _mark(module, part: str, count: Count) -> None:
 
 def attention_seconds(name: str, args, card: Card) -> float:
     """Return the time of the kernels of one fused operator, by instructions issued."""
-    q, k = (args[0], args[1]) if name == "fused_attention" else (args[3], args[4])
-    reach = args[9] if name == "fused_attention" else args[12]
-    batch, heads, queries, _ = q.shape
+    forward = name == "fused_attention"
+    q, k = (args[0], args[1]) if forward else (args[2], args[3])
+    reach, picked, keep = (args[8], *args[11:13]) if forward else (args[9], *args[12:14])
+    batch, heads, queries, size = q.shape
     keys = k.shape[2]
     band = make_band(reach, keys)
     width, radius = band.width(keys), band.radius(keys)
     pairs = batch * heads * queries * keys
-
+    near = batch * heads * queries * min(width, keys)
     def products(rows):  # a block of 64 rows meets its columns and 63 distances more
         return batch * heads * padded(rows) * (min(width, keys) + 63)
 
     def seconds(kernel, pairs):
         instructions, warps, tile = LOOPS[kernel]
-        cycles = pairs / tile * instructions * warps / 4
-        return max(cycles / (card.processors * card.clock * ISSUE_SHARE), LEAST_SECONDS)
+        return max(card.issuing(pairs / tile * instructions * warps), LEAST_SECONDS)
 
     planes = seconds("plane", products(queries)) + seconds("plane", products(keys))
-    if name == "fused_attention":
-        return planes + seconds("forward", pairs)
-    gathered = seconds("rows", products(queries)) + seconds("rows", products(keys))
+    if forward:
+        return planes + seconds("forward", pairs) + LEAST_SECONDS  # and dropout words
     table = min(2 * radius, keys + queries + GROUP_COLUMNS)
-    tables = 2 * seconds("table", batch * heads * table * min(queries, keys) * 0.6)
-    return planes + seconds("query", pairs) + seconds("key", pairs) + gathered + tables
+    total = 2 * seconds("table", batch * heads * table * min(queries, keys) * 0.6)
+    total += seconds("rows", products(queries)) + seconds("rows", products(keys))
+    total += 0 if keep else planes
+    if picked:
+        return total + seconds("picked query", pairs) + seconds("key", pairs)
+    total += seconds("key", near) + seconds("content", near)
+    if band.far:
+        return total + seconds("far query", pairs - near) + seconds("far key", pairs - near)
+    return total + 4 * batch * heads * queries * size / (card.bandwidth * MEMORY_SHARE)  # delta
 
 
 def summarize(run: RunConfig, count: Count, card: Card) -> dict:
@@ -257,7 +287,7 @@ def summarize(run: RunConfig, count: Count, card: Card) -> dict:
             parts[label][place] += value
     for name, args in count.attention:
         row = parts["attention kernels" + (" backward" if name.endswith("backward") else "")]
-        row[0] += 4 if name == "fused_attention" else 8
+        row[0] += 5 if name == "fused_attention" else 11
         row[3] += attention_seconds(name, args, card)
     moved = OPTIMIZER_BYTES * count_parameters(on_meta(build_model, run))
     parts["optimizer"] = [0, moved, 0, moved / (card.bandwidth * MEMORY_SHARE)]

@@ -273,7 +273,7 @@ class RunConfig:
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
 IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed", "data.across_documents",
                    "train.seed", "train.global_batch_rows", "optim.name", "init.words_only")
-FREE_FIELDS = ("model.attention", "model.vocabulary_loss")
+FREE_FIELDS = ("model.attention", "model.keep_position_terms", "model.vocabulary_loss")
 
 
 def to_dict(config: Any) -> dict:

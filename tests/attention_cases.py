@@ -64,7 +64,8 @@ class Case:
         return columns
 
 
-def run(case: Case, mode: str, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
+def run(case: Case, mode: str, dtype: torch.dtype, device: str = "cpu", keep_terms: bool = False
+        ) -> list[torch.Tensor]:
     """Return the context and the gradients of all inputs."""
     *inputs, grad = [None if x is None else x.to(device, dtype) for x in case.tensors()]
     leaves = [None if x is None else x.requires_grad_() for x in inputs]
@@ -77,6 +78,7 @@ def run(case: Case, mode: str, dtype: torch.dtype, device: str = "cpu") -> list[
         dropout=case.dropout,
         seed=5,
         mode=mode,
+        keep_terms=keep_terms,
     )
     return [context, *torch.autograd.grad(context, [x for x in leaves if x is not None], grad)]
 

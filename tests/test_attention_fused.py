@@ -43,8 +43,8 @@ def check(lines: list[dict]) -> None:
 def test_interpreter_equals_the_reference():
     lines = run_worker("fused_interpreter.py", timeout=300)
     check(lines)
-    assert len(lines) == 19
-    assert [line["repeats"] for line in lines if "repeats" in line] == [True]
+    assert len(lines) == 20
+    assert [line["repeats"] for line in lines if "repeats" in line] == [True] * 3
 
 
 def test_interpreter_on_random_packings():

@@ -23,7 +23,7 @@ from deberta_ds.tokenizer import Tokenizer
 
 # May differ from the source's: regularization, initial values, and how attention is computed.
 _FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "vocabulary_loss",
-                "conv_activation")
+                "keep_position_terms", "conv_activation")
 
 
 def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:

@@ -3,7 +3,8 @@
 On a CPU torch draws dropout's numbers one by one: 6 to 14 ns an element, more than the products of
 a narrow network. Here an element's word is a hash of its number and of two keys from torch's
 generator, so a step is still a function of (seed, step, rank), and activation checkpointing
-replays it. On a GPU torch's own dropout is used.
+replays it. On a GPU LayerNorm(dropout(x) + y) drops by the same words in one kernel; dropout by
+itself is torch's.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deberta_ds import native
+from deberta_ds.model import elementwise
 
 _MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _WORDS = 1 << 32
@@ -31,6 +33,10 @@ class Keep:
     @property
     def scale(self) -> float:
         return 1 / (1 - self.threshold / _WORDS)
+
+    def signed(self) -> tuple[int, int, int]:
+        """Return keys and threshold as int32 has them."""
+        return _signed(self.key), _signed(self.second_key), _signed(self.threshold)
 
     def apply(self, hidden: Tensor) -> Tensor:
         """Return a tensor's elements, dropped or grown."""
@@ -79,8 +85,18 @@ class Dropout(nn.Module):
         return draw_keep(self.share).apply(hidden)
 
 
+class LinearGelu(nn.Linear):
+    """GELU(linear(x)); on a GPU the bias is added where GELU is computed, one pass each way."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        fused = elementwise.kernels(hidden, hidden)
+        if fused is None:
+            return F.gelu(super().forward(hidden))
+        return fused.biased_gelu(F.linear(hidden, self.weight), self.bias)
+
+
 class ResidualNorm(nn.LayerNorm):
-    """LayerNorm(dropout(update) + hidden), in one pass each way on a CPU."""
+    """LayerNorm(dropout(update) + hidden), in one pass each way."""
 
     def __init__(self, size: int, eps: float, dropout: float):
         super().__init__(size, eps=eps)
@@ -88,9 +104,12 @@ class ResidualNorm(nn.LayerNorm):
 
     def forward(self, update: Tensor, hidden: Tensor) -> Tensor:
         share = self.dropout if self.training else 0.0
-        if share and not native.is_here(update):
+        fused = elementwise.kernels(update, hidden)
+        if share and not (fused or native.is_here(update)):
             update, share = F.dropout(update, share), 0.0
         keep = draw_keep(share) if share else Keep(0, 0, 0)
+        if fused is not None:
+            return fused.residual_norm(update, hidden, self.weight, self.bias, self.eps, keep)
         if not (self.training and self._is_native(update, hidden)):
             if share:
                 update = keep.apply(update)

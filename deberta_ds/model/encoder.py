@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 from deberta_ds.config import ModelConfig
 from deberta_ds.model.attention import Geometry, attend, attend_first
 from deberta_ds.model.columns import at_columns
-from deberta_ds.model.dropout import Dropout, ResidualNorm
+from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
 
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
@@ -84,7 +84,7 @@ class Attention(nn.Module):
             context_BQHD = attend(
                 *tensors, geometry=self.geometry, segments=segments_BL,
                 query_positions_BQ=columns_BQ, dropout=dropout, seed=seed,
-                mode=self.config.attention)
+                mode=self.config.attention, keep_terms=self.config.keep_position_terms)
         return self.output(context_BQHD.flatten(2))
 
     def _heads(self, hidden_BLC: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Layer(nn.Module):
         size = config.hidden_size
         self.attention = Attention(config)
         self.attention_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
-        self.ffn_in = nn.Linear(size, config.intermediate_size)
+        self.ffn_in = LinearGelu(size, config.intermediate_size)
         self.ffn_out = nn.Linear(config.intermediate_size, size)
         self.ffn_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
 
@@ -141,8 +141,7 @@ class Layer(nn.Module):
                columns_BQ: Tensor | None) -> Tensor:
         attended_BQC = self.attention(queries_BQC, memory, segments_BL, columns_BQ)
         hidden_BQC = self.attention_norm(attended_BQC, queries_BQC)
-        expanded = F.gelu(self.ffn_in(hidden_BQC))
-        return self.ffn_norm(self.ffn_out(expanded), hidden_BQC)
+        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), hidden_BQC)
 
 
 class Convolution(nn.Module):

@@ -85,7 +85,7 @@ def _forward_kernel(
     label = tl.load(LABELS + t, mask=in_rows, other=-1)
     is_label = n[None, :] == label[:, None]
     label_logit = tl.sum(tl.where(is_label, logits, 0.0), 1)
-    here = in_rows & (label >= tile * BN) & (label < tile * BN + BN)
+    here = in_rows & (label >= tile * BN) & (label < tl.minimum(tile * BN + BN, VALID))
     tl.store(LABEL_LOGIT + t, label_logit, mask=here)
 
 

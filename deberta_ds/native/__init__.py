@@ -36,7 +36,7 @@ _pool: ThreadPoolExecutor | None = None
 @lru_cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, or None where there is no compiler or it fails."""
-    if os.environ.get(_OFF) == "0":
+    if not wanted():
         _LOG.info("CPU kernels: torch's, because %s=0", _OFF)
         return None
     try:
@@ -45,6 +45,11 @@ def library() -> ctypes.CDLL | None:
         _LOG.info("CPU kernels: torch's, because the fused ones could not be built (%s)",
                   str(error).splitlines()[0])
         return None
+
+
+def wanted() -> bool:
+    """Return whether kernels of the project may take the place of torch's operators."""
+    return os.environ.get(_OFF) != "0"
 
 
 def _build() -> Path:

@@ -2,8 +2,8 @@
 
 Forward and backward run on fake tensors (shapes without data), so every tensor that the real pass
 would allocate is seen, at any size, and no formula has to follow the code. A GPU is assumed to run
-the fused attention, which keeps queries, keys, values, projected tables, its output and one fp32
-number a row.
+the fused attention, which keeps queries, keys, values, projected tables, its output, one fp32
+number a row and, if asked to, the position terms.
 """
 
 import weakref
@@ -21,6 +21,7 @@ from deberta_ds.config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention import geometry
+from deberta_ds.model.attention.band import make_band, padded
 from deberta_ds.objectives.build import build_model
 from deberta_ds.planner.gathering import CallRecorder, Calls
 
@@ -150,18 +151,24 @@ class _FusedAttention(torch.autograd.Function):
     """What the fused kernel keeps between forward and backward, without the arithmetic."""
 
     @staticmethod
-    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD):
+    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plane_columns):
         context_BQHD = torch.empty_like(q_BHQD.transpose(1, 2).contiguous())
         lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32)
+        planes = [x.new_empty(*x.shape[:2], padded(x.shape[2]), plane_columns)
+                  for x, table in ((q_BHQD, pos_key_HSD), (k_BHLD, pos_query_HSD))
+                  if table is not None and plane_columns]
         ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, context_BQHD,
-                              lse_BHQ)
+                              lse_BHQ, *planes)
         return context_BQHD
 
     @staticmethod
     def backward(ctx, grad_BQHD):
         inputs = ctx.saved_tensors[:5]
-        return tuple(None if tensor is None else torch.empty_like(tensor) for tensor in inputs)
+        grads = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
+        return *grads, None
 
 
-def _fused_attend(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, **_options):
-    return _FusedAttention.apply(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)
+def _fused_attend(*tensors, geometry, keep_terms, **_options):
+    keys = tensors[1].shape[2]
+    columns = make_band(geometry.reach, keys).width(keys) if keep_terms else 0
+    return _FusedAttention.apply(*tensors, columns)

@@ -52,6 +52,7 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, picked:
         tile = tiles.choose_product(capability, size, name)
     constants = dict(HAS_KEY_TERM=True, HAS_QUERY_TERM=True, DROPOUT=True, PRECISION="tf32")
     constants |= dict(PICKED=picked, FAR=length > 1024, D=size, CHUNK=512)
+    constants |= dict(WHOLE=not picked, CONTENT=not picked, TERM=True)
     constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
     signature, attributes, used = {}, {}, {}
     for place, parameter in enumerate(inspect.signature(KERNELS[name].fn).parameters):
@@ -59,7 +60,7 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, picked:
         signature[parameter] = kind
         if kind == "constexpr":
             used[parameter] = constants[parameter]
-        elif kind.startswith("*") or re.fullmatch("[qkvx]_[bhn]", parameter):
+        elif kind.startswith("*") or re.fullmatch("[qkvxo]_[bhn]", parameter):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=KERNELS[name], signature=signature, constexprs=used, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)

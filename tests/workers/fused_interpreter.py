@@ -18,8 +18,9 @@ from attention_cases import Case as ContiguousCase
 from interpret_bf16 import patch
 
 from deberta_ds.model.attention import attend
+from deberta_ds.model.attention.band import make_band
 from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
-from deberta_ds.model.attention.fused import bands, ops
+from deberta_ds.model.attention.fused import ops
 
 ops._CHUNK_ROWS = 64  # short rows, too, take several chunks
 patch()
@@ -27,6 +28,9 @@ patch()
 PIECES = torch.tensor([[1] * 20 + [2] * 66 + [3] * 9 + [0] * 5])
 HOLES = PIECES.clamp(max=1)
 HOLES[0, 30] = 0
+
+# A hole as long as a block of keys, and a piece that goes on behind another one.
+TORN = torch.tensor([[1] * 60 + [2] * 50 + [1] * 10 + [0] * 138 + [1] * 4])
 
 NEGATIVE = torch.where(PIECES == 2, -1, PIECES)  # a piece may have any number but 0
 
@@ -53,6 +57,7 @@ SHORT = {
     "beyond the band": (Case(SMALL_BUCKETS, ones(300), heads=1, dropout=0.1), "float32"),
     "packed": (Case(SMALL_BUCKETS, PIECES, heads=1, dropout=0.1), "float32"),
     "v1 with a hole": (Case(V1, HOLES, heads=1, dropout=0.1), "float32"),
+    "torn": (Case(SMALL_BUCKETS, TORN, heads=1), "float32"),
     "picked": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1, dropout=0.1), "float32"),
     "key term": (Case(SMALL_BUCKETS, ones(33, rows=2), heads=2, terms="key"), "float32"),
     "query term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="query"), "float16"),
@@ -100,23 +105,24 @@ def read_mask_back() -> list[float]:
     return [(context.transpose(1, 2).ne(0) ^ kept).sum().item()]
 
 
-def check_operator() -> dict:
-    """Return what torch says of the operator: its schema, its fake kernel, its autograd."""
+def check_operator() -> None:
+    """Ask torch about the operator: its schema, its fake kernel, its autograd."""
     generator = torch.Generator().manual_seed(29)
     planes = [torch.randn(1, 9, 2, 16, generator=generator).transpose(1, 2) for _ in range(3)]
     planes[1] = planes[1].contiguous()  # the fake kernel must know the gradient's layout
-    rows = 2 * bands.make_band(16, 9).radius(9)
+    rows = 2 * make_band(16, 9).radius(9)
     tables = [torch.randn(2, rows, 16, generator=generator) for _ in range(2)]
     columns = torch.arange(9, dtype=torch.int32)[None]
     one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
-    facts = torch.stack([one, columns, one - 1, nine]), torch.stack([one, one - 1, nine])
-    words = torch.empty(0, dtype=torch.int32)
+    zero = one - 1
+    facts = torch.stack([one, columns, zero, nine]), torch.stack([one, zero, nine, zero, nine])
     leaves = [x.requires_grad_() for x in (*planes, *tables)]
-    return torch.library.opcheck(
-        ops.fused_attention,
-        (*leaves, *facts, words, words, 16, 0.1, 0.0, False),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
+    for keep in (False, True):
+        torch.library.opcheck(
+            ops.fused_attention,
+            (*leaves, *facts, 5, 16, 0.1, 0.1, False, keep),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
 
 
 def main() -> None:
@@ -130,8 +136,8 @@ def main() -> None:
         truth = run(case, "reference", torch.float64)
         result = run(case, "fused", getattr(torch, dtype))
         line = {"name": name, "dtype": dtype, "errors": relative_errors(result, truth)}
-        if name == "packed":
-            again = run(case, "fused", getattr(torch, dtype))
+        if name in ("packed", "picked", "beyond the band in bf16"):  # and with terms kept
+            again = run(case, "fused", getattr(torch, dtype), keep_terms=True)
             line["repeats"] = all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
         print(json.dumps(line), flush=True)
 

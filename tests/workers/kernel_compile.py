@@ -12,12 +12,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deberta_ds.model import fused_cross_entropy as loss
+from deberta_ds.model import fused_norm as norm
 
 WIDTH = 768
 SINGLE = {"MASS", "DRAW_MASS", "BEST", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
+SINGLE |= {"MEAN", "INVERSE", "PARTS"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "BEST_ID": "*i32", "TILE": "*i32"}
-NUMBERS = {"inverse_temperature": "fp32"}
+NUMBERS = {"inverse_temperature": "fp32", "keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
+_NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
+_GELU = dict(C=4 * WIDTH, BR=norm._GELU_ROWS, BC=norm._GELU_COLUMNS)
 # kernel, compile-time constants, warps, stages, products on the tensor cores
 KERNELS = {
     "loss": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=False), 8, 3, True),
@@ -25,6 +29,10 @@ KERNELS = {
                               8, 3, True),
     "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), 8, 3, True),
     "draw": (loss._draw_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS), 4, 3, False),
+    "norm": (norm._norm_kernel, _NORM, 4, 3, False),
+    "norm gradient": (norm._norm_gradient_kernel, _NORM, 4, 3, False),
+    "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
+    "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
 }  # fmt: skip
 
 
@@ -40,7 +48,7 @@ def compile_kernel(name: str, architecture: int):
         elif parameter in WHOLE | NUMBERS:
             signature[parameter] = (WHOLE | NUMBERS)[parameter]
         else:
-            pointer = parameter.isupper() and parameter not in ("T", "VALID")
+            pointer = parameter.isupper() and parameter not in ("T", "VALID", "R")
             signature[parameter] = "*bf16" if pointer else "i32"
         if signature[parameter].startswith("*"):
             attributes[(place,)] = [["tt.divisibility", 16]]
@@ -70,6 +78,8 @@ def main() -> None:
             line["faults"].append("no product on the tensor cores")
         if line["two_byte_stores"] > 2:  # a bias gradient is one element a thread
             line["faults"].append("two-byte stores")
+        if line["two_byte_loads"] and name.startswith(("norm", "gelu")):
+            line["faults"].append("two-byte loads")
         right = right and not line["faults"]
         print(json.dumps(line), flush=True)
     sys.exit(0 if right else 1)

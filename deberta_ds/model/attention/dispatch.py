@@ -34,6 +34,7 @@ def attend(
     dropout: float = 0.0,
     seed: int | None = None,
     mode: str = "auto",
+    keep_terms: bool = False,
 ) -> torch.Tensor:
     """Return the attention context [B,Q,H,D].
 
@@ -45,6 +46,7 @@ def attend(
     dropout, seed: pairs to drop are a function of `seed` alone, so a recomputation under
       activation checkpointing sees the same mask. `seed` is required when `dropout` > 0.
     mode: "auto" or one implementation by name. Raises UserError for one that cannot run here.
+    keep_terms: "fused" keeps its position terms for backward instead of computing them again.
     """
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), not {dropout}")
@@ -56,6 +58,7 @@ def attend(
         mode, q_BHQD.device, q_BHQD.dtype, q_BHQD.shape[-1], k_BHLD.shape[2] > SHORT_ROW
     )
     run = _implementation(chosen)
+    kept = {"keep_terms": keep_terms} if chosen == "fused" else {}
     return run(
         q_BHQD,
         k_BHLD,
@@ -67,6 +70,7 @@ def attend(
         query_positions_BQ=query_positions_BQ,
         dropout=dropout,
         seed=seed,
+        **kept,
     )
 
 

@@ -10,7 +10,7 @@ Shape legend: B batch, H heads, Q queries, L keys.
 
 import torch
 
-from deberta_ds.splitmix import GAMMA, mix_tensor, signed
+from deberta_ds.splitmix import GAMMA, MASK64, mix_tensor, signed
 
 # Multipliers of the "lowbias32" finalizer, as signed numbers.
 PAIR_MIX_1 = 0x21F0AAAD
@@ -76,8 +76,12 @@ def _mixed(row_words, column_words, mixed, shifted) -> torch.Tensor:
     return mixed.bitwise_xor_(shifted).mul_(PAIR_MIX_2)
 
 
+def word_stream(seed: int) -> int:
+    """Return where the words of a seed begin: splitmix64's state before counter 0, signed."""
+    return signed((seed * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & MASK64)
+
+
 def _words(seed: int, counters: torch.Tensor) -> torch.Tensor:
     """Return splitmix64(seed, counter) cut to int32."""
-    start = (seed * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & ((1 << 64) - 1)
-    words = mix_tensor((counters + 1) * signed(GAMMA) + signed(start)) & 0xFFFFFFFF
+    words = mix_tensor((counters + 1) * signed(GAMMA) + word_stream(seed)) & 0xFFFFFFFF
     return ((words ^ (1 << 31)) - (1 << 31)).to(torch.int32)

@@ -4,12 +4,15 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots, C rows 
 expanded table.
 """
 
+from collections import deque
+from functools import lru_cache
+from operator import is_
+
 import torch
 from torch import Tensor
 
-from deberta_ds.model.attention.dropout import dropout_words
+from deberta_ds.model.attention.band import make_band
 from deberta_ds.model.attention.fused import ops
-from deberta_ds.model.attention.fused.bands import make_band
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernel_check import on_device_of
@@ -27,27 +30,26 @@ def fused_path(
     query_positions_BQ: Tensor | None,
     dropout: float,
     seed: int | None,
+    keep_terms: bool = False,
 ) -> Tensor:
-    """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
-    batch, heads, queries, size = q_BHQD.shape
+    """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`.
+
+    keep_terms: keep the position terms for backward instead of computing them again.
+    """
     keys, dtype, device = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.device
     radius = make_band(geometry.reach, keys).radius(keys)
-    scale = score_scale(size, pos_key_HSD, pos_query_HSD)
-    facts = _facts(segments_BL, query_positions_BQ)
-    if dropout > 0:
-        words = dropout_words(seed, batch, heads, queries, keys, device)
-    else:
-        words = (torch.empty(0, dtype=torch.int32, device=device),) * 2
+    scale = score_scale(q_BHQD.shape[-1], pos_key_HSD, pos_query_HSD)
+    facts = _facts_once(segments_BL, query_positions_BQ)
     with torch.autocast(device.type, enabled=False), on_device_of(q_BHQD):
         key_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
         query_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
         planes = [_rows_contiguous(x.to(dtype)) for x in (q_BHQD, k_BHLD, v_BHLD)]
         picked = query_positions_BQ is not None
-        context_BQHD, _ = ops.fused_attention(
-            *planes, key_table, query_table, *facts, *words,
-            geometry.reach, scale, dropout, picked,
+        results = ops.fused_attention(
+            *planes, key_table, query_table, *facts, seed or 0, geometry.reach, scale,
+            float(dropout), picked, keep_terms,
         )  # fmt: skip
-    return context_BQHD
+    return results[0]
 
 
 def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
@@ -63,15 +65,46 @@ def _expand(
     """
     if table_HSD is None:
         return None
-    device = table_HSD.device
+    key = (geometry, radius, rows_are_queries, dtype, table_HSD.device)
+    if torch.compiler.is_compiling():
+        return _make_one_hot(*key) @ table_HSD.to(dtype)
+    with torch.inference_mode(False):
+        one_hot_CS = one_hot(*key)
+    return one_hot_CS @ table_HSD.to(dtype)
+
+
+def _make_one_hot(geometry: Geometry, radius: int, rows_are_queries: bool, dtype, device) -> Tensor:
+    """Return [C,S]: which row of the relative table serves each row of the expanded one."""
     distances_C = torch.arange(2 * radius, device=device) - radius
     slots_C = geometry.slots(-distances_C if rows_are_queries else distances_C)
     one_hot_CS = slots_C[:, None] == torch.arange(geometry.num_slots, device=device)
-    return one_hot_CS.to(dtype) @ table_HSD.to(dtype)
+    return one_hot_CS.to(dtype)
+
+
+one_hot = lru_cache(maxsize=16)(_make_one_hot)  # 1 MB each at 512 tokens
+
+
+def _facts_once(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `_facts`, which all layers of a step share: kept while the tensors are the same."""
+    named = [x for x in (segments_BL, query_positions_BQ) if x is not None]
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in named):
+        return _facts(segments_BL, query_positions_BQ)
+    versions = [x._version for x in named]
+    for tensors, seen, facts in recent_facts:
+        if len(tensors) == len(named) and seen == versions and all(map(is_, tensors, named)):
+            return facts
+    with torch.inference_mode(False):
+        facts = _facts(segments_BL, query_positions_BQ)
+    recent_facts.append((named, versions, facts))
+    return facts
+
+
+# Holding the tensors keeps others from taking their place in memory.
+recent_facts: deque = deque(maxlen=4)
 
 
 def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return query_facts [4,B,Q] and key_facts [3,B,L] (see `ops`), without reading the device."""
+    """Return query_facts [4,B,Q] and key_facts [5,B,L] (see `ops`), without reading the device."""
     batch, length = segments_BL.shape
     segments = segments_BL.long()
     columns = torch.arange(length, device=segments.device).expand(batch, length)
@@ -82,9 +115,25 @@ def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tens
     stops = columns.new_zeros(shape).scatter_reduce_(1, entry, columns + 1, "amax")
     real = segments != 0
     starts, stops = (x.gather(1, entry) * real for x in (starts, stops))
-    if query_positions_BQ is None:
-        facts = torch.stack([segments, columns, starts, stops])
-    else:
+    rows = (segments, columns, starts, stops)
+    if query_positions_BQ is not None:
         picked = query_positions_BQ.long()
-        facts = torch.stack([x.gather(1, picked) for x in (segments, columns, starts, stops)])
-    return facts.int(), torch.stack([segments, starts, stops]).int()
+        rows = [x.gather(1, picked) for x in rows]
+    keys = (segments, starts, stops, *_covers(columns, stops))
+    return torch.stack(tuple(rows)).int(), torch.stack(keys).int()
+
+
+def _covers(columns: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the pieces that have a column between their ends begin and stop; 0, 0 for none.
+
+    They are the column's own piece in a packed row; a hole in a piece is between its ends, too.
+    Pieces that overlap count as one.
+    """
+    length = columns.shape[1]
+    reach = stops.cummax(1).values
+    begins = columns >= torch.cat([torch.zeros_like(reach[:, :1]), reach[:, :-1]], 1)
+    start = torch.where(begins, columns, 0).cummax(1).values
+    follower = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
+    stop = torch.where(follower, columns + 1, length).flip(1).cummin(1).values.flip(1)
+    covered = reach > columns
+    return start * covered, stop * covered

@@ -1,9 +1,11 @@
-"""Triton kernels: flash attention backward, by blocks of queries and by blocks of keys.
+"""Triton kernels: flash attention backward, by blocks of keys and, where it must be, of queries.
 
-Both compute the probabilities again from the two dense bias tiles (see `forward`). The query kernel
-writes the gradient of the content-to-position plane, the key kernel that of the position-to-content
-plane: a dense tile in the plane's own layout, so there is one writer per element and no atomic.
-Pairs outside of the band add into two sums a row, in registers, stored last.
+Both compute the probabilities again from the two dense bias tiles (see `forward`). Of pairs in the
+band the key kernel writes the score gradients into both planes' gradients, and
+`planes.row_gradient_kernel` makes the queries' gradients of them: five products a tile. Pairs
+outside of the band, and all pairs of queries at explicit columns, take the query kernel as well:
+seven. There is one writer per element and no atomic. Pairs outside of the band add into two sums a
+row, in registers, stored last.
 
 Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 """
@@ -12,7 +14,12 @@ import triton
 import triton.language as tl
 
 from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bias
-from deberta_ds.model.attention.fused.blocks import head_of, planes_of, query_block
+from deberta_ds.model.attention.fused.blocks import (
+    head_of,
+    planes_of,
+    query_block,
+    skewed_plane_of,
+)
 from deberta_ds.model.attention.fused.forward import LOG2_E, VARIES
 from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges, piece_range
 
@@ -55,16 +62,16 @@ def query_kernel(
     FAR: tl.constexpr, PICKED: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries: content part of DQ [B,NQ,H,D], D_KEY_PLANE, D_KEY_ENDS [2,B,H,NQ].
+    """One block of queries: DQ [B,NQ,H,D] of the pairs beyond the band, D_KEY_ENDS [2,B,H,NQ].
 
-    Also DELTA [B,H,NQ], the product of a query's context and its gradient, for the key kernel.
+    Of PICKED queries all pairs, and D_KEY_PLANE. Also DELTA, as `delta_kernel`, for the key kernel.
     """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
     wide = bh.to(tl.int64)
     d = tl.arange(0, D)
     KEY_PLANE, QUERY_PLANE, width = planes_of(KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN)
-    D_KEY_PLANE, _, width = planes_of(D_KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN)
+    d_plane, step = skewed_plane_of(D_KEY_PLANE, bh, NQ, SPAN, NK)
     K, V = head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
     K_SEGMENT += b * NK
     K_WORDS += wide * NK
@@ -84,31 +91,29 @@ def query_kernel(
     low = tl.zeros([BM], tl.float32)
     high = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    for j0 in range(near_begin, near_end, BN):
-        j0 = tl.multiple_of(j0, BN)
-        j = j0 + tl.arange(0, BN)
-        base_j, end_j = band_edges(j0, SPAN, NK)
-        bias = near_bias(
-            KEY_PLANE, QUERY_PLANE, i, position_i, base, end, j, base_j, end_j, width,
-            HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, False,
-        )  # fmt: skip
-        acc, d_scores = _query_step(
-            q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i,
-            bias, scale, keep_scale, threshold, acc,
-            HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
-        )  # fmt: skip
-        if HAS_KEY_TERM:
-            gradient = d_scores.to(D_KEY_PLANE.dtype.element_ty)
-            if PICKED:
+    if PICKED:
+        for j0 in range(near_begin, near_end, BN):
+            j0 = tl.multiple_of(j0, BN)
+            j = j0 + tl.arange(0, BN)
+            base_j, end_j = band_edges(j0, SPAN, NK)
+            bias = near_bias(
+                KEY_PLANE, QUERY_PLANE, i, position_i, base, end, j, base_j, end_j, width,
+                HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, False,
+            )  # fmt: skip
+            acc, d_scores = _query_step(
+                q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i,
+                words_i, bias, scale, keep_scale, threshold, acc,
+                HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
+            )  # fmt: skip
+            if HAS_KEY_TERM:
                 before, after = j[None, :] < base[:, None], j[None, :] >= end[:, None]
                 tl.store(
-                    D_KEY_PLANE + (i[:, None] * width + (j[None, :] - base[:, None])),
-                    gradient, mask=in_rows[:, None] & ~before & ~after,
+                    d_plane + ((i * (step + 1) - position_i)[:, None] + j[None, :]),
+                    d_scores.to(D_KEY_PLANE.dtype.element_ty),
+                    mask=in_rows[:, None] & ~before & ~after,
                 )
                 low += tl.sum(tl.where(before, d_scores, 0.0), 1)
                 high += tl.sum(tl.where(after, d_scores, 0.0), 1)
-            else:
-                tl.store(D_KEY_PLANE + (i[:, None] * width + (j[None, :] - base)), gradient)
     planes = tl.num_programs(1).to(tl.int64)
     if FAR and not PICKED:
         for number in range(low_blocks + high_blocks):
@@ -130,6 +135,19 @@ def query_kernel(
     if HAS_KEY_TERM and FAR:
         tl.store(D_KEY_ENDS + wide * NQ + i, low, mask=in_rows)
         tl.store(D_KEY_ENDS + (planes + wide) * NQ + i, high, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["NQ"])
+def delta_kernel(GRAD, OUT, DELTA, NQ, H, D: tl.constexpr, BM: tl.constexpr):
+    """DELTA [B,H,NQ], the product of a query's context and its gradient."""
+    bh = tl.program_id(1)
+    b, h = bh // H, bh % H
+    i, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D)
+    in_rows = i < NQ
+    own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
+    grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0).to(tl.float32)
+    out = tl.load(OUT + own_rows, mask=in_rows[:, None], other=0.0).to(tl.float32)
+    tl.store(DELTA + bh.to(tl.int64) * NQ + i, tl.sum(grad * out, 1), mask=in_rows)
 
 
 @triton.jit
@@ -168,18 +186,20 @@ def _key_step(
 @triton.jit(do_not_specialize=VARIES)
 def key_kernel(
     Q, K, V, KEY_PLANE, QUERY_PLANE, KEY_ENDS, QUERY_ENDS, GRAD, LSE, DELTA,
-    DK, DV, D_QUERY_PLANE, D_QUERY_ENDS,
+    DK, DV, D_KEY_PLANE, D_QUERY_PLANE, D_QUERY_ENDS,
     Q_SEGMENT, Q_POSITION, K_START, K_STOP, K_SEGMENT, Q_WORDS, K_WORDS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     NQ, NK, H, SPAN, scale, keep_scale, threshold,
     HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, DROPOUT: tl.constexpr,
-    FAR: tl.constexpr, PICKED: tl.constexpr,
+    FAR: tl.constexpr, PICKED: tl.constexpr, WHOLE: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: content part of DK, DV [B,NK,H,D], D_QUERY_PLANE, D_QUERY_ENDS [2,B,H,NK].
 
     For PICKED queries D_QUERY_PLANE is the score gradient [B,H,NK,NQ] instead, because queries may
-    share a column, which would then have two writers; `planes.spread_kernel` sums them.
+    share a column, which would then have two writers; `planes.spread_kernel` sums them. With WHOLE,
+    D_KEY_PLANE gets the gradients of all scores, and K_START, K_STOP span the queries whose pieces
+    have the key between their ends.
     """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -192,7 +212,9 @@ def key_kernel(
     if PICKED:
         D_QUERY_PLANE += wide * NK * NQ
     else:
-        _, D_QUERY_PLANE, width = planes_of(KEY_PLANE, D_QUERY_PLANE, bh, NQ, NK, SPAN)
+        d_plane, step = skewed_plane_of(D_QUERY_PLANE, bh, NK, SPAN, NK)
+    if WHOLE:
+        d_key_plane, key_step = skewed_plane_of(D_KEY_PLANE, bh, NQ, SPAN, NK)
     Q, K, V = head_of(Q, b, h, q_b, q_h), head_of(K, b, h, k_b, k_h), head_of(V, b, h, v_b, v_h)
     GRAD += (b.to(tl.int64) * NQ * H + h) * D
     LSE += wide * NQ
@@ -243,7 +265,12 @@ def key_kernel(
                 low += tl.sum(tl.where((position_i < base)[None, :], d_scores, 0.0), 1)
                 high += tl.sum(tl.where((position_i >= end)[None, :], d_scores, 0.0), 1)
             else:
-                tl.store(D_QUERY_PLANE + (j[:, None] * width + (i[None, :] - base)), gradient)
+                tl.store(d_plane + (j[:, None] * step + i[None, :]), gradient)
+        if WHOLE:
+            tl.store(
+                d_key_plane + (i[:, None] * key_step + j[None, :]),
+                tl.trans(d_scores.to(D_KEY_PLANE.dtype.element_ty)),
+            )
     planes = tl.num_programs(1).to(tl.int64)
     if FAR and not PICKED:
         for number in range(low_blocks + high_blocks):

@@ -1,45 +1,16 @@
-"""Which columns of a row lie in the band around the diagonal that a dense position plane holds.
+"""Triton helpers: the band of a row (see `attention.band`), and tiles of the planes that hold it.
 
-Columns are counted in groups of GROUP. A row at column y of group g has the plane columns of the
-groups g - SPAN .. g + SPAN, so that all pairs outside are farther apart than the relative table
-reaches. Both planes share this rule, and it is symmetric: key j is in the band of query i exactly
+Both planes share the band's rule, and it is symmetric: key j is in the band of query i exactly
 when i is in the band of j. A tile of a flash kernel lies within one group on either side, hence it
 is dense in both planes or in neither.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-GROUP_COLUMNS = 128  # a multiple of every tile side
+from deberta_ds.model.attention.band import GROUP_COLUMNS
+
 GROUP = tl.constexpr(GROUP_COLUMNS)
-
-
-class Band(NamedTuple):
-    """Shape of the planes of one batch."""
-
-    span: int  # groups on either side of the own one
-    far: bool  # whether pairs outside of the band exist
-
-    def width(self, keys: int) -> int:
-        """Return the columns of a plane."""
-        return min((2 * self.span + 1) * GROUP_COLUMNS, padded(keys))
-
-    def radius(self, keys: int) -> int:
-        """Return the rows of an expanded table before the one of distance 0, half of all rows."""
-        return min((self.span + 1) * GROUP_COLUMNS, padded(keys))
-
-
-def padded(length: int) -> int:
-    """Return the length rounded up to whole groups."""
-    return -(-length // GROUP_COLUMNS) * GROUP_COLUMNS
-
-
-def make_band(reach: int, keys: int) -> Band:
-    """Return the band of a relative table that is constant from distance `reach` on."""
-    needed, other_groups = -(-reach // GROUP_COLUMNS), padded(keys) // GROUP_COLUMNS - 1
-    return Band(min(needed, other_groups), needed < other_groups)
 
 
 @triton.jit
@@ -62,6 +33,17 @@ def plane_shape(rows, SPAN, NK):
 def table_radius(SPAN, NK):
     """Return the table row of distance 0; the table has twice as many rows."""
     return tl.minimum(SPAN + 1, (NK + GROUP - 1) // GROUP) * GROUP
+
+
+@triton.jit
+def skewed_shape(rows, SPAN, NK):
+    """Return the columns of a plane's gradient, one for each table row, and its elements a head.
+
+    Row r holds column y of the plane at y - p_r + radius: so it is the gradient of the product
+    x T^T itself, whose rows begin at whole vectors, while a tile of columns moves by one a row.
+    """
+    columns = 2 * table_radius(SPAN, NK)
+    return columns, ((rows + GROUP - 1) // GROUP * GROUP).to(tl.int64) * columns
 
 
 @triton.jit

@@ -3,7 +3,12 @@
 import triton
 import triton.language as tl
 
-from deberta_ds.model.attention.fused.bands import band_edges, plane_shape
+from deberta_ds.model.attention.fused.bands import (
+    band_edges,
+    plane_shape,
+    skewed_shape,
+    table_radius,
+)
 from deberta_ds.model.attention.fused.masks import piece_range
 
 # Scalar bases and 32-bit offsets everywhere: tiles of 64-bit addresses would fill the registers.
@@ -23,6 +28,16 @@ def planes_of(KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN):
     width, elements = plane_shape(NK, SPAN, NK)
     QUERY_PLANE += bh * elements
     return KEY_PLANE, QUERY_PLANE, width
+
+
+@triton.jit
+def skewed_plane_of(D_PLANE, bh, rows, SPAN, NK):
+    """Return where row 0, column 0 of one head of a plane's gradient lies, and from row to row.
+
+    That is for rows at their own columns; a row at column p lies p - r elements before.
+    """
+    columns, elements = skewed_shape(rows, SPAN, NK)
+    return D_PLANE + (bh * elements + table_radius(SPAN, NK)), columns - 1
 
 
 @triton.jit

@@ -1,10 +1,14 @@
-"""Triton helpers: which pairs exist, and which of them dropout keeps."""
+"""Triton: which pairs exist, and which of them dropout keeps."""
 
 import triton
 import triton.language as tl
 
 from deberta_ds.model.attention.dropout import PAIR_MIX_1, PAIR_MIX_2
+from deberta_ds.splitmix import GAMMA, MULTIPLIERS
 
+_GAMMA = tl.constexpr(GAMMA)
+_MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0])
+_MULTIPLIER_2 = tl.constexpr(MULTIPLIERS[1])
 _MIX_1 = tl.constexpr(PAIR_MIX_1)
 _MIX_2 = tl.constexpr(PAIR_MIX_2)
 
@@ -43,3 +47,23 @@ def loop_ranges(first, last, base, end, BLOCK: tl.constexpr, FAR: tl.constexpr):
         high_begin = tl.maximum(begin, end)
         high_blocks = tl.maximum(last - high_begin + BLOCK - 1, 0) // BLOCK
     return begin, near_begin, near_end, low_blocks, high_begin, high_blocks
+
+
+@triton.jit
+def _word(counter, start):
+    """Return splitmix64 of a counter, cut to int32."""
+    state = (counter + 1).to(tl.uint64) * _GAMMA + start.to(tl.uint64)
+    state = (state ^ (state >> 30)) * _MULTIPLIER_1
+    state = (state ^ (state >> 27)) * _MULTIPLIER_2
+    return (state ^ (state >> 31)).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["start", "NQ", "NK"])
+def words_kernel(Q_WORDS, K_WORDS, start, NQ, NK, BLOCK: tl.constexpr):
+    """The words of `dropout.dropout_words`, [B,H,NQ] and [B,H,NK]."""
+    plane = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.cast(start, tl.int64)
+    counter = n.to(tl.int64) + (plane << 32)
+    tl.store(Q_WORDS + plane * NQ + n, _word(counter, start), mask=n < NQ)
+    tl.store(K_WORDS + plane * NK + n, _word(counter + (1 << 31), start), mask=n < NK)

@@ -10,15 +10,17 @@ import torch
 import triton
 from torch import Tensor
 
-from deberta_ds.model.attention.dropout import drop_threshold
-from deberta_ds.model.attention.fused import backward, forward, planes, tiles
-from deberta_ds.model.attention.fused.bands import Band, make_band, padded
+from deberta_ds.model.attention.band import Band, make_band, padded
+from deberta_ds.model.attention.dropout import drop_threshold, word_stream
+from deberta_ds.model.attention.fused import backward, forward, masks, planes, tiles
 from deberta_ds.model.kernel_check import on_device_of
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the piece.
-# key_facts int32 [3,B,L]: segment, first and last + 1 query column of the piece.
+# key_facts int32 [5,B,L]: segment, first and last + 1 query column of the piece; and of all pieces
+# that have the column between their ends.
 
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
+_WORDS, _DELTA_ROWS = 256, 64  # of a program
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
@@ -31,46 +33,68 @@ def fused_attention(
     query_table: Tensor | None,
     query_facts: Tensor,
     key_facts: Tensor,
-    query_words: Tensor,
-    key_words: Tensor,
+    seed: int,
     reach: int,
     scale: float,
     dropout: float,
     picked: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the context [B,Q,H,D] and the base-2 logsumexp [B,H,Q] in fp32.
+    keep: bool,
+) -> list[Tensor]:
+    """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
+    dropout words of queries and keys, both planes and both ends (see `_empty_results`).
 
-    key_table, query_table: expanded tables [H,C,D]; words: dropout words (empty without dropout).
-    reach: distance from which the relative table is constant. picked: queries are at the columns
-    in query_facts, otherwise query i is at column i.
+    key_table, query_table: expanded tables [H,C,D]. reach: distance from which the relative table
+    is constant. picked: queries are at the columns in query_facts, otherwise query i is at column
+    i. keep: return planes and ends; otherwise they are empty, and backward computes them again.
     """
-    batch, heads, queries, size = q.shape
-    band = make_band(reach, k.shape[2])
-    out = torch.empty(batch, queries, heads, size, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    batch, heads, queries, _ = q.shape
+    keys, band = k.shape[2], make_band(reach, k.shape[2])
+    results = _empty_results(q, k, key_table, query_table, dropout, band, keep)
+    out, lse, *words = results[:4]
+    if dropout > 0:
+        programs = (triton.cdiv(max(queries, keys), _WORDS), batch * heads)
+        masks.words_kernel[programs](*words, word_stream(seed), queries, keys, BLOCK=_WORDS)
     terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
     tile = _tile(q, k, "forward", picked)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), out, lse,
-        *query_facts, key_facts[0], query_words, key_words,
-        *_numbers(q, k, v, band, scale, dropout),
+        *query_facts, key_facts[0], *words, *_numbers(q, k, v, band, scale, dropout),
         **_constants(q, key_table, query_table, dropout, band, picked, tile),
     )  # fmt: skip
-    return out, lse
+    if keep:
+        results[4:] = [terms[0].plane, terms[1].plane, terms[0].ends, terms[1].ends]
+    return results
 
 
 @fused_attention.register_fake
-def _(q, k, v, key_table, query_table, query_facts, key_facts, query_words, key_words, *_rest):
+def _(q, k, v, key_table, query_table, query_facts, key_facts, seed, reach, _scale, dropout,
+      _picked, keep):  # fmt: skip
+    band = make_band(reach, k.shape[2])
+    results = _empty_results(q, k, key_table, query_table, dropout, band, keep)
+    if keep:
+        made = [_empty_term(x, table, k.shape[2], band)
+                for x, table in ((q, key_table), (k, query_table))]  # fmt: skip
+        results[4:] = [made[0].plane, made[1].plane, made[0].ends, made[1].ends]
+    return results
+
+
+def _empty_results(q, k, key_table, query_table, dropout, band, keep) -> list[Tensor]:
+    """Return what `fused_attention` returns, not yet filled; without planes."""
     batch, heads, queries, size = q.shape
-    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    return q.new_empty(batch, queries, heads, size), lse
+    sides = (queries, k.shape[2]) if dropout > 0 else (0, 0)
+    words = [q.new_empty(batch, heads, rows, dtype=torch.int32) for rows in sides]
+    single = dict(dtype=torch.float32)
+    return [
+        q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
+        *words, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
+        q.new_empty(0, **single),
+    ]  # fmt: skip
 
 
 @torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
 def fused_attention_backward(
     grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    results: list[Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,48 +102,60 @@ def fused_attention_backward(
     query_table: Tensor | None,
     query_facts: Tensor,
     key_facts: Tensor,
-    query_words: Tensor,
-    key_words: Tensor,
     reach: int,
     scale: float,
     dropout: float,
     picked: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
     grad = grad.contiguous()
-    batch, heads, queries, _ = q.shape
+    batch, heads, queries, size = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
+    whole = not picked  # five products a tile, see `backward`
+    out, lse, *words = results[:4]
     delta = torch.empty_like(lse)
     dq, dk, dv = _row_gradients(q, k, v)
-    terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
-    d_key, d_query = (_Term(torch.empty_like(x.plane), torch.empty_like(x.ends)) for x in terms)
+    if keep:
+        terms = [_Term(*results[4::2]), _Term(*results[5::2])]
+    else:
+        terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
+    d_key = _empty_gradient(q, key_table is not None or whole, keys, band)
+    d_query = _empty_gradient(k, query_table is not None, keys, band)
     written = d_query.plane
     if picked and query_table is not None:
         written = q.new_empty(batch, heads, keys, queries)
     shared = (q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), grad, lse, delta)
-    facts = (key_facts[0], query_words, key_words, *_numbers(q, k, v, band, scale, dropout))
-    tile = _tile(q, k, "query", picked)  # first: it also fills delta
-    backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-        *shared, out, dq, d_key.plane, d_key.ends, *query_facts, *facts,
-        **_constants(q, key_table, query_table, dropout, band, picked, tile),
-    )  # fmt: skip
+    facts = (key_facts[0], *words, *_numbers(q, k, v, band, scale, dropout))
+    settings = (q, key_table, query_table, dropout, band, picked)
+    if whole and not band.far:
+        backward.delta_kernel[(triton.cdiv(queries, _DELTA_ROWS), batch * heads)](
+            grad, out, delta, queries, heads, D=size, BM=_DELTA_ROWS
+        )
+    else:  # first: it also fills delta
+        tile = _tile(q, k, "query", picked)
+        backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
+            *shared, out, dq, d_key.plane, d_key.ends, *query_facts, *facts,
+            **_constants(*settings, tile),
+        )  # fmt: skip
     tile = _tile(q, k, "key", picked)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
-        *shared, dk, dv, written, d_query.ends, *query_facts[:2], *key_facts[1:], *facts,
-        **_constants(q, key_table, query_table, dropout, band, picked, tile),
+        *shared, dk, dv, d_key.plane, written, d_query.ends, *query_facts[:2],
+        *key_facts[3:5] if whole else key_facts[1:3], *facts,
+        WHOLE=whole, **_constants(*settings, tile),
     )  # fmt: skip
     d_tables = [q.new_empty(0), q.new_empty(0)]
-    if key_table is not None:
-        d_tables[0] = _collect(d_key, q, key_table, dq, query_facts[1:], keys, band, picked)
+    if key_table is not None or whole:
+        d_tables[0] = _collect(d_key, q, key_table, dq, query_facts[1:], k, band, picked, whole)
     if query_table is not None:
         if picked:
             _spread(written, d_query.plane, query_facts[1], band)
-        d_tables[1] = _collect(d_query, k, query_table, dk, key_facts, keys, band, False)
+        d_tables[1] = _collect(d_query, k, query_table, dk, key_facts[:3], k, band, False, False)
     return *(x.transpose(1, 2) for x in (dq, dk, dv)), *d_tables
 
 
 @fused_attention_backward.register_fake
-def _(grad, out, lse, q, k, v, key_table, query_table, *_rest):
+def _(grad, results, q, k, v, key_table, query_table, *_rest):
     rows = [x.transpose(1, 2) for x in _row_gradients(q, k, v)]
     tables = (key_table, query_table)
     return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
@@ -134,16 +170,20 @@ def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*output, *inputs[:9])
-    ctx.numbers = inputs[9:]
+    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.numbers = inputs[8:]
+    ctx.set_materialize_grads(False)  # nothing but the context is read: no zeros for the rest
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx, grad, _grad_lse):
-    out, lse, *tensors = ctx.saved_tensors
-    with on_device_of(grad):
-        grads = fused_attention_backward(grad, out, lse, *tensors, *ctx.numbers)
-    d_tables = [None if t is None else g for t, g in zip(tensors[3:5], grads[3:], strict=True)]
-    return *grads[:3], *d_tables, *[None] * 8
+def _backward(ctx, grads):
+    *results, q, k, v, key_table, query_table, query_facts, key_facts = ctx.saved_tensors
+    tensors = (q, k, v, key_table, query_table, query_facts, key_facts)
+    with on_device_of(q):
+        found = fused_attention_backward(grads[0], results, *tensors, *ctx.numbers)
+    tables = (key_table, query_table)
+    d_tables = [None if t is None else g for t, g in zip(tables, found[3:], strict=True)]
+    return *found[:3], *d_tables, *[None] * 8
 
 
 fused_attention.register_autograd(_backward, setup_context=_save)
@@ -161,7 +201,7 @@ def _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, s
     keys = k.shape[2]
     return (
         _term(q, key_table, query_facts[1:], keys, band, picked, scale),
-        _term(k, query_table, key_facts, keys, band, False, scale),
+        _term(k, query_table, key_facts[:3], keys, band, False, scale),
     )
 
 
@@ -171,9 +211,8 @@ def _term(
     """Return scale x . T; placeholders for an absent term. facts: position, piece start, stop."""
     batch, heads, rows, _ = x.shape
     if table is None:
-        return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
-    plane = x.new_empty(batch, heads, padded(rows), band.width(keys))
-    ends = x.new_empty(2, batch, heads, rows if band.far else 0, dtype=torch.float32)
+        return _empty_term(x, table, keys, band)
+    plane, ends = _empty_term(x, table, keys, band)
     tile = tiles.choose_product(_capability(x), x.shape[-1], "plane")
     planes.plane_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         x, table, plane, ends, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
@@ -182,14 +221,45 @@ def _term(
     return _Term(plane, ends)
 
 
-def _collect(d_term: _Term, x, table, dx, facts, keys: int, band: Band, picked: bool) -> Tensor:
-    """Add the term's share to dx [B,rows,H,D], and return the table's gradient [H,C,D]."""
+def _empty_term(x: Tensor, table: Tensor | None, keys: int, band: Band) -> _Term:
+    """Return a term that is not yet filled; placeholders where there is none."""
+    batch, heads, rows, _ = x.shape
+    if table is None:
+        return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
+    plane = x.new_empty(batch, heads, padded(rows), band.width(keys))
+    return _Term(plane, _empty_ends(x, band))
+
+
+def _empty_gradient(x: Tensor, wanted: bool, keys: int, band: Band) -> _Term:
+    """Return a plane's gradient that is not yet filled: see `bands.skewed_shape`."""
+    batch, heads, rows, _ = x.shape
+    if not wanted:
+        return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
+    plane = x.new_empty(batch, heads, padded(rows), 2 * band.radius(keys))
+    return _Term(plane, _empty_ends(x, band))
+
+
+def _empty_ends(x: Tensor, band: Band) -> Tensor:
+    batch, heads, rows, _ = x.shape
+    return x.new_empty(2, batch, heads, rows if band.far else 0, dtype=torch.float32)
+
+
+def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band: Band,
+             picked: bool, content: bool) -> Tensor:  # fmt: skip
+    """Add the term's share to dx [B,rows,H,D], and return the table's gradient [H,C,D].
+
+    content: the products of the score gradients and the keys, too.
+    """
     batch, heads, rows, size = x.shape
+    keys = k.shape[2]
     tile = tiles.choose_product(_capability(x), size, "rows")
     planes.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
-        d_term.plane, table, dx, d_term.ends, *facts, rows, keys, heads, band.span,
+        d_term.plane, k if table is None else table, k, dx, d_term.ends, *facts,
+        *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
         PICKED=picked, FAR=band.far, **_product_constants(x, tile),
     )  # fmt: skip
+    if table is None:
+        return x.new_empty(0)
     tile = tiles.choose_product(_capability(x), size, "table")
     blocks = triton.cdiv(table.shape[1], tile.block_n)
     units = batch * triton.cdiv(rows, _CHUNK_ROWS)

@@ -4,8 +4,9 @@ A plane holds one position term as it is added to a score (scaled: in fp16 it wo
 before the scores do): PLANE[r, y - base] = scale x_r . T[y - p_r + RADIUS] for the columns y of the
 band of row r (see `bands`), T being the relative table with one row per distance and p_r the column
 of row r. That is the product x T^T with every row shifted by p_r, so the kernels below do plain
-products and shift where they store (the plane) or load (its gradient). One writer per element, no
-atomics, no zero-fill: outside of a row's own piece nothing is written or read.
+products and shift where they store the plane. Its gradient comes shifted back already (see
+`bands.skewed_shape`). One writer per element, no atomics, no zero-fill: outside of a row's own
+piece nothing that was written is used.
 
 Both terms are the same: rows are queries and columns keys for content-to-position, and the other
 way round for position-to-content.
@@ -16,7 +17,12 @@ Names: N rows; D head size; C table rows; BR, BC tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.attention.fused.bands import band_edges, plane_shape, table_radius
+from deberta_ds.model.attention.fused.bands import (
+    band_edges,
+    plane_shape,
+    skewed_shape,
+    table_radius,
+)
 
 VARIES = ["N", "NQ", "NK", "SPAN", "B"]
 
@@ -87,45 +93,69 @@ def plane_kernel(
         )
 
 
+@triton.jit
+def _distance_range(position, low, high, radius):
+    """Return the first and the last + 1 table row that each row's valid columns meet."""
+    return low - position + radius, high - position + radius
+
+
 @triton.jit(do_not_specialize=VARIES)
 def row_gradient_kernel(
-    D_PLANE, TABLE, DX, D_ENDS, POSITION, START, STOP, N, NK, H, SPAN,
-    PICKED: tl.constexpr, FAR: tl.constexpr,
+    D_PLANE, TABLE, OTHER, DX, D_ENDS, POSITION, START, STOP, o_b, o_h, o_n, N, NK, H, SPAN,
+    TERM: tl.constexpr, CONTENT: tl.constexpr, PICKED: tl.constexpr, FAR: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the term's share to DX [B,N,H,D]: the plane's gradient, shifted back, times the table."""
+    """Add the TERM's share to DX [B,N,H,D]: the plane's gradient times the table.
+
+    With CONTENT the product with the vectors OTHER of the columns, too; DX holds what pairs beyond
+    the band gave (FAR), or nothing yet.
+    """
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     d = tl.arange(0, D)
     inside = r < N
-    width, elements = plane_shape(N, SPAN, NK)
+    columns, elements = skewed_shape(N, SPAN, NK)
     radius = table_radius(SPAN, NK)
-    table = TABLE + h.to(tl.int64) * (2 * radius) * D
+    table = TABLE + h.to(tl.int64) * columns * D
     plane = D_PLANE + bh * elements
     position, base, low, high = _row_columns(
         POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
     )
     own_rows = DX + (b.to(tl.int64) * N * H + h) * D + (r[:, None] * (H * D) + d[None, :])
-    acc = tl.load(own_rows, mask=inside[:, None], other=0.0).to(tl.float32)
-    if FAR:
+    if CONTENT and not FAR:
+        acc = tl.zeros([BR, D], tl.float32)
+    else:
+        acc = tl.load(own_rows, mask=inside[:, None], other=0.0).to(tl.float32)
+    if CONTENT:
+        other = OTHER + b.to(tl.int64) * o_b + h * o_h
+        begin = tl.min(tl.where(high > low, low, NK), 0) // BC * BC
+        for y0 in range(begin, tl.max(high, 0), BC):
+            y = y0 + tl.arange(0, BC)
+            gradient = tl.load(
+                plane + ((r * columns - position + radius)[:, None] + y[None, :]),
+                mask=(y[None, :] >= low[:, None]) & (y[None, :] < high[:, None]), other=0.0,
+            )
+            vectors = tl.load(
+                other + y[:, None] * o_n + d[None, :], mask=(y < NK)[:, None], other=0.0
+            )
+            acc = tl.dot(gradient, vectors, acc, input_precision=PRECISION)
+    if TERM and FAR:
         ends = D_ENDS + bh.to(tl.int64) * N + r
         sums = tl.load(ends, mask=inside, other=0.0)
         acc += sums[:, None] * tl.load(table + d).to(tl.float32)[None, :]
         sums = tl.load(ends + tl.num_programs(1).to(tl.int64) * N, mask=inside, other=0.0)
-        acc += sums[:, None] * tl.load(table + (2 * radius - 1) * D + d).to(tl.float32)[None, :]
-    first, last = _table_rows(position, low, high, radius)
-    for c0 in range(first, last, BC):
-        c = c0 + tl.arange(0, BC)
-        column = c[None, :] + (position - radius)[:, None]
-        gradient = tl.load(
-            plane + ((r * width - base + position - radius)[:, None] + c[None, :]),
-            mask=(column >= low[:, None]) & (column < high[:, None]), other=0.0,
-        )
-        t = tl.load(
-            table + c[:, None] * D + d[None, :], mask=(c < 2 * radius)[:, None], other=0.0
-        )
-        acc = tl.dot(gradient, t, acc, input_precision=PRECISION)
+        acc += sums[:, None] * tl.load(table + (columns - 1) * D + d).to(tl.float32)[None, :]
+    if TERM:
+        first, last = _table_rows(position, low, high, radius)
+        low, high = _distance_range(position, low, high, radius)
+        for c0 in range(first // BC * BC, last, BC):
+            c = tl.multiple_of(c0, BC) + tl.arange(0, BC)
+            gradient = tl.load(plane + (r[:, None] * columns + c[None, :]))
+            own = (c[None, :] >= low[:, None]) & (c[None, :] < high[:, None])
+            gradient = tl.where(own, gradient, 0.0)  # what is not a row's own was not written
+            t = tl.load(table + c[:, None] * D + d[None, :])
+            acc = tl.dot(gradient, t, acc, input_precision=PRECISION)
     tl.store(own_rows, acc.to(DX.dtype.element_ty), mask=inside[:, None])
 
 
@@ -141,9 +171,9 @@ def table_gradient_kernel(
     """
     first_c = tl.program_id(0) * BC
     h = tl.program_id(1)
-    c = first_c + tl.arange(0, BC)
+    c = tl.multiple_of(first_c, BC) + tl.arange(0, BC)
     d = tl.arange(0, D)
-    width, elements = plane_shape(N, SPAN, NK)
+    columns, elements = skewed_shape(N, SPAN, NK)
     radius = table_radius(SPAN, NK)
     chunks = (N + CHUNK - 1) // CHUNK
     acc = tl.zeros([BC, D], tl.float32)
@@ -162,16 +192,17 @@ def table_gradient_kernel(
             position, base, low, high = _row_columns(
                 POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
             )
-            column = c[None, :] + (position - radius)[:, None]
+            low, high = _distance_range(position, low, high, radius)
             gradient = tl.load(
-                plane + ((r * width - base + position - radius)[:, None] + c[None, :]),
-                mask=(column >= low[:, None]) & (column < high[:, None]), other=0.0,
+                plane + (r[:, None] * columns + c[None, :]), mask=inside[:, None], other=0.0
             )
+            own = (c[None, :] >= low[:, None]) & (c[None, :] < high[:, None])
+            gradient = tl.where(own, gradient, 0.0)
             x = tl.load(
                 x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0
             )
             acc = tl.dot(tl.trans(gradient), x, acc, input_precision=PRECISION)
-    own_rows = (tl.program_id(2) * H + h).to(tl.int64) * (2 * radius) + c
+    own_rows = (tl.program_id(2) * H + h).to(tl.int64) * columns + c
     tl.store(D_TABLE + own_rows[:, None] * D + d[None, :], acc)
 
 
@@ -188,7 +219,7 @@ def spread_kernel(
     b = bh // H
     r0 = tl.program_id(0) * BR
     r = r0 + tl.arange(0, BR)
-    width, elements = plane_shape(NK, SPAN, NK)
+    columns, elements = skewed_shape(NK, SPAN, NK)
     base, end = band_edges(r0, SPAN, NK)
     scores = D_SCORES + bh.to(tl.int64) * NK * NQ
     for y0 in range(base, end, BC):
@@ -203,7 +234,5 @@ def spread_kernel(
             position = tl.load(POSITION + b * NQ + i, mask=i < NQ, other=-1)
             one_hot = (position[:, None] == y[None, :]).to(gradient.dtype)
             acc = tl.dot(gradient, one_hot, acc, input_precision=PRECISION)
-        tl.store(
-            D_PLANE + bh * elements + (r[:, None] * width + (y - base)[None, :]),
-            acc.to(D_PLANE.dtype.element_ty),
-        )
+        skewed = (r * (columns - 1) + table_radius(SPAN, NK))[:, None] + y[None, :]
+        tl.store(D_PLANE + bh * elements + skewed, acc.to(D_PLANE.dtype.element_ty))

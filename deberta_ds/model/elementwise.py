@@ -1,0 +1,118 @@
+"""Who computes what lies between a layer's products on a GPU: Triton kernels, or torch's operators.
+
+The kernels (`fused_norm`) are taken in every precision, once they agree with torch's operators on
+the card. DEBERTA_DS_NATIVE=0 does without them, as it does without the CPU's.
+
+Legend: R rows, C columns.
+"""
+
+import logging
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deberta_ds import native
+from deberta_ds.model import kernel_check
+
+_LOG = logging.getLogger("deberta_ds")
+_MOST_COLUMNS = 8192  # a program of the LayerNorm holds a row
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS = 300
+
+
+def kernels(update: Tensor, hidden: Tensor) -> ModuleType | None:
+    """Return the module of the kernels, or None where torch's operators work on such tensors.
+
+    The result has the dtype of `hidden`: where torch's would be wider, its operators are taken.
+    """
+    if not (update.is_cuda or kernel_check.interpreted()) or torch.jit.is_tracing():
+        return None
+    device = hidden.device
+    if hidden.dtype != torch.float32 and (
+            update.dtype != hidden.dtype or torch.is_autocast_enabled(device.type)):
+        return None
+    return _kernels(device, update.dtype, hidden.dtype, hidden.shape[-1])
+
+
+@lru_cache
+def _kernels(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int
+             ) -> ModuleType | None:
+    """Return the module or None, and say why once in the log."""
+    obstacle = _why_not(device, update, hidden, size)
+    if not obstacle and device.type == "cuda":
+        verdict = _check(device, update, hidden, size)
+        obstacle = "" if verdict.passed else f"they fail their check on this card: {verdict.text}"
+        if verdict.passed:
+            _LOG.info("LayerNorm and GELU: fused on %s, width %d (%s)", device.type, size,
+                      verdict.text)
+    if obstacle:
+        _LOG.info("LayerNorm and GELU: torch's on %s, width %d (no kernels: %s)", device.type,
+                  size, obstacle)
+        return None
+    from deberta_ds.model import fused_norm  # needs Triton
+
+    return fused_norm
+
+
+def _why_not(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int) -> str:
+    if not native.wanted():
+        return "DEBERTA_DS_NATIVE=0"
+    if missing := kernel_check.obstacle(device):
+        return missing
+    if size > _MOST_COLUMNS:
+        return f"rows of more than {_MOST_COLUMNS}"
+    unknown = {update, hidden} - set(_FLOATS)
+    return f"{unknown.pop()} is not supported" if unknown else ""
+
+
+def _check(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int
+           ) -> kernel_check.Verdict:
+    folder = Path(__file__).parent
+    sources = [folder / "fused_norm.py", folder / "dropout.py", Path(__file__)]
+    kind = f"LayerNorm and GELU, {str(update)[6:]} into {str(hidden)[6:]}, width {size}"
+    return kernel_check.check(device, update, kind, sources,
+                              lambda: compare(device, update, hidden, size))
+
+
+def compare(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int
+            ) -> tuple[float, str]:
+    """Return the largest relative error beside torch's operators in fp32, and of what it is."""
+    from deberta_ds.model import fused_norm
+    from deberta_ds.model.dropout import Keep
+
+    generator = torch.Generator().manual_seed(size)
+    keep = Keep(123_456_789, 4_000_000_000, round(0.1 * 2**32))
+
+    def draw(dtype, *shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    values = [draw(update, _ROWS, size), draw(hidden, _ROWS, size), draw(hidden, size),
+              draw(hidden, size)]
+    kept = keep.mask(torch.ones(_ROWS, size)).to(device) * keep.scale
+
+    def plain(x_RC, y_RC, weight_C, bias_C):
+        return F.layer_norm(x_RC * kept + y_RC, (size,), weight_C, bias_C, 1e-7)
+
+    def fused(x_RC, y_RC, weight_C, bias_C):
+        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, keep)
+
+    grad = draw(hidden, _ROWS, size)
+    names = [f"{what} of LayerNorm" for what in
+             ("result", "gradient of the update", "of the state", "of the weight", "of the bias")]
+    found, right = _run(fused, values, grad), _run(plain, [x.float() for x in values], grad)
+    values, grad = [values[0], values[3]], draw(update, _ROWS, size)
+    found += _run(fused_norm.biased_gelu, values, grad)
+    right += _run(lambda x, bias: F.gelu(x + bias), [x.float() for x in values], grad)
+    names += ["GELU", "its gradient", "its bias's gradient"]
+    return kernel_check.largest_error(found, right, tuple(names))
+
+
+def _run(function, values: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return a function's result and all gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in values]
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]

@@ -1,0 +1,90 @@
+"""Train and evaluate a tiny model through all Triton kernels in the interpreter, beside the CPU's.
+
+Dropout is on: every path drops the same elements. Prints one JSON line a case: the largest relative
+distance of losses and gradients. A process of its own, because TRITON_INTERPRET must be set before
+Triton is first imported.
+"""
+
+import json
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from interpret_bf16 import patch
+
+from deberta_ds.config import ModelConfig, ObjectiveConfig
+from deberta_ds.data.batch import Row, collate
+from deberta_ds.model import elementwise, kernel_check, vocabulary_loss
+from deberta_ds.model.init import init_parameters
+from deberta_ds.objectives.mlm import MlmModel
+from deberta_ds.objectives.rtd import RtdModel
+
+CONFIG = ModelConfig(vocab_size=150, hidden_size=32, num_layers=2, num_heads=2,
+                     intermediate_size=48, max_position=64, position_buckets=8)
+CASES = {  # settings, recompute, autocast, training
+    "rtd, terms kept, recomputed": (dict(keep_position_terms=True), "all", False, True),
+    "mlm with a convolution under autocast": (dict(conv_kernel=3), "cheap", True, True),
+    "evaluation": (dict(), None, False, False),
+}  # fmt: skip
+
+
+def batch_of_a_packed_row():
+    generator = np.random.default_rng(5)
+    ids, labels = generator.integers(4, 150, 24), np.full(24, -100)
+    targets = generator.choice(21, 4, replace=False)
+    labels[targets], ids[targets] = ids[targets], 3
+    segments = np.repeat([1, 2, 0], [14, 7, 3]).astype(np.int32)
+    positions = np.concatenate([np.arange(14), np.arange(7), np.arange(3)]).astype(np.int32)
+    return collate([Row(3, ids, labels, segments, positions)])
+
+
+def run(name: str, fused: bool) -> list[torch.Tensor]:
+    """Return the loss and all gradients, or in evaluation the loss and the logits."""
+    settings, recompute, autocast, training = CASES[name]
+    paths = ("fused", "fused") if fused else ("reference", "chunked")
+    config = replace(CONFIG, **settings, attention=paths[0], vocabulary_loss=paths[1])
+    layers = 1 if recompute else 0
+    if name.startswith("mlm"):
+        model = MlmModel(config, 140, layers)
+    else:
+        model = RtdModel(config, config, ObjectiveConfig(kind="rtd"), sampling_seed=0,
+                         checkpoint_layers=layers)
+    for module in model.modules():
+        if hasattr(module, "recompute"):
+            module.recompute = recompute or "all"
+    init_parameters(model, 0.1, 0)
+    model.train(training)
+    torch.manual_seed(7)
+    one = torch.ones(())
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with context, torch.set_grad_enabled(training):
+        loss, _, view = model(batch_of_a_packed_row(), {"targets": one, "tokens": one})
+    if not training:
+        return [loss, view["logits"]]
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def main() -> None:
+    patch()
+    interpreted = kernel_check.interpreted
+    for name in CASES:
+        kernel_check.interpreted = lambda: False
+        elementwise._kernels.cache_clear()
+        vocabulary_loss._choose.cache_clear()
+        right = run(name, False)
+        kernel_check.interpreted = interpreted
+        elementwise._kernels.cache_clear()
+        found = run(name, True)
+        scale = max(x.norm().item() for x in right[1:])
+        errors = [(a.double() - b.double()).norm().item() / max(b.norm().item(), 1e-3 * scale)
+                  for a, b in zip(found, right, strict=True)]
+        print(json.dumps({"name": name, "error": max(errors), "tensors": len(errors)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
