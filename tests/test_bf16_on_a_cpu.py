@@ -10,7 +10,7 @@ from deberta_ds import config, deepspeed_config
 from deberta_ds.data.batch import Row, collate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train import deepspeed_check
+from deberta_ds.train import deepspeed_check, engine
 from deberta_ds.validation import ConfigError
 from tests.fuzz.commands import ROOT
 
@@ -76,3 +76,16 @@ def test_what_only_a_gpu_can_do_is_refused_without_one():
     values = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
     with pytest.raises(ConfigError, match="zero_quantized_weights: needs a GPU"):
         deepspeed_check.check_machine(values, "cpu", "ds.json")
+
+
+def test_gradients_of_every_linear_layer_travel_in_16_bits():
+    """DeepSpeed compares classes, so a subclass of Linear must be named to it."""
+    run, _ = config.load(ROOT / "launch/runs/demo.toml")
+    used = {type(module) for module in build_model(run, None).modules()
+            if isinstance(module, torch.nn.Linear)}
+    on = engine.with_autocast_modules({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    named = set(on["torch_autocast"].pop("lower_precision_safe_modules"))
+    assert on == {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    named |= {"torch.nn.modules.linear.Linear"} if "torch.nn.Linear" in named else set()
+    assert {f"{kind.__module__}.{kind.__name__}" for kind in used} <= named
+    assert engine.with_autocast_modules({"bf16": {"enabled": True}}) == {"bf16": {"enabled": True}}

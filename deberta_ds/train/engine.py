@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import deepspeed
 import torch
+from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
 from deberta_ds import deepspeed_config, dist, log
@@ -21,6 +22,7 @@ from deberta_ds.cluster.environment import check_environment
 from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.errors import UserError, first_line
+from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.deepspeed_check import (
@@ -107,10 +109,23 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
     `rate_shares` are the parameters whose learning rate is a share of the schedule's.
     """
     optimizer = build_optimizer(model, optim, fixed, rate_shares)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds,
-                                      dist_init_required=False)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
+                                      config=with_autocast_modules(ds))
     check_engine(engine)
     return engine
+
+
+def with_autocast_modules(ds: dict) -> dict:
+    """Return `ds` with our kind of linear layer among those whose gradients travel in 16 bits.
+
+    DeepSpeed looks for modules of exactly the classes that it lists, not of classes below them.
+    """
+    autocast = ds.get("torch_autocast", {})
+    if not autocast.get("enabled"):
+        return ds
+    ours = f"{LinearGelu.__module__}.{LinearGelu.__name__}"
+    modules = [*get_default_autocast_lower_precision_modules(), ours]
+    return ds | {"torch_autocast": autocast | {"lower_precision_safe_modules": modules}}
 
 
 @torch.no_grad()
