@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deberta_ds import native
 
-_STRIP = 32
 _MOST_UNITS, _UNIT_BYTES = 16, 1 << 26  # of sums of the hidden states' gradient, in all
 
 
@@ -35,8 +34,8 @@ class _Call:
 
     def __init__(self, hidden_TC, weight_VC, bias_V, labels_T, size: int, chunk: int,
                  temperature: float = 1.0):
-        rows, self.width = len(hidden_TC), _padded(hidden_TC.shape[1])
-        padded_TC = hidden_TC.new_zeros(_padded(rows), self.width)
+        rows, self.width = len(hidden_TC), native.padded(hidden_TC.shape[1])
+        padded_TC = hidden_TC.new_zeros(native.padded(rows), self.width)
         padded_TC[:rows, : hidden_TC.shape[1]] = hidden_TC
         self.rows, self.chunks = len(padded_TC), -(-size // chunk)
         self._alive = [_pairs(padded_TC), _pairs(padded_TC.t()), weight_VC.detach().contiguous(),
@@ -47,16 +46,8 @@ class _Call:
 
     def run(self, name: str, units: int, *arguments) -> None:
         """Call a kernel for all units of work, in as many threads as torch has."""
-        kernel, failed = getattr(native.library(), name), []
-        arguments = [native.address(x) if isinstance(x, Tensor) else x for x in arguments]
-
-        def work(first: int, last: int, _part: int) -> None:
-            failed.append(kernel(ctypes.c_long(first), ctypes.c_long(last),
-                                 ctypes.byref(self.vocabulary), *arguments))
-
-        native.over_rows(units, work, least=1)
-        if any(failed):
-            raise MemoryError("no memory for a thread's block of logits")
+        places = [native.address(x) if isinstance(x, Tensor) else x for x in arguments]
+        native.run_units(name, units, ctypes.byref(self.vocabulary), *places)
 
 
 def chunk_sums(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor, size: int,
@@ -96,7 +87,3 @@ def gradients(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Te
 def _pairs(left_RC: Tensor) -> Tensor:
     """Return a matrix as products want it on the right: [R / 2, C, 2]."""
     return left_RC.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
-
-
-def _padded(count: int) -> int:
-    return -(-count // _STRIP) * _STRIP

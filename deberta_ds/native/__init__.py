@@ -28,6 +28,7 @@ _FLAGS = ("-std=c11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno
           "-shared", "-fPIC")
 _OFF = "DEBERTA_DS_NATIVE"  # "0": do without
 _LOG = logging.getLogger("deberta_ds")
+STRIP = 32  # of products.h: rows, columns and inner sizes of AMX's products are multiples of it
 RULES = 2  # 1: a step on a CPU is made of torch's operators alone, as in version 0.1.0
 _followed = RULES
 _pool: ThreadPoolExecutor | None = None
@@ -132,6 +133,26 @@ def over_rows(rows: int, work, least: int = 64) -> None:
         _pool = ThreadPoolExecutor(parts, "kernels")
     edges = [rows * number // parts for number in range(parts + 1)]
     list(_pool.map(work, edges[:-1], edges[1:], range(parts)))
+
+
+def run_units(name: str, units: int, *arguments) -> None:
+    """Call a kernel (first unit, last, *arguments) for all units, in torch's number of threads.
+
+    It returns 0, or 1 where a thread had no memory: MemoryError.
+    """
+    kernel, failed = getattr(library(), name), []
+
+    def work(first: int, last: int, _part: int) -> None:
+        failed.append(kernel(ctypes.c_long(first), ctypes.c_long(last), *arguments))
+
+    over_rows(units, work, least=1)
+    if any(failed):
+        raise MemoryError(f"no memory for a thread of {name}")
+
+
+def padded(count: int) -> int:
+    """Return a size of AMX's products rounded up to whole strips."""
+    return -(-count // STRIP) * STRIP
 
 
 def parts_of(rows: int, least: int = 64) -> int:

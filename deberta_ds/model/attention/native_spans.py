@@ -22,7 +22,6 @@ from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.spans import KeySpan
 
 LONGEST = 512  # keys of a span: the probabilities are kept for backward
-_STRIP = 32  # rows and inner sizes are padded to
 _UNITS = 24  # at least so many of work, so that a table's gradient is the same from any threads
 
 _Strides = ctypes.c_int64 * 3
@@ -85,9 +84,9 @@ class _Call:
     def __init__(self, q, k, v, pos_key, pos_query, geometry, spans, dropout, seed):
         batch, self.heads, queries, self.size = q.shape
         length = k.shape[2]
-        self.longest = _padded(max((span.stop - span.start for span in spans), default=1))
+        self.longest = native.padded(max((span.stop - span.start for span in spans), default=1))
         chosen = [len(span.queries_X) for span in spans if span.queries_X is not None]
-        most = _padded(max(chosen, default=self.longest))
+        most = native.padded(max(chosen, default=self.longest))
         self.chunks = min(batch, -(-_UNITS // self.heads))
         self.units = self.heads * self.chunks
         self.scale = score_scale(self.size, pos_key, pos_query)
@@ -127,16 +126,8 @@ class _Call:
 
     def run(self, name: str, *arguments) -> None:
         """Call a kernel for all units of work, in as many threads as torch has."""
-        kernel, failed = getattr(native.library(), name), []
-        problem, count = ctypes.byref(self.problem), ctypes.c_long(len(self.spans))
-
-        def work(first: int, last: int, _part: int) -> None:
-            failed.append(kernel(ctypes.c_long(first), ctypes.c_long(last), problem, self.spans,
-                                 count, ctypes.c_long(self.chunks), *arguments))
-
-        native.over_rows(self.units, work, least=1)
-        if any(failed):
-            raise MemoryError("no memory for a thread's strips of attention scores")
+        native.run_units(name, self.units, ctypes.byref(self.problem), self.spans,
+                         ctypes.c_long(len(self.spans)), ctypes.c_long(self.chunks), *arguments)
 
     def new_flat(self, like_BHRD: Tensor, held: str) -> Tensor:
         """Return a new [B,R,H,D]; zeros unless the spans hold all its "queries" or "keys"."""
@@ -177,7 +168,7 @@ class _NativeAttention(torch.autograd.Function):
         grad_BHQD = _flat(grad_BQHD.to(leaves[0].dtype).transpose(1, 2))
         held = ("queries", "keys", "keys")
         grads = [call.new_flat(x, name) for x, name in zip(leaves[:3], held, strict=True)]
-        width = _padded(call.size)
+        width = native.padded(call.size)
         sums = [None if table is None else torch.zeros(call.units, width, 2 * call.longest)
                 for table in leaves[3:]]
         places = _Gradients(_address(grad_BHQD), _Strides(*grad_BHQD.stride()[:3]),
@@ -185,10 +176,6 @@ class _NativeAttention(torch.autograd.Function):
         call.run("attend_backward", ctypes.byref(places), native.address(probs))
         tables = [call.table_gradient(side, sums[side], leaves[3 + side]) for side in (0, 1)]
         return (*(x.transpose(1, 2) for x in grads), *tables, None, None, None, None)
-
-
-def _padded(count: int) -> int:
-    return -(-count // _STRIP) * _STRIP
 
 
 def _flat(tensor_BHLD: Tensor) -> Tensor:
