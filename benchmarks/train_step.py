@@ -58,10 +58,15 @@ def make_batch(config: ModelConfig, rows: int, length: int) -> Batch:
     return collate(made)
 
 
+def divisors_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return what our models divide their sums by, where one rank has all rows."""
+    return {name: torch.tensor(float(count), device=batch.rows.device)
+            for name, count in (("targets", batch.num_targets), ("tokens", batch.num_tokens))}
+
+
 def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: Batch):
     """Return (module, function that returns the loss)."""
-    divisors = {"targets": torch.tensor(float(batch.num_targets), device=batch.rows.device)}
-    divisors["tokens"] = torch.tensor(float(batch.num_tokens), device=batch.rows.device)
+    divisors = divisors_of(batch)
     if objective == "mlm":
         model = MlmModel(config)
     else:

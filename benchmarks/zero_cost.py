@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import environment, save
-from benchmarks.train_step import make_batch
+from benchmarks.train_step import divisors_of, make_batch
 from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.data.batch import Batch
 from deberta_ds.errors import exit_cleanly
@@ -32,11 +32,6 @@ ROUNDS, LENGTH = 12, 128
 DDP = "DDP"
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 Step = Callable[[], tuple[float, float, float]]  # returns when forward, backward, update ended
-
-
-def divisors_of(batch: Batch) -> dict[str, torch.Tensor]:
-    return {"targets": torch.tensor(float(batch.num_targets)),
-            "tokens": torch.tensor(float(batch.num_tokens))}
 
 
 def ddp_step(run, batch: Batch, half: bool) -> Step:

@@ -56,6 +56,11 @@ def mkl_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def capabilities() -> dict:
+    """Return what torch knows of the processor; nothing in a torch that cannot tell."""
+    return getattr(torch.cpu, "get_capabilities", dict)()
+
+
 def _is_default() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
@@ -67,9 +72,7 @@ def _mkl_is_slow() -> bool:
     """Return whether this is an AMD processor with AVX-512 and without AMX."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    if not hasattr(torch.cpu, "get_capabilities"):  # not in every torch that we support
-        return False
-    found = torch.cpu.get_capabilities()
+    found = capabilities()
     able = all(found.get(name) for name in _NEEDED) and not found.get(_HARMFUL)
     return able and str(found.get("cpu_name")).startswith("AMD")
 

@@ -125,12 +125,12 @@ def main() -> None:
 
 def deepspeed_config(gpus: int) -> str:
     """Return the JSON that suits this machine; so small a model is not worth sharding."""
-    import torch
+    from deberta_ds import cpu
 
     if gpus:
         return "ds_configs/zero1_bf16.json"
-    able = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch that we support
-    return f"ds_configs/zero1_{'autocast_cpu' if able.get('amx_bf16') else 'fp32'}.json"
+    has_amx = cpu.capabilities().get("amx_bf16")
+    return f"ds_configs/zero1_{'autocast_cpu' if has_amx else 'fp32'}.json"
 
 
 def prepare_data(demo: Demo) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from deberta_ds import native
 from deberta_ds.model import elementwise
 
-_MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97
+MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _WORDS = 1 << 32
 
 
@@ -47,8 +47,8 @@ class Keep:
         words = torch.arange(like.numel(), dtype=torch.int32)
         words += _signed(self.key)
         shifted = _shift_right(words, 16)
-        words.bitwise_xor_(shifted).mul_(_signed(_MIX_1)).bitwise_xor_(_signed(self.second_key))
-        words.bitwise_xor_(_shift_right(words, 15)).mul_(_signed(_MIX_2))
+        words.bitwise_xor_(shifted).mul_(_signed(MIX_1)).bitwise_xor_(_signed(self.second_key))
+        words.bitwise_xor_(_shift_right(words, 15)).mul_(_signed(MIX_2))
         words.bitwise_xor_(_shift_right(words, 15))
         words.bitwise_xor_(-(1 << 31))  # unsigned order as signed order
         kept = words.ge_(_signed(self.threshold ^ (1 << 31)))

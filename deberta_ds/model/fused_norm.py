@@ -16,11 +16,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
+from deberta_ds.model.dropout import MIX_1, MIX_2
 from deberta_ds.model.kernel_check import on_device_of
 
-MOST_COLUMNS = 8192  # of a LayerNorm: a program holds a row
 _NORM_PARTS, _GELU_PARTS = 512, 64
 _GELU_ROWS, _GELU_COLUMNS = 16, 256
+_MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 _KEYS = ["key", "second_key", "threshold"]
 
 
@@ -28,8 +29,8 @@ _KEYS = ["key", "second_key", "threshold"]
 def _kept(element, key, second_key, threshold, keep_scale):
     """Return `dropout.Keep`'s factor of elements by number, bit for bit its choice."""
     word = element.to(tl.uint32) + key.to(tl.uint32)
-    word = ((word ^ (word >> 16)) * 0x21F0AAAD) ^ second_key.to(tl.uint32)
-    word = (word ^ (word >> 15)) * 0xD35A2D97
+    word = ((word ^ (word >> 16)) * _MIX_1) ^ second_key.to(tl.uint32)
+    word = (word ^ (word >> 15)) * _MIX_2
     word = word ^ (word >> 15)
     return tl.where(word >= threshold.to(tl.uint32), keep_scale, 0.0)
 
