@@ -6,6 +6,7 @@ import re
 import runpy
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,12 +175,17 @@ def stand_in(monkeypatch):
     server.shutdown()
 
 
+def files_to_push(out: Path) -> dict[str, bytes]:
+    """Return the files of an exported directory that belong on the Hub."""
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*")
+            if path.is_file() and path.name != "conversion.json"}
+
+
 def test_push_uploads_every_file_in_one_commit(tmp_path, stand_in):
     exported(tmp_path)
     out = tmp_path / "out"
     assert hub.push(out, "me/mine", private=True) == f"{stand_in.url}/me/mine/commit/1"
-    written = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*")
-               if path.is_file() and path.name != "conversion.json"}
+    written = files_to_push(out)
     assert stand_in.state["files"] == written
     assert stand_in.state["created"]["visibility"] == "private"
     assert set(stand_in.state["tokens"]) == {"Bearer hf_test"}
@@ -215,8 +221,7 @@ def test_export_with_onnx_and_push_uploads_all_of_it(tmp_path, large_files, monk
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "launch/export.py"), run_name="__main__")
     assert end.value.code == 0
-    written = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*")
-               if path.is_file() and path.name != "conversion.json"}
+    written = files_to_push(out)
     assert {"onnx/model.onnx", "onnx/model_quantized.onnx", "generator/onnx/model.onnx"
             } <= written.keys()
     assert large_files.state["files"] == written

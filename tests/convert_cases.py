@@ -1,0 +1,45 @@
+"""Models as transformers and microsoft write them, to convert in tests."""
+
+import json
+
+import pytest
+import torch
+from export_cases import FAMILIES
+
+from deberta_ds.config import ModelConfig
+from deberta_ds.formats import configs
+
+transformers = pytest.importorskip("transformers")
+MS_FILES = ("pytorch_model.bin", "model_config.json")
+
+
+def transformers_model(family, head="Model"):
+    config = ModelConfig(**FAMILIES[family])
+    kind = configs.V1 if family == "v1" else configs.V2
+    values = configs.to_hugging_face(config, kind=kind, rest={"legacy": False})
+    prefix = {"v1": "Deberta"}.get(family, "DebertaV2")
+    model = getattr(transformers, prefix + head)(
+        getattr(transformers, prefix + "Config")(**values)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def microsoft_directory(path, family, *, key_bias=0.0, **tensors):
+    """Write a microsoft pair for a masked LM, from transformers' weights and names."""
+    path.mkdir()
+    config = ModelConfig(**FAMILIES[family])
+    model = transformers_model("v1_key_bias" if family == "v1" else family, "ForMaskedLM")
+    state = dict(model.state_dict())
+    state["deberta.embeddings.position_embeddings.weight"] = torch.randn(
+        config.max_position, config.hidden_size)
+    for name in state:
+        if name.endswith("key_proj.bias") and family == "v1":
+            state[name] = torch.full_like(state[name], key_bias)
+    torch.save(state | tensors, path / MS_FILES[0])
+    values = configs.to_microsoft(config, {}) | {
+        "pooling": {"hidden_size": 32, "dropout": 0.2, "hidden_act": "gelu"}, "cls_drop_out": 0.3}
+    (path / MS_FILES[1]).write_text(json.dumps(values))
+    return path
