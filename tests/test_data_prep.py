@@ -25,11 +25,11 @@ from data_helpers import (
 )
 
 from deberta_ds.data.prep.dedup import find_duplicates
-from deberta_ds.data.prep.documents import plan_units
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus, pack_shard
 from deberta_ds.data.prep.stats import corpus_stats
 from deberta_ds.data.prep.text import normalise
-from deberta_ds.data.prep.tokenize import CleanOptions
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.prep.units import job
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.errors import UserError
@@ -216,6 +216,28 @@ def test_bad_documents_stop_or_are_counted(tmp_path):
     counts = tokenize(path, tmp_path / "out2", clean=clean)[str(tmp_path / "out2")].counts
     assert (counts["documents"], counts["bad"], counts["empty"]) == (1, 2, 1)
     assert (counts["too_short"], counts["few_letters"], counts["removed_characters"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"heldout_share": 0.3, "drop_heldout": True}])
+def test_shards_do_not_depend_on_how_much_is_looked_at_at_once(tmp_path, monkeypatch, options):
+    odd = ["", " ", "\0", "a\0b", "na\u00efve \u3000 e\u0301", "\u200b", "x", "\U0001f600\n\n?"]
+    lines = [json.dumps({"text": text, "lang": "de" if number % 3 else "fr"})
+             for number, text in enumerate(odd * 20 + random_documents(60))]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(random.Random(0).sample([*lines, "broken", '{"text": "\\ud800"}'],
+                                                     len(lines) + 2)) + "\n")
+    clean = CleanOptions(min_characters=2, max_bad=2)
+    units = plan_units([str(path)], read := ReadOptions(label_key="lang"))
+    trees = []
+    for characters, documents in ((1, 1), (60, 1 << 12), (1 << 20, 7), (1 << 20, 1 << 12)):
+        monkeypatch.setattr("deberta_ds.data.prep.clean._BATCH_CHARACTERS", characters)
+        monkeypatch.setattr("deberta_ds.data.prep.clean._BATCH_DOCUMENTS", documents)
+        out = tmp_path / f"{characters}-{documents}"
+        tokenize_corpus(units, out, tiny_tokenizer(), read=read, clean=clean, **options)
+        trees.append(tree(out))
+    assert all(found == trees[0] for found in trees[1:])
+    counts = json.loads(trees[0]["manifest.json"])["counts"]
+    assert counts["bad"] == 2 and counts["empty"] == 80 and counts["too_short"] == 20
 
 
 def test_bad_documents_of_all_units_together_are_limited(tmp_path):

@@ -11,6 +11,7 @@ from deberta_ds.data.prep.text import (
     encodable_parts,
     letter_share,
     normalise,
+    normalise_all,
     normalise_and_count,
 )
 
@@ -58,6 +59,17 @@ def test_long_texts_follow_the_same_rules(raw):
         assert rules.has_text(raw) == bool(expected[0])
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text("a .\n\r\x0b\x00\x7f\u00e4\u0301\u1112\u1161\u200b\u3000\u2581\U0001f600",
+                        max_size=20), max_size=8), st.booleans())
+def test_texts_at_once_are_what_each_is_alone(raw, is_long):
+    alone = [normalise_and_count(text) for text in raw]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "_LONG", 1 if is_long else 1 << 13)
+        texts, removed = normalise_all(raw)
+    assert texts == [text for text, _ in alone] and removed == sum(count for _, count in alone)
+
+
 def test_removed_characters_are_counted():
     assert normalise_and_count("a\x00b\u200b\x07 \u00e4\ufeff\r\n") == ("ab \u00e4", 4)
     assert normalise_and_count("nothing\tto remove") == ("nothing to remove", 0)
@@ -66,6 +78,8 @@ def test_removed_characters_are_counted():
 def test_lone_surrogates_are_bad():
     with pytest.raises(BadTextError):
         normalise("x\ud800y")
+    with pytest.raises(BadTextError):
+        normalise_all(["good", "x\ud800y", "\u00e4"])
     with pytest.raises(BadTextError):
         rules.has_text("x" * 100 + "\ud800")
 

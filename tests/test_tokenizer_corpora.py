@@ -182,9 +182,9 @@ def test_a_long_document_has_the_tokens_of_the_whole(name, monkeypatch):
     document = " ".join(SENTENCES * 40)
     whole = tokenizer.encode(document)
     monkeypatch.setattr(encode, "ENCODE_CHARACTERS", 4000)
-    ids, found = encode.encode_joined(tokenizer, ["short", document, "short"])
+    ids, lengths, owners = encode.encode_joined(tokenizer, ["short", document, "short"])
     short = tokenizer.encode("short")
-    assert list(map(tuple, found)) == [(len(short),), (len(whole),), (len(short),)]
+    assert lengths == [len(short), len(whole), len(short)] and owners == [0, 1, 2]
     assert ids.tolist() == [*short, *whole, *short]
     assert text.ENCODE_CHARACTERS == 1 << 18
 

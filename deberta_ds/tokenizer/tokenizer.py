@@ -81,8 +81,8 @@ class Tokenizer:
         return self._engine.encode_arrays([text])[0]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text as an int32 array: fast. Where the text rules apply, the only
-        white space in a text may be U+0020.
+        """Return the ids of each text as an int32 array: fast. Texts must be under the text rules,
+        where those apply (not `normalizes_itself`).
         """
         return self._engine.encode_arrays(texts)
 

@@ -5,31 +5,30 @@ starts afresh at every space, so that any space will do. Of another tokenizer no
 seam is taken only where the text behind it, encoded alone, gives the ids it has in its context.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from deberta_ds.data.prep.text import ENCODE_CHARACTERS, encodable_parts
 from deberta_ds.tokenizer import Tokenizer
 
-BATCH_CHARACTERS = 1 << 18
 _CONTEXT = 256  # characters behind a seam by which ids before it may still change
 _SEARCHED = 2048  # characters in which a seam is looked for
 _TRIES = 64
 
 
 def encode_joined(tokenizer: Tokenizer, texts: list[str]
-                  ) -> tuple[np.ndarray, Iterable[Sequence[int]]]:
-    """Return (the ids of all texts back to back, for each text how many ids its documents have: one
-    document, or several where it had to be cut).
+                  ) -> tuple[np.ndarray, list[int], Sequence[int]]:
+    """Return (the ids of all texts back to back, how many each document has, the number of its
+    text): a text is one document, or several where it had to be cut.
     """
     if max(map(len, texts), default=0) <= ENCODE_CHARACTERS:
-        ids, lengths = tokenizer.encode_joined(texts)
-        return ids, zip(lengths, strict=True)
+        return *tokenizer.encode_joined(texts), range(len(texts))
     documents = [[tokenizer.encode_array(text)] if len(text) <= ENCODE_CHARACTERS
                  else _encode_long(tokenizer, text) for text in texts]
-    return (np.concatenate([ids for parts in documents for ids in parts]),
-            [list(map(len, parts)) for parts in documents])
+    ids = [part for parts in documents for part in parts]
+    owners = [owner for owner, parts in enumerate(documents) for _ in parts]
+    return np.concatenate(ids), list(map(len, ids)), owners
 
 
 def _encode_long(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:

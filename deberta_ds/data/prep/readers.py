@@ -51,9 +51,7 @@ def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         end = None if compressed else extent.end
         if extent.kind == "json":
             for where, lines, problem in _line_blocks(file, extent.start, end, options):
-                for line in lines:
-                    yield _json_document(extent.path, where, line, problem, label, options)
-                    where += len(line)
+                yield from _json_documents(extent.path, where, lines, problem, label, options)
         elif options.documents == "file":
             data = file.read(options.max_document_bytes + 1)
             yield _text_document(extent.path, 0, [data], len(data), label, options)
@@ -168,6 +166,23 @@ def _text_document(
         bad = where + error.start
         problem = f"invalid UTF-8 ({error.reason}) at byte {bad}"
         return Document("", path, bad, "text", label, problem)
+
+
+def _json_documents(
+    path: str, where: int, lines: list[bytes], problem: str, label: str, options: ReadOptions
+) -> Iterator[Document]:
+    key, loads = options.text_key, orjson.loads
+    asked = options.label_key or options.id_key
+    for line in lines:
+        try:  # the usual line, in half the time
+            text = "" if asked or problem else loads(line)[key]
+        except (ValueError, TypeError, KeyError):
+            text = ""
+        if text.__class__ is str and text:
+            yield Document(text, path, where, "json", label)
+        else:
+            yield _json_document(path, where, line, problem, label, options)
+        where += len(line)
 
 
 def _json_document(

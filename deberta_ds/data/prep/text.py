@@ -22,6 +22,7 @@ ENCODE_CHARACTERS = 1 << 18
 _LONG = 1 << 13  # characters
 _FRONT = 64  # characters, of a text of which only the front is looked at
 
+_APART = "\0"  # between texts that are normalised together
 _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
     "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
@@ -41,18 +42,42 @@ def normalise(text: str) -> str:
 
 def normalise_and_count(text: str) -> tuple[str, int]:
     """Return (normalised text, number of characters that rule 1 removed)."""
-    removed = 0
-    # Replacements of single characters run at memory speed; other white space comes below.
-    text = text.replace("\t", " ").replace("\r", " ").replace("\n", " ")
-    if not _is_printable(text):  # it may hold other white space, or what is to be removed
-        _refuse_surrogates(text)
-        text, removed = _REMOVED.subn("", text)
-        for space in _OTHER_SPACES:
-            text = text.replace(space, " ")
-    text = _collapse_spaces(text).strip(" ")
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", text.replace(SPACE_MARK, "_"))
-    return text, removed
+    text, removed = _without_line_ends(text), 0
+    if not _is_printable(text):
+        text, removed = _printable(text)
+    return _composed(_collapse_spaces(text).strip(" ")), removed
+
+
+def normalise_all(texts: list[str]) -> tuple[list[str], int]:
+    """Return (normalised texts, number of characters that rule 1 removed from all of them).
+
+    Texts go through most of the rules as one string, so that a short one costs its share and little
+    more; those beyond ASCII apart from the others, whose characters take a byte each.
+    """
+    plain = [text for text in texts if text.isascii()]
+    if len(plain) == len(texts):
+        return _normalise_joined(texts)
+    found, removed = _normalise_joined([text for text in texts if not text.isascii()])
+    found_plain, removed_plain = _normalise_joined(plain)
+    rest, ascii_rest = iter(found), iter(found_plain)
+    return ([next(ascii_rest if text.isascii() else rest) for text in texts],
+            removed + removed_plain)
+
+
+def _normalise_joined(texts: list[str]) -> tuple[list[str], int]:
+    joined, removed = _without_line_ends(_APART.join(texts)), 0
+    if not _is_printable(joined, len(texts) - 1):
+        parts = joined.split(_APART)
+        if len(parts) != len(texts):  # one of them holds U+0000, or there is none
+            found = [normalise_and_count(text) for text in texts]
+            return [text for text, _ in found], sum(count for _, count in found)
+        for number, part in enumerate(parts):
+            if not part.isprintable():
+                parts[number], count = _printable(part)
+                removed += count
+        joined = _APART.join(parts)
+    joined = _composed(_collapse_spaces(joined))  # nothing composes with U+0000
+    return [text.strip(" ") for text in joined.split(_APART)], removed
 
 
 def has_text(text: str) -> bool:
@@ -79,15 +104,31 @@ def is_removed(character: str) -> bool:
     return bool(_REMOVED.match(character))
 
 
-def _is_printable(text: str) -> bool:
-    """Return `text.isprintable()`, for ASCII in a fraction of its time."""
+def _without_line_ends(text: str) -> str:
+    """Return `text` with spaces for tabs and the usual line ends, at the speed of memory."""
+    return text.replace("\t", " ").replace("\r", " ").replace("\n", " ")
+
+
+def _is_printable(text: str, apart: int = 0) -> bool:
+    """Return `text.isprintable()`, for ASCII in a fraction of its time; `apart`: characters that
+    lie between texts, and do not count. With these, False beyond ASCII.
+    """
     if not text.isascii():
-        return text.isprintable()
+        return not apart and text.isprintable()
     data = text.encode()
     if len(data) < _LONG:  # here the calls of NumPy would cost more than the work
-        return not data.translate(None, _PRINTABLE_ASCII)
+        return len(data.translate(None, _PRINTABLE_ASCII)) == apart
     codes = np.frombuffer(data, np.uint8)
-    return bool(codes.min() >= 0x20 and codes.max() < 0x7F)
+    return bool(codes.max() < 0x7F) and np.count_nonzero(codes < 0x20) == apart
+
+
+def _printable(text: str) -> tuple[str, int]:
+    """Return (`text` without what rule 1 removes, and U+0020 for all white space; how many went)"""
+    _refuse_surrogates(text)
+    text, removed = _REMOVED.subn("", text)
+    for space in _OTHER_SPACES:
+        text = text.replace(space, " ")
+    return text, removed
 
 
 def _collapse_spaces(text: str) -> str:
@@ -99,6 +140,10 @@ def _collapse_spaces(text: str) -> str:
     kept = np.ones(len(data), bool)
     np.logical_not(space[1:] & space[:-1], out=kept[1:])
     return data[kept].tobytes().decode()
+
+
+def _composed(text: str) -> str:
+    return text if text.isascii() else unicodedata.normalize("NFC", text.replace(SPACE_MARK, "_"))
 
 
 def encodable_parts(text: str) -> Iterator[tuple[str, bool]]:

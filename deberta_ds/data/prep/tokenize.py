@@ -4,30 +4,33 @@ import bisect
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
+from itertools import compress
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from deberta_ds.data.prep.clean import (
+    COUNTS,
+    Cleaner,
+    CleanOptions,
+    batches,
+    check_problems,
+)
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions, units_digest
-from deberta_ds.data.prep.encode import BATCH_CHARACTERS, encode_joined
+from deberta_ds.data.prep.encode import encode_joined
 from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.data.prep.filtering import describe, filters_of, write_report
 from deberta_ds.data.prep.filters import Tally
 from deberta_ds.data.prep.findings import Findings
 from deberta_ds.data.prep.identity import OriginWriter, write_origins_manifest
 from deberta_ds.data.prep.readers import read_unit
-from deberta_ds.data.prep.text import (
-    TEXT_RULES_VERSION,
-    BadTextError,
-    has_text,
-    letter_share,
-    normalise_and_count,
-)
+from deberta_ds.data.prep.text import TEXT_RULES_VERSION
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import (
     MANIFEST,
@@ -42,19 +45,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
 
 SHARD_TOKENS = 1 << 27
-_PROBLEMS_NAMED = 20
-COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
-          "contaminated", "filtered", "held_out", "bad", "cut", "removed_characters")
 JOB_VERSION = 2
-
-
-@dataclass(frozen=True)
-class CleanOptions:
-    """Which documents are kept. `max_bad`: unreadable documents allowed in the whole input."""
-
-    min_characters: int = 1
-    min_letter_share: float = 0.0
-    max_bad: int = 0
 
 
 def tokenize_corpus(
@@ -111,7 +102,8 @@ def tokenize_corpus(
                                 part=part)
             if results is None:
                 return {}
-            _check_problems(results, clean)
+            check_problems([line for result in results for line in result["problems"]],
+                           sum(result["counts"]["bad"] for result in results), clean)
             if filters:
                 write_report(out, filters, [result["filters"] for result in results])
             for number, target in reversed(list(enumerate(targets))):
@@ -140,41 +132,32 @@ def tokenize_unit(
 ) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tokenizer = _tokenizer(tokenizer_path)
-    counts, problems = dict.fromkeys(COUNTS, 0), []
-    searches = [_findings(directory) for directory in leave_out]
     tally = Tally(filters.examples) if filters else None
     # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
     is_read = not tokenizer.normalizes_itself or bool(
         heldout_share or clean.min_characters > 1 or clean.min_letter_share)
     # Line ends that part the documents of a text file belong to neither.
     parted = read.documents != "file"
+    cleaner = Cleaner(clean, is_read)
+    counts = cleaner.counts
     with ExitStack() as stack:
         writers = [stack.enter_context(_Rolling(target, number, tokenizer, counts))
                    for target in targets]
-        for extent in unit:
-            for document in read_unit([extent], read):
-                reason = searches and next((search.reason for search in searches if search.has(
-                    extent.source, document.where)), "")
-                if reason:
-                    counts[reason] += 1
-                    continue
-                if filters and not document.problem:
-                    verdict = filters_of(filters)(document)
-                    tally.add(document, verdict)
-                    if verdict.reason:
-                        counts["filtered"] += 1
-                        continue
-                    document = document._replace(text=verdict.text, label=verdict.label)
-                text = _clean_text(document, clean, counts, problems, is_read)
-                if not text:
-                    continue
-                held_out = heldout_share > 0 and is_held_out(text, heldout_share)
-                if held_out and len(writers) == 1:
-                    counts["held_out"] += 1
-                    continue
-                if tokenizer.normalizes_itself:
-                    text = document.text.strip("\r\n") if parted else document.text
-                writers[held_out].write(text, document)
+        for documents in batches(_wanted(unit, read, leave_out, filters, tally, counts)):
+            texts = cleaner.texts(documents)
+            sides = [int(is_held_out(text, heldout_share)) if text else None for text in texts
+                     ] if heldout_share or not all(texts) else []
+            if tokenizer.normalizes_itself:
+                texts = [document.text.strip("\r\n") if parted else document.text
+                         for document in documents]
+            if not sides:
+                writers[0].write(texts, documents)
+                continue
+            if len(writers) == 1:
+                counts["held_out"] += sides.count(1)
+            for side, writer in enumerate(writers):
+                chosen = [found == side for found in sides]
+                writer.write(list(compress(texts, chosen)), list(compress(documents, chosen)))
         if tokenizer.normalizes_itself:
             counts["removed_characters"] = 0  # removed from what was looked at, not from the text
         shards = [writer.finish() for writer in writers]
@@ -183,62 +166,37 @@ def tokenize_unit(
         "labels": [writer.labels for writer in writers],
         "origins": [writer.origins for writer in writers],
         "counts": counts,
-        "problems": problems,
+        "problems": cleaner.problems,
     } | ({"filters": asdict(tally)} if filters else {})
+
+
+def _wanted(
+    unit: list[Extent], read: ReadOptions, leave_out: list[str], filters: FilterRules | None,
+    tally: Tally | None, counts: dict[str, int],
+) -> Iterator[Document]:
+    """Yield the documents of one unit but those that searches found or filters drop."""
+    searches = [_findings(directory) for directory in leave_out]
+    for extent in unit:
+        if not searches and not filters:
+            yield from read_unit([extent], read)
+            continue
+        for document in read_unit([extent], read):
+            reason = next((search.reason for search in searches if search.has(
+                extent.source, document.where)), "")
+            if not reason and filters and not document.problem:
+                verdict = filters_of(filters)(document)
+                tally.add(document, verdict)
+                reason = "filtered" if verdict.reason else ""
+                document = document._replace(text=verdict.text, label=verdict.label)
+            if reason:
+                counts[reason] += 1
+            else:
+                yield document
 
 
 def is_held_out(text: str, share: float) -> bool:
     """Return whether a document belongs to the held-out part: a function of its text alone."""
     return xxhash.xxh3_64_intdigest(text.encode()) < share * 2**64
-
-
-def _clean_text(
-    document: Document, clean: CleanOptions, counts: dict[str, int], problems: list[str],
-    is_read: bool,
-) -> str:
-    """Return the normalised text (the raw one where nobody reads it), or "" (and count why) if the
-    document is left out.
-    """
-    problem, text = document.problem, ""
-    if not problem:
-        try:
-            if is_read:
-                text, removed = normalise_and_count(document.text)
-                counts["removed_characters"] += removed
-            elif has_text(document.text):
-                text = document.text
-        except BadTextError as error:
-            problem = str(error)
-    if problem:
-        counts["bad"] += 1
-        if len(problems) < _PROBLEMS_NAMED:
-            problems.append(f"{document.place()}: {problem}")
-        if counts["bad"] > clean.max_bad:
-            raise UserError(_bad_message(problems, counts["bad"], clean))
-        return ""
-    if not text:
-        counts["empty"] += 1
-    elif len(text) < clean.min_characters:
-        counts["too_short"] += 1
-        return ""
-    elif clean.min_letter_share and letter_share(text) < clean.min_letter_share:
-        counts["few_letters"] += 1
-        return ""
-    return text
-
-
-def _bad_message(problems: list[str], count: int, clean: CleanOptions) -> str:
-    return (
-        f"{problems[0]} ({count} bad documents, --max_bad allows {clean.max_bad}); "
-        "mend the input, or allow more and they are left out and listed"
-    )
-
-
-def _check_problems(results: list[dict], clean: CleanOptions) -> None:
-    problems = [line for result in results for line in result["problems"]]
-    bad = sum(result["counts"]["bad"] for result in results)
-    if bad > clean.max_bad:
-        raise UserError(_bad_message(problems, bad, clean))
 
 
 def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manifest:
@@ -277,7 +235,7 @@ class _Rolling:
     """Writes one unit's documents to shards of at most about SHARD_TOKENS tokens."""
 
     def __init__(self, target: str, number: int, tokenizer: Tokenizer, counts: dict[str, int]):
-        self._counts, self._pending, self._pending_characters = counts, [], 0
+        self._counts = counts
         self._target, self._number, self._tokenizer = target, number, tokenizer
         self._dtype = token_dtype(tokenizer.size)
         self._shards: list[ShardInfo] = []
@@ -294,31 +252,25 @@ class _Rolling:
             self._writer.abandon()
             self._origins.abandon()
 
-    def write(self, text: str, document: Document) -> None:
-        self._pending.append((text, document))
-        self._pending_characters += len(document.text)
-        if self._pending_characters >= BATCH_CHARACTERS:
-            self._flush()
-
-    def _flush(self) -> None:
-        pending, self._pending, self._pending_characters = self._pending, [], 0
-        ids, found = encode_joined(self._tokenizer, [text for text, _ in pending])
-        lengths, documents, label, row = [], [], None, []
-        for (text, document), parts in zip(pending, found, strict=True):
-            tokens = sum(parts)
-            if not tokens:  # such as only characters that the tokenizer removes
-                self._counts["empty"] += 1
-                continue
-            self._counts["cut"] += len(parts) - 1
-            if document.label != label:
-                label = document.label
-                row = self.labels.setdefault(label, [0, 0, 0])
-            row[0] += 1
-            row[1] += len(text)
-            row[2] += tokens
-            for length in filter(None, parts):
-                lengths.append(length)
-                documents.append(document)
+    def write(self, texts: list[str], documents: list[Document]) -> None:
+        """Add documents; `texts`: what the tokenizer is given of each."""
+        ids, lengths, owners = encode_joined(self._tokenizer, texts)
+        if 0 in lengths:  # such as of characters that the tokenizer removes
+            owners = list(compress(owners, lengths))
+            lengths = list(filter(None, lengths))
+        if owners != range(len(documents)):
+            documents = [documents[owner] for owner in owners]
+        begin = written = 0
+        for label, run in itertools.groupby(documents, attrgetter("label")):
+            end = begin + len(list(run))
+            whole = set(owners[begin:end])
+            row = self.labels.setdefault(label, [0, 0, 0])
+            row[0] += len(whole)
+            row[1] += sum([len(texts[owner]) for owner in whole])
+            row[2] += sum(lengths[begin:end])
+            begin, written = end, written + len(whole)
+        self._counts["empty"] += len(texts) - written
+        self._counts["cut"] += len(documents) - written
         self._append(ids, lengths, documents)
 
     def _append(self, ids: np.ndarray, lengths: list[int], documents: list[Document]) -> None:
@@ -345,7 +297,6 @@ class _Rolling:
         self._writer = None
 
     def finish(self) -> list[ShardInfo]:
-        self._flush()
         if self._writer is not None:
             self._end_shard()
         return self._shards
