@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="directory of .txt files")
     parser.add_argument("--scratch", type=Path, required=True, help="directory to work in")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of this call")
+    parser.add_argument("--only", default="", help="commands whose names begin so")
     args = parser.parse_args()
     args.scratch.mkdir(parents=True, exist_ok=True)
     end, out = time.monotonic() + args.seconds, RESULTS / "data_memory_commands.json"
@@ -30,7 +31,8 @@ def main() -> None:
     text, model = novels(args)
     lines = {size: commands(args, input_text(args.scratch, text, size, count), model)
              for size, count in SIZES.items()}
-    for name in lines["50 MB"]:  # the slow ones come last
+    # The slow ones come last.
+    for name in [name for name in lines["50 MB"] if name.startswith(args.only)]:
         for size, of_size in lines.items():
             command = of_size[name]
             figures = found.setdefault("peak_mib", {}).setdefault(size, {})

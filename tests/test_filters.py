@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 from collections import Counter
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ from deberta_ds.data.prep.filters import Filters
 from deberta_ds.data.prep.lines import without_lines
 from deberta_ds.data.prep.personal import find_personal
 from deberta_ds.data.prep.quality import _Runs, c4, fineweb, gopher, repetition
+from deberta_ds.data.prep.text import letter_share
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.shards import read_manifest
 from deberta_ds.errors import UserError
@@ -66,6 +68,19 @@ def judged(text, **rules):
 ])
 def test_gophers_rules(text, reason):
     assert gopher(Text(text), GopherRules()) == reason
+
+
+HINDI = ("यह एक छोटा सा गाँव है जहाँ लोग खेती करते हैं और शाम को मिलकर गीत गाते हैं। बच्चे नदी के किनारे खेलते हैं, "
+         "और बूढ़े लोग पेड़ के नीचे बैठकर पुरानी कहानियाँ सुनाते हैं। ")
+
+
+@pytest.mark.parametrize("text", [HINDI, unicodedata.normalize("NFD", HINDI + "Café déjà vu")])
+def test_words_with_vowel_signs_are_words(text):
+    """They were counted consonant by consonant, and all Hindi went for its short words."""
+    parts = text.replace("।", "").replace(",", "").split()
+    assert Text(text).words == parts and not Text(text).is_unspaced
+    assert gopher(Text(text * 3), GopherRules(min_stop_words=0)) == ""
+    assert letter_share(text) > 0.9
 
 
 def naive_repetition(words, count):

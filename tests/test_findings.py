@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from data_helpers import (
     write_json_lines,
 )
 
-from deberta_ds.data.prep.contamination import find_contamination
+from deberta_ds.data.prep.contamination import find_contamination, words_of
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.near import similar_to_earlier, similarity
@@ -101,6 +102,8 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
                  "fell down.")
     texts[9] = "x " + examples[1]["sentence"].upper() + " y"
     texts[11] += " The tower was built by seven brothers. Too short to count."
+    texts[20] += " The tower was built by seven brothers, who never"  # no document has 13 words
+    texts[21] = "spoke to each other again after it fell. " + texts[21]
     write_json_lines(tmp_path / "text.jsonl", texts)
     units = plan_units([str(tmp_path / "text.jsonl")], READ, 4000)
     against = [str(tmp_path / "val.jsonl"), str(tmp_path / "dev.tsv")]
@@ -124,6 +127,29 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     with pytest.raises(UserError, match="no text of 8 words"):
         (tmp_path / "val.jsonl").write_text('{"a": "b"}\n')
         find_contamination(units, against[:1], tmp_path / "none", read=READ)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("हिन्दी में लिखा हुआ।", ["हिन्दी", "में", "लिखा", "हुआ"]),
+    ("தமிழ் மொழி", ["தமிழ்", "மொழி"]), ("שָׁלוֹם עוֹלָם", ["שָׁלוֹם", "עוֹלָם"]),
+    ("مُحَمَّد، می\u200cخواهم", ["مُحَمَّد", "می\u200cخواهم"]),
+    ("Cafe\u0301, don't", ["cafe\u0301", "don", "t"]),
+    ("สวัสดี", ["ส", "วั", "ส", "ดี"]), ("བོད་སྐད", ["བོ", "ད", "སྐ", "ད"]), ("中文。a", ["中", "文", "a"]),
+])
+def test_words_keep_their_marks(text, words):
+    """Vowel signs are no letters to Python: 13 consonants counted as 13 words."""
+    assert words_of(text) == words
+
+
+def test_evaluation_text_is_found_under_the_text_rules(tmp_path):
+    """A soft hyphen or a decomposed letter in an evaluation file hid its example."""
+    text = "Während der Fahrt übte der Schüler auf der Geige ein Stück für seine Prüfung ein"
+    raw = unicodedata.normalize("NFD", text).replace("Prüf", "Prüf\xad")
+    (tmp_path / "val.jsonl").write_text(json.dumps({"a": raw.replace("Schü", "Schü\xad")}))
+    write_json_lines(tmp_path / "text.jsonl", ["x " + text + " y", "nothing"])
+    units = plan_units([str(tmp_path / "text.jsonl")], READ)
+    report = find_contamination(units, [str(tmp_path / "val.jsonl")], tmp_path / "out", read=READ)
+    assert report.documents == [2, 1]
 
 
 def test_duplicates_across_corpora_leave_once(tmp_path):

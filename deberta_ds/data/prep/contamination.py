@@ -9,9 +9,10 @@ took (Brown et al. 2020, appendix C): shorter ones find idioms, longer ones miss
 
 import csv
 import json
-import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,13 @@ import numpy as np
 import xxhash
 
 from deberta_ds.data.corpus import map_array
-from deberta_ds.data.prep.documents import Extent, ReadOptions, plan_units, units_digest
+from deberta_ds.data.prep.documents import (
+    Document,
+    Extent,
+    ReadOptions,
+    plan_units,
+    units_digest,
+)
 from deberta_ds.data.prep.findings import (
     FINDINGS_VERSION,
     finish_findings,
@@ -31,18 +38,17 @@ from deberta_ds.data.prep.inputs import open_bytes
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import Part, job, run_units
+from deberta_ds.data.prep.words import WORD
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic
 from deberta_ds.json_files import parse_json, read_json, typed
-from deberta_ds.tokenizer import UNSPACED_SCRIPTS
 
 SHORTEST = 8  # words: shorter strings are everywhere
 REPORT = "report.json"
-_UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED_SCRIPTS)
-_WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes an n-gram
-_TOP_BITS = 24
+_BATCH_WORDS = 1 << 16
+_END = "\0"  # no word, so that no run of words that an example has goes over the end of a document
 _SAMPLES = 5  # documents shown of each unit
 
 
@@ -108,8 +114,8 @@ def gram_hashes(words: list[str], lengths: Iterable[int]) -> Iterator[np.ndarray
 
 
 def words_of(text: str) -> list[str]:
-    """Return the lower-cased words of `text`, without punctuation."""
-    return _WORD.findall(text.lower())
+    """Return the lower-cased words of a normalised text, without punctuation."""
+    return WORD.findall(text.lower())
 
 
 @lru_cache(1 << 18)
@@ -181,6 +187,8 @@ def _save_grams(out: Path, extents: list[Extent], count: int) -> tuple[list[str]
 
 def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]]:
     for text in texts:
+        with suppress(BadTextError):  # no document has a lone surrogate
+            text = normalise(text)
         words = words_of(text)
         if len(words) >= SHORTEST:
             length = min(count, len(words))
@@ -195,19 +203,14 @@ def search_unit(
     directory = Path(out)
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
     places, examples, samples, total = [], set(), [], 0
-    for extent in unit:
-        for document in read_unit([extent], read):
-            total += 1
-            if document.problem:
-                continue
-            try:
-                words = words_of(normalise(document.text))
-            except BadTextError:
-                continue
-            hits = list(_hits(words, tables))
-            if not hits:
-                continue
-            places.append((numbers[extent.source], document.where))
+    for documents, firsts, words in _batches(unit, read):
+        total += len(documents)
+        found: dict[int, list[tuple[int, str]]] = {}
+        for place, *hit in _hits(words, tables):
+            found.setdefault(bisect_right(firsts, place) - 1, []).append(hit)
+        for index, hits in sorted(found.items()):
+            document = documents[index]
+            places.append((numbers[document.path], document.where))
             examples.update(example for example, _ in hits)
             if len(samples) < _SAMPLES:
                 samples.append({"document": document.place(), "example": hits[0][0],
@@ -216,6 +219,24 @@ def search_unit(
     save_found(out, f"contaminated-{number:05d}", pairs[:, 0], pairs[:, 1])
     return {"documents": total, "found": len(places), "examples": sorted(examples),
             "samples": samples}
+
+
+def _batches(unit: list[Extent], read: ReadOptions
+             ) -> Iterator[tuple[list[Document], list[int], list[str]]]:
+    """Yield (documents, the first word of each, words), many short documents at a time: NumPy takes
+    as long to be called as to hash some hundred words. _END stands behind each document.
+    """
+    documents, firsts, words = [], [], []
+    for document in read_unit(unit, read):
+        firsts.append(len(words))
+        with suppress(BadTextError):
+            words += words_of(normalise(document.text))
+        words.append(_END)
+        documents.append(document._replace(text=""))
+        if len(words) >= _BATCH_WORDS:
+            yield documents, firsts, words
+            documents, firsts, words = [], [], []
+    yield documents, firsts, words
 
 
 class _Grams:
@@ -227,25 +248,28 @@ class _Grams:
         self.length = length
         self.hashes = map_array(directory / f"grams-{length}.npy")
         self.owners = map_array(directory / f"owners-{length}.npy")
-        self.occurs = np.zeros(1 << _TOP_BITS, bool)
-        self.occurs[self.hashes >> np.uint64(64 - _TOP_BITS)] = True
+        bits = min(len(self.hashes).bit_length() + 5, 24)  # a small table stays in the cache
+        self._shift = np.uint64(64 - bits)
+        self._occurs = np.zeros(1 << bits, bool)
+        self._occurs[self.hashes >> self._shift] = True
 
     def places(self, hashes: np.ndarray) -> np.ndarray:
         """Return the indices of those of `hashes` that an example has."""
-        likely = np.flatnonzero(self.occurs[hashes >> np.uint64(64 - _TOP_BITS)])
+        likely = np.flatnonzero(self._occurs[hashes >> self._shift])
         index = np.searchsorted(self.hashes, hashes[likely]).clip(max=len(self.hashes) - 1)
         return likely[self.hashes[index] == hashes[likely]]
 
 
-def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, str]]:
-    """Yield (example, matching words) for each n-gram of `words` that an example has."""
+def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
+    """Yield (place, example, matching words) for each n-gram of `words` that an example has."""
     all_hashes = gram_hashes(words, [grams.length for grams in tables])
     for grams, hashes in zip(tables, all_hashes, strict=True):
         for place in grams.places(hashes).tolist():
             first, last = (np.searchsorted(grams.hashes, hashes[place], side)
                            for side in ("left", "right"))
             matching = " ".join(words[place : place + grams.length])
-            yield from ((example, matching) for example in grams.owners[first:last].tolist())
+            yield from ((place, example, matching)
+                        for example in grams.owners[first:last].tolist())
 
 
 def _report(out: Path, names: list[str], searched: list[int], results: list[dict]

@@ -3,19 +3,17 @@
 import re
 from functools import cached_property
 
-from deberta_ds.tokenizer import UNSPACED_SCRIPTS
+from deberta_ds.data.prep.words import LETTERS, UNSPACED, UNSPACED_LETTER
 
-_UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED_SCRIPTS)
-# A word with what ties its parts (don't, well-known, 3.5); one character of a script without
-# spaces; or a run of one mark.
-_TOKEN = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+(?:['’.\\-][^\\W_{_UNSPACED}]+)*"
-                    r"|([^\w\s]|_)\1*")
-_UNSPACED_LETTER = re.compile(f"[{_UNSPACED}]")
+# A word with what ties its parts (don't, well-known, 3.5); one letter of a script without spaces;
+# or a run of one mark of punctuation.
+_TOKEN = re.compile(f"{LETTERS}(?:['’.\\-]{LETTERS})*|{UNSPACED_LETTER}" r"|([^\w\s]|_)\1*")
+_UNSPACED_LETTER = re.compile(UNSPACED_LETTER)
 END_MARKS = (".", "?", "!", "…", "。", "？", "！", "｡", "।", "॥", "؟", "۔", "።", "፧", "။", "།",
              "។", "៕", "։")
 QUOTES = ('"', "'", "”", "’", "»", "」", "』")
 _SENTENCE_END = re.compile(f"[{re.escape(''.join(END_MARKS))}]+[{re.escape(''.join(QUOTES))})\\]]*"
-                           f"(?=\\s|$|[{_UNSPACED}])")
+                           f"(?=\\s|$|[{UNSPACED}])")
 _PARAGRAPH_END = re.compile(r"\n{2,}")
 
 

@@ -14,15 +14,14 @@ from functools import partial
 import numpy as np
 import xxhash
 
+from deberta_ds.data.prep.words import UNSPACED
 from deberta_ds.errors import UserError
-from deberta_ds.tokenizer import UNSPACED_SCRIPTS
 
 PERMUTATIONS, SHINGLE_WORDS, SKETCH_HASHES = 128, 5, 1024
 _RECALL = 0.99  # of pairs just at the threshold: how many of them meet in a band
 _SIGNATURE_ERROR = 0.14  # four standard deviations of a similarity estimated by signatures
 _REPRESENTATIVES = 1024  # bounds the comparisons where a band is shared by very many documents
-_UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED_SCRIPTS)
-_WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
+_WORD = re.compile(f"[{UNSPACED}]|[^\\s{UNSPACED}]+")
 _BATCH = 1 << 12
 _hash32 = partial(xxhash.xxh32_intdigest, seed=0)
 
