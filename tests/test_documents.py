@@ -133,7 +133,7 @@ def test_bad_json_lines_are_named_by_file_and_line(tmp_path):
     assert [d.text for d in documents if not d.problem] == ["good", "last"]
     for number, (problem, reason) in enumerate(
         zip(problems, ("not JSON", "no string under 'text' (found: body)", "a JSON list",
-                       "no string under", "invalid UTF-8"), strict=True), start=2
+                       "no string under 'text' but int", "invalid UTF-8"), strict=True), start=2
     ):
         assert problem.startswith(f"{path}:{number}: {reason}"), problem
 
@@ -308,6 +308,24 @@ def test_null_text_is_called_null(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": null}\n')
     problems, _ = problems_of(tmp_path / "a.jsonl")
     assert "no string under 'text' but null" in problems[0]
+
+
+def test_json_over_many_lines_is_called_so(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x"}], indent=1))
+    assert "a JSON value over many lines" in problems_of(tmp_path / "a.json")[0][0]
+
+
+def test_rows_of_a_table_with_other_cells_than_its_header_are_bad(tmp_path):
+    """Of a text with a comma and no quotation marks the first half was taken."""
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,"one, two"\n\n2,three, four\n3\n4,five\n')
+    problems, documents = problems_of(path)
+    assert [d.text for d in documents if not d.problem] == ["one, two", "five"]
+    assert problems == [f"{path}:row 2: 3 cells, the header names 2",
+                        f"{path}:row 3: 1 cells, the header names 2"]
+    path.write_text("text,text\na,b\n")
+    with pytest.raises(UserError, match="more than one column 'text'"):
+        texts_of([path])
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (-5, 0), (1, -1)])

@@ -202,6 +202,8 @@ def _json_document(
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
         except (ValueError, RecursionError) as error:
             problem = f"not JSON ({error})"
+            if where == 0 and line.strip() in (b"{", b"["):
+                problem = "a JSON value over many lines; each line must be an object of its own"
     return Document(text, path, where, "json", label, problem, name)
 
 
@@ -218,7 +220,8 @@ def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str, st
     if not isinstance(text, str):
         return "", _why_no_text(record, options), label, ""
     if options.label_key:
-        label = str(record.get(options.label_key, ""))
+        value = record.get(options.label_key)
+        label = "" if value is None else str(value)
     if not options.id_key:
         return text, "", label, ""
     name = record.get(options.id_key)
@@ -233,8 +236,10 @@ def _why_no_text(record, options: ReadOptions) -> str:
         return ""
     if not isinstance(record, dict):
         return f"a JSON {type(record).__name__}, not an object"
-    if record.get(options.text_key, "") is None:
-        return f"no string under {options.text_key!r} but null"
+    if options.text_key in record:
+        value = record[options.text_key]
+        kind = "null" if value is None else type(value).__name__
+        return f"no string under {options.text_key!r} but {kind}"
     found = ", ".join(map(str, record)) or "nothing"
     return f"no string under {options.text_key!r} (found: {found}); see --text_key"
 
@@ -256,11 +261,18 @@ def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         open_bytes(extent.path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
     ):
-        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
-        _columns(options, list(rows.fieldnames or []), extent.path)
-        for row, record in enumerate(rows):
-            found, problem, named, name = _fields(record, label, options)
-            yield Document(found, extent.path, row, extent.kind, named, problem, name)
+        rows = filter(None, csv.reader(text, delimiter=delimiter, strict=True))  # no empty lines
+        header = next(rows, [])
+        wanted = _columns(options, header, extent.path)
+        twice = [name for name in wanted if header.count(name) > 1]
+        if twice:
+            raise UserError(f"{extent.path}: more than one column {twice[0]!r}; rename the others")
+        for row, cells in enumerate(rows):
+            if len(cells) == len(header):
+                found = _fields(dict(zip(header, cells, strict=True)), label, options)
+            else:  # as where a text has a comma and no quotation marks: part of it would be lost
+                found = "", f"{len(cells)} cells, the header names {len(header)}", label, ""
+            yield Document(found[0], extent.path, row, extent.kind, found[2], found[1], found[3])
 
 
 def _read_warc(extent: Extent, options: ReadOptions) -> Iterator[Document]:
