@@ -23,6 +23,7 @@ from deberta_ds.data.prep.filter_rules import (
     LanguageRule,
     LineRules,
     PersonalRule,
+    RepetitionRules,
     read_rules,
 )
 from deberta_ds.data.prep.filter_words import Text
@@ -81,6 +82,26 @@ def test_words_with_vowel_signs_are_words(text):
     assert Text(text).words == parts and not Text(text).is_unspaced
     assert gopher(Text(text * 3), GopherRules(min_stop_words=0)) == ""
     assert letter_share(text) > 0.9
+
+
+def test_repetition_without_spaces_is_that_of_words():
+    """Five letters in a row, some two words, are everywhere in Chinese and Japanese: most went."""
+    generator = random.Random(2)
+    numbers = generator.choices(range(900), [1 / (n + 1) for n in range(900)], k=1500)
+    for order, reason in ((numbers, ""), (numbers[:400] * 2 + numbers[400:900], "repeated runs")):
+        spaced = "".join(f"{chr(97 + n // 30)}{chr(97 + n % 30)}{'. ' if i % 10 == 9 else ' '}"
+                         for i, n in enumerate(order))
+        unspaced = "".join(f"{chr(0x4E00 + n // 30)}{chr(0x5E00 + n % 30)}{'。' * (i % 10 == 9)}"
+                           for i, n in enumerate(order))
+        for text in (spaced, unspaced):
+            found = repetition(Text(text), RepetitionRules())
+            assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_marks_in_a_text_without_spaces_are_no_words_without_letters():
+    text = "、".join("老水手") + "，「" + "。".join("带着信回") + "」！"
+    assert gopher(Text(text * 20), GopherRules()) == ""
+    assert gopher(Text(text * 20 + " ★ 12" * 90), GopherRules()) == "few letters"
 
 
 def naive_repetition(words, count):

@@ -8,6 +8,7 @@ from deberta_ds.data.prep.filter_rules import C4Rules, FinewebRules, GopherRules
 from deberta_ds.data.prep.filter_words import END_MARKS, QUOTES, Text
 
 _TOP_RUNS, _REPEATED_RUNS = (2, 3, 4), (5, 6, 7, 8, 9, 10)
+_UNSPACED_WORD_LETTERS = 2  # of a mean Chinese or Japanese word: runs of 5 letters are everywhere
 _BULLETS = ("•", "-", "*", "‣", "●")
 
 
@@ -35,7 +36,9 @@ def gopher(text: Text, rules: GopherRules) -> str:
     if sum(line.rstrip().endswith(("...", "…")) for line in lines) > (
             rules.max_ellipsis_share * len(lines)):
         return "lines end in ellipses"
-    parts = raw.split() if spaced else tokens
+    parts = raw.split()
+    if not spaced:  # marks belong to the letter before them here too, and those alone count
+        parts = words + [part for part in parts if not any(map(str.isalnum, part))]
     if sum(any(map(str.isalpha, part)) for part in parts) < (
             rules.min_letter_word_share * len(parts)):
         return "few letters"
@@ -73,7 +76,7 @@ def fineweb(text: Text, rules: FinewebRules) -> str:
 
 
 def repetition(text: Text, rules: RepetitionRules) -> str:
-    """Gopher, table A1."""
+    """Gopher, table A1. In scripts without spaces a run of n words is one of 2 n letters."""
     size = max(len(text.text), 1)
     for parts, name, share, characters in (
             (text.paragraphs, "paragraphs", rules.max_paragraph_share,
@@ -82,12 +85,12 @@ def repetition(text: Text, rules: RepetitionRules) -> str:
         count, length = _repeated(parts)
         if count > share * len(parts) or length > characters * size:
             return f"repeated {name}"
-    runs = _Runs(text.tokens)
+    runs, tokens_a_word = _Runs(text.tokens), _UNSPACED_WORD_LETTERS if text.is_unspaced else 1
     for count, share in zip(_TOP_RUNS, rules.max_top_ngram, strict=True):
-        if runs.top_characters(count) > share * size:
+        if runs.top_characters(count * tokens_a_word) > share * size:
             return f"one run of {count} words"
     for count, share in zip(_REPEATED_RUNS, rules.max_repeated_ngram, strict=True):
-        if runs.repeated_characters(count, share * size) > share * size:
+        if runs.repeated_characters(count * tokens_a_word, share * size) > share * size:
             return f"repeated runs of {count} words"
     return ""
 
