@@ -26,7 +26,7 @@ from deberta_ds.model.table_gradient import TableGradient
 _CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
 _ALIGNED_IDS = 128
 _SUM_BLOCK = 64
-_KEPT_LOGITS = 1 << 24  # up to this many products are kept for backward
+_KEPT_LOGITS = 1 << 26  # up to this many products (256 MiB of fp32) are kept for backward
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class _Call:
     def run(self, name: str, units: int, *arguments) -> None:
         """Call a kernel for all units of work, in as many threads as torch has."""
         places = [native.address(x) if isinstance(x, Tensor) else x for x in arguments]
-        native.run_units(name, units, ctypes.byref(self.vocabulary), *places)
+        native.run_units(f"{name}_bf16", units, ctypes.byref(self.vocabulary), *places)
 
 
 def chunk_sums(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor, size: int,

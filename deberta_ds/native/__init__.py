@@ -28,8 +28,8 @@ _FLAGS = ("-std=c11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno
           "-shared", "-fPIC")
 _OFF = "DEBERTA_DS_NATIVE"  # "0": do without
 _LOG = logging.getLogger("deberta_ds")
-STRIP = 32  # of products.h: rows, columns and inner sizes of AMX's products are multiples of it
-RULES = 2  # 1: a step on a CPU is made of torch's operators alone, as in version 0.1.0
+STRIP = 32  # of products.h: rows, columns and inner sizes of products are multiples of it
+RULES = 3  # of a CPU's step; 1: torch's operators, as in version 0.1.0; 2: no attention in fp32
 _followed = RULES
 _pool: ThreadPoolExecutor | None = None
 
@@ -119,6 +119,12 @@ def has_amx() -> bool:
     return bool(library().has_amx())
 
 
+@lru_cache
+def has_avx512() -> bool:
+    """Return whether the kernels may multiply fp32; ask only where `takes` is true."""
+    return bool(library().has_avx512())
+
+
 def over_rows(rows: int, work, least: int = 64) -> None:
     """Call work(first, last, number of the part) for all rows, in as many threads as torch has.
 
@@ -151,7 +157,7 @@ def run_units(name: str, units: int, *arguments) -> None:
 
 
 def padded(count: int) -> int:
-    """Return a size of AMX's products rounded up to whole strips."""
+    """Return a size of products rounded up to whole strips."""
     return -(-count // STRIP) * STRIP
 
 

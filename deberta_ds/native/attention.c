@@ -1,10 +1,8 @@
 /* Disentangled attention over spans of up to 512 tokens, a batch row and head at a time: both
  * position terms, mask, softmax, dropout and context while a strip of scores is in the cache.
  */
-#define _GNU_SOURCE /* syscall */
-#ifdef __AMX_BF16__
 #include "attention.h"
-
+#ifdef HERE
 #include "exponential.h"
 
 /* -------------------------------------------------------------------------------- softmax */
@@ -50,25 +48,25 @@ INLINE uint32_t is_dropped(int32_t query_word, int32_t key_word, int32_t thresho
 /* --------------------------------------------------------------------------------- a plane */
 
 typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
-    uint16_t *left, *turned;                 /* to make the others from */
-    uint16_t *queries, *keys, *keys_right;   /* [N, D], [N, D], [D, W] */
-    uint16_t *values_right;                  /* [N, D] */
-    uint16_t *to_key_right, *to_query_right; /* [D, N + W] */
-    uint16_t *kept;                          /* [STRIP, W] */
+    Number *left, *turned;                 /* to make the others from */
+    Number *queries, *keys, *keys_right;   /* [N, D], [N, D], [D, W] */
+    Number *values_right;                  /* [N, D] */
+    Number *to_key_right, *to_query_right; /* [D, N + W] */
+    Number *kept;                          /* [STRIP, W] */
     float *to_query, *scores, *to_key, *out; /* [N, W], [STRIP, W], [STRIP, W], [STRIP, D] */
 } Plane;
 
 static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, long size) {
-    long wide = keys + STRIP, operand = wide * size * 2;
+    long wide = keys + STRIP, operand = wide * size * sizeof(Number);
     return (Plane){.left = take(room, 2 * operand),
                    .turned = take(room, 2 * operand),
-                   .queries = take(room, queries * size * 2),
+                   .queries = take(room, queries * size * sizeof(Number)),
                    .keys = take(room, operand),
                    .keys_right = take(room, operand),
                    .values_right = take(room, operand),
                    .to_key_right = tables->to_key,
                    .to_query_right = tables->to_query,
-                   .kept = take(room, STRIP * wide * 2),
+                   .kept = take(room, STRIP * wide * sizeof(Number)),
                    .to_query = take(room, keys * wide * 4),
                    .scores = take(room, STRIP * wide * 4),
                    .to_key = take(room, STRIP * (keys + wide) * 4),
@@ -77,8 +75,8 @@ static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, 
 
 static void take_tables(Plane *p, const Problem *problem, const Span *span, long head) {
     long rows = 2 * padded(span->keys), size = problem->size;
-    const uint16_t *tables[] = {problem->to_key, problem->to_query};
-    uint16_t *right[] = {p->to_key_right, p->to_query_right};
+    const Number *tables[] = {problem->to_key, problem->to_query};
+    Number *right[] = {p->to_key_right, p->to_query_right};
     for (int side = 0; side < 2; side++)
         if (tables[side]) {
             copy_left(p->left, table_of(tables[side], problem, span, head), size, rows, size);
@@ -98,7 +96,7 @@ static void take_row(Plane *p, const Problem *problem, const Span *span, long ro
     pair_rows(p->keys_right, wide, p->turned, keys, size, keys);
     for (long y = 0; problem->to_query && y < keys; y += STRIP)
         multiply(p->to_query + y * wide, wide, p->keys + y * size, size,
-                 p->to_query_right + 2 * (keys - STRIP - y), keys + wide, STRIP, wide, size, 0);
+                 p->to_query_right + PAIR * (keys - STRIP - y), keys + wide, STRIP, wide, size, 0);
 }
 
 INLINE void add_turned(float *scores, const float *to_query, long first, long keys) {
@@ -127,12 +125,12 @@ INLINE void add_chosen(float *scores, const float *to_query, const Span *span, l
 
 static void add_scores(Plane *p, const Problem *problem, const Span *span, long first) {
     long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
-    const uint16_t *queries = p->queries + first * size;
+    const Number *queries = p->queries + first * size;
     multiply(p->scores, wide, queries, size, p->keys_right, wide, STRIP, keys, size, 0);
     long column = span->columns ? 0 : keys - STRIP - first; /* of the table, to begin with */
     long used = span->columns ? 2 * keys : wide;
     if (problem->to_key)
-        multiply(p->to_key, used, queries, size, p->to_key_right + 2 * column, keys + wide, STRIP,
+        multiply(p->to_key, used, queries, size, p->to_key_right + PAIR * column, keys + wide, STRIP,
                  used, size, 0);
     for (long i = 0; i < least(STRIP, span->queries - first); i++) {
         float *restrict scores = p->scores + i * wide;
@@ -151,16 +149,16 @@ static void add_scores(Plane *p, const Problem *problem, const Span *span, long 
 /* Fill p->kept with a strip's kept probabilities, and the caller's, if there are, with all of them:
  * dropped ones carry a minus sign. */
 static void strip_probabilities(Plane *p, const Problem *problem, const Span *span, long row,
-                                long head, long first, uint16_t *probs) {
+                                long head, long first, Number *probs) {
     long count = span->keys, wide = padded(count) + STRIP;
     long rows = least(STRIP, span->queries - first), plane = row * problem->heads + head;
     const uint8_t *hidden = span->forbidden;
     if (hidden && span->masks > 1) hidden += (row - span->first_row) * span->queries * count;
     add_scores(p, problem, span, first);
-    if (rows < STRIP || count % STRIP) memset(p->kept, 0, STRIP * wide * 2);
+    if (rows < STRIP || count % STRIP) memset(p->kept, 0, STRIP * wide * sizeof *p->kept);
     for (long i = 0; i < rows; i++) {
         float *restrict scores = p->scores + i * wide;
-        uint16_t *restrict kept = p->kept + i * wide;
+        Number *restrict kept = p->kept + i * wide;
         if (hidden)
             for (long y = 0; y < count; y++)
                 scores[y] = hidden[(first + i) * count + y] ? -INFINITY : scores[y];
@@ -176,18 +174,18 @@ static void strip_probabilities(Plane *p, const Problem *problem, const Span *sp
                 scores[y] = of_bits(bits_of(scores[y]) | dropped << 31);
             }
             if (probs) {
-                uint16_t *restrict all = probs + (first + i) * count;
+                Number *restrict all = probs + (first + i) * count;
                 for (long y = 0; y < count; y++) set(all, y, scores[y]);
             }
         } else {
             for (long y = 0; y < count; y++) set(kept, y, scores[y]);
-            if (probs) memcpy(probs + (first + i) * count, kept, count * 2);
+            if (probs) memcpy(probs + (first + i) * count, kept, count * sizeof *kept);
         }
     }
 }
 
 static void forward(const Problem *problem, const Span *span, long row, long head,
-                    uint16_t *context, uint16_t *probs, Plane *p) {
+                    Number *context, Number *probs, Plane *p) {
     long keys = padded(span->keys), size = problem->size, wide = padded(size);
     take_row(p, problem, span, row, head);
     for (long x = 0; x < span->queries; x += STRIP) {
@@ -195,7 +193,7 @@ static void forward(const Problem *problem, const Span *span, long row, long hea
         multiply(p->out, wide, p->kept, keys + STRIP, p->values_right, wide, STRIP, wide, keys, 0);
         for (long i = 0; i < least(STRIP, span->queries - x); i++) {
             long token = row * problem->query_tokens + query_of(span, x + i);
-            uint16_t *restrict to = context + (token * problem->heads + head) * size;
+            Number *restrict to = context + (token * problem->heads + head) * size;
             for (long d = 0; d < size; d++) set(to, d, p->out[i * wide + d] * problem->grown);
         }
     }
@@ -203,8 +201,8 @@ static void forward(const Problem *problem, const Span *span, long row, long hea
 
 /* Run units [first, last). Writes context [rows, query_tokens, heads, size] and, if asked for, all
  * probabilities. Returns 0, or 1 where there was no memory. */
-int attend_forward(long first, long last, const Problem *problem, const Span *spans,
-                   long num_spans, long chunks, uint16_t *context, uint16_t *probs) {
+int KERNEL(attend_forward)(long first, long last, const Problem *problem, const Span *spans,
+                   long num_spans, long chunks, Number *context, Number *probs) {
     Room room;
     if (!make_room(&room, problem)) return 1;
     char *memory = room.next;
@@ -226,15 +224,8 @@ int attend_forward(long first, long last, const Problem *problem, const Span *sp
                         probs ? probs + probs_of(problem, span, row, mine.head) : 0, &plane);
         }
     }
-    _tile_release();
+    end_products();
     free(memory);
     return 0;
 }
-
-/* Whether the processor has what these kernels need, and the system lets this process use it. */
-int has_amx(void) {
-    return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* AMX's tiles */);
-}
-#else
-int has_amx(void) { return 0; }
 #endif

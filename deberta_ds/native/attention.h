@@ -1,6 +1,7 @@
 /* What attention's forward and backward pass over a span share. */
 #include "products.h"
 
+#ifdef HERE
 /* Keys [start, start + keys) of some batch rows, and the queries that look at them: all of those
  * columns, or, in a single row, chosen ones. */
 typedef struct {
@@ -12,9 +13,9 @@ typedef struct {
 } Span;
 
 typedef struct {
-    const uint16_t *query, *key, *value; /* [rows, heads, tokens, size] by strides */
+    const Number *query, *key, *value; /* [rows, heads, tokens, size] by strides */
     int64_t query_strides[3], key_strides[3], value_strides[3];
-    const uint16_t *to_key, *to_query; /* [heads, 2 longest, size], or null; scaled */
+    const Number *to_key, *to_query; /* [heads, 2 longest, size], or null; scaled */
     int64_t rows, heads, size, longest, most; /* keys and queries of the largest span, padded */
     const int32_t *query_words, *key_words; /* [rows, heads, tokens], or null: no dropout */
     int64_t query_tokens, tokens;
@@ -23,9 +24,9 @@ typedef struct {
 } Problem;
 
 typedef struct {
-    const uint16_t *out; /* of the context; strides of rows, heads and tokens, in numbers */
+    const Number *out; /* of the context; strides of rows, heads and tokens, in numbers */
     int64_t out_strides[3];
-    uint16_t *query, *key, *value;
+    Number *query, *key, *value;
     float *to_key, *to_query; /* or null */
 } Gradients;
 
@@ -35,7 +36,7 @@ typedef struct {
  * lies at y - (x - x0) + STRIP - 1. */
 INLINE long skewed(long column, long row_of_strip) { return column - row_of_strip + STRIP - 1; }
 
-INLINE const uint16_t *table_of(const uint16_t *base, const Problem *p, const Span *span,
+INLINE const Number *table_of(const Number *base, const Problem *p, const Span *span,
                                 long head) {
     long first = p->longest - padded(span->keys); /* the first row that it needs */
     return base + (head * 2 * p->longest + first) * p->size;
@@ -68,30 +69,30 @@ INLINE long query_of(const Span *span, long number) {
 }
 
 /* Copy the keys of a span, or what has their shape, to the left. */
-INLINE void copy_keys(uint16_t *to, const uint16_t *base, const int64_t *strides, const Span *span,
+INLINE void copy_keys(Number *to, const Number *base, const int64_t *strides, const Span *span,
                       long row, long head, long size) {
-    const uint16_t *from = base + row * strides[0] + head * strides[1] + span->start * strides[2];
+    const Number *from = base + row * strides[0] + head * strides[1] + span->start * strides[2];
     copy_left(to, from, strides[2], span->keys, size);
 }
 
 /* The same of queries. */
-INLINE void copy_queries(uint16_t *to, const uint16_t *base, const int64_t *strides,
+INLINE void copy_queries(Number *to, const Number *base, const int64_t *strides,
                          const Span *span, long row, long head, long size) {
-    const uint16_t *from = base + row * strides[0] + head * strides[1];
+    const Number *from = base + row * strides[0] + head * strides[1];
     if (!span->chosen) {
         copy_left(to, from + span->start * strides[2], strides[2], span->queries, size);
         return;
     }
-    memset(to, 0, padded(span->queries) * padded(size) * 2);
+    memset(to, 0, padded(span->queries) * padded(size) * sizeof *to);
     for (long i = 0; i < span->queries; i++)
-        memcpy(to + i * padded(size), from + span->chosen[i] * strides[2], size * 2);
+        memcpy(to + i * padded(size), from + span->chosen[i] * strides[2], size * sizeof *to);
 }
 
 /* Take memory for the largest span, either way; 0 where there is none. */
 INLINE int make_room(Room *room, const Problem *p) {
     long keys = p->longest, size = padded(p->size), wide = keys + STRIP, most = p->most + STRIP;
-    long bytes = (20 * wide + 4 * most) * size * 2 + 3 * wide * size * 4; /* operands, gradients */
-    bytes += keys * wide * 4 + STRIP * (6 * wide + size) * 4 + 32 * 64;   /* scores */
+    long bytes = (20 * wide + 4 * most) * size * sizeof(Number) + 3 * wide * size * 4; /* operands, gradients */
+    bytes += keys * wide * 4 + STRIP * (9 * wide + size) * 4 + 32 * 64;   /* scores */
     room->next = aligned_alloc(64, (bytes + 63) / 64 * 64);
     return room->next != 0;
 }
@@ -99,7 +100,7 @@ INLINE int make_room(Room *room, const Problem *p) {
 /* Expanded tables as a span's products want them. Those of a unit's other spans of as many keys are
  * the same: the decoder has a span for every row. */
 typedef struct {
-    uint16_t *to_key, *to_query;
+    Number *to_key, *to_query;
     const Span *packed; /* for which they were made, or null */
 } Tables;
 
@@ -108,7 +109,8 @@ INLINE int serve(const Tables *tables, const Span *span) {
 }
 
 INLINE Tables take_room_for_tables(Room *room, const Problem *p) {
-    long bytes = 2 * (p->longest + STRIP) * padded(p->size) * 2;
+    long bytes = 2 * (p->longest + STRIP) * padded(p->size) * sizeof(Number);
     char *first = take(room, bytes);
-    return (Tables){(uint16_t *)first, take(room, bytes), 0};
+    return (Tables){(Number *)first, take(room, bytes), 0};
 }
+#endif

@@ -1,21 +1,22 @@
 /* The backward pass of attention.c, a batch row and head at a time. */
-#ifdef __AMX_BF16__
 #include "attention.h"
+#ifdef HERE
 
 typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
-    uint16_t *left, *turned;                                  /* to make the others from */
-    uint16_t *out_grad, *queries, *keys;                      /* [N, D] */
-    uint16_t *out_grad_turned, *queries_turned, *keys_turned; /* [D, W] */
-    uint16_t *values_right, *keys_right;                      /* [D, W], [N, D] */
-    uint16_t *to_key_right, *to_query_right;                  /* [2 N, D] */
-    uint16_t *to_key, *rows, *to_query; /* [STRIP, W] and [N, W]: of scores, skewed or not */
-    uint16_t *kept, *paired;     /* [STRIP, W], and what is on the right of a product */
+    Number *left, *turned;                                  /* to make the others from */
+    Number *out_grad, *queries, *keys;                      /* [N, D] */
+    Number *out_grad_turned, *queries_turned, *keys_turned; /* [D, W] */
+    Number *values_right, *keys_right;                      /* [D, W], [N, D] */
+    Number *to_key_right, *to_query_right;                  /* [2 N, D] */
+    Number *to_key, *rows, *to_query; /* [STRIP, W] and [N, W]: of scores, skewed or not */
+    Number *kept, *paired;     /* [STRIP, W], and what is on the right of a product */
     float *scores, *out;         /* [STRIP, W], [STRIP, D] */
     float *keys_grad, *values_grad, *grad_left; /* [D, W], [D, W], [N, D] */
 } Plane;
 
 static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, long size) {
-    long wide = keys + STRIP, operand = wide * size * 2, chosen = (queries + STRIP) * size * 2;
+    long wide = keys + STRIP, one = sizeof(Number);
+    long operand = wide * size * one, chosen = (queries + STRIP) * size * one;
     return (Plane){.left = take(room, 2 * operand),
                    .turned = take(room, operand),
                    .out_grad = take(room, chosen),
@@ -28,22 +29,22 @@ static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, 
                    .keys_right = take(room, operand),
                    .to_key_right = tables->to_key,
                    .to_query_right = tables->to_query,
-                   .to_key = take(room, STRIP * (keys + wide) * 2),
-                   .rows = take(room, STRIP * wide * 2),
-                   .to_query = take(room, keys * wide * 2),
-                   .kept = take(room, STRIP * wide * 2),
-                   .paired = take(room, STRIP * (keys + wide) * 2),
+                   .to_key = take(room, STRIP * (keys + wide) * one),
+                   .rows = take(room, STRIP * wide * one),
+                   .to_query = take(room, keys * wide * one),
+                   .kept = take(room, STRIP * wide * one),
+                   .paired = take(room, STRIP * (keys + wide) * one),
                    .scores = take(room, STRIP * wide * 4),
                    .out = take(room, STRIP * size * 4),
-                   .keys_grad = take(room, 2 * operand),
-                   .values_grad = take(room, 2 * operand),
-                   .grad_left = take(room, 2 * operand)};
+                   .keys_grad = take(room, wide * size * 4),
+                   .values_grad = take(room, wide * size * 4),
+                   .grad_left = take(room, wide * size * 4)};
 }
 
 static void take_tables(Plane *p, const Problem *problem, const Span *span, long head) {
     long rows = 2 * padded(span->keys), size = problem->size;
-    const uint16_t *tables[] = {problem->to_key, problem->to_query};
-    uint16_t *right[] = {p->to_key_right, p->to_query_right};
+    const Number *tables[] = {problem->to_key, problem->to_query};
+    Number *right[] = {p->to_key_right, p->to_query_right};
     for (int side = 0; side < 2; side++)
         if (tables[side]) {
             copy_left(p->left, table_of(tables[side], problem, span, head), size, rows, size);
@@ -68,10 +69,10 @@ static void take_row(Plane *p, const Problem *problem, const Gradients *grads, c
     transpose(p->keys_turned, wide, p->keys, keys, size);
     memset(p->keys_grad, 0, wide * size * 4);
     memset(p->values_grad, 0, wide * size * 4);
-    memset(p->to_query, 0, keys * wide * 2);
+    memset(p->to_query, 0, keys * wide * sizeof *p->to_query);
 }
 
-INLINE void put_turned(uint16_t *to_query, const float *scores, long first, long keys) {
+INLINE void put_turned(Number *to_query, const float *scores, long first, long keys) {
     long wide = keys + STRIP;
     for (long y = 0; y < keys; y += LANES)
         for (long x = 0; x < STRIP; x += LANES) {
@@ -80,52 +81,53 @@ INLINE void put_turned(uint16_t *to_query, const float *scores, long first, long
                 memcpy(block[i], scores + (x + i) * wide + y, sizeof block[i]);
             turn(block);
             for (long j = 0; j < LANES; j++) {
-                uint16_t *to = to_query + (y + j) * wide + skewed(first + x, (y + j) % STRIP);
-                for (long i = 0; i < LANES; i++) to[i] = (uint16_t)(bits_of(block[j][i]) >> 16);
+                Number *to = to_query + (y + j) * wide + skewed(first + x, (y + j) % STRIP);
+                for (long i = 0; i < LANES; i++) set_exact(to, i, block[j][i]);
             }
         }
 }
 
 /* The same for chosen queries, of which several may stand at one column. */
-INLINE void put_chosen(uint16_t *to_query, const float *scores, const Span *span, long first,
+INLINE void put_chosen(Number *to_query, const float *scores, const Span *span, long first,
                        long keys) {
     long wide = keys + STRIP;
     for (long i = 0; i < least(STRIP, span->queries - first); i++)
         for (long y = 0; y < span->keys; y++) {
-            uint16_t *to = to_query + y * wide + skewed(span->columns[first + i], y % STRIP);
+            Number *to = to_query + y * wide + skewed(span->columns[first + i], y % STRIP);
             set(to, 0, number(to, 0) + scores[i * wide + y]);
         }
 }
 
 /* Turn the gradient of a strip's kept probabilities, in p->scores, into that of its scores, there
  * and, skewed, in p->to_key; the kept probabilities go to p->kept. */
-static void strip_gradient(Plane *p, const Span *span, long first, const uint16_t *probs,
+static void strip_gradient(Plane *p, const Span *span, long first, const Number *probs,
                            float grown) {
     long count = span->keys, keys = padded(count), wide = keys + STRIP;
     long rows = least(STRIP, span->queries - first), used = span->columns ? 2 * keys : wide;
     if (rows < STRIP || count < keys) {
-        memset(p->kept, 0, STRIP * wide * 2);
+        memset(p->kept, 0, STRIP * wide * sizeof *p->kept);
         memset(p->scores + rows * wide, 0, (STRIP - rows) * wide * 4);
     }
-    memset(p->to_key, 0, STRIP * used * 2);
-    if (span->columns) memset(p->rows, 0, STRIP * wide * 2);
+    memset(p->to_key, 0, STRIP * used * sizeof *p->to_key);
+    if (span->columns) memset(p->rows, 0, STRIP * wide * sizeof *p->rows);
     for (long i = 0; i < rows; i++) {
         float *restrict scores = p->scores + i * wide, along = 0;
-        const uint16_t *restrict marked = probs + (first + i) * count;
-        uint16_t *restrict kept = p->kept + i * wide;
-        uint16_t *restrict to_key = p->to_key + i * used + first_of_row(span, keys, first, i);
+        const Number *restrict marked = probs + (first + i) * count;
+        Number *restrict kept = p->kept + i * wide;
+        Number *restrict to_key = p->to_key + i * used + first_of_row(span, keys, first, i);
         for (long y = 0; y < count; y++) {
             float prob = number(marked, y), share = scores[y] * grown;
-            kept[y] = marked[y] >> 15 ? 0 : marked[y];
-            scores[y] = marked[y] >> 15 ? 0.0f : share;
+            uint32_t dropped = bits_of(prob) >> 31;
+            set_exact(kept, y, dropped ? 0.0f : prob);
+            scores[y] = dropped ? 0.0f : share;
             along += scores[y] * fabsf(prob);
         }
         for (long y = 0; y < count; y++) {
-            scores[y] = rounded(fabsf(number(marked, y)) * (scores[y] - along), 1);
-            to_key[y] = (uint16_t)(bits_of(scores[y]) >> 16);
+            scores[y] = rounded(fabsf(number(marked, y)) * (scores[y] - along), HALF);
+            set_exact(to_key, y, scores[y]);
         }
         for (long y = count; y < keys; y++) scores[y] = 0;
-        if (span->columns) memcpy(p->rows + i * wide, to_key, count * 2);
+        if (span->columns) memcpy(p->rows + i * wide, to_key, count * sizeof *to_key);
     }
 }
 
@@ -147,10 +149,10 @@ INLINE void turn_all(float *to, const float *from, long width, long rows, long c
 }
 
 /* Write one token's row of [rows, tokens, heads, size]. */
-INLINE void write_row(uint16_t *to, const float *from, const Problem *problem, long tokens,
+INLINE void write_row(Number *to, const float *from, const Problem *problem, long tokens,
                       long token, long row, long head, float scale) {
     long size = problem->size;
-    uint16_t *restrict place = to + ((row * tokens + token) * problem->heads + head) * size;
+    Number *restrict place = to + ((row * tokens + token) * problem->heads + head) * size;
     for (long d = 0; d < size; d++) set(place, d, from[d] * scale);
 }
 
@@ -159,27 +161,27 @@ static void strip_products(Plane *p, const Problem *problem, const Span *span, l
                            float *table_grad) {
     long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
     long column = span->columns ? 0 : keys - STRIP - x, used = span->columns ? 2 * keys : wide;
-    long stride = span->columns ? wide : wide - 1, turned = padded(span->queries) + STRIP;
-    const uint16_t *unskewed = span->columns ? p->rows : p->to_key + skewed(0, 0);
-    const uint16_t *queries = p->queries_turned + x;
+    long stride = span->columns ? wide : wide - 1, turned = padded(span->queries) + STRIP, width;
+    const Number *unskewed = span->columns ? p->rows : p->to_key + skewed(0, 0);
+    const Number *queries = p->queries_turned + x, *right;
     multiply(p->out, size, unskewed, stride, p->keys_right, size, STRIP, size, keys, 0);
     scale_all(p->out, STRIP * size, problem->scale);
     if (problem->to_key) {
         multiply(p->out, size, p->to_key, used, p->to_key_right + column * size, size, STRIP, size,
                  used, 1);
-        pair_rows(p->paired, used, p->to_key, used, STRIP, used);
-        multiply(table_grad + column, 2 * problem->longest, queries, turned, p->paired, used, size,
+        right = on_right(p->paired, &width, p->to_key, used, STRIP, used);
+        multiply(table_grad + column, 2 * problem->longest, queries, turned, right, width, size,
                  used, STRIP, 1);
     }
-    pair_rows(p->paired, wide, unskewed, stride, STRIP, keys);
-    multiply(p->keys_grad, wide, queries, turned, p->paired, wide, size, keys, STRIP, 1);
-    pair_rows(p->paired, wide, p->kept, wide, STRIP, keys);
-    multiply(p->values_grad, wide, p->out_grad_turned + x, turned, p->paired, wide, size, keys,
+    right = on_right(p->paired, &width, unskewed, stride, STRIP, keys);
+    multiply(p->keys_grad, wide, queries, turned, right, width, size, keys, STRIP, 1);
+    right = on_right(p->paired, &width, p->kept, wide, STRIP, keys);
+    multiply(p->values_grad, wide, p->out_grad_turned + x, turned, right, width, size, keys,
              STRIP, 1);
 }
 
 static void backward(const Problem *problem, const Gradients *grads, const Span *span, long row,
-                     long head, const uint16_t *probs, float *to_key_grad, float *to_query_grad,
+                     long head, const Number *probs, float *to_key_grad, float *to_query_grad,
                      Plane *p) {
     long count = span->keys, keys = padded(count), size = padded(problem->size);
     long wide = keys + STRIP, table = 2 * problem->longest, skip = problem->longest - keys;
@@ -200,12 +202,13 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
     scale_all(p->keys_grad, size * wide, problem->scale);
     turn_all(p->grad_left, p->keys_grad, wide, size, keys);
     for (long y = 0; problem->to_query && y < keys; y += STRIP) {
-        const uint16_t *strip = p->to_query + y * wide;
+        const Number *strip = p->to_query + y * wide;
         long column = keys - STRIP - y;
         multiply(p->grad_left + y * size, size, strip, wide, p->to_query_right + column * size,
                  size, STRIP, size, wide, 1);
-        pair_rows(p->paired, wide, strip, wide, STRIP, wide);
-        multiply(to_query_grad + skip + column, table, p->keys_turned + y, wide, p->paired, wide,
+        long width;
+        const Number *right = on_right(p->paired, &width, strip, wide, STRIP, wide);
+        multiply(to_query_grad + skip + column, table, p->keys_turned + y, wide, right, width,
                  size, wide, STRIP, 1);
     }
     for (long y = 0; y < count; y++)
@@ -219,8 +222,8 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
 
 /* The units of `attend_forward`, from what it wrote. Gradients of queries, keys and values are
  * [rows, tokens, heads, size]; those of the tables are sums, [units, size, 2 longest]. */
-int attend_backward(long first, long last, const Problem *problem, const Span *spans,
-                    long num_spans, long chunks, const Gradients *grads, const uint16_t *probs) {
+int KERNEL(attend_backward)(long first, long last, const Problem *problem, const Span *spans,
+                    long num_spans, long chunks, const Gradients *grads, const Number *probs) {
     Room room;
     if (!make_room(&room, problem)) return 1;
     char *memory = room.next;
@@ -244,7 +247,7 @@ int attend_backward(long first, long last, const Problem *problem, const Span *s
                          grads->to_key + unit * table, grads->to_query + unit * table, &plane);
         }
     }
-    _tile_release();
+    end_products();
     free(memory);
     return 0;
 }

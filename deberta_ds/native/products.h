@@ -1,16 +1,33 @@
-/* Products of bfloat16 matrices by AMX, in blocks of sixteen, and the layouts that they want.
+/* Products of matrices in blocks, and the layouts that they want: of bfloat16 by AMX or, where FP32
+ * is defined, of fp32 by vectors of sixteen.
  *
- * A matrix on the left is [rows, inner]; one on the right is [inner / 2, columns, 2], its rows 2 i
- * and 2 i + 1 side by side. Sums are fp32. Sizes are multiples of 32.
+ * A matrix on the left is [rows, inner]; one on the right is [inner / PAIR, columns, PAIR]: of
+ * bfloat16, rows 2 i and 2 i + 1 lie side by side. Sums are fp32. Sizes are multiples of 32.
  */
 #include "numbers.h"
 
-#include <immintrin.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
+/* HERE: whether the processor has what the products need. */
+#if defined(FP32) && defined(__AVX512F__)
+#define HERE
+#elif !defined(FP32) && defined(__AMX_BF16__)
+#define HERE
+#include <immintrin.h>
+#endif
+
+#ifdef HERE
 enum { LANES = 16, STRIP = 32 }; /* numbers of a vector; rows worked on at once */
+
+#ifdef FP32
+typedef float Number;
+enum { HALF = 0, PAIR = 1 };
+#define KERNEL(name) name##_fp32
+#else
+typedef uint16_t Number;
+enum { HALF = 1, PAIR = 2 };
+#define KERNEL(name) name##_bf16
+#endif
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Order __attribute__((vector_size(4 * LANES)));
@@ -28,18 +45,60 @@ INLINE void *take(Room *room, long bytes) {
     return piece;
 }
 
-INLINE float number(const uint16_t *from, long i) { return get(from, i, 1); }
-INLINE void set(uint16_t *to, long i, float value) { put(to, i, value, 1); }
+INLINE float number(const Number *from, long i) { return get(from, i, HALF); }
+INLINE void set(Number *to, long i, float value) { put(to, i, value, HALF); }
+
+/* Set a number that needs no rounding. */
+INLINE void set_exact(Number *to, long i, float value) {
+#ifdef FP32
+    to[i] = value;
+#else
+    to[i] = (uint16_t)(bits_of(value) >> 16);
+#endif
+}
 
 /* out [rows, wide] of `width` (=, or += where `add`) left [rows, inner] of `stride` x right, of
- * `columns`; four blocks at a time, so that what is loaded serves twice. */
-INLINE void multiply(float *out, long width, const uint16_t *left, long stride,
-                     const uint16_t *right, long columns, long rows, long wide, long inner,
+ * `columns`. */
+#ifdef FP32
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+enum { HIGH = 8, DEEP = 128 }; /* rows whose sums stay in registers; terms of one, for exactness */
+#define EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < HIGH; i++)
+
+static void multiply(float *out, long width, const Number *left, long stride, const Number *right,
+                     long columns, long rows, long wide, long inner, int add) {
+    for (long column = 0; column < wide; column += 2 * LANES)
+        for (long start = 0; start < inner; start += DEEP)
+            for (long row = 0; row < rows; row += HIGH) {
+                const float *first = left + row * stride;
+                float *to = out + row * width + column;
+                Lanes even[HIGH], odd[HIGH];
+                EACH_ROW even[i] = odd[i] = (Lanes){0};
+                for (long k = start; k < least(start + DEEP, inner); k++) {
+                    const Loose *place = (const Loose *)(right + k * columns + column);
+                    EACH_ROW {
+                        even[i] += place[0] * first[i * stride + k];
+                        odd[i] += place[1] * first[i * stride + k];
+                    }
+                }
+                EACH_ROW {
+                    Loose *sums = (Loose *)(to + i * width);
+                    if (add || start) even[i] += sums[0], odd[i] += sums[1];
+                    sums[0] = even[i], sums[1] = odd[i];
+                }
+            }
+}
+
+INLINE void begin_products(void) {}
+INLINE void end_products(void) {}
+#else
+/* Four blocks at a time, so that what is loaded serves twice. */
+INLINE void multiply(float *out, long width, const Number *left, long stride,
+                     const Number *right, long columns, long rows, long wide, long inner,
                      int add) {
     for (long column = 0; column < wide; column += 2 * LANES)
         for (long row = 0; row < rows; row += 2 * LANES) {
             float *upper = out + row * width + column, *lower = upper + LANES * width;
-            const uint16_t *first = left + row * stride, *second = first + LANES * stride;
+            const Number *first = left + row * stride, *second = first + LANES * stride;
             if (add) {
                 _tile_loadd(0, upper, width * 4);
                 _tile_loadd(1, upper + LANES, width * 4);
@@ -52,7 +111,7 @@ INLINE void multiply(float *out, long width, const uint16_t *left, long stride,
                 _tile_zero(3);
             }
             for (long k = 0; k < inner; k += 32) {
-                const uint16_t *pairs = right + k * columns + column * 2;
+                const Number *pairs = right + k * columns + column * 2;
                 _tile_loadd(4, first + k, stride * 2);
                 _tile_loadd(6, pairs, columns * 4);
                 _tile_dpbf16ps(0, 4, 6);
@@ -69,7 +128,7 @@ INLINE void multiply(float *out, long width, const uint16_t *left, long stride,
         }
 }
 
-static void begin_products(void) { /* of this thread */
+INLINE void begin_products(void) { /* of this thread */
     struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t bytes_a_row[16];
@@ -78,6 +137,9 @@ static void begin_products(void) { /* of this thread */
     for (int tile = 0; tile < 8; tile++) tiles.bytes_a_row[tile] = 64, tiles.rows[tile] = 16;
     _tile_loadconfig(&tiles);
 }
+
+INLINE void end_products(void) { _tile_release(); }
+#endif
 
 /* --------------------------------------------------------------------------- other layouts */
 
@@ -117,27 +179,46 @@ INLINE void turn(float block[LANES][LANES]) {
 #endif
 
 /* Copy rows of `columns` numbers, `stride` apart, to a padded matrix on the left. */
-INLINE void copy_left(uint16_t *to, const uint16_t *from, long stride, long rows, long columns) {
-    long wide = padded(columns);
+INLINE void copy_left(Number *to, const Number *from, long stride, long rows, long columns) {
+    long wide = padded(columns), a_row = columns * sizeof *to;
     for (long row = 0; row < rows; row++) {
-        memcpy(to + row * wide, from + row * stride, columns * 2);
-        if (wide > columns) memset(to + row * wide + columns, 0, (wide - columns) * 2);
+        memcpy(to + row * wide, from + row * stride, a_row);
+        if (wide > columns) memset(to + row * wide + columns, 0, wide * sizeof *to - a_row);
     }
-    memset(to + rows * wide, 0, (padded(rows) - rows) * wide * 2);
+    memset(to + rows * wide, 0, (padded(rows) - rows) * wide * sizeof *to);
 }
 
 /* Make rows of a matrix on the left, `stride` apart, one on the right, of `width` columns. */
-INLINE void pair_rows(uint16_t *to, long width, const uint16_t *left, long stride, long rows,
+INLINE void pair_rows(Number *to, long width, const Number *left, long stride, long rows,
                       long columns) {
+#ifdef FP32
+    for (long row = 0; row < rows; row++)
+        memcpy(to + row * width, left + row * stride, columns * sizeof *to);
+#else
     for (long row = 0; row < rows; row += 2) {
         const uint16_t *even = left + row * stride, *odd = even + stride;
         uint32_t *pairs = (uint32_t *)(to + row * width);
         for (long i = 0; i < columns; i++) pairs[i] = even[i] | (uint32_t)odd[i] << 16;
     }
+#endif
+}
+
+/* Return the same, and its `width`: the rows themselves where they serve, or made in `room`. */
+INLINE const Number *on_right(Number *room, long *width, const Number *left, long stride,
+                              long rows, long columns) {
+#ifdef FP32
+    (void)room, (void)rows, (void)columns;
+    *width = stride;
+    return left;
+#else
+    *width = columns;
+    pair_rows(room, columns, left, stride, rows, columns);
+    return room;
+#endif
 }
 
 /* Transpose [rows, columns] on the left to [columns, rows] of `width`. */
-INLINE void transpose(uint16_t *to, long width, const uint16_t *left, long rows, long columns) {
+INLINE void transpose(Number *to, long width, const Number *left, long rows, long columns) {
     for (long row = 0; row < rows; row += LANES)
         for (long column = 0; column < columns; column += LANES) {
             float block[LANES][LANES];
@@ -147,6 +228,7 @@ INLINE void transpose(uint16_t *to, long width, const uint16_t *left, long rows,
             turn(block);
             for (long j = 0; j < LANES; j++)
                 for (long i = 0; i < LANES; i++)
-                    to[(column + j) * width + row + i] = (uint16_t)(bits_of(block[j][i]) >> 16);
+                    set_exact(to, (column + j) * width + row + i, block[j][i]);
         }
 }
+#endif

@@ -4,9 +4,8 @@
  * target run down a column, so sixteen targets share every step. A chunk of ids is worked on alike
  * whoever does it; gradients of the hidden states are summed per unit of chunks.
  */
-#ifdef __AMX_BF16__
 #include "products.h"
-
+#ifdef HERE
 #include "exponential.h"
 
 enum { IDS = 256, TARGETS = 256 }; /* of a block */
@@ -102,7 +101,7 @@ INLINE void add_strip(const float *logits, long rows, long id, long target, long
 /* Sums of chunks [first, last): largest logit, its id, the sum of exponentials below it (and the
  * same of the draw's temperature), [chunks, targets]; the logit of each label. Returns 0, or 1
  * where there was no memory. */
-int vocabulary_sums(long first, long last, const Vocabulary *v, float *top, int32_t *top_id,
+int KERNEL(vocabulary_sums)(long first, long last, const Vocabulary *v, float *top, int32_t *top_id,
                     float *mass, float *cold_mass, float *label_logit) {
     Work w;
     if (!make_work(&w, v)) return 1;
@@ -131,7 +130,7 @@ int vocabulary_sums(long first, long last, const Vocabulary *v, float *top, int3
                 }
         }
     }
-    _tile_release();
+    end_products();
     free(w.weight);
     return 0;
 }
@@ -159,7 +158,7 @@ INLINE void strip_gradient(const Work *w, const Vocabulary *v, const float *log_
 /* Gradients of chunks [first, last) for each unit, which is `chunks_a_unit` of them: of the table
  * [ids, size] and the bias [ids], zeros before; and the sum of the hidden states', [units, targets
  * padded, size padded], zeros before. */
-int vocabulary_gradients(long first, long last, const Vocabulary *v, long chunks_a_unit,
+int KERNEL(vocabulary_gradients)(long first, long last, const Vocabulary *v, long chunks_a_unit,
                          const float *log_norm, float scale, float *weight_grad, float *bias_grad,
                          float *hidden_grad) {
     Work w;
@@ -196,7 +195,7 @@ int vocabulary_gradients(long first, long last, const Vocabulary *v, long chunks
                 memcpy(weight_grad + (block + i) * v->size, out + i * width, v->size * 4);
         }
     }
-    _tile_release();
+    end_products();
     free(out);
     free(w.weight);
     return 0;

@@ -1,4 +1,6 @@
-"""Attention of short spans in bf16 on a CPU with AMX, in C: `deberta_ds/native/attention.c`.
+"""Attention of short spans on a CPU, in C: `deberta_ds/native/attention.c`.
+
+bf16 needs AMX, fp32 AVX-512.
 
 torch's operators would pass over a tile of scores some twenty-five times each way and copy every
 operand of a product; here a strip of scores stays in the nearest cache from its products to the
@@ -55,8 +57,11 @@ class _Gradients(ctypes.Structure):
 def fits(spans: list[KeySpan], *tensors: Tensor) -> bool:
     """Return whether the kernels can work on these spans of queries, keys and values."""
     short = all(span.stop - span.start <= LONGEST for span in spans)
-    half = all(tensor.dtype == torch.bfloat16 for tensor in tensors)
-    return short and half and native.takes(*tensors) and native.has_amx()
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not short or len(dtypes) > 1 or not native.takes(*tensors):
+        return False
+    return native.has_amx() if torch.bfloat16 in dtypes else (
+        native.followed() > 2 and native.has_avx512())
 
 
 def attend_in_c(
@@ -126,7 +131,8 @@ class _Call:
 
     def run(self, name: str, *arguments) -> None:
         """Call a kernel for all units of work, in as many threads as torch has."""
-        native.run_units(name, self.units, ctypes.byref(self.problem), self.spans,
+        kind = "bf16" if self._alive[0].dtype == torch.bfloat16 else "fp32"
+        native.run_units(f"{name}_{kind}", self.units, ctypes.byref(self.problem), self.spans,
                          ctypes.c_long(len(self.spans)), ctypes.c_long(self.chunks), *arguments)
 
     def new_flat(self, like_BHRD: Tensor, held: str) -> Tensor:

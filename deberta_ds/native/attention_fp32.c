@@ -1,0 +1,3 @@
+/* Attention in fp32, forward. */
+#define FP32
+#include "attention.c"

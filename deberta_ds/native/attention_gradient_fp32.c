@@ -1,0 +1,3 @@
+/* Attention in fp32, backward. */
+#define FP32
+#include "attention_gradient.c"
