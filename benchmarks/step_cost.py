@@ -27,9 +27,9 @@ from deberta_ds import config
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
-from deberta_ds.model import dropout, elementwise, embeddings, encoder, fused_norm
+from deberta_ds.model import dropout, elementwise, embeddings, encoder, fused_norm, shared_products
 from deberta_ds.model import linear_cross_entropy as chunked
-from deberta_ds.model.attention import Geometry, fused, geometry
+from deberta_ds.model.attention import Geometry, dispatch, fused, geometry
 from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
@@ -181,12 +181,17 @@ def count_step(run: RunConfig) -> Count:
     def loss_function(mode, *_tensors):
         return linear_cross_entropy if mode == "chunked" else fused_linear_cross_entropy
 
+    def gpu_dropout(hidden, share):  # one kernel there, three on a CPU
+        return torch.native_dropout(hidden, share, True)[0]
+
     keep = dropout.Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
     # fmt: off
     stand_ins = ((encoder, "attend", attend),
                  (elementwise, "kernels", lambda *_: fused_norm),
                  (dropout, "draw_keep", lambda _: keep),
+                 (dropout, "torch_dropout", gpu_dropout),
+                 (shared_products, "suits", lambda *_: True),
                  (embeddings, "loss_function", loss_function),
                  (chunked, "_sample", activations._first_words),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
@@ -309,7 +314,7 @@ def main() -> None:
     options = parser.parse_args()
     overrides = ["--train.micro_batch_rows=64", *(f"--{text}" for text in options.set)]
     run, _ = config.load(options.config, overrides)
-    if run.model.head_size not in (16, 32, 64, 128):
+    if run.model.head_size > dispatch.LARGEST_SIZE:
         raise UserError(f"{options.config}: heads of {run.model.head_size} take no fused kernel")
     result = summarize(run, count_step(run), CARDS[options.card])
     rows = sorted(result["parts"].items(), key=lambda item: -item[1]["seconds"])

@@ -43,7 +43,7 @@ def check(lines: list[dict]) -> None:
 def test_interpreter_equals_the_reference():
     lines = run_worker("fused_interpreter.py", timeout=300)
     check(lines)
-    assert len(lines) == 20
+    assert len(lines) == 24
     assert [line["repeats"] for line in lines if "repeats" in line] == [True] * 3
 
 
@@ -78,7 +78,7 @@ def test_picked_queries_compile_for_a_gpu():
 
 def test_every_tile_is_in_the_table():
     for capability in ((8, 0), (9, 0), (10, 0)):
-        for size in dispatch.FUSED_SIZES:
+        for size in (16, 32, 64, dispatch.LARGEST_SIZE):
             for length in (512, 8192):
                 for direction, picked in product(("forward", "query", "key"), (False, True)):
                     tile = tiles.choose(capability, size, length, direction, picked)
@@ -107,12 +107,13 @@ def test_choice_of_implementation(card):
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert dispatch._choose("auto", cpu, half, 64, False) == "tiled"
     assert dispatch._choose("auto", cuda, half, 64, False) == "fused"
-    assert dispatch._choose("auto", cuda, half, 48, False) == "tiled"
+    assert dispatch._choose("auto", cuda, half, 80, False) == "fused"
+    assert dispatch._choose("auto", cuda, half, 160, False) == "tiled"
     assert dispatch._choose("auto", cuda, single, 64, False) == "tiled"
     with pytest.raises(ValueError, match="no GPU"):
         dispatch._choose("fused", cpu, half, 64, False)
-    with pytest.raises(ValueError, match="head size 48"):
-        dispatch._choose("fused", cuda, half, 48, False)
+    with pytest.raises(ValueError, match="heads of 160 are larger than 128"):
+        dispatch._choose("fused", cuda, half, 160, False)
     with pytest.raises(ValueError, match="in fp32 its tiles do not fit"):
         dispatch._choose("fused", cuda, single, 64, False)
 

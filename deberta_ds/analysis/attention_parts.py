@@ -100,13 +100,11 @@ def check_numbers(model: LoadedModel, layers: list[int], heads: list[int]) -> No
             raise UserError(f"{name} {wrong[0]}: the model has {name}s 0 to {count - 1}")
 
 
-def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BLC: Tensor,
+def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BHLD: Tensor,
               memory: tuple, context_BLC: Tensor) -> list[HeadParts]:
     config = attention.config
     keys_BHLD, values_BHLD, position_key_HSD, position_query_HSD = memory
-    split = (config.num_heads, config.head_size)
-    q_HLD = attention.query(queries_BLC)[0].unflatten(-1, split).transpose(0, 1)
-    k_HLD, v_HLD = keys_BHLD[0], values_BHLD[0]
+    q_HLD, k_HLD, v_HLD = queries_BHLD[0], keys_BHLD[0], values_BHLD[0]
     length = q_HLD.size(1)
     columns = torch.arange(length)
     geometry = Geometry(config.largest_distance, config.position_buckets) \

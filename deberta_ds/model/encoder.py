@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from deberta_ds.config import ModelConfig
+from deberta_ds.model import shared_products
 from deberta_ds.model.attention import Geometry, attend, attend_first
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
@@ -59,15 +60,44 @@ class Attention(nn.Module):
                 self.position_query = nn.Linear(size, size)
         self.relative_dropout = Dropout(config.hidden_dropout)
 
+    def project(self, hidden_BLC: Tensor, relative_SC: Tensor | None
+                ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the queries of all columns, and what `project_memory` does."""
+        projections = self._position_projections(relative_SC)
+        inputs, maps = [hidden_BLC], [self.query, self.key, self.value]
+        if projections:
+            relative_SC = self.relative_dropout(relative_SC)
+            inputs.append(relative_SC)
+            maps += [x for x in projections.values() if x not in maps]
+        if not shared_products.suits(inputs, maps):
+            memory = self._project_memory(hidden_BLC, projections, relative_SC)
+            return self.project_queries(hidden_BLC), memory
+        pairs = [(0, 0), (0, 1), (0, 2), *((1, maps.index(x)) for x in projections.values())]
+        queries, keys, values, *rows = shared_products.shared_products(inputs, maps, pairs)
+        tables = dict(zip(projections, map(self._table, rows), strict=True))
+        memory = (self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
+        return self._heads(queries), memory
+
     def project_memory(self, hidden_BLC: Tensor, relative_SC: Tensor | None
                        ) -> tuple[Tensor | None, ...]:
         """Return (keys, values, position keys, position queries), shared by every query."""
-        position_key, position_query = self._project_relative(relative_SC)
-        keys, values = self._heads(self.key(hidden_BLC)), self._heads(self.value(hidden_BLC))
-        return keys, values, position_key, position_query
+        projections = self._position_projections(relative_SC)
+        if projections:
+            relative_SC = self.relative_dropout(relative_SC)
+        return self._project_memory(hidden_BLC, projections, relative_SC)
 
-    def forward(self, queries_BQC: Tensor, memory: tuple[Tensor | None, ...], segments_BL: Tensor,
-                columns_BQ: Tensor | None) -> Tensor:
+    def _project_memory(self, hidden_BLC: Tensor, projections: dict[str, nn.Linear],
+                        relative_SC: Tensor | None) -> tuple[Tensor | None, ...]:
+        tables = {term: self._table(x(relative_SC)) for term, x in projections.items()}
+        keys, values = self._heads(self.key(hidden_BLC)), self._heads(self.value(hidden_BLC))
+        return keys, values, tables.get("c2p"), tables.get("p2c")
+
+    def project_queries(self, queries_BQC: Tensor) -> Tensor:
+        """Return the queries [B, H, Q, D] of states that are not the memory's."""
+        return self._heads(self.query(queries_BQC))
+
+    def forward(self, queries_BHQD: Tensor, memory: tuple[Tensor | None, ...],
+                segments_BL: Tensor, columns_BQ: Tensor | None) -> Tensor:
         """Return the attention output [B, Q, C]; query q stands at column columns_BQ (None: q).
 
         One query without a column stands at column 0.
@@ -76,8 +106,8 @@ class Attention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         # Drawn from the CPU stream: replayed by activation checkpointing, no device sync.
         seed = int(torch.randint(2**62, ())) if dropout else None
-        tensors = self._heads(self.query(queries_BQC)), keys, values, position_key, position_query
-        if columns_BQ is None and queries_BQC.size(1) == 1:
+        tensors = queries_BHQD, keys, values, position_key, position_query
+        if columns_BQ is None and queries_BHQD.size(2) == 1:
             context_BQHD = attend_first(*tensors, geometry=self.geometry, segments_BL=segments_BL,
                                         dropout=dropout, seed=seed)
         else:
@@ -90,20 +120,19 @@ class Attention(nn.Module):
     def _heads(self, hidden_BLC: Tensor) -> Tensor:
         return hidden_BLC.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
 
-    def _project_relative(self, relative_SC: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        config = self.config
+    def _table(self, rows_SC: Tensor) -> Tensor:
+        return rows_SC.unflatten(-1, (self.config.num_heads, -1)).transpose(0, 1)
+
+    def _position_projections(self, relative_SC: Tensor | None) -> dict[str, nn.Linear]:
+        """Return what the relative table goes through, by term."""
         if relative_SC is None:
-            return None, None
-        relative_SC = self.relative_dropout(relative_SC)
-        shared = config.share_position_projections
-        key = query = None
-        if "c2p" in config.position_terms:
-            projection = self.key if shared else self.position_key
-            key = projection(relative_SC).unflatten(-1, (config.num_heads, -1)).transpose(0, 1)
-        if "p2c" in config.position_terms:
-            projection = self.query if shared else self.position_query
-            query = projection(relative_SC).unflatten(-1, (config.num_heads, -1)).transpose(0, 1)
-        return key, query
+            return {}
+        if self.config.share_position_projections:
+            found = {"c2p": self.key, "p2c": self.query}
+        else:
+            found = {"c2p": getattr(self, "position_key", None),
+                     "p2c": getattr(self, "position_query", None)}
+        return {term: found[term] for term in ("c2p", "p2c") if term in self.config.position_terms}
 
 
 class Layer(nn.Module):
@@ -128,19 +157,26 @@ class Layer(nn.Module):
         while keys and values stay those of `hidden_BLC` (`emd_context_layer` of the official
         masked_language_model.py), so they are computed once.
         """
-        memory = self.attention.project_memory(hidden_BLC, relative_SC)
+        attention = self.attention
+        if decoder is None and not first_only:
+            queries_BHQD, memory = attention.project(hidden_BLC, relative_SC)
+            return self._block(hidden_BLC, queries_BHQD, memory, segments_BL, None)
+        memory = attention.project_memory(hidden_BLC, relative_SC)
         if decoder is None:
-            queries_BQC = hidden_BLC[:, :1] if first_only else hidden_BLC
-            return self._block(queries_BQC, memory, segments_BL, None)
-        queries_BMC = decoder.position_vectors_BMC + at_columns(hidden_BLC, decoder.columns_BM)
+            states_BQC = hidden_BLC[:, :1]
+            queries_BHQD = attention.project_queries(states_BQC)
+            return self._block(states_BQC, queries_BHQD, memory, segments_BL, None)
+        states_BMC = decoder.position_vectors_BMC + at_columns(hidden_BLC, decoder.columns_BM)
         for _ in range(2):
-            queries_BMC = self._block(queries_BMC, memory, segments_BL, decoder.columns_BM)
-        return queries_BMC
+            queries_BHMD = attention.project_queries(states_BMC)
+            states_BMC = self._block(states_BMC, queries_BHMD, memory, segments_BL,
+                                     decoder.columns_BM)
+        return states_BMC
 
-    def _block(self, queries_BQC: Tensor, memory: tuple, segments_BL: Tensor,
-               columns_BQ: Tensor | None) -> Tensor:
-        attended_BQC = self.attention(queries_BQC, memory, segments_BL, columns_BQ)
-        hidden_BQC = self.attention_norm(attended_BQC, queries_BQC)
+    def _block(self, states_BQC: Tensor, queries_BHQD: Tensor, memory: tuple,
+               segments_BL: Tensor, columns_BQ: Tensor | None) -> Tensor:
+        attended_BQC = self.attention(queries_BHQD, memory, segments_BL, columns_BQ)
+        hidden_BQC = self.attention_norm(attended_BQC, states_BQC)
         return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), hidden_BQC)
 
 

@@ -233,9 +233,8 @@ class _ResidualNorm(Function):
                 grad.contiguous(), total, means, inverses, weight, like_update, *ctx.keep)
         if not update.numel():
             update = hidden.to(like_update.dtype)
-        weight_grad, bias_grad = parts.sum(0)
-        return (update, hidden, weight_grad.to(weight.dtype), bias_grad.to(ctx.bias_dtype),
-                None, None)  # fmt: skip
+        weight_grad, bias_grad = parts.sum(0).to(weight.dtype)
+        return update, hidden, weight_grad, bias_grad.to(ctx.bias_dtype), None, None
 
 
 def residual_norm(update: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float,

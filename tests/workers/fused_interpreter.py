@@ -70,6 +70,10 @@ SHORT = {
     "packed in bf16": (Case(SMALL_BUCKETS, PIECES, heads=1, size=32), "bfloat16"),
     "beyond the band in bf16": (Case(SMALL_BUCKETS, ones(300), heads=1), "bfloat16"),
     "picked in bf16": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1), "bfloat16"),
+    "heads of 48": (Case(SMALL_BUCKETS, PIECES, heads=3, size=48, dropout=0.1), "bfloat16"),
+    "heads of 80": (Case(SMALL_BUCKETS, PIECES, heads=1, size=80), "float16"),
+    "heads of 12": (Case(SMALL_BUCKETS, PIECES, num_queries=7, heads=1, size=12), "float32"),
+    "padding everywhere": (Case(V3, ones(40) * 0, heads=1, dropout=0.1), "bfloat16"),
 }
 
 
@@ -111,7 +115,7 @@ def check_operator() -> None:
     planes = [torch.randn(1, 9, 2, 16, generator=generator).transpose(1, 2) for _ in range(3)]
     planes[1] = planes[1].contiguous()  # the fake kernel must know the gradient's layout
     rows = 2 * make_band(16, 9).radius(9)
-    tables = [torch.randn(2, rows, 16, generator=generator) for _ in range(2)]
+    tables = [torch.randn(rows, 2, 16, generator=generator) for _ in range(2)]
     columns = torch.arange(9, dtype=torch.int32)[None]
     one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
     zero = one - 1

@@ -16,7 +16,7 @@ from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.attention.tiled import tiled_attention
 
 MODES = ("auto", "reference", "tiled", "fused")
-FUSED_SIZES = (16, 32, 64, 128)  # head sizes; tl.dot needs 16
+LARGEST_SIZE = 128  # of a head; sizes that are no power of 2 are filled with zeros
 SHORT_ROW = 512  # longer rows may have pairs beyond the reach of the relative table
 _LOG = logging.getLogger("deberta_ds")
 
@@ -111,8 +111,8 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """Return what keeps the Triton kernels from running, or an empty string."""
     if missing := kernel_check.obstacle(device):
         return missing
-    if size not in FUSED_SIZES:
-        return f"head size {size} is not one of {FUSED_SIZES}"
+    if size > LARGEST_SIZE:
+        return f"heads of {size} are larger than {LARGEST_SIZE}"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{dtype} is not supported"
     if dtype == torch.float32 and not kernel_check.interpreted():

@@ -9,6 +9,7 @@ from functools import lru_cache
 from operator import is_
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deberta_ds.model.attention.band import make_band
@@ -16,6 +17,8 @@ from deberta_ds.model.attention.fused import ops
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernel_check import on_device_of
+
+_LEAST_SIZE = 16  # of a head: what a product on tensor cores takes
 
 
 def fused_path(
@@ -38,18 +41,28 @@ def fused_path(
     """
     keys, dtype, device = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.device
     radius = make_band(geometry.reach, keys).radius(keys)
-    scale = score_scale(q_BHQD.shape[-1], pos_key_HSD, pos_query_HSD)
+    size = q_BHQD.shape[-1]
+    scale = score_scale(size, pos_key_HSD, pos_query_HSD)
     facts = _facts_once(segments_BL, query_positions_BQ)
     with torch.autocast(device.type, enabled=False), on_device_of(q_BHQD):
+        pos_key_HSD, pos_query_HSD = _widened(pos_key_HSD), _widened(pos_query_HSD)
         key_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
         query_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
-        planes = [_rows_contiguous(x.to(dtype)) for x in (q_BHQD, k_BHLD, v_BHLD)]
+        planes = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
         picked = query_positions_BQ is not None
         results = ops.fused_attention(
             *planes, key_table, query_table, *facts, seed or 0, geometry.reach, scale,
             float(dropout), picked, keep_terms,
         )  # fmt: skip
-    return results[0]
+    return results[0][..., :size]
+
+
+def _widened(x: Tensor | None) -> Tensor | None:
+    """Return vectors of a size that the kernels have; zeros behind them change no product."""
+    if x is None:
+        return None
+    wide = max(_LEAST_SIZE, 1 << (x.shape[-1] - 1).bit_length())
+    return x if wide == x.shape[-1] else F.pad(x, (0, wide - x.shape[-1]))
 
 
 def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
@@ -59,7 +72,7 @@ def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
 def _expand(
     table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_queries: bool, dtype
 ) -> Tensor | None:
-    """Return [H,C,D], C = 2 radius: row c serves column minus row of a plane = c - radius.
+    """Return [C,H,D], C = 2 radius: row c serves column minus row of a plane = c - radius.
 
     A product with a one-hot matrix, not an index: exact, and its backward has no atomics.
     """
@@ -67,10 +80,12 @@ def _expand(
         return None
     key = (geometry, radius, rows_are_queries, dtype, table_HSD.device)
     if torch.compiler.is_compiling():
-        return _make_one_hot(*key) @ table_HSD.to(dtype)
-    with torch.inference_mode(False):
-        one_hot_CS = one_hot(*key)
-    return one_hot_CS @ table_HSD.to(dtype)
+        one_hot_CS = _make_one_hot(*key)
+    else:
+        with torch.inference_mode(False):
+            one_hot_CS = one_hot(*key)
+    rows_SK = table_HSD.transpose(0, 1).flatten(1).to(dtype)  # as a projection left them
+    return (one_hot_CS @ rows_SK).view(2 * radius, *table_HSD.shape[::2])
 
 
 def _make_one_hot(geometry: Geometry, radius: int, rows_are_queries: bool, dtype, device) -> Tensor:

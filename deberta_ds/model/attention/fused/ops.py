@@ -43,7 +43,7 @@ def fused_attention(
     """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
     dropout words of queries and keys, both planes and both ends (see `_empty_results`).
 
-    key_table, query_table: expanded tables [H,C,D]. reach: distance from which the relative table
+    key_table, query_table: expanded tables [C,H,D], contiguous. reach: distance from which the relative table
     is constant. picked: queries are at the columns in query_facts, otherwise query i is at column
     i. keep: return planes and ends; otherwise they are empty, and backward computes them again.
     """
@@ -246,7 +246,7 @@ def _empty_ends(x: Tensor, band: Band) -> Tensor:
 
 def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band: Band,
              picked: bool, content: bool) -> Tensor:  # fmt: skip
-    """Add the term's share to dx [B,rows,H,D], and return the table's gradient [H,C,D].
+    """Add the term's share to dx [B,rows,H,D], and return the table's gradient [C,H,D].
 
     content: the products of the score gradients and the keys, too.
     """
@@ -261,7 +261,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     if table is None:
         return x.new_empty(0)
     tile = tiles.choose_product(_capability(x), size, "table")
-    blocks = triton.cdiv(table.shape[1], tile.block_n)
+    blocks = triton.cdiv(len(table), tile.block_n)
     units = batch * triton.cdiv(rows, _CHUNK_ROWS)
     splits = min(units, triton.cdiv(_PROGRAMS, blocks * heads))
     parts = torch.empty(splits, *table.shape, dtype=torch.float32, device=x.device)
@@ -271,8 +271,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     )  # fmt: skip
     d_table = parts.sum(0)
     if band.far:
-        ends = torch.einsum("ebhr,bhrd->hed", d_term.ends.to(x.dtype), x)
-        d_table[:, :: table.shape[1] - 1] += ends
+        d_table[:: len(table) - 1] += torch.einsum("ebhr,bhrd->ehd", d_term.ends.to(x.dtype), x)
     return d_table.to(x.dtype)
 
 

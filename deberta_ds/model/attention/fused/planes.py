@@ -11,7 +11,7 @@ piece nothing that was written is used.
 Both terms are the same: rows are queries and columns keys for content-to-position, and the other
 way round for position-to-content.
 
-Names: N rows; D head size; C table rows; BR, BC tile rows and columns.
+Names: N rows; D head size; C table rows [C,H,D]; BR, BC tile rows and columns.
 """
 
 import triton
@@ -61,7 +61,7 @@ def plane_kernel(
     inside = r < N
     width, elements = plane_shape(N, SPAN, NK)
     radius = table_radius(SPAN, NK)
-    table = TABLE + h.to(tl.int64) * (2 * radius) * D
+    table = TABLE + h * D
     plane = PLANE + bh * elements
     x = tl.load(
         X + b.to(tl.int64) * x_b + h * x_h + r[:, None] * x_n + d[None, :],
@@ -74,7 +74,7 @@ def plane_kernel(
         ends = ENDS + bh.to(tl.int64) * N + r
         wide = x.to(tl.float32) * scale
         low_end = tl.load(table + d).to(tl.float32)
-        high_end = tl.load(table + (2 * radius - 1) * D + d).to(tl.float32)
+        high_end = tl.load(table + (2 * radius - 1) * (H * D) + d).to(tl.float32)
         tl.store(ends, tl.sum(wide * low_end[None, :], 1), mask=inside)
         ends += tl.num_programs(1).to(tl.int64) * N
         tl.store(ends, tl.sum(wide * high_end[None, :], 1), mask=inside)
@@ -82,7 +82,7 @@ def plane_kernel(
     for c0 in range(first, last, BC):
         c = c0 + tl.arange(0, BC)
         t = tl.load(
-            table + c[None, :] * D + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0
+            table + c[None, :] * (H * D) + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0
         )
         term = tl.dot(x, t, input_precision=PRECISION) * scale
         column = c[None, :] + (position - radius)[:, None]
@@ -117,7 +117,7 @@ def row_gradient_kernel(
     inside = r < N
     columns, elements = skewed_shape(N, SPAN, NK)
     radius = table_radius(SPAN, NK)
-    table = TABLE + h.to(tl.int64) * columns * D
+    table = TABLE + h * D
     plane = D_PLANE + bh * elements
     position, base, low, high = _row_columns(
         POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
@@ -145,7 +145,7 @@ def row_gradient_kernel(
         sums = tl.load(ends, mask=inside, other=0.0)
         acc += sums[:, None] * tl.load(table + d).to(tl.float32)[None, :]
         sums = tl.load(ends + tl.num_programs(1).to(tl.int64) * N, mask=inside, other=0.0)
-        acc += sums[:, None] * tl.load(table + (columns - 1) * D + d).to(tl.float32)[None, :]
+        acc += sums[:, None] * tl.load(table + (columns - 1) * (H * D) + d).to(tl.float32)[None, :]
     if TERM:
         first, last = _table_rows(position, low, high, radius)
         low, high = _distance_range(position, low, high, radius)
@@ -154,7 +154,7 @@ def row_gradient_kernel(
             gradient = tl.load(plane + (r[:, None] * columns + c[None, :]))
             own = (c[None, :] >= low[:, None]) & (c[None, :] < high[:, None])
             gradient = tl.where(own, gradient, 0.0)  # what is not a row's own was not written
-            t = tl.load(table + c[:, None] * D + d[None, :])
+            t = tl.load(table + c[:, None] * (H * D) + d[None, :])
             acc = tl.dot(gradient, t, acc, input_precision=PRECISION)
     tl.store(own_rows, acc.to(DX.dtype.element_ty), mask=inside[:, None])
 
@@ -165,7 +165,7 @@ def table_gradient_kernel(
     PICKED: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of table rows of one head: its part of D_TABLE [splits,H,C,D] in fp32.
+    """One block of table rows of one head: its part of D_TABLE [splits,C,H,D] in fp32.
 
     The rows of the batch are cut into chunks, and split s of S takes the chunks s, s + S, ...
     """
@@ -202,8 +202,8 @@ def table_gradient_kernel(
                 x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0
             )
             acc = tl.dot(tl.trans(gradient), x, acc, input_precision=PRECISION)
-    own_rows = (tl.program_id(2) * H + h).to(tl.int64) * columns + c
-    tl.store(D_TABLE + own_rows[:, None] * D + d[None, :], acc)
+    part = D_TABLE + (tl.program_id(2).to(tl.int64) * columns * H + h) * D
+    tl.store(part + c[:, None] * (H * D) + d[None, :], acc)
 
 
 @triton.jit(do_not_specialize=VARIES)
