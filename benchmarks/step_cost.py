@@ -149,6 +149,7 @@ def _held_bytes(tensor: Tensor) -> int:
 
 
 def _flops(name: str, inputs, outputs) -> int:
+    name = name.rstrip("_")
     if name not in ("mm", "addmm", "bmm", "baddbmm"):
         return 0
     left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]

@@ -97,13 +97,17 @@ class LinearGelu(nn.Linear):
 
 
 class ResidualNorm(nn.LayerNorm):
-    """LayerNorm(dropout(update) + hidden), in one pass each way."""
+    """LayerNorm(dropout(update) + hidden), in one pass each way.
+
+    On a GPU it is returned twice, for the block that follows and for what goes around that block:
+    the two gradients are then added inside of the backward pass. Elsewhere the second is None.
+    """
 
     def __init__(self, size: int, eps: float, dropout: float):
         super().__init__(size, eps=eps)
         self.dropout = dropout
 
-    def forward(self, update: Tensor, hidden: Tensor) -> Tensor:
+    def forward(self, update: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         share = self.dropout if self.training else 0.0
         fused = elementwise.kernels(update, hidden)
         if share and not (fused or native.is_here(update)):
@@ -114,9 +118,11 @@ class ResidualNorm(nn.LayerNorm):
         if not (self.training and self._is_native(update, hidden)):
             if share:
                 update = keep.apply(update)
-            return super().forward(update + hidden)
-        return _ResidualNorm.apply(update.contiguous(), hidden.contiguous(), self.weight,
-                                   self.bias, self.eps, keep)
+            out = super().forward(update + hidden)
+        else:
+            out = _ResidualNorm.apply(update.contiguous(), hidden.contiguous(), self.weight,
+                                      self.bias, self.eps, keep)
+        return out, None
 
     @staticmethod
     def _is_native(update: Tensor, hidden: Tensor) -> bool:

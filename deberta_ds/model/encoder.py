@@ -147,10 +147,12 @@ class Layer(nn.Module):
         self.ffn_out = nn.Linear(config.intermediate_size, size)
         self.ffn_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
 
-    def forward(self, hidden_BLC: Tensor, relative_SC: Tensor | None, segments_BL: Tensor,
-                decoder: DecoderQueries | None = None, first_only: bool = False) -> Tensor:
+    def forward(self, hidden_BLC: Tensor, around_BLC: Tensor | None, relative_SC: Tensor | None,
+                segments_BL: Tensor, decoder: DecoderQueries | None = None,
+                first_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, L, C]; with `decoder`, the decoded states [B, M, C].
 
+        States may come and go twice, see `ResidualNorm`: `around_BLC` goes around attention.
         With `first_only`, the output [B, 1, C] at column 0, and no other is computed.
 
         The decoder applies this very block twice with the queries z + h, then its own output,
@@ -158,26 +160,27 @@ class Layer(nn.Module):
         masked_language_model.py), so they are computed once.
         """
         attention = self.attention
+        around_BLC = hidden_BLC if around_BLC is None else around_BLC
         if decoder is None and not first_only:
             queries_BHQD, memory = attention.project(hidden_BLC, relative_SC)
-            return self._block(hidden_BLC, queries_BHQD, memory, segments_BL, None)
+            return self._block(around_BLC, queries_BHQD, memory, segments_BL, None)
         memory = attention.project_memory(hidden_BLC, relative_SC)
         if decoder is None:
-            states_BQC = hidden_BLC[:, :1]
-            queries_BHQD = attention.project_queries(states_BQC)
-            return self._block(states_BQC, queries_BHQD, memory, segments_BL, None)
+            queries_BHQD = attention.project_queries(hidden_BLC[:, :1])
+            return self._block(around_BLC[:, :1], queries_BHQD, memory, segments_BL, None)
         states_BMC = decoder.position_vectors_BMC + at_columns(hidden_BLC, decoder.columns_BM)
         for _ in range(2):
             queries_BHMD = attention.project_queries(states_BMC)
-            states_BMC = self._block(states_BMC, queries_BHMD, memory, segments_BL,
-                                     decoder.columns_BM)
-        return states_BMC
+            states_BMC, _ = self._block(states_BMC, queries_BHMD, memory, segments_BL,
+                                        decoder.columns_BM)
+        return states_BMC, None
 
-    def _block(self, states_BQC: Tensor, queries_BHQD: Tensor, memory: tuple,
-               segments_BL: Tensor, columns_BQ: Tensor | None) -> Tensor:
+    def _block(self, around_BQC: Tensor, queries_BHQD: Tensor, memory: tuple, segments_BL: Tensor,
+               columns_BQ: Tensor | None) -> tuple[Tensor, Tensor | None]:
         attended_BQC = self.attention(queries_BHQD, memory, segments_BL, columns_BQ)
-        hidden_BQC = self.attention_norm(attended_BQC, states_BQC)
-        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), hidden_BQC)
+        hidden_BQC, again_BQC = self.attention_norm(attended_BQC, around_BQC)
+        around_BQC = hidden_BQC if again_BQC is None else again_BQC
+        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), around_BQC)
 
 
 class Convolution(nn.Module):
@@ -254,16 +257,18 @@ class Encoder(nn.Module):
         relative_SC = self.relative
         if self.relative_norm is not None:
             relative_SC = self.relative_norm(relative_SC)
-        hidden_BLC = embedded_BLC
+        hidden_BLC, around_BLC = embedded_BLC, None
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             asked = (decoder, first_only and last > 0) if number == last else ()
-            hidden_BLC = self._run(number, layer, hidden_BLC, relative_SC, segments_BL, *asked)
+            hidden_BLC, around_BLC = self._run(number, layer, hidden_BLC, around_BLC, relative_SC,
+                                               segments_BL, *asked)
             if number == 0 and self.convolution is not None:
                 hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL)
+                around_BLC = None
         return hidden_BLC[:, :1] if first_only else hidden_BLC
 
-    def _run(self, number: int, layer: Layer, *inputs) -> Tensor:
+    def _run(self, number: int, layer: Layer, *inputs) -> tuple[Tensor, Tensor | None]:
         if self.training and self.checkpoint_layers and number % self.checkpoint_layers == 0:
             # Reentrant checkpointing fails under ZeRO-3 when a block is applied more than once.
             context = _keep_linear_outputs if self.recompute == "cheap" else noop_context_fn

@@ -64,12 +64,14 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=[*_KEYS, "R"])
 def _norm_gradient_kernel(
-    GRAD, TOTAL, MEAN, INVERSE, WEIGHT, D_UPDATE, D_HIDDEN, PARTS, R, key, second_key, threshold,
-    keep_scale, C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
+    GRAD, OTHER, TOTAL, MEAN, INVERSE, WEIGHT, D_UPDATE, D_HIDDEN, PARTS, R, key, second_key,
+    threshold, keep_scale, TWO: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Rows p, p + P, ... of part p; PARTS [P,2,C] are its sums for weight and bias.
 
-    Without DROPOUT both gradients are D_HIDDEN, and D_UPDATE is not written.
+    With TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_HIDDEN, and
+    D_UPDATE is not written.
     """
     part = tl.program_id(0)
     c = tl.arange(0, BLOCK)
@@ -80,6 +82,8 @@ def _norm_gradient_kernel(
     for number in range(part, R, tl.num_programs(0)):
         row = tl.cast(number, tl.int64)
         grad = tl.load(GRAD + row * C + c, mask=inside, other=0.0).to(tl.float32)
+        if TWO:
+            grad += tl.load(OTHER + row * C + c, mask=inside, other=0.0).to(tl.float32)
         total = tl.load(TOTAL + row * C + c, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(INVERSE + row)
         normal = tl.where(inside, (total - tl.load(MEAN + row)) * inverse, 0.0)
@@ -180,24 +184,26 @@ def _empty_norm(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @custom_op("deberta_ds::residual_norm_gradients", mutates_args=())
-def _norm_gradients(grad: Tensor, total: Tensor, means: Tensor, inverses: Tensor, weight: Tensor,
-                    like_update: Tensor, key: int, second_key: int, threshold: int,
-                    keep_scale: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _norm_gradients(grad: Tensor, other: Tensor | None, total: Tensor, means: Tensor,
+                    inverses: Tensor, weight: Tensor, like_update: Tensor, key: int,
+                    second_key: int, threshold: int, keep_scale: float
+                    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of update (empty without dropout) and hidden, and PARTS.
 
-    like_update: any tensor of the update's dtype.
+    grad, other: of the norm's two uses. like_update: any tensor of the update's dtype.
     """
     outputs = _empty_gradients(total, like_update, threshold)
     if total.numel():
         _norm_gradient_kernel[(len(outputs[2]),)](
-            grad, total, means, inverses, weight, *outputs, means.numel(), key, second_key,
-            threshold, keep_scale, **_row_constants(total, threshold),
+            grad, grad if other is None else other, total, means, inverses, weight, *outputs,
+            means.numel(), key, second_key, threshold, keep_scale, TWO=other is not None,
+            **_row_constants(total, threshold),
         )  # fmt: skip
     return outputs
 
 
 @_norm_gradients.register_fake
-def _(grad, total, means, inverses, weight, like_update, key, second_key, threshold, keep_scale):
+def _(grad, other, total, means, inverses, weight, like_update, key, second_key, threshold, keep_scale):
     return _empty_gradients(total, like_update, threshold)
 
 
@@ -222,15 +228,20 @@ class _ResidualNorm(Function):
             out, *saved = _norm(update, hidden, weight, bias, epsilon, *keep)
         ctx.save_for_backward(*saved, weight, update.new_empty(0))
         ctx.keep, ctx.bias_dtype = keep, bias.dtype
-        return out
+        ctx.set_materialize_grads(False)
+        return out, out.view_as(out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
+        grads = [x.contiguous() for x in grads if x is not None]
+        if not grads:
+            return (None,) * 6
         total, means, inverses, weight, like_update = ctx.saved_tensors
-        with on_device_of(grad):
+        with on_device_of(total):
             update, hidden, parts = _norm_gradients(
-                grad.contiguous(), total, means, inverses, weight, like_update, *ctx.keep)
+                grads[0], grads[1] if len(grads) > 1 else None, total, means, inverses, weight,
+                like_update, *ctx.keep)
         if not update.numel():
             update = hidden.to(like_update.dtype)
         weight_grad, bias_grad = parts.sum(0).to(weight.dtype)
@@ -238,8 +249,12 @@ class _ResidualNorm(Function):
 
 
 def residual_norm(update: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float,
-                  keep) -> Tensor:
-    """Return LayerNorm(dropout(update) + hidden) in the dtype of `hidden`; `keep`: a `Keep`."""
+                  keep) -> tuple[Tensor, Tensor]:
+    """Return LayerNorm(dropout(update) + hidden) in the dtype of `hidden`; `keep`: a `Keep`.
+
+    It comes as two tensors of one memory, for two uses: their gradients are added where the
+    backward pass reads them.
+    """
     numbers = (*keep.signed(), keep.scale)
     return _ResidualNorm.apply(update.contiguous(), hidden.contiguous(), weight, bias, epsilon,
                                numbers)

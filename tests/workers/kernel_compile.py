@@ -20,7 +20,7 @@ SINGLE |= {"MEAN", "INVERSE", "PARTS"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "BEST_ID": "*i32", "TILE": "*i32"}
 NUMBERS = {"inverse_temperature": "fp32", "keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
-_NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
+_NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True, TWO=True)
 _GELU = dict(C=4 * WIDTH, BR=norm._GELU_ROWS, BC=norm._GELU_COLUMNS)
 # kernel, compile-time constants, warps, stages, products on the tensor cores
 KERNELS = {
