@@ -5,7 +5,8 @@ summed over the ranks, and if it is above the ceiling or not finite, the last mi
 multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
 precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
 only stage 0 in fp32 does not, so that case is tested here). One collective and one host sync a
-step carry the verdict, the sums that are logged and the request to stop.
+step carry the verdict, the sums that are logged and the request to stop. Before it the host waits
+for nothing: numbers go to a GPU as arguments of kernels, because a copy would wait for its queue.
 """
 
 import hashlib
@@ -40,10 +41,13 @@ def seed_step(seed: int, step: int, micro_step: int, rank: int) -> None:
 
 def count_over_ranks(batches: list, device: torch.device) -> dict[str, Tensor]:
     """Return {"targets", "tokens"}: fp64 scalars on `device`, over all micro-batches and ranks."""
-    counts = torch.tensor([sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches)],
-                          dtype=torch.float64)
-    counts = dist.sum_over_ranks(counts.to(device))
+    mine = (sum(b.num_targets for b in batches), sum(b.num_tokens for b in batches))
+    counts = dist.sum_over_ranks(torch.stack([_number(count, device) for count in mine]))
     return {"targets": counts[0], "tokens": counts[1]}
+
+
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def train_step(engine, batches: list, *, step: int, seed: int,
@@ -77,7 +81,7 @@ def train_step(engine, batches: list, *, step: int, seed: int,
         if micro_step + 1 < len(batches):
             engine.backward(loss)
             engine.step()
-    agreed = torch.stack([whole_loss, whole_loss.new_tensor(float(stop)), *totals.values()])
+    agreed = torch.stack([whole_loss, _number(float(stop), engine.device), *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
     engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
