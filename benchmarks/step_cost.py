@@ -3,7 +3,7 @@
 The step runs on tensors without data, in bf16, and every operator is counted. An operator costs its
 bytes at the card's memory speed, its products at a usual share of the peak, or the least time of a
 kernel, whichever is most. Attention kernels are priced by the instructions of their compiled loops
-(LOOPS), because issuing those is what they wait for; the optimizer by its bytes a parameter. It is
+(LOOPS) or by the planes that they move, whichever is more; the optimizer by its bytes a parameter. It is
 a model, good to say where time goes and what a change is worth; a profile on the card replaces it.
 
   python -m benchmarks.step_cost                                  # RTD v3-base, 64 x 512, H100
@@ -265,20 +265,21 @@ def attention_seconds(name: str, args, card: Card) -> float:
     def products(rows):  # a block of 64 rows meets its columns and 63 distances more
         return batch * heads * padded(rows) * (min(width, keys) + 63)
 
-    def seconds(kernel, pairs):
+    def seconds(kernel, pairs, planes=0):  # planes: how many of all pairs it moves
         instructions, warps, tile = LOOPS[kernel]
-        return max(card.issuing(pairs / tile * instructions * warps), LEAST_SECONDS)
+        moving = planes * 2 * near / (card.bandwidth * MEMORY_SHARE)
+        return max(card.issuing(pairs / tile * instructions * warps), moving, LEAST_SECONDS)
 
-    planes = seconds("plane", products(queries)) + seconds("plane", products(keys))
+    planes = seconds("plane", products(queries), 1) + seconds("plane", products(keys), 1)
     if forward:
-        return planes + seconds("forward", pairs) + LEAST_SECONDS  # and dropout words
+        return planes + seconds("forward", pairs, 2) + LEAST_SECONDS  # and dropout words
     table = min(2 * radius, keys + queries + GROUP_COLUMNS)
-    total = 2 * seconds("table", batch * heads * table * min(queries, keys) * 0.6)
-    total += seconds("rows", products(queries)) + seconds("rows", products(keys))
+    total = 2 * seconds("table", batch * heads * table * min(queries, keys) * 0.6, 1)
+    total += seconds("rows", products(queries), 1) + seconds("rows", products(keys), 1)
     total += 0 if keep else planes
     if picked:
-        return total + seconds("picked query", pairs) + seconds("key", pairs)
-    total += seconds("key", near) + seconds("content", near)
+        return total + seconds("picked query", pairs, 3) + seconds("key", pairs, 3)
+    total += seconds("key", near, 4) + seconds("content", near)
     if band.far:
         return total + seconds("far query", pairs - near) + seconds("far key", pairs - near)
     return total + 4 * batch * heads * queries * size / (card.bandwidth * MEMORY_SHARE)  # delta

@@ -3,7 +3,7 @@
 Forward and backward run on fake tensors (shapes without data), so every tensor that the real pass
 would allocate is seen, at any size, and no formula has to follow the code. A GPU is assumed to run
 the fused attention, which keeps queries, keys, values, projected tables, its output, one fp32
-number a row and, if asked to, the position terms.
+number a row and, if asked to, the position terms; their planes are there while it works.
 """
 
 import weakref
@@ -148,27 +148,43 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What the fused kernel keeps between forward and backward, without the arithmetic."""
+    """What the fused kernels keep between forward and backward, without the arithmetic.
+
+    And what they need meanwhile: both planes, in backward both planes' gradients, and the score
+    gradients of queries at columns of their own.
+    """
 
     @staticmethod
-    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, plane_columns):
+    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, band, keep, picked):
         context_BQHD = torch.empty_like(q_BHQD.transpose(1, 2).contiguous())
         lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32)
-        planes = [x.new_empty(*x.shape[:2], padded(x.shape[2]), plane_columns)
-                  for x, table in ((q_BHQD, pos_key_HSD), (k_BHLD, pos_query_HSD))
-                  if table is not None and plane_columns]
+        ctx.band, ctx.keep, ctx.picked = band, keep, picked
+        ctx.terms = (pos_key_HSD is not None, pos_query_HSD is not None)
+        planes = _planes(q_BHQD, k_BHLD, ctx.terms, band.width(k_BHLD.shape[2]))
         ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, context_BQHD,
-                              lse_BHQ, *planes)
+                              lse_BHQ, *(planes if keep else ()))
         return context_BQHD
 
     @staticmethod
     def backward(ctx, grad_BQHD):
         inputs = ctx.saved_tensors[:5]
-        grads = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
-        return *grads, None
+        queries, keys = inputs[0].shape[2], inputs[1].shape[2]
+        held = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
+        if not ctx.keep:
+            held += _planes(*inputs[:2], ctx.terms, ctx.band.width(keys))
+        wanted = (ctx.terms[0] or not ctx.picked, ctx.terms[1])
+        held += _planes(*inputs[:2], wanted, 2 * ctx.band.radius(keys))
+        if ctx.picked and ctx.terms[1]:
+            held.append(inputs[1].new_empty(*inputs[1].shape[:3], queries))
+        return *held[:5], None, None, None
 
 
-def _fused_attend(*tensors, geometry, keep_terms, **_options):
-    keys = tensors[1].shape[2]
-    columns = make_band(geometry.reach, keys).width(keys) if keep_terms else 0
-    return _FusedAttention.apply(*tensors, columns)
+def _planes(q_BHQD: Tensor, k_BHLD: Tensor, terms: tuple[bool, bool], columns: int) -> list[Tensor]:
+    """Return a plane of some columns for each position term that there is."""
+    return [x.new_empty(*x.shape[:2], padded(x.shape[2]), columns)
+            for x, wanted in zip((q_BHQD, k_BHLD), terms, strict=True) if wanted]
+
+
+def _fused_attend(*tensors, geometry, keep_terms, query_positions_BQ=None, **_options):
+    band = make_band(geometry.reach, tensors[1].shape[2])
+    return _FusedAttention.apply(*tensors, band, keep_terms, query_positions_BQ is not None)
