@@ -3,8 +3,9 @@
 The step runs on tensors without data, in bf16, and every operator is counted. An operator costs its
 bytes at the card's memory speed, its products at a usual share of the peak, or the least time of a
 kernel, whichever is most. Attention kernels are priced by the instructions of their compiled loops
-(LOOPS) or by the planes that they move, whichever is more; the optimizer by its bytes a parameter. It is
-a model, good to say where time goes and what a change is worth; a profile on the card replaces it.
+(LOOPS), because issuing those is what they wait for, or by the planes that they move, whichever is
+more; the optimizer by its bytes a parameter. It is a model, good to say where time goes and what a
+change is worth; a profile on the card replaces it.
 
   python -m benchmarks.step_cost                                  # RTD v3-base, 64 x 512, H100
   python -m benchmarks.step_cost --set train.micro_batch_rows=16  # any run file, any override
@@ -29,7 +30,7 @@ from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
 from deberta_ds.model import dropout, elementwise, embeddings, encoder, fused_norm, shared_products
 from deberta_ds.model import linear_cross_entropy as chunked
-from deberta_ds.model.attention import Geometry, dispatch, fused, geometry
+from deberta_ds.model.attention import dispatch, fused
 from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
@@ -198,8 +199,7 @@ def count_step(run: RunConfig) -> Count:
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     # fmt: on
     _forget()
-    assert Geometry(run.model.largest_distance, run.model.position_buckets).reach  # kept: a number
-    geometry._slot_table.cache_clear()
+    activations.keep_reach(run.model)
     try:
         with ExitStack() as stack:
             for stand_in in stand_ins:

@@ -203,7 +203,8 @@ def _norm_gradients(grad: Tensor, other: Tensor | None, total: Tensor, means: Te
 
 
 @_norm_gradients.register_fake
-def _(grad, other, total, means, inverses, weight, like_update, key, second_key, threshold, keep_scale):
+def _(grad, other, total, means, inverses, weight, like_update, key, second_key, threshold,
+      keep_scale):  # fmt: skip
     return _empty_gradients(total, like_update, threshold)
 
 

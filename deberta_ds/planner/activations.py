@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from deberta_ds.config import RunConfig
+from deberta_ds.config import ModelConfig, RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention import geometry
@@ -49,6 +49,7 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
     run = replace(run, model=replace(run.model, attention_dropout=0.0, attention="reference"))
     _forget_tables()
     try:
+        keep_reach(run.model)
         with ExitStack() as stack:
             if fused:
                 stack.enter_context(_replaced(encoder, "attend", _fused_attend))
@@ -57,6 +58,12 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
             return _run_counted(run, dtype)
     finally:
         _forget_tables()
+
+
+def keep_reach(model: ModelConfig) -> None:
+    """Read how far a model's distances reach, which a tensor without data cannot tell."""
+    assert geometry.Geometry(model.largest_distance, model.position_buckets).reach
+    geometry._slot_table.cache_clear()
 
 
 @contextmanager

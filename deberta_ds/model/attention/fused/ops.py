@@ -43,9 +43,10 @@ def fused_attention(
     """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
     dropout words of queries and keys, both planes and both ends (see `_empty_results`).
 
-    key_table, query_table: expanded tables [C,H,D], contiguous. reach: distance from which the relative table
-    is constant. picked: queries are at the columns in query_facts, otherwise query i is at column
-    i. keep: return planes and ends; otherwise they are empty, and backward computes them again.
+    key_table, query_table: expanded tables [C,H,D], contiguous. reach: distance from which the
+    relative table is constant. picked: queries are at the columns in query_facts, otherwise query i
+    is at column i. keep: return planes and ends; otherwise they are empty, and backward computes
+    them again.
     """
     batch, heads, queries, _ = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
