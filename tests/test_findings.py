@@ -16,10 +16,11 @@ from data_helpers import (
     write_json_lines,
 )
 
+from deberta_ds.data.prep import dedup, findings
 from deberta_ds.data.prep.contamination import find_contamination, words_of
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
-from deberta_ds.data.prep.near import similar_to_earlier, similarity
+from deberta_ds.data.prep.near import Group, similarity
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.errors import UserError
@@ -180,6 +181,22 @@ def test_near_duplicates(tmp_path):
     assert counts["exact"] == 0 and 28 <= counts["near"] <= 30
 
 
+def test_a_group_of_alike_documents_is_read_in_parts(tmp_path, monkeypatch):
+    """A page that is there a million times took gigabytes: all of a bucket was read at once."""
+    pytest.importorskip("datasketch")
+    generator = random.Random(3)
+    pages = [" ".join(generator.choices([f"w{n}" for n in range(300)], k=60)) for _ in range(20)]
+    texts = [f"{generator.choice(pages)} {number % 7}" for number in range(300)]
+    write_json_lines(tmp_path / "text.jsonl", texts)
+    units = plan_units([str(tmp_path / "text.jsonl")], READ, 20_000)
+    for name, documents, merged in (("whole", 1 << 14, 1 << 20), ("parts", 7, 5)):
+        monkeypatch.setattr(dedup, "NEAR_DOCUMENTS", documents)
+        monkeypatch.setattr(findings, "_MERGED_AT_ONCE", merged)
+        counts = find_duplicates(units, tmp_path / name, read=READ, near_threshold=0.8)
+        assert sum(counts.values()) - counts["documents"] == 280
+    assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
+
+
 def test_near_duplicates_are_found_behind_a_stranger_in_their_band():
     generator = np.random.default_rng(0)
     stranger, second = generator.integers(1 << 32, size=(2, 128), dtype=np.uint32)
@@ -189,8 +206,10 @@ def test_near_duplicates_are_found_behind_a_stranger_in_their_band():
     sets = [np.sort(part) for part in (stranger, second, third, third, stranger)]
     exact = len(set(second) & set(third)) / len(set(second) | set(third))
     assert similarity(sets[1], sets[2]) == exact == 108 / 148
-    assert similar_to_earlier(signatures, sets, 0.72) == [2, 3, 4]
-    assert similar_to_earlier(signatures, sets, 0.74) == [3, 4]
+    for threshold, later in ((0.72, [2, 3, 4]), (0.74, [3, 4])):
+        group = Group(threshold)
+        found = [group.has(*document) for document in zip(signatures, sets, strict=True)]
+        assert [number for number, is_near in enumerate(found) if is_near] == later
 
 
 @pytest.mark.parametrize("size", [10, 1000, 1023, 1024, 1025, 5000])

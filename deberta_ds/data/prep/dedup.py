@@ -4,7 +4,8 @@ Stage "hash": each work unit writes tables of at most PART_DOCUMENTS documents: 
 the normalised texts, sorted; for near duplicates also signatures, sketches and band keys. Stage
 "exact": each range of hashes is read from every table, and of each group of equal hashes all but
 the first document, in input order, are duplicates. Stage "near" does the same with band keys, and
-compares the documents of a group. Memory is one part or one bucket.
+compares the documents of a group. Memory is one part or one bucket, however many documents are
+alike.
 
 Findings name documents by input file and place in it (byte offset or row), so tokenize_corpus can
 leave them out of any subset of the inputs, in any units: duplicates across corpora are found by one
@@ -37,6 +38,7 @@ from deberta_ds.data.shards import MANIFEST, save_array
 PART_DOCUMENTS = 1 << 15  # of one table: about 100 MB with all that near duplicates need
 BUCKET_DOCUMENTS = 1 << 21  # hashes in one bucket: about 200 MB
 NEAR_BUCKET_KEYS = 1 << 18
+NEAR_DOCUMENTS = 1 << 14  # read at a time: at most about 80 MB
 _HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<u8")])
 _BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
 
@@ -167,43 +169,47 @@ def near_bucket(out: str, tables: list[str], bucket: int, count: int, threshold:
     order = np.lexsort((keys["row"], table_of, keys["low"], keys["high"]))
     keys, table_of = keys[order], table_of[order]
     same = _same_as_before(keys)
-    shared = np.append(False, same) | np.append(same, False)
-    documents = _Documents(out, tables, table_of[shared], keys["row"][shared])
-    edges = np.append(np.flatnonzero(np.append(True, ~same)), len(keys))
-    found: list[tuple[int, int]] = []
-    for group in np.flatnonzero(np.diff(edges) > 1).tolist():
-        members = range(edges[group], edges[group + 1])
-        items = [documents.index[int(table_of[i]), int(keys["row"][i])] for i in members]
-        later = near.similar_to_earlier(documents.signatures[items],
-                                        [documents.sketches[item] for item in items], threshold)
-        found += [documents.places[items[item]] for item in later]
-    pairs = np.array(found, dtype=np.uint64).reshape(-1, 2)
-    save_found(out, f"near-{bucket:05d}", pairs[:, 0], pairs[:, 1])
+    begins_group = np.append(True, ~same)
+    shared = np.flatnonzero(np.append(False, same) | np.append(same, False))
+    found, group = [np.empty(0, FOUND)], near.Group(threshold)
+    for start in range(0, len(shared), NEAR_DOCUMENTS):  # a group may go on in the next part
+        part = shared[start : start + NEAR_DOCUMENTS]
+        documents = _Documents(out, tables, table_of[part], keys["row"][part])
+        later = []
+        for item, begins in zip(documents.items, begins_group[part].tolist(), strict=True):
+            if begins:
+                group = near.Group(threshold)
+            if group.has(documents.signatures[item], documents.sketches[item]):
+                later.append(item)
+        found.append(documents.places[later])
+    places = np.unique(np.concatenate(found))
+    save_found(out, f"near-{bucket:05d}", places["file"], places["where"])
     return {}
 
 
 class _Documents:
     """Signatures, sketches and places of some documents, read one table at a time.
 
-    Attributes: index {(table number, row): item}; signatures, sketches, places by item.
+    Attributes: items, the number of each (table number, row) asked for; signatures, sketches and
+    places by that number.
     """
 
     def __init__(self, out: str, tables: list[str], table_of: np.ndarray, rows: np.ndarray):
-        pairs = np.unique(np.stack([table_of, rows.astype(table_of.dtype)], axis=1), axis=0)
-        self.index = {tuple(pair): item for item, pair in enumerate(pairs.tolist())}
-        self.signatures = np.empty((len(pairs), near.PERMUTATIONS), dtype="<u4")
+        asked = table_of.astype(np.uint64) << np.uint64(32) | rows.astype(np.uint64)
+        documents, items = np.unique(asked, return_inverse=True)
+        self.items: list[int] = items.tolist()
+        self.signatures = np.empty((len(documents), near.PERMUTATIONS), dtype="<u4")
         self.sketches: list[np.ndarray] = []
-        self.places: list[tuple[int, int]] = []
-        done = 0
-        for number in np.unique(pairs[:, 0]).tolist():
-            wanted = pairs[pairs[:, 0] == number, 1]
-            name = tables[number]
-            self.signatures[done : done + len(wanted)] = map_array(
-                _table(out, "signatures", name))[wanted]
+        self.places = np.empty(len(documents), FOUND)
+        numbers, done = (documents >> np.uint64(32)).astype(np.int64), 0
+        for number in np.unique(numbers).tolist():
+            wanted = (documents[numbers == number] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+            name, here = tables[number], slice(done, done + len(wanted))
+            self.signatures[here] = map_array(_table(out, "signatures", name))[wanted]
             sketches = map_array(_table(out, "sketches", name))
             ends = np.append(0, map_array(_table(out, "sketch_ends", name)))
             self.sketches += [np.array(sketches[ends[row] : ends[row + 1]]) for row in wanted]
-            self.places += map_array(_table(out, "places", name))[wanted].tolist()
+            self.places[here] = map_array(_table(out, "places", name))[wanted]
             done += len(wanted)
 
 

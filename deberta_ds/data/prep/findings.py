@@ -24,6 +24,7 @@ from deberta_ds.json_files import parse_json, typed
 
 FINDINGS_VERSION = 2
 FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
+_MERGED_AT_ONCE = 1 << 20
 _COUNTS = {"duplicate": {"documents", "exact", "near"},
            "contaminated": {"documents", "contaminated"}}
 _AGAIN = "run that search again, into a new directory"
@@ -138,8 +139,12 @@ def merge_found(out: Path, kind: str, num_files: int) -> int:
     """Write starts.npy i64[files + 1] and places.npy u64: the places of file f, sorted, are
     places[starts[f] : starts[f + 1]]. Return how many. Memory: 36 bytes for each.
     """
-    tables = [np.array(map_array(path)) for path in sorted((out / "found").glob(f"{kind}*.npy"))]
-    found = np.unique(np.concatenate([np.zeros(0, FOUND), *tables]))
+    found, pending = np.zeros(0, FOUND), []
+    for path in sorted((out / "found").glob(f"{kind}*.npy")):
+        pending.append(np.array(map_array(path)))
+        if sum(map(len, pending)) > max(len(found), _MERGED_AT_ONCE):  # most are found many times
+            found, pending = np.unique(np.concatenate([found, *pending])), []
+    found = np.unique(np.concatenate([found, *pending]))
     counts = np.bincount(found["file"], minlength=num_files)
     save_array(out / "starts.npy", np.concatenate([[0], np.cumsum(counts)]).astype("<i8"))
     save_array(out / "places.npy", found["where"])

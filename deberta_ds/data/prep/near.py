@@ -83,23 +83,30 @@ def similarity(first: np.ndarray, second: np.ndarray) -> float:
     return int(twice[: last - 1].sum()) / SKETCH_HASHES
 
 
-def similar_to_earlier(
-    signatures: np.ndarray, sketches: list[np.ndarray], threshold: float
-) -> list[int]:
-    """Return the numbers of the documents whose similarity to an earlier one, that is not itself
-    returned, is at least `threshold`. Compared are at most 1,024 earlier ones.
+class Group:
+    """Documents that share a band, one after another; those that stay are remembered, at most
+    1,024 of them.
     """
-    kept = np.empty((min(len(signatures), _REPRESENTATIVES), PERMUTATIONS), dtype="<u4")
-    numbers: list[int] = []
-    found = []
-    for number, signature in enumerate(signatures):
-        estimates = (kept[: len(numbers)] == signature).mean(axis=1)
-        likely = np.flatnonzero(estimates >= threshold - _SIGNATURE_ERROR)
+
+    def __init__(self, threshold: float):
+        self._threshold = threshold
+        self._signatures = np.empty((2, PERMUTATIONS), dtype="<u4")
+        self._sketches: list[np.ndarray] = []
+
+    def has(self, signature: np.ndarray, sketch: np.ndarray) -> bool:
+        """Return whether the similarity of this document to one that stays is at least the
+        threshold; if not, it stays too.
+        """
+        count = len(self._sketches)
+        estimates = (self._signatures[:count] == signature).mean(axis=1)
+        likely = np.flatnonzero(estimates >= self._threshold - _SIGNATURE_ERROR)
         nearest_first = likely[np.argsort(-estimates[likely], kind="stable")].tolist()
-        if any(similarity(sketches[numbers[item]], sketches[number]) >= threshold
-               for item in nearest_first):
-            found.append(number)
-        elif len(numbers) < len(kept):
-            kept[len(numbers)] = signature
-            numbers.append(number)
-    return found
+        if any(similarity(self._sketches[number], sketch) >= self._threshold
+               for number in nearest_first):
+            return True
+        if count < _REPRESENTATIVES:
+            if count == len(self._signatures):
+                self._signatures = np.concatenate([self._signatures, self._signatures])
+            self._signatures[count] = signature
+            self._sketches.append(sketch)
+        return False
