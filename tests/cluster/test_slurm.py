@@ -10,6 +10,7 @@ from pathlib import Path
 import fake_hosts
 import pytest
 from cluster_jobs import ENVIRONMENT, arguments, needs, run, wait_for
+from data_helpers import random_documents, tokenizer_path, tree, write_json_lines
 from launching import ROOT, losses
 
 from deberta_ds.config import DataConfig
@@ -90,6 +91,22 @@ def test_sbatch_requeues_without_the_host_of_a_frozen_rank(cluster, work):
     wait_for(lambda: job.show("JobState") == "PENDING" and job.show("ExcNodeList") == "host2",
              job.log)
     job.on_host1("scancel", job.number)
+
+
+def test_an_array_of_jobs_prepares_a_corpus(cluster, work):
+    hosts, environment = cluster
+    write_json_lines(work / "text.jsonl", random_documents(300))
+    log, out = work / "prepare.log", work / "prepared"
+    words = ["tokenize_corpus.py", str(work / "text.jsonl"), "--tokenizer", tokenizer_path(),
+             "--unit_bytes", "5000", "--out"]
+    line = ["sbatch", "--chdir", str(ROOT), "--output", str(log), "--array=1-3",
+            "--cpus-per-task=1", "launch/cluster/data_prep.sbatch", *words, str(out)]
+    subprocess.run(hosts.command("host1", line, ROOT), env=environment, check=True)
+    wait_for(lambda: (out / "manifest.json").exists(), log)
+    subprocess.run([environment["PYTHON"], f"data_prep/{words[0]}", *words[1:], work / "alone"],
+                   cwd=ROOT, env=environment, check=True)
+    assert tree(out) == tree(work / "alone")
+    assert log.read_text().count("is done; when all are") == 3
 
 
 SLURM_CONF = """ClusterName=test
