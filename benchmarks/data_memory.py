@@ -46,6 +46,8 @@ def main() -> None:
                              "seconds": round(now["seconds"] + before["seconds"], 1),
                              "ended": now["ended"]}
             out.write_text(json.dumps(found, indent=1) + "\n")
+            if not now["ended"]:
+                return
     print("complete")
 
 
