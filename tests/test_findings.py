@@ -1,10 +1,13 @@
 """Documents found to be left out: exact and near duplicates, text of evaluation files."""
 
+import gzip
 import json
 import random
 import unicodedata
 
 import numpy as np
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 from data_helpers import (
     READ,
@@ -151,6 +154,28 @@ def test_evaluation_text_is_found_under_the_text_rules(tmp_path):
     units = plan_units([str(tmp_path / "text.jsonl")], READ)
     report = find_contamination(units, [str(tmp_path / "val.jsonl")], tmp_path / "out", read=READ)
     assert report.documents == [2, 1]
+
+
+def test_evaluation_files_of_any_size_and_kind_are_read_once(tmp_path):
+    """Files over 4 MiB, such as BoolQ's training set, were read once for each of their parts."""
+    examples = [{"n": n, "passages": [{"text": f"This long file has an example of number {n} and "
+                                       "no document holds it ever."}]} for n in range(40)]
+    write_json_lines(tmp_path / "text.jsonl", [examples[17]["passages"][0]["text"], "nothing"])
+    (tmp_path / "a.jsonl").write_text("".join(
+        json.dumps(e | {"padding": "x" * (1 << 17)}) + "\n" for e in examples))
+    pyarrow.parquet.write_table(table := pyarrow.Table.from_pylist(examples),
+                                tmp_path / "b.parquet", row_group_size=9)
+    with pyarrow.ipc.new_stream(str(tmp_path / "c.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    against = [str(tmp_path / name) for name in ("a.jsonl", "b.parquet", "c.arrow")]
+    assert len(plan_units(against[:1], READ)) > 1
+    report = find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ), against,
+                                tmp_path / "found", read=READ)
+    assert report.examples == dict.fromkeys(against, [40, 1])
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"a": "b"}' * 999)[:-9])
+    with pytest.raises(UserError, match=r"d.jsonl.gz.*cut short"):
+        find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ),
+                           [str(tmp_path / "d.jsonl.gz")], tmp_path / "none", read=READ)
 
 
 def test_duplicates_across_corpora_leave_once(tmp_path):

@@ -1,6 +1,6 @@
 """Find documents that hold text of evaluation files: overlap of word n-grams.
 
-The strings of the evaluation files (every text field of JSON lines, every cell of a table, every
+The strings of the evaluation files (every text field of a record, every cell of a table, every
 line of text) become n-grams of lower-cased words without punctuation; in scripts written without
 spaces each character is a word. Strings of fewer than n words, but at least SHORTEST, count whole.
 A document that holds one of these n-grams is contaminated. n = 13 is what GPT-3 and others since
@@ -35,7 +35,7 @@ from deberta_ds.data.prep.findings import (
     save_found,
 )
 from deberta_ds.data.prep.inputs import open_bytes
-from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.readers import arrow_batches, read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.prep.words import WORD
@@ -74,6 +74,7 @@ def find_contamination(
         raise UserError(f"--words {words}: shorter n-grams than {SHORTEST} words are in any text")
     out = Path(out)
     evaluation = [extent for unit in plan_units(against, ReadOptions()) for extent in unit]
+    kinds = {extent.path: extent.kind for extent in evaluation}  # a large file has many extents
     numbers = {source: number for number, source in enumerate(input_files(units))}
     description = {
         "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
@@ -81,7 +82,7 @@ def find_contamination(
     }
     with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
-            names, searched = _save_grams(out, evaluation, words)
+            names, searched = _save_grams(out, kinds, words)
             jobs = {f"search-{number:05d}": (str(out), number, unit, read, numbers)
                     for number, unit in enumerate(units)}
             results = run_units(out, search_unit, jobs, workers=workers, label="search", part=part)
@@ -123,24 +124,32 @@ def _hash_word(word: str) -> int:
     return xxhash.xxh3_64_intdigest(word.encode())
 
 
-def _strings(extent: Extent) -> Iterator[list[str]]:
+def _strings(path: str, kind: str) -> Iterator[list[str]]:
     """Yield the texts of each example of an evaluation file."""
-    if extent.kind in ("json", "text"):
-        with naming(extent.path), open_bytes(extent.path) as file:
-            for line in file:
-                if extent.kind == "text":
-                    yield [line.decode("utf-8", "replace")]
-                elif line.strip():
-                    yield list(_texts_in(parse_json(line)))
-    elif extent.kind == "table":
-        with naming(extent.path), open_bytes(extent.path) as file:
+    if kind not in ("json", "text", "table", "parquet", "arrow"):
+        raise UserError(f"{path}: evaluation files are JSON lines, tables, parquet, Arrow or text")
+    with naming(path), open_bytes(path) as file:
+        if kind in ("parquet", "arrow"):
+            for batch in _batches_of(file, kind):
+                yield from (list(_texts_in(record)) for record in batch.to_pylist())
+        elif kind == "json":
+            yield from (list(_texts_in(parse_json(line))) for line in file if line.strip())
+        else:
             lines = (line.decode("utf-8", "replace").rstrip("\r\n") for line in file)
-            if ".csv" in Path(extent.path).suffixes:
+            if kind == "text":
+                yield from ([line] for line in lines)
+            elif ".csv" in Path(path).suffixes:
                 yield from csv.reader(lines)
             else:  # GLUE's tables quote nothing: a quotation mark is one
                 yield from (line.split("\t") for line in lines)
-    else:
-        raise UserError(f"{extent.path}: evaluation files are JSON lines, tables or text")
+
+
+def _batches_of(file, kind: str) -> Iterator:
+    import pyarrow.parquet
+
+    if kind == "arrow":
+        return arrow_batches(file)[1]
+    return pyarrow.parquet.ParquetFile(file).iter_batches(1024)
 
 
 def _texts_in(value) -> Iterator[str]:
@@ -151,19 +160,20 @@ def _texts_in(value) -> Iterator[str]:
             yield from _texts_in(part)
 
 
-def _save_grams(out: Path, extents: list[Extent], count: int) -> tuple[list[str], list[int]]:
-    """Write the n-grams of all examples; return (file names, examples searched for of each).
+def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[str], list[int]]:
+    """Write the n-grams of all examples of {file: kind}; return (the files' names, examples
+    searched for of each).
 
     lengths.npy: words of an n-gram, all that occur; for each of them grams-N.npy, sorted hashes,
     and owners-N.npy, the example that each is of; files.npy: the first example of each file.
     """
     found: dict[int, tuple[array, array]] = {}
     example, names, firsts, searched = 0, [], [], []
-    for extent in extents:
-        names.append(extent.path)
+    for path, kind in kinds.items():
+        names.append(path)
         firsts.append(example)
         searched.append(0)
-        for texts in _strings(extent):
+        for texts in _strings(path, kind):
             grams = list(_example_grams(texts, count))
             for length, gram in grams:
                 hashes, owners = found.setdefault(length, (array("Q"), array("q")))

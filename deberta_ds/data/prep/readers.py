@@ -299,21 +299,27 @@ def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
 
 
 def _read_arrow(extent: Extent, options: ReadOptions) -> Iterator[Document]:
-    import pyarrow
-
     with open_bytes(extent.path) as file:
-        magic = file.read(6)
-        file.seek(0)
-        if magic == b"ARROW1":
-            reader = pyarrow.ipc.open_file(file)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            batches = reader = pyarrow.ipc.open_stream(file)
-        columns = _columns(options, reader.schema.names, extent.path)
+        names, batches = arrow_batches(file)
+        columns = _columns(options, names, extent.path)
         row = 0
         for batch in batches:
             yield from _read_batch(batch.select(columns), row, extent, options)
             row += batch.num_rows
+
+
+def arrow_batches(file) -> tuple[list[str], Iterator]:
+    """Return (names of the columns, record batches) of an Arrow file or stream."""
+    import pyarrow
+
+    magic = file.read(6)
+    file.seek(0)
+    if magic == b"ARROW1":
+        reader = pyarrow.ipc.open_file(file)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        batches = reader = pyarrow.ipc.open_stream(file)
+    return reader.schema.names, batches
 
 
 def _read_batch(batch, row: int, extent: Extent, options: ReadOptions) -> Iterator[Document]:
