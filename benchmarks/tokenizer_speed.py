@@ -4,14 +4,15 @@
 
 raw: `Tokenizer.from_file(...).encode_batch_fast(documents)` of `tokenizers` and `.ids`, or of a
 SentencePiece model (FILE.model) its `encode(documents, num_threads=1)`, to lists; documents in
-memory. stage: what data_prep does with them: reading, text rules, ids, shards, checksums. The text
-is cut to documents of one size and spread over files of JSON lines, one work unit each.
+memory, all of a unit in one call; raw_batches: 400 in a call, whose lists stay in the caches and
+are thrown away. stage: what data_prep does with them: reading, text rules, ids, shards, checksums.
+The text is cut to documents of one size and spread over files of JSON lines, one work unit each.
 
 One core: raw and stage take turns at each unit, seconds of processor time, each way's best turn of
 each unit; the ratio of the sums; and, of one stage alone, the share of its time that is the
 library's (with the joining of its ids), the middle one of all turns, which other load on the
 machine hardly moves. Workers:
-`encode_batch_fast` on that many threads of the library beside `tokenize_corpus` on that many
+the library on that many threads beside `tokenize_corpus` on that many
 processes, seconds on the clock, and of the latter those from the first unit's end to the last
 one's (what is before is the start of the workers).
 """
@@ -37,6 +38,7 @@ from deberta_ds.tokenizer.fast import FastEngine
 from deberta_ds.tokenizer.spm import SentencePieceEngine
 
 READ = ReadOptions()
+_BATCH = 400  # documents
 
 
 def write_units(source: Path, out: Path, document_bytes: int, unit_bytes: int, units: int
@@ -72,17 +74,17 @@ def texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
-def raw_tokens(fast, documents: list[str]) -> int:
+def raw_tokens(fast, documents: list[str], threads: int = 1) -> int:
     if isinstance(fast, sentencepiece.SentencePieceProcessor):
-        return sum(map(len, fast.encode(documents, num_threads=1)))
+        return sum(map(len, fast.encode(documents, num_threads=threads)))
     found = fast.encode_batch_fast(documents, add_special_tokens=False)
     return sum(len(one.ids) for one in found)
 
 
 def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> dict:
-    """Return the speeds of one core and their ratio, raw and stage in turns."""
+    """Return the speeds of one core and their ratios, the ways in turns."""
     fast, units = load(directory), [plan_units([str(path)], READ, 1 << 40)[0] for path in paths]
-    pairs, shares, tokens, num_bytes = [], [], 0, 0
+    bests, shares, tokens, num_bytes = [], [], 0, 0
     tiny = scratch.parent / "tiny.jsonl"
     write_atomic(tiny, '{"text": "what is loaded once"}\n')
     tokenize_unit(0, plan_units([str(tiny)], READ)[0], [str(scratch)], str(directory), READ,
@@ -104,13 +106,17 @@ def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> d
         def raw(documents=documents) -> int:
             return raw_tokens(fast, documents)
 
+        def raw_batches(documents=documents) -> int:
+            return sum(raw_tokens(fast, documents[begin : begin + _BATCH])
+                       for begin in range(0, len(documents), _BATCH))
+
         def stage(number=number) -> int:
             result = tokenize_unit(number, units[number], [str(scratch)], str(directory), READ,
                                    CleanOptions(), 0.0, [])
             return sum(shard["tokens"] for shard in result["shards"][0])
 
-        counts, best = {}, {"raw": float("inf"), "stage": float("inf")}
-        ways = [("raw", raw), ("stage", stage)]
+        ways = [("raw", raw), ("stage", stage), ("raw_batches", raw_batches)]
+        counts, best = {}, {name: float("inf") for name, _ in ways}
         for turn in range(turns):
             for name, work in ways[:: 1 if turn % 2 else -1]:
                 begin, library[0] = time.process_time(), 0.0
@@ -118,14 +124,15 @@ def one_core(directory: Path, paths: list[Path], scratch: Path, turns: int) -> d
                 seconds = time.process_time() - begin
                 best[name] = min(best[name], seconds)
                 shares += [library[0] / seconds] if name == "stage" else []
-        assert counts["raw"] == counts["stage"], counts
+        assert len(set(counts.values())) == 1, counts
         tokens += counts["raw"]
-        pairs.append((best["raw"], best["stage"]))
+        bests.append((best["raw"], best["stage"], best["raw_batches"]))
     engine.encode_joined = encode
-    raw, stage = map(sum, zip(*pairs, strict=True))
+    raw, stage, batches = map(sum, zip(*bests, strict=True))
     return {"tokens": tokens, "raw_mb_a_second": num_bytes / 1e6 / raw,
+            "raw_batches_mb_a_second": num_bytes / 1e6 / batches,
             "stage_mb_a_second": num_bytes / 1e6 / stage, "ratio": raw / stage,
-            "library_share": statistics.median(shares)}
+            "ratio_to_batches": batches / stage, "library_share": statistics.median(shares)}
 
 
 _RAW_THREADS = """
@@ -133,10 +140,10 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from tokenizer_speed import load, raw_tokens, texts
-fast = load(Path(sys.argv[2]))
-documents = [text for path in sys.argv[3:] for text in texts(Path(path))]
+fast, threads = load(Path(sys.argv[2])), int(sys.argv[3])
+documents = [text for path in sys.argv[4:] for text in texts(Path(path))]
 begin = time.perf_counter()
-print(raw_tokens(fast, documents), time.perf_counter() - begin)
+print(raw_tokens(fast, documents, threads), time.perf_counter() - begin)
 """
 
 
@@ -150,7 +157,8 @@ def with_workers(directory: Path, paths: list[Path], scratch: Path, workers: int
     for turn in range(turns):
         shown = subprocess.run(
             [sys.executable, "-c", _RAW_THREADS, str(Path(__file__).parent), str(directory),
-             *map(str, paths)], env=environment, check=True, capture_output=True, text=True)
+             str(workers), *map(str, paths)],
+            env=environment, check=True, capture_output=True, text=True)
         best["raw"] = min(best["raw"], float(shown.stdout.split()[1]))
         begin = time.perf_counter()
         out = scratch / f"corpus-{turn}"

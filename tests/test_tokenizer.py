@@ -1,9 +1,12 @@
 """Special ids, offsets, word starts, and refusal of other models."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import sentencepiece
-from data_helpers import SENTENCES, tiny_tokenizer
+from data_helpers import SENTENCES, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer, piece_starts_word
@@ -25,6 +28,16 @@ def test_decode_gives_the_text_back(text):
     assert tokenizer.encode_batch([text, text]) == [ids, ids]
     assert tokenizer.encode_array(text).tolist() == ids
     assert tokenizer.mask_id not in ids
+
+
+def test_a_forked_process_encodes_batches_and_ends():
+    """The library's thread for batches is not in a child, which waited for its end forever."""
+    code = ("import os, sys\nfrom deberta_ds.tokenizer import Tokenizer\n"
+            f"tokenizer = Tokenizer({tokenizer_path()!r})\n"
+            "ids = tokenizer.encode_array('The quick fox').tolist()\nchild = os.fork()\n"
+            "assert tokenizer.encode_array('The quick fox').tolist() == ids\n"
+            "sys.exit(os.waitpid(child, 0)[1] if child else 0)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_special_names_in_text_are_text():

@@ -9,7 +9,8 @@ those ids without a normalizer, which version 0.1.0 made. Any other is given the
 """
 
 import hashlib
-from functools import cached_property
+import os
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,8 @@ class SentencePieceEngine:
         return self._processor.encode([self._plain(text) for text in texts], num_threads=1)
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        return self._fast_processor.encode(texts, return_type="numpy", num_threads=1)
+        return self._fast_processor.encode(texts, return_type="numpy", num_threads=1,
+                                           **_one_thread())
 
     @cached_property
     def _fast_processor(self) -> sentencepiece.SentencePieceProcessor:
@@ -122,6 +124,18 @@ def _load(data: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
     except (RuntimeError, UnicodeDecodeError) as error:  # its own message may be damaged, too
         raise UserError(f"{path}: not a SentencePiece model, or a damaged one") from error
     return processor
+
+
+@cache
+def _one_thread() -> dict:
+    """Return the option by which batches share one thread: else the library starts one for each, on
+    any core, far from what the last one had in its caches. (Older versions have no such option.)
+    """
+    pool = getattr(sentencepiece, "ThreadPool", None)
+    return {"thread_pool": pool(1)} if pool else {}
+
+
+os.register_at_fork(before=_one_thread.cache_clear)  # a child has no threads, and would wait for it
 
 
 def model_proto(data: bytes, path: Path):

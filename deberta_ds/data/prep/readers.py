@@ -171,15 +171,15 @@ def _text_document(
 def _json_documents(
     path: str, where: int, lines: list[bytes], problem: str, label: str, options: ReadOptions
 ) -> Iterator[Document]:
-    key, loads = options.text_key, orjson.loads
-    asked = options.label_key or options.id_key
+    key, loads, new = options.text_key, orjson.loads, tuple.__new__
+    usual = not (options.label_key or options.id_key or problem)
     for line in lines:
         try:  # the usual line, in half the time
-            text = "" if asked or problem else loads(line)[key]
+            text = loads(line)[key] if usual else ""
         except (ValueError, TypeError, KeyError):
             text = ""
         if text.__class__ is str and text:
-            yield Document(text, path, where, "json", label)
+            yield new(Document, (text, path, where, "json", label, "", ""))
         else:
             yield _json_document(path, where, line, problem, label, options)
         where += len(line)
