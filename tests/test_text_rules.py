@@ -13,6 +13,7 @@ from deberta_ds.data.prep.train_spm import train_tokenizer
 from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
 
 RAW = [
+    "\u0639\u0632\u0651\u0650\u0632 \u062d\u0651\u064f\u0628 a\u0301\u0323 o\u0302\u0323",  # marks
     "soft\u00adhyphen, zero\u200bwidth space, \ufeffbyte order mark",
     "right\u200fto\u200eleft \u202amarks\u202c and\u2066 isolates\u2069",
     "tab\tand\r\nline ends,\u00a0no-break \u3000 wide  spaces ",

@@ -9,7 +9,9 @@ those ids without a normalizer, which version 0.1.0 made. Any other is given the
 """
 
 import hashlib
+import itertools
 import os
+import unicodedata
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -63,6 +65,8 @@ class SentencePieceEngine:
             self._starts_word = metaspace_starts_word
         self._processor, self._path = processor, path
         self._plain = str if self.normalizes_itself else _plain_spaces
+        if proto.normalizer_spec.name == RULES_NAME:
+            self._plain = _ordered_marks
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
@@ -203,3 +207,15 @@ _SPACE_TABLE = {code: " " for code in range(0x3001) if chr(code).isspace()}
 def _plain_spaces(text: str) -> str:
     """Return `text` with every kind of white space as U+0020, one for one (offsets stay true)."""
     return text if text.isprintable() else text.translate(_SPACE_TABLE)
+
+
+def _ordered_marks(text: str) -> str:
+    """Return `text` with plain spaces and with combining marks in the canonical order, which the
+    table of the normalizer has no rule for, one for one.
+    """
+    text = _plain_spaces(text)
+    if unicodedata.is_normalized("NFC", text):
+        return text
+    runs = itertools.groupby(text, lambda character: unicodedata.combining(character) > 0)
+    return "".join(itertools.chain.from_iterable(
+        sorted(run, key=unicodedata.combining) if are_marks else run for are_marks, run in runs))
