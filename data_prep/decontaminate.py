@@ -2,7 +2,7 @@
 """Find documents that hold text of evaluation files; give the directory to tokenize_corpus.py.
 
 A document goes if it shares a run of 13 words with an evaluation file (or a whole shorter text of
-at least 8): JSON lines (SuperGLUE, BLiMP), tables (GLUE) or text, with every field in them.
+at least 8): JSON lines (SuperGLUE, BLiMP), tables (GLUE), parquet, Arrow or text, with every field.
 """
 
 from options import (

@@ -220,7 +220,7 @@ def test_more_formats_give_the_same_documents(tmp_path):
     with pytest.raises(UserError, match=r"no column 'body' \(found: id, text\)"):
         texts_of([tmp_path / "c.csv"], text_key="body")
     (tmp_path / "c.csv").write_text('text\n"open quote')
-    with pytest.raises(UserError, match="c.csv: "):
+    with pytest.raises(UserError, match="c.csv:2: unexpected end"):
         texts_of([tmp_path / "c.csv"])
 
 
@@ -323,6 +323,9 @@ def test_rows_of_a_table_with_other_cells_than_its_header_are_bad(tmp_path):
     assert [d.text for d in documents if not d.problem] == ["one, two", "five"]
     assert problems == [f"{path}:row 2: 3 cells, the header names 2",
                         f"{path}:row 3: 1 cells, the header names 2"]
+    path.with_suffix(".tsv").write_text('id\ttext\n1\tone\n2\t"two" or three\n')
+    with pytest.raises(UserError, match=r"a.tsv:3: .* quotation mark"):
+        texts_of([path.with_suffix(".tsv")])
     path.write_text("text,text\na,b\n")
     with pytest.raises(UserError, match="more than one column 'text'"):
         texts_of([path])

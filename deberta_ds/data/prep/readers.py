@@ -255,13 +255,12 @@ def _columns(options: ReadOptions, available: list[str], path: str) -> list[str]
 def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     """Rows of .csv (comma) or .tsv (tab) with a header; quoted fields may hold line ends."""
     label = _directory_label(extent, options)
-    delimiter = "\t" if ".tsv" in Path(extent.path).suffixes else ","
     csv.field_size_limit(min(options.max_document_bytes, 1 << 31 - 1))
     with (
         open_bytes(extent.path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
     ):
-        rows = filter(None, csv.reader(text, delimiter=delimiter, strict=True))  # no empty lines
+        rows = _cells(extent.path, text)
         header = next(rows, [])
         wanted = _columns(options, header, extent.path)
         twice = [name for name in wanted if header.count(name) > 1]
@@ -273,6 +272,17 @@ def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
             else:  # as where a text has a comma and no quotation marks: part of it would be lost
                 found = "", f"{len(cells)} cells, the header names {len(header)}", label, ""
             yield Document(found[0], extent.path, row, extent.kind, found[2], found[1], found[3])
+
+
+def _cells(path: str, text: io.TextIOWrapper) -> Iterator[list[str]]:
+    """Yield the cells of each row; lines with nothing in them are none."""
+    rows = csv.reader(text, delimiter="\t" if ".tsv" in Path(path).suffixes else ",", strict=True)
+    try:
+        yield from filter(None, rows)
+    except csv.Error as error:
+        raise UserError(f"{path}:{rows.line_num}: {error}; a cell with a quotation mark in it is "
+                        'quoted, with "" for the mark, and no cell is longer than '
+                        "--max_document_bytes") from error
 
 
 def _read_warc(extent: Extent, options: ReadOptions) -> Iterator[Document]:
