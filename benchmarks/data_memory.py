@@ -78,9 +78,8 @@ def commands(args, source: Path, model: Path) -> dict[str, list]:
     text, workers = [source, *read], ["--workers", 2]
     corpus, tokenizer = root / "corpus", ["--tokenizer", model]
     name = "doc-17" if source.suffix == ".jsonl" else f"{source}@0"
-    left_out = [root / "contaminated"]  # the larger text of novels is the smaller one repeated
-    if source.suffix == ".jsonl":
-        left_out.append(root / "found")
+    # The larger text of novels is the smaller one repeated: its duplicates would leave little.
+    left_out = root / ("found" if source.suffix == ".jsonl" else "contaminated")
     evaluation = args.scratch / "evaluation.txt"
     if not evaluation.exists():
         lines = (args.scratch / "text.txt").read_text("utf-8").splitlines()
@@ -93,7 +92,7 @@ def commands(args, source: Path, model: Path) -> dict[str, list]:
         "decontaminate": [PREP / "decontaminate.py", *text, "--against", evaluation, "--out",
                           root / "contaminated", *workers],
         "tokenize_corpus": [PREP / "tokenize_corpus.py", *text, *tokenizer, "--out", corpus,
-                            "--leave_out", *left_out, *workers],
+                            "--leave_out", left_out, *workers],
         "pack": [PREP / "pack.py", corpus, *tokenizer, "--seq_len", 512, *workers],
         "verify": [PREP / "verify.py", corpus],
         "stats": [PREP / "stats.py", corpus, *tokenizer],
