@@ -94,6 +94,17 @@ def test_the_library_still_has_the_cache_of_words_that_is_made_larger():
     assert hasattr(Tokenizer(directory_of("roberta"))._engine._fast.model, "_resize_cache")
 
 
+def test_all_bytes_need_no_unknown_token_in_the_model(tmp_path):
+    """A model may name one that is an added token, or is not there: it is never asked for."""
+    shutil.copytree(directory_of("qwen"), tmp_path / "late")
+    specification = json.loads((tmp_path / "late" / "tokenizer.json").read_text())
+    specification["model"]["unk_token"] = "<|late|>"
+    (tmp_path / "late" / "tokenizer.json").write_text(json.dumps(specification))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "late")
+    wanted = theirs(list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
+    assert Tokenizer(tmp_path / "late").encode_batch(list(WITHOUT_NAMES)) == wanted
+
+
 def test_vocabulary_files_by_their_own_names():
     directory = directory_of("deberta_v1")
     wanted = Tokenizer(directory)

@@ -93,6 +93,9 @@ def _check_unknown(model: dict, path: Path) -> None:
         known = known or (number is None and bool(model.get("byte_fallback")))
     else:
         name = model.get("unk_token")
+        if isinstance(name, str) and model["type"] == "BPE" and name not in model["vocab"] and (
+                byte_of_character().keys() <= model["vocab"].keys()):
+            name = model["unk_token"] = None  # with all bytes nothing is unknown
         known = name in model["vocab"] if isinstance(name, str) else (
             name is None and model["type"] == "BPE")
     if not known:
