@@ -12,7 +12,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
 from deberta_ds.tokenizer import Tokenizer
 
-_CHUNK_TOKENS = 1 << 22
+_CHUNK_TOKENS = 1 << 18
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback; a byte-level BPE has no such
 # Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
 _MANY_BYTES, _MANY_UNKNOWN = 0.02, 0.001
