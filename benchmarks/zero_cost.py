@@ -1,11 +1,11 @@
 """What ZeRO costs on a CPU: a step under torch's DDP and under DeepSpeed's stages, in turns.
 
     torchrun --nproc_per_node=2 -m benchmarks.zero_cost --shape demo
-    torchrun --nproc_per_node=2 -m benchmarks.zero_cost --shape xsmall --rows 4
+    torchrun --nproc_per_node=2 -m benchmarks.zero_cost --shape xsmall --rows 4 --stages 3
 
 All ways compute the same model on the same rows, with the same clipping and the same AdamW. Wall
 time of the slowest rank, the least of several rounds; forward, backward and update of that round.
-Writes benchmarks/results/zero_cost-<shape>-<precision>-<device>.json.
+Writes benchmarks/results/zero_cost-<shape>-<precision>[-<stages>]-<device>.json.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from deberta_ds.train import engine
 from deberta_ds.train.optim import build_optimizer
 
 RUNS = {"demo": "launch/runs/demo.toml", "xsmall": "launch/runs/v3_xsmall.toml"}
-ROUNDS, LENGTH = 12, 128
+LENGTH = 128
 DDP = "DDP"
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 Step = Callable[[], tuple[float, float, float]]  # returns when forward, backward, update ended
@@ -80,13 +80,14 @@ def slowest(seconds: list[float]) -> list[float]:
     return found.tolist()
 
 
-def measure(run, rows: int, half: bool) -> dict[str, dict[str, float]]:
+def measure(run, stages: list[int], rows: int, half: bool,
+            rounds: int) -> dict[str, dict[str, float]]:
     """Return seconds of a step, and of its parts, for each way."""
     batch = make_batch(run.model, rows, LENGTH)
     steps = {DDP: ddp_step(run, batch, half)}
-    steps |= {f"ZeRO-{stage}": deepspeed_step(run, batch, half, stage) for stage in range(4)}
+    steps |= {f"ZeRO-{stage}": deepspeed_step(run, batch, half, stage) for stage in stages}
     best: dict[str, dict[str, float]] = {name: {} for name in steps}
-    for number in range(ROUNDS + 2):
+    for number in range(rounds + 2):
         for name in list(steps) if number % 2 else list(steps)[::-1]:
             dist.barrier()
             started = time.perf_counter()
@@ -103,12 +104,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=RUNS, default="demo")
     parser.add_argument("--rows", type=int, default=8, help="of 128 tokens, a rank")
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[*range(4)],
+                        help="of ZeRO; all of them hold a model each at once")
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--bf16", action="store_true", help="bf16 products, fp32 weights")
     options = parser.parse_args()
     ranks = int(engine.init_distributed() and dist.world_size())
     run, _ = config.load(RUNS[options.shape], [f"--train.micro_batch_rows={options.rows}",
                                                f"--train.global_batch_rows={options.rows * ranks}"])
-    seconds = measure(run, options.rows, options.bf16)
+    seconds = measure(run, options.stages, options.rows, options.bf16, options.rounds)
     if dist.is_main():
         kind = "bf16" if options.bf16 else "fp32"
         print(f"{options.shape}, RTD, {ranks} ranks x {options.rows} x {LENGTH} tokens, {kind}, "
@@ -121,7 +125,8 @@ def main() -> None:
                   f"{parts['update'] * 1e3:7.0f} ms")
         result = {"shape": options.shape, "rows": options.rows, "length": LENGTH, "ranks": ranks,
                   "precision": kind, "seconds": seconds}
-        save(f"zero_cost-{options.shape}-{kind}", "cpu", result)
+        only = "" if len(options.stages) == 4 else "-" + "-".join(map(str, options.stages))
+        save(f"zero_cost-{options.shape}-{kind}{only}", "cpu", result)
     dist.destroy()
 
 
