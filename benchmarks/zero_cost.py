@@ -9,10 +9,12 @@ Writes benchmarks/results/zero_cost-<shape>-<precision>[-<stages>]-<device>.json
 """
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -57,7 +59,8 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
 
 
 def deepspeed_step(run, batch: Batch, half: bool, stage: int) -> Step:
-    values = {"zero_optimization": {"stage": stage}} | (AUTOCAST if half else {})
+    values = json.loads(Path(f"ds_configs/zero{stage}_fp32.json").read_text())
+    values |= AUTOCAST if half else {}
     resolved = deepspeed_config.resolve(run, values, dist.world_size())
     model_engine = engine.build_pretraining_engine(run, resolved, None)
     divisors = divisors_of(batch)
