@@ -31,12 +31,14 @@ from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
+from deberta_ds.objectives.rtd_cached import CachedRtdModel
 from deberta_ds.presets import MODELS
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 H200_PEAK = 989e12  # dense bf16 FLOP/s
 ONEDNN = "fp32 by oneDNN"
 PEERS = ("Hugging Face", "Hugging Face + fused AdamW")
+STORED = "ours with stored replacements"  # the discriminator alone
 PROFILED = 15  # kernels listed by --profile
 PRODUCT = "large product"
 PRODUCT_SHAPE = (2048, 1536, 1536)  # rows, inner size, columns
@@ -69,6 +71,8 @@ def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: 
     divisors = divisors_of(batch)
     if objective == "mlm":
         model = MlmModel(config)
+    elif objective == "rtd_cached":
+        model = CachedRtdModel(config, RTD_WEIGHT)
     else:
         generator = ModelConfig(**_values(config) | {"num_layers": generator_layers})
         settings = ObjectiveConfig(kind="rtd", rtd_weight=RTD_WEIGHT)
@@ -76,6 +80,11 @@ def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: 
     init_parameters(model, 0.02, 0)
     model.to(batch.rows.device)
     return model, lambda: model(batch, divisors)[0]
+
+
+def stored_loss(config: ModelConfig, _objective: str, generator_layers: int, batch: Batch):
+    """The same where replacements were made once for all (data_prep/replace.py)."""
+    return our_loss(config, "rtd_cached", generator_layers, batch)
 
 
 def _values(config: ModelConfig) -> dict:
@@ -185,7 +194,8 @@ def measure(options, objective: str, rows: int, length: int) -> dict:
     generator_layers = options.generator_layers or max(1, config.num_layers // 2)
     batch = make_batch(config, rows, length).to(options.device)
     arguments = (config, objective, generator_layers, batch)
-    names = ("ours",) if options.ours_only else ("ours", *PEERS)
+    names = ("ours",) if objective == "mlm" else ("ours", STORED)
+    names += () if options.ours_only else PEERS
     forward = flops.masked_lm(config, length, MASK_RATE)
     if objective == "rtd":
         generator = ModelConfig(**_values(config) | {"num_layers": generator_layers})
@@ -211,7 +221,8 @@ def _measure_group(options, group, arguments: tuple, result: dict) -> None:
         torch.cuda.reset_peak_memory_stats()
     for name in group:
         torch.manual_seed(0)
-        model, loss = (hugging_face_loss if name in PEERS else our_loss)(*arguments)
+        make = {"ours": our_loss, STORED: stored_loss}.get(name, hugging_face_loss)
+        model, loss = make(*arguments)
         fused = {} if name == PEERS[0] else {"fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
         for kind, way in kinds_of(options.device).items():
@@ -265,7 +276,8 @@ def show(result: dict, device: str) -> None:
         ratios = [f"{x / value:.2f}" if x else "-" for x in (equal, single)]
         rate = tokens / value
         mfu = rate * result["flops_per_token"] / peak(result, kind, device)
-        print(f"  {name:44}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{mfu:>7.1%}")
+        share = "-" if what == STORED else f"{mfu:.1%}"
+        print(f"  {name:44}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{share:>7}")
     for name, size in result.get("peak_bytes", {}).items():
         print(f"  {name:44}{size / 2**30:9.1f} GiB at most")
     for name, reason in result["absent"].items():
