@@ -1,6 +1,6 @@
 """Passes over tensors that torch makes one by one on a CPU, fused in C.
 
-The sources need nothing but a C compiler and take three seconds; the library lies in the user's
+The sources need nothing but a C compiler and take five seconds; the library lies in the user's
 cache under a name made of the source, the compiler's flags and the processor. Where it cannot be
 built, `library()` is None, the log says why once, and callers compute the same with torch.
 """
@@ -69,7 +69,7 @@ def _build() -> Path:
         made = Path(scratch) / "kernels.so"
         sources = [str(path) for path in _SOURCES if path.suffix == ".c"]
         done = subprocess.run([compiler, *_FLAGS, *sources, "-o", str(made), "-lm"],
-                              capture_output=True, text=True, timeout=120)
+                              capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise OSError(f"{compiler}: {done.stderr.strip() or done.returncode}")
         made.replace(built)
