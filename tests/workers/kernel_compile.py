@@ -20,7 +20,7 @@ SINGLE |= {"MEAN", "INVERSE", "PARTS"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "BEST_ID": "*i32", "TILE": "*i32"}
 NUMBERS = {"inverse_temperature": "fp32", "keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
-_NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True, TWO=True)
+_NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
 _GELU = dict(C=4 * WIDTH, BR=norm._GELU_ROWS, BC=norm._GELU_COLUMNS)
 # kernel, compile-time constants, warps, stages, products on the tensor cores
 KERNELS = {
@@ -30,7 +30,7 @@ KERNELS = {
     "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), 8, 3, True),
     "draw": (loss._draw_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS), 4, 3, False),
     "norm": (norm._norm_kernel, _NORM, 4, 3, False),
-    "norm gradient": (norm._norm_gradient_kernel, _NORM, 4, 3, False),
+    "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
 }  # fmt: skip

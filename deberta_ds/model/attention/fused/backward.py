@@ -42,12 +42,12 @@ def _query_step(
         scores += bias
     scores = tl.where(allowed, scores, float("-inf"))
     probs = tl.exp2(scores * LOG2_E - lse[:, None])
-    d_probs = tl.dot(grad, tl.trans(v), input_precision=PRECISION) * keep_scale
+    d_probs = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     if DROPOUT:
         words_j = tl.load(K_WORDS + j, mask=in_keys, other=0)
         keep = keep_pairs(words_i[:, None], words_j[None, :], threshold)
         d_probs = tl.where(keep, d_probs, 0.0)
-    d_scores = probs * (d_probs - delta[:, None]) * scale
+    d_scores = probs * (d_probs * keep_scale - delta[:, None]) * scale
     return tl.dot(d_scores.to(k.dtype), k, acc, input_precision=PRECISION), d_scores
 
 
@@ -156,7 +156,7 @@ def _key_step(
     scale, keep_scale, threshold, acc_k, acc_v,
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dK and dV with one block of queries added, and the score gradients [j, i]."""
+    """Return dK and dV / keep_scale with one block of queries added; score gradients [j, i]."""
     d = tl.arange(0, D)
     in_rows = i < NQ
     q = tl.load(Q + i[:, None] * q_n + d[None, :], mask=in_rows[:, None], other=0.0)
@@ -170,15 +170,15 @@ def _key_step(
         scores += bias
     scores = tl.where(allowed, scores, float("-inf"))
     probs = tl.exp2(scores * LOG2_E - lse[None, :])
-    d_probs = tl.dot(v, tl.trans(grad), input_precision=PRECISION) * keep_scale
-    kept = probs * keep_scale
+    d_probs = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+    kept = probs
     if DROPOUT:
         words_i = tl.load(Q_WORDS + i, mask=in_rows, other=0)
         keep = keep_pairs(words_i[None, :], words_j[:, None], threshold)
         kept = tl.where(keep, kept, 0.0)
         d_probs = tl.where(keep, d_probs, 0.0)
     acc_v = tl.dot(kept.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
-    d_scores = probs * (d_probs - delta[None, :]) * scale
+    d_scores = probs * (d_probs * keep_scale - delta[None, :]) * scale
     acc_k = tl.dot(d_scores.to(q.dtype), q, acc_k, input_precision=PRECISION)
     return acc_k, acc_v, d_scores
 
@@ -291,6 +291,7 @@ def key_kernel(
             high += tl.where(is_low, 0.0, sums)
     own_keys = (b.to(tl.int64) * NK * H + h) * D + (j[:, None] * (H * D) + d[None, :])
     tl.store(DK + own_keys, acc_k.to(DK.dtype.element_ty), mask=in_keys[:, None])
+    acc_v *= keep_scale
     tl.store(DV + own_keys, acc_v.to(DV.dtype.element_ty), mask=in_keys[:, None])
     if HAS_QUERY_TERM and FAR:
         tl.store(D_QUERY_ENDS + wide * NK + j, low, mask=in_keys)

@@ -1,0 +1,74 @@
+"""Two training steps of a tiny RTD model through the Triton kernels, under a ZeRO stage.
+
+In the interpreter, beside torch's operators; dropout is on: every path drops the same elements.
+Prints the largest relative distance of losses and of the parameters' movement.
+
+  fused_zero.py STAGE...        on one rank, in fp32
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import torch
+from fused_model import CONFIG, batch_of_a_packed_row
+
+from deberta_ds import config
+from deberta_ds.model import elementwise, kernel_check, vocabulary_loss
+from deberta_ds.train import engine
+from deberta_ds.train.step import train_step
+
+ARGUMENTS = ["--train.global_batch_rows=2", "--train.micro_batch_rows=1"]
+
+
+def settings(stage: int) -> dict:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero}  # fmt: skip
+
+
+def run(stage: int, fused: bool) -> list[torch.Tensor]:
+    """Return the losses of two steps, and how far each parameter moved."""
+    kernel_check.interpreted = lambda: fused
+    elementwise._kernels.cache_clear()
+    vocabulary_loss._choose.cache_clear()
+    paths = ("fused", "fused") if fused else ("reference", "chunked")
+    model = replace(CONFIG, attention=paths[0], vocabulary_loss=paths[1])
+    given, _ = config.load("launch/runs/v3_base.toml", ARGUMENTS)
+    objective = replace(given.objective, generator_layers=2)
+    given = replace(given, model=model, objective=objective)
+    model_engine = engine.build_pretraining_engine(given, settings(stage), None)
+    engine.set_learning_rate(model_engine, 1e-3)
+    parameters = list(model_engine.module.parameters())
+
+    def values():
+        with engine.gathered(parameters):
+            return [x.detach().clone() for x in parameters]
+
+    before, losses = values(), []
+    for step in range(2):
+        batches = [batch_of_a_packed_row(), batch_of_a_packed_row()]
+        losses.append(train_step(model_engine, batches, step=step, seed=1).loss)
+    moved = [a - b for a, b in zip(values(), before, strict=True)]
+    return [torch.tensor(losses), *moved]
+
+
+def main() -> None:
+    engine.init_distributed()
+    for stage in map(int, sys.argv[1:]):
+        right, found = run(stage, False), run(stage, True)
+        scale = max(x.norm().item() for x in right[1:])
+        errors = [(a - b).norm().item() / max(b.norm().item(), 1e-2 * scale)
+                  for a, b in zip(found, right, strict=True)]
+        print(json.dumps({"stage": stage, "losses": found[0].tolist(), "loss_error": errors[0],
+                          "error": max(errors)}), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
