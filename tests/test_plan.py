@@ -207,3 +207,20 @@ def test_command(run_file, tmp_path, monkeypatch):
     assert page.count('class="memory"') > 3 and "http" not in page.replace("http-equiv", "")
     failed = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a1", check=False)
     assert failed.returncode == 2 and failed.stderr.startswith("error: --gpu a1")
+
+
+def test_planes_of_attention_are_counted_while_it_works_and_where_they_are_kept(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    heads, rows, length, layers = 4, 2, 512, 4
+
+    def peak(*overrides):
+        run, _ = config.load("launch/runs/v3_base.toml", [
+            f"--model.num_layers={layers}", "--model.hidden_size=64", f"--model.num_heads={heads}",
+            "--model.intermediate_size=64", "--model.vocab_size=512",
+            "--objective.generator_layers=2", f"--train.micro_batch_rows={rows}", *overrides])
+        return trace(run, torch.bfloat16, fused=True).peak(0.0)
+
+    plane = 2 * rows * heads * length * length  # bytes; of two terms, and gradients twice as wide
+    recomputed, kept = peak("--model.keep_position_terms=false"), peak()
+    assert recomputed > 2 * plane + 4 * plane
+    assert kept > 2 * plane * layers + 4 * plane  # the discriminator, at its last
