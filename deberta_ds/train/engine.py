@@ -15,7 +15,6 @@ from types import MappingProxyType
 import deepspeed
 import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
-from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from deberta_ds import deepspeed_config, dist, log
@@ -24,7 +23,6 @@ from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.model.dropout import LinearGelu
-from deberta_ds.model.encoder import Layer
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.deepspeed_check import (
@@ -113,20 +111,19 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
     optimizer = build_optimizer(model, optim, fixed, rate_shares)
     ds = with_autocast_modules(ds)
     if deepspeed_config.zero_stage(ds) == 3 and local_device().type == "cpu":
-        ds = gather_whole_layers(model, ds)
+        ds = keep_nothing_gathered(ds)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
                                       config=ds)
     check_engine(engine)
     return engine
 
 
-def gather_whole_layers(model: nn.Module, ds: dict) -> dict:
-    """Let ZeRO-3 gather a layer at once; return `ds` with no small parameters kept gathered.
+def keep_nothing_gathered(ds: dict) -> dict:
+    """Return `ds` with small parameters partitioned as all others are under ZeRO-3.
 
-    On a CPU a collective of gloo takes a millisecond however little it moves, and DeepSpeed gathers
-    the small parameters that it keeps one by one after every update.
+    DeepSpeed gathers those that it keeps whole one by one after every update. On a GPU that is a
+    launch each; a collective of gloo takes a millisecond however little it moves.
     """
-    set_z3_leaf_modules(model, [Layer])
     zero = {"stage3_param_persistence_threshold": 0} | ds["zero_optimization"]
     return ds | {"zero_optimization": zero}
 
