@@ -99,8 +99,10 @@ def test_an_array_of_jobs_prepares_a_corpus(cluster, work):
     log, out = work / "prepare.log", work / "prepared"
     words = ["tokenize_corpus.py", str(work / "text.jsonl"), "--tokenizer", tokenizer_path(),
              "--unit_bytes", "5000", "--out"]
-    line = ["sbatch", "--chdir", str(ROOT), "--output", str(log), "--array=1-3",
-            "--cpus-per-task=1", "launch/cluster/data_prep.sbatch", *words, str(out)]
+    # By a variable: the job that finishes the output is queued by the first, and writes there too.
+    environment = environment | {"SBATCH_OUTPUT": str(log)}
+    line = ["sbatch", "--chdir", str(ROOT), "--array=1-3", "--cpus-per-task=1",
+            "launch/cluster/data_prep.sbatch", *words, str(out)]
     subprocess.run(hosts.command("host1", line, ROOT), env=environment, check=True)
     wait_for(lambda: (out / "manifest.json").exists(), log)
     subprocess.run([environment["PYTHON"], f"data_prep/{words[0]}", *words[1:], work / "alone"],
