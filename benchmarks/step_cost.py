@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,7 +194,7 @@ def count_step(run: RunConfig) -> Count:
     stand_ins = ((encoder, "attend", attend),
                  (elementwise, "kernels", lambda *_: fused_norm),
                  (dropout, "draw_keep", lambda _: keep),
-                 (dropout, "torch_dropout", gpu_dropout),
+                 (F, "dropout", gpu_dropout),
                  (shared_products, "suits", lambda *_: True),
                  (embeddings, "loss_function", loss_function),
                  (chunked, "_sample", activations._first_words),

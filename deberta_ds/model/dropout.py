@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from deberta_ds import native
 from deberta_ds.model import elementwise
 
-torch_dropout = F.dropout
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _WORDS = 1 << 32
 
@@ -82,7 +81,7 @@ class Dropout(nn.Module):
         if not self.training or not self.share:
             return hidden
         if not native.is_here(hidden):
-            return torch_dropout(hidden, self.share)
+            return F.dropout(hidden, self.share)
         return draw_keep(self.share).apply(hidden)
 
 
@@ -111,7 +110,7 @@ class ResidualNorm(nn.LayerNorm):
         share = self.dropout if self.training else 0.0
         fused = elementwise.kernels(update, hidden)
         if share and not (fused or native.is_here(update)):
-            update, share = torch_dropout(update, share), 0.0
+            update, share = F.dropout(update, share), 0.0
         keep = draw_keep(share) if share else Keep(0, 0, 0)
         if fused is not None:
             return fused.residual_norm(update, hidden, self.weight, self.bias, self.eps, keep)

@@ -130,8 +130,8 @@ static void add_scores(Plane *p, const Problem *problem, const Span *span, long 
     long column = span->columns ? 0 : keys - STRIP - first; /* of the table, to begin with */
     long used = span->columns ? 2 * keys : wide;
     if (problem->to_key)
-        multiply(p->to_key, used, queries, size, p->to_key_right + PAIR * column, keys + wide, STRIP,
-                 used, size, 0);
+        multiply(p->to_key, used, queries, size, p->to_key_right + PAIR * column, keys + wide,
+                 STRIP, used, size, 0);
     for (long i = 0; i < least(STRIP, span->queries - first); i++) {
         float *restrict scores = p->scores + i * wide;
         const float *restrict term = p->to_key + i * used + first_of_row(span, keys, first, i);
@@ -202,7 +202,7 @@ static void forward(const Problem *problem, const Span *span, long row, long hea
 /* Run units [first, last). Writes context [rows, query_tokens, heads, size] and, if asked for, all
  * probabilities. Returns 0, or 1 where there was no memory. */
 int KERNEL(attend_forward)(long first, long last, const Problem *problem, const Span *spans,
-                   long num_spans, long chunks, Number *context, Number *probs) {
+                           long num_spans, long chunks, Number *context, Number *probs) {
     Room room;
     if (!make_room(&room, problem)) return 1;
     char *memory = room.next;

@@ -91,7 +91,8 @@ INLINE void copy_queries(Number *to, const Number *base, const int64_t *strides,
 /* Take memory for the largest span, either way; 0 where there is none. */
 INLINE int make_room(Room *room, const Problem *p) {
     long keys = p->longest, size = padded(p->size), wide = keys + STRIP, most = p->most + STRIP;
-    long bytes = (20 * wide + 4 * most) * size * sizeof(Number) + 3 * wide * size * 4; /* operands, gradients */
+    long bytes = (20 * wide + 4 * most) * size * sizeof(Number); /* operands */
+    bytes += 3 * wide * size * 4; /* gradients */
     bytes += keys * wide * 4 + STRIP * (9 * wide + size) * 4 + 32 * 64;   /* scores */
     room->next = aligned_alloc(64, (bytes + 63) / 64 * 64);
     return room->next != 0;

@@ -223,7 +223,8 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
 /* The units of `attend_forward`, from what it wrote. Gradients of queries, keys and values are
  * [rows, tokens, heads, size]; those of the tables are sums, [units, size, 2 longest]. */
 int KERNEL(attend_backward)(long first, long last, const Problem *problem, const Span *spans,
-                    long num_spans, long chunks, const Gradients *grads, const Number *probs) {
+                            long num_spans, long chunks, const Gradients *grads,
+                            const Number *probs) {
     Room room;
     if (!make_room(&room, problem)) return 1;
     char *memory = room.next;

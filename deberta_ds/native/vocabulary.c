@@ -101,8 +101,8 @@ INLINE void add_strip(const float *logits, long rows, long id, long target, long
 /* Sums of chunks [first, last): largest logit, its id, the sum of exponentials below it (and the
  * same of the draw's temperature), [chunks, targets]; the logit of each label. Returns 0, or 1
  * where there was no memory. */
-int KERNEL(vocabulary_sums)(long first, long last, const Vocabulary *v, float *top, int32_t *top_id,
-                    float *mass, float *cold_mass, float *label_logit) {
+int KERNEL(vocabulary_sums)(long first, long last, const Vocabulary *v, float *top,
+                            int32_t *top_id, float *mass, float *cold_mass, float *label_logit) {
     Work w;
     if (!make_work(&w, v)) return 1;
     begin_products();
@@ -159,8 +159,8 @@ INLINE void strip_gradient(const Work *w, const Vocabulary *v, const float *log_
  * [ids, size] and the bias [ids], zeros before; and the sum of the hidden states', [units, targets
  * padded, size padded], zeros before. */
 int KERNEL(vocabulary_gradients)(long first, long last, const Vocabulary *v, long chunks_a_unit,
-                         const float *log_norm, float scale, float *weight_grad, float *bias_grad,
-                         float *hidden_grad) {
+                                 const float *log_norm, float scale, float *weight_grad,
+                                 float *bias_grad, float *hidden_grad) {
     Work w;
     if (!make_work(&w, v)) return 1;
     long width = padded(v->size), wide = padded(v->targets);

@@ -268,10 +268,12 @@ def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
             raise UserError(f"{extent.path}: more than one column {twice[0]!r}; rename the others")
         for row, cells in enumerate(rows):
             if len(cells) == len(header):
-                found = _fields(dict(zip(header, cells, strict=True)), label, options)
+                record = dict(zip(header, cells, strict=True))
+                found, problem, named, name = _fields(record, label, options)
             else:  # as where a text has a comma and no quotation marks: part of it would be lost
-                found = "", f"{len(cells)} cells, the header names {len(header)}", label, ""
-            yield Document(found[0], extent.path, row, extent.kind, found[2], found[1], found[3])
+                found, named, name = "", label, ""
+                problem = f"{len(cells)} cells, the header names {len(header)}"
+            yield Document(found, extent.path, row, extent.kind, named, problem, name)
 
 
 def _cells(path: str, text: io.TextIOWrapper) -> Iterator[list[str]]:

@@ -12,10 +12,10 @@ and decode(encode(text)) == text afterwards for a tokenizer made by data_prep/tr
 import re
 import unicodedata
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 
-from deberta_ds.data.prep.words import MARKS
 from deberta_ds.tokenizer import SPACE_MARK
 
 TEXT_RULES_VERSION = 1
@@ -28,7 +28,6 @@ _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
     "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
 )
-_MARK = re.compile(f"[{MARKS}]")
 _OTHER_SPACES = [chr(code) for code in range(0x0A, 0x3001) if chr(code).isspace()]
 _PRINTABLE_ASCII = bytes(range(0x20, 0x7F))
 
@@ -168,5 +167,13 @@ def letter_share(text: str) -> float:
     """Return the share of letters among the characters that are neither white space nor the marks
     on letters (vowel signs, say).
     """
-    visible = len(text) - text.count(" ") - (0 if text.isascii() else len(_MARK.findall(text)))
+    visible = len(text) - text.count(" ") - (0 if text.isascii() else len(_mark().findall(text)))
     return sum(map(str.isalpha, text)) / visible if visible else 0.0
+
+
+@cache
+def _mark() -> re.Pattern:
+    # Looks at all of Unicode, for 50 ms that no start of training has to wait.
+    from deberta_ds.data.prep.words import MARKS
+
+    return re.compile(f"[{MARKS}]")

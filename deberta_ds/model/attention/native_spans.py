@@ -1,10 +1,8 @@
 """Attention of short spans on a CPU, in C: `deberta_ds/native/attention.c`.
 
-bf16 needs AMX, fp32 AVX-512.
-
 torch's operators would pass over a tile of scores some twenty-five times each way and copy every
 operand of a product; here a strip of scores stays in the nearest cache from its products to the
-context, in fp32 until it is probabilities.
+context, in fp32 until it is probabilities. bf16 needs AMX, fp32 AVX-512.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table, U
 units of work, C rows of an expanded table: row c serves the pair of row x and column y with y - x =
@@ -60,8 +58,9 @@ def fits(spans: list[KeySpan], *tensors: Tensor) -> bool:
     dtypes = {tensor.dtype for tensor in tensors}
     if not short or len(dtypes) > 1 or not native.takes(*tensors):
         return False
-    return native.has_amx() if torch.bfloat16 in dtypes else (
-        native.followed() > 2 and native.has_avx512())
+    if torch.bfloat16 in dtypes:
+        return native.has_amx()
+    return native.followed() > 2 and native.has_avx512()
 
 
 def attend_in_c(
