@@ -2,8 +2,8 @@
 
     python benchmarks/decoupled_training.py --config launch/runs/demo.toml [--section.key=value ...]
 
-joint: L_G + lambda L_D, one backward, one global norm, one AdamW step (what pretrain.py does).
-two_norms: as joint, but the gradient of each network is clipped by its own norm.
+joint: L_G + lambda L_D, one backward, one global norm, one AdamW step.
+two_norms: as joint, but each network's gradient is clipped by its own norm (as pretrain.py does).
 decoupled: the generator's step first, with its own norm; then the discriminator's, on the table
 that this step has just changed (microsoft/DeBERTa rtd_task.py, decoupled_training=True).
 Same initial weights, rows, masks and dropout seeds for both. Prints held-out scores, seed by seed.
@@ -23,6 +23,7 @@ from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.rtd import replace_targets
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.optim import build_optimizer
@@ -59,7 +60,9 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
             nets = [[*generator, *detector]] if mode == "joint" else [generator, detector]
             _update(optimizer, nets, run.optim.clip_norm)
             continue
-        generator_sum, _, ids_BL = model._replace_targets(batch)
+        generator_sum, _, ids_BL = replace_targets(
+            model.words, model.generator, batch, seed=model.sampling_seed,
+            temperature=run.objective.temperature, valid_vocab=model.valid_vocab)
         (generator_sum / divisors["targets"]).backward()
         _update(optimizer, [generator], run.optim.clip_norm)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)

@@ -11,7 +11,7 @@
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
 #     -d WHEELS pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 \
-#     typing-inspection==0.4.5 zstandard==0.25.0 flashdeberta==0.0.8 disentangled-flash==1.1.1
+#     typing-inspection==0.4.5 typing-extensions==4.16.0 zstandard==0.25.0 flashdeberta==0.0.8 disentangled-flash==1.1.1
 #
 # Results go to benchmarks/results/*-cuda.json as they come, and after each part to $OUT when it is
 # set. A part that fails is named at the end and does not keep the others from running. DRY_RUN=1
@@ -28,7 +28,7 @@ if [ "$half" = 1 ]; then
   part 200 "correctness against float64, and two runs bit for bit" \
     "$python" -m pytest -q -m gpu $workers tests/test_gpu.py
   part 320 "attention forward + backward, 16k tokens, 12 heads x 64, bf16" \
-    "$python" -m benchmarks.attention --device cuda --rounds 10 --dropout 0.1 0.0
+    "$python" -m benchmarks.attention --device cuda --rounds 5 --dropout 0.1 0.0
 else
   part 120 "RTD step, v3-base, with a profile" \
     "$python" -m benchmarks.train_step --device cuda --model deberta-v3-base --objective rtd \
@@ -38,7 +38,7 @@ else
     --shapes 32x512 8x2048 --rounds 8
   part 100 "RTD step, 1.5B with a 24-layer generator (ours alone)" \
     "$python" -m benchmarks.train_step --device cuda --model deberta-v2-xxlarge --objective rtd \
-    --generator-layers 24 --shapes 16x512 --rounds 4 --ours-only
+    --generator-layers 24 --shapes 8x512 --rounds 4 --ours-only
   part 80 "the masked LM head" "$python" -m benchmarks.cross_entropy --device cuda
   part 80 "memory" "$python" -m benchmarks.memory --device cuda
 fi

@@ -2,8 +2,14 @@
 # End to end on one GPU in under nine minutes: a v3-base RTD run of 30 steps under DeepSpeed, stopped
 # and resumed bit for bit, its profile by operator, and its export.
 #
-#   benchmarks/gpu_train.sh [WHEELS]      # needs all of deberta_ds's packages
+#   benchmarks/gpu_train.sh [WHEELS]
 #   TRY=1 SLOWER=10 benchmarks/gpu_train.sh    # a tiny model in fp32 on the CPU, ten times the limits
+#
+# A machine with torch, triton and transformers alone needs the wheels of gpu_all.sh and these beside:
+#
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
+#     -d WHEELS hjson==3.1.0 orjson==3.13.0 typing-extensions==4.16.0
+#   DS_BUILD_OPS=0 pip wheel --no-deps -w WHEELS deepspeed==0.19.8
 #
 # The corpus is the docstrings of the Python installation, packed into rows of 512. Results go to
 # benchmarks/results/gpu_train-cuda*, and after each part to $OUT; DRY_RUN=1 prints the parts.
@@ -33,7 +39,8 @@ settings=(--config launch/runs/v3_base.toml --deepspeed_config "$ds"
 prepare() {
   rm -rf "$work" && mkdir -p "$work" &&
     "$python" data_prep/docstrings.py --out "$work/text" &&
-    "$python" data_prep/train_tokenizer.py "$work/text/train.jsonl" --out "$work/spm.model" --pieces 8000 &&
+    "$python" data_prep/train_tokenizer.py "$work/text/train.jsonl" --out "$work/spm.model" \
+      --pieces 8000 --threads 8 &&
     "$python" data_prep/tokenize_corpus.py "$work/text/train.jsonl" --out "$work/train" \
       --tokenizer "$work/spm.model" &&
     "$python" data_prep/tokenize_corpus.py "$work/text/heldout.jsonl" --out "$work/heldout" \
@@ -44,13 +51,17 @@ export -f prepare
 export work python
 
 part 60 "rows of docstrings" bash -c prepare
-part 120 "30 steps" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/whole"
-part 90 "the same, stopped at 15" "$python" launch/pretrain.py "${settings[@]}" \
+[ ${#failed[@]} -eq 0 ] || finish  # nothing else has a corpus then
+part 50 "a step with checkpointed layers, kernels not yet checked" env "XDG_CACHE_HOME=$work/cache" \
+  "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/checkpointed" --train.stop_after=2 \
+  --train.checkpoint_layers=1
+part 110 "30 steps" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/whole"
+part 75 "the same, stopped at 15" "$python" launch/pretrain.py "${settings[@]}" \
   "--out_dir=$work/halves" --train.stop_after=15
-part 90 "and resumed" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/halves"
+part 75 "and resumed" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/halves"
 part 40 "bit for bit" "$python" -m benchmarks.gpu_train compare "$work/whole" "$work/halves" \
   --out "$results/gpu_train-$device.json"
-part 80 "profile by operator" "$python" -m benchmarks.gpu_train profile \
+part 70 "profile by operator" "$python" -m benchmarks.gpu_train profile \
   --out "$results/gpu_train-$device" -- "${settings[@]}" "--out_dir=$work/profiled" --train.stop_after=8
 part 50 "export" "$python" launch/export.py --run "$work/whole" --out "$work/hf"
 finish

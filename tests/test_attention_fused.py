@@ -13,10 +13,12 @@ import torch
 
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
 
-from deberta_ds.model import kernel_check  # noqa: E402
+from deberta_ds.config import ModelConfig  # noqa: E402
+from deberta_ds.model import encoder, kernel_check  # noqa: E402
 from deberta_ds.model.attention import dispatch, selfcheck  # noqa: E402
 from deberta_ds.model.attention.fused import tiles  # noqa: E402
 from deberta_ds.model.attention.reference import reference_attention  # noqa: E402
+from deberta_ds.model.init import init_parameters  # noqa: E402
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[1]
@@ -133,8 +135,8 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls = []
 
-    def fused(*tensors, wrong=lambda context: context, **options):
-        calls.append(options)
+    def fused(*tensors, wrong=lambda context: context, keep_terms=False, **options):
+        calls.append(options | {"keep_terms": keep_terms})
         return wrong(reference_attention(*tensors, **options))
 
     def check(function, dtype=torch.bfloat16, long=False):
@@ -149,6 +151,43 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
     before = len(calls)
     assert check(fused).passed and len(calls) == before  # from the file
     assert check(fused, torch.float16).passed and check(fused, long=True).passed
-    assert len(calls) == before + 3  # two cases of short rows, one of long ones
+    assert len(calls) == before + len(selfcheck.SHORT) + len(selfcheck.LONG)
     kernel_check.results_file().write_text("not json")
-    assert check(fused).passed and len(calls) == before + 5
+    before = len(calls)
+    assert check(fused).passed and len(calls) == before + len(selfcheck.SHORT)
+    asked = [(call["dropout"], call["keep_terms"]) for call in calls[before:]]
+    assert {(0.1, False), (0.0, False), (0.1, True)} == set(asked)
+
+
+@pytest.mark.parametrize("recompute", ["all", "cheap"])
+def test_the_check_leaves_a_checkpointed_forward_pass_alone(monkeypatch, tmp_path, recompute):
+    """The first layer asks for the check, inside the hooks of activation checkpointing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    verdicts = []
+
+    def fused(*tensors, keep_terms=False, **options):
+        return reference_attention(*tensors, **options)
+
+    def attend(*tensors, **options):  # as dispatch's "auto", which asks at its first call
+        if not verdicts:
+            verdicts.append(selfcheck.check(torch.device("cpu"), torch.float32, 8, False, fused))
+        return dispatch.attend(*tensors, **options)
+
+    results = []
+    for asks in (False, True):
+        if asks:
+            verdicts.clear()
+            monkeypatch.setattr(encoder, "attend", attend)
+        torch.manual_seed(0)
+        config = ModelConfig(vocab_size=64, hidden_size=16, num_layers=2, num_heads=2,
+                             intermediate_size=32, max_position=32, position_buckets=8,
+                             hidden_dropout=0.0, attention_dropout=0.0, attention="reference")
+        model = encoder.Encoder(config, checkpoint_layers=1)
+        model.recompute = recompute
+        init_parameters(model, 0.02, 0)
+        inputs = torch.randn(2, 12, 16, requires_grad=True)
+        model(inputs, torch.ones(2, 12, dtype=torch.int32)).square().sum().backward()
+        results.append([inputs.grad, *(p.grad for p in model.parameters())])
+    assert verdicts[0].passed, verdicts[0].text
+    for plain, checked in zip(*results, strict=True):
+        torch.testing.assert_close(plain, checked, rtol=1e-6, atol=1e-7)

@@ -129,3 +129,9 @@ def test_autocast_equals_a_head_of_half_precision():
     assert loss == whole
     pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(whole, narrow), strict=True)
     assert all(torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("rows", [1, 100, 1229, 4915, 9_830, 100_000])
+def test_chunks_on_a_gpu_are_aligned(rows):
+    """Products over another number of ids take an unaligned path there, several times slower."""
+    assert head._chunk_for(rows, "cuda") % 128 == 0

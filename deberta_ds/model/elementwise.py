@@ -101,11 +101,22 @@ def compare(device: torch.device, update: torch.dtype, hidden: torch.dtype, size
         once, again = fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, keep)
         return once * 0.5 + again  # both uses
 
+    def fused_in_evaluation(x_RC, y_RC, weight_C, bias_C):
+        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, Keep(0, 0, 0))[0]
+
+    def plain_in_evaluation(x_RC, y_RC, weight_C, bias_C):
+        return F.layer_norm(x_RC + y_RC, (size,), weight_C, bias_C, 1e-7)
+
     grad = draw(hidden, _ROWS, size)
-    names = [f"{what} of LayerNorm" for what in
-             ("result", "gradient of the update", "of the state", "of the weight", "of the bias")]
-    found, right = _run(fused, values, grad), _run(plain, [x.float() for x in values], grad)
-    values, grad = [values[0], values[3]], draw(update, _ROWS, size)
+    found, right, names = [], [], []
+    for one, other, where in ((fused, plain, "LayerNorm"), (
+            fused_in_evaluation, plain_in_evaluation, "LayerNorm without dropout")):
+        found += _run(one, values, grad)
+        right += _run(other, [x.float() for x in values], grad)
+        names += [f"{what} of {where}" for what in ("result", "gradient of the update",
+                                                    "of the state", "of the weight", "of the bias")]
+    inner = 4 * size  # of a feed-forward part
+    values, grad = [draw(update, _ROWS, inner), draw(hidden, inner)], draw(update, _ROWS, inner)
     found += _run(fused_norm.biased_gelu, values, grad)
     right += _run(lambda x, bias: F.gelu(x + bias), [x.float() for x in values], grad)
     names += ["GELU", "its gradient", "its bias's gradient"]

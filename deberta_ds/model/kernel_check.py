@@ -6,14 +6,15 @@ it and through torch's operators on the card itself. A pass is kept in a file, a
 """
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -48,9 +49,10 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
         return Verdict(True, f"{known[key]}, kept in {path}")
     start = time.perf_counter()
     try:
-        with (torch.inference_mode(False), torch.enable_grad(),
-              torch.autocast(device.type, enabled=False)):
-            error, where = compare()
+        # A thread of its own: autocast, inference mode and above all the hooks of activation
+        # checkpointing belong to the forward pass that asks, and would see the check's tensors.
+        with ThreadPoolExecutor(1) as thread:
+            error, where = thread.submit(_on_device, device, compare).result()
     except Exception as problem:  # a compiler's, a driver's: anything that is not a right result
         said = (str(problem) or "-").splitlines()[0][:200]
         return Verdict(False, f"{type(problem).__name__}: {said}")
@@ -60,6 +62,12 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
     text = f"checked against torch's operators, largest error {error:.1e}"
     _keep(path, known | {key: text})
     return Verdict(True, f"{text}, in {time.perf_counter() - start:.1f} s")
+
+
+def _on_device(device: torch.device, compare: Callable[[], tuple[float, str]]
+               ) -> tuple[float, str]:
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return compare()
 
 
 def largest_error(results: list[Tensor], truth: list[Tensor], names: tuple[str, ...]
@@ -102,7 +110,8 @@ def results_file() -> Path:
 def _platform(device: torch.device) -> str:
     """Return what compiles and runs a kernel."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{card}, torch {torch.__version__}, triton {version('triton')}"
+    triton = importlib.import_module("triton")
+    return f"{card}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def _digest(sources: list[Path]) -> str:

@@ -34,15 +34,16 @@ def attend_first(
     """
     batch, heads, keys, size = k_BHLD.shape
     compute = torch.promote_types(q_BH1D.dtype, torch.float32)
+    # By indexing: index_select adds up gradients of repeated slots in any order on a GPU.
     slots_L = geometry.slots(-torch.arange(keys, device=k_BHLD.device))
     with torch.autocast(k_BHLD.device.type, enabled=False):
         q, k = q_BH1D.to(compute), k_BHLD.to(compute)
         sum_BHLD = q  # (q + pos_query) . k + q . pos_key, in two products
         if pos_query_HSD is not None:
-            sum_BHLD = q + pos_query_HSD.to(compute).index_select(1, slots_L)
+            sum_BHLD = q + pos_query_HSD.to(compute)[:, slots_L]
         scores_BHL = (sum_BHLD * k).sum(-1)
         if pos_key_HSD is not None:
-            table_HLD = pos_key_HSD.to(compute).index_select(1, slots_L)
+            table_HLD = pos_key_HSD.to(compute)[:, slots_L]
             scores_BHL = scores_BHL + (q @ table_HLD.transpose(1, 2)).squeeze(2)
         scores_BHL = scores_BHL * score_scale(size, pos_key_HSD, pos_query_HSD)
         seen_BL = (segments_BL == segments_BL[:, :1]) & (segments_BL != 0)

@@ -4,18 +4,25 @@ See `kernel_check` for when this is asked and where a pass is kept.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deberta_ds import splitmix
 from deberta_ds.model import kernel_check
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.kernel_check import Verdict
 
 GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
-HEADS, DROPOUT = 2, 0.1
+HEADS = 2
+# (length, picked queries, dropout, position terms kept), one of every kind of kernel that runs.
+SHORT = ((300, None, 0.1, False), (300, 40, 0.1, False), (300, None, 0.0, False),
+         (300, None, 0.1, True))
+LONG = ((600, None, 0.1, False), (900, None, 0.1, True), (1100, None, 0.1, False),
+        (1100, 40, 0.0, False))
 RESULTS = ("context", "queries", "keys", "values", "position keys", "position queries")
 
 
@@ -26,7 +33,8 @@ def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,
     size: of a head. long: with pairs beyond the relative table's reach, which other loops take.
     """
     folder = Path(__file__).with_name("fused")
-    sources = [*folder.glob("*.py"), *folder.glob("*.json")]
+    sources = [*folder.glob("*.py"), *folder.glob("*.json"), Path(splitmix.__file__),
+               *(folder.with_name(name) for name in ("band.py", "dropout.py"))]
     kind = f"attention, heads of {size}, {'long' if long else 'short'} rows"
     return kernel_check.check(device, dtype, kind, sources,
                               lambda: compare(device, dtype, size, long, fused))
@@ -36,19 +44,21 @@ def compare(device: torch.device, dtype: torch.dtype, size: int, long: bool,
             fused: Callable[..., Tensor]) -> tuple[float, str]:
     """Return the largest relative error of `fused` (NaN above all), and of what it is."""
     results, truth, names = [], [], []
-    for length, queries in ((1100, None),) if long else ((300, None), (300, 40)):
-        case = _Case(device, dtype, size, length, queries)
+    for length, queries, dropout, keep in LONG if long else SHORT:
+        case = _Case(device, dtype, size, length, queries, dropout)
         truth += case.run(reference_attention, torch.float32)
-        results += case.run(fused, dtype)
+        results += case.run(partial(fused, keep_terms=True) if keep else fused, dtype)
         rows = f"{length} tokens" if queries is None else f"{queries} of {length} tokens"
         names += [f"{name} in rows of {rows}" for name in RESULTS]
     return kernel_check.largest_error(results, truth, tuple(names))
 
 
 class _Case:
-    """One problem: two packed rows, the second with padding, dropout on."""
+    """One problem: two packed rows, the second with padding."""
 
-    def __init__(self, device, dtype, size: int, length: int, queries: int | None):
+    def __init__(self, device, dtype, size: int, length: int, queries: int | None,
+                 dropout: float):
+        self.dropout = dropout
         generator = torch.Generator().manual_seed(length)
 
         def draw(*shape):
@@ -72,5 +82,5 @@ class _Case:
         """Return the context and all gradients."""
         leaves = [x.to(dtype).detach().requires_grad_() for x in self.tensors]
         context = attention(*leaves, geometry=GEOMETRY, segments_BL=self.segments,
-                            query_positions_BQ=self.columns, dropout=DROPOUT, seed=1)
+                            query_positions_BQ=self.columns, dropout=self.dropout, seed=1)
         return [context, *torch.autograd.grad(context, leaves, self.grad.to(context.dtype))]
