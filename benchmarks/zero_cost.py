@@ -25,8 +25,9 @@ from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.data.batch import Batch
 from deberta_ds.errors import exit_cleanly
 from deberta_ds.model.init import init_parameters
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.train import engine
+from deberta_ds.train.clipping import clip_gradients
 from deberta_ds.train.optim import build_optimizer
 
 RUNS = {"demo": "launch/runs/demo.toml", "xsmall": "launch/runs/v3_xsmall.toml"}
@@ -41,7 +42,7 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
     init_parameters(model, run.model.init_std, 0)
     # One gradient of a table that is looked up and predicts arrives late: so no static graph.
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = build_optimizer(model, run.optim)
+    optimizer = build_optimizer(model, run.optim, apart=objective_of(run).clipped_apart(run))
     divisors = divisors_of(batch)
 
     def step() -> tuple[float, float, float]:
@@ -50,7 +51,7 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
+        clip_gradients(optimizer, run.optim.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return forward, backward, time.perf_counter()

@@ -53,5 +53,10 @@ def test_zero0_in_bf16_starts_adam_at_step_one(found):
     assert found["adam step"] == 1
 
 
+def test_zero0_in_fp16_divides_by_a_scale_that_the_loss_never_had(found):
+    assert found["over loss scale"] == {"0": pytest.approx(1 / 256, rel=1e-2),
+                                        "1": pytest.approx(1, rel=1e-2)}
+
+
 def test_a_misspelt_key_is_ignored(found):
     assert found["misspelt key"] == 1

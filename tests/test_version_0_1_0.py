@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from deberta_ds.errors import UserError
 from deberta_ds.files import xxh3
-from deberta_ds.formats.checkpoint import load_whole_state
+from deberta_ds.formats.checkpoint import load_whole_state, newest, read_run_file
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.relative_rows import TABLE, UNREAD_ROWS
@@ -63,6 +63,9 @@ def test_old_checkpoint_resumes_with_the_losses_of_the_old_code(tmp_path, kind):
     assert "passed over" not in text and "another layout" not in text
     assert_same_numbers(numbers(tmp_path / "out/metrics.jsonl", 0),
                         numbers(OLD / kind / "metrics.jsonl", 4))
+    # It keeps its rules for good: the common norm of both networks among them.
+    record = read_run_file(newest(tmp_path / "out"))
+    assert [record[name] for name in ("row_rules", "cpu_rules", "clip_rules")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -61,6 +61,7 @@ class _Record:
     since_line: dict[str, float] = field(default_factory=dict)
     row_rules: int = 1
     cpu_rules: int = 1
+    clip_rules: int = 1
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,9 @@ class Objective(Protocol):
     def build(self, run: RunConfig, valid_vocab: int | None) -> nn.Module:
         """Return the uninitialized model; ids from `valid_vocab` on are outside every softmax."""
 
+    def clipped_apart(self, run: RunConfig) -> tuple[str, ...]:
+        """Return prefixes of parameters whose gradient is clipped by a norm of its own, each."""
+
     def flops_per_token(self, run: RunConfig) -> float:
         """Return forward + backward FLOPs per token of a step (`model.flops` has the parts)."""
 

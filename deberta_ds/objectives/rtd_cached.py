@@ -63,6 +63,10 @@ def build(run: RunConfig, valid_vocab: int | None) -> CachedRtdModel:
     return CachedRtdModel(run.model, run.objective.rtd_weight, run.train.checkpoint_layers)
 
 
+def clipped_apart(run: RunConfig) -> tuple[str, ...]:
+    return ()
+
+
 def flops_per_token(run: RunConfig) -> float:
     return 3 * flops.detector(run.model, run.data.seq_len)
 

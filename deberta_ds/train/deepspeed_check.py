@@ -32,16 +32,22 @@ CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running
 ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
                 "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
                 "get_global_grad_norm", "gradient_accumulation_steps", "zero_optimization_stage",
-                "zero_nvme_offload_optimizer", "dp_world_size")
+                "zero_nvme_offload_optimizer", "dp_world_size", "gradient_clipping",
+                "clip_fp32_gradients")
 _WRAPPER = ("param_groups", "overflow", "optimizer.state")
+_ZERO = (*_WRAPPER, "loss_scaler", "unscale_and_clip_grads", "get_grad_norm_direct",
+         "complete_grad_norm_calculation_for_cpu_offload")
 OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; formats/engine_state.py reads and writes their state
-    "FP16_UnfusedOptimizer": (*_WRAPPER, "loss_scale_config", "fp16_groups", "fp32_groups"),
-    "BF16_Optimizer": (*_WRAPPER, "bf16_groups", "fp32_groups_flat_partition", "update_lp_params"),
+    "FP16_UnfusedOptimizer": (*_WRAPPER, "loss_scale_config", "fp16_groups", "fp32_groups",
+                              "unscale_and_clip_grads"),
+    "BF16_Optimizer": (*_WRAPPER, "bf16_groups", "fp32_groups_flat_partition",
+                       "fp32_groups_gradients", "clip_grad", "step", "update_lp_params"),
     "DeepSpeedZeroOptimizer": (
-        *_WRAPPER, "loss_scaler", "round_robin_bit16_groups", "round_robin_bit16_offsets",
+        *_ZERO, "round_robin_bit16_groups", "round_robin_bit16_offsets",
         "single_partition_of_fp32_groups", "update_lp_params"),
     "DeepSpeedZeroOptimizer_Stage3": (
-        *_WRAPPER, "loss_scaler", "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
+        *_ZERO, "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
+        "sub_group_to_group_id",
         "checkpoint_event_prologue", "checkpoint_event_epilogue", "_swappable_optimizer_subgroup",
         "_get_param_partition_rank", "_reassign_or_swap_out_partitioned_parameters",
         "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),

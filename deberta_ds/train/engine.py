@@ -24,7 +24,8 @@ from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart
 from deberta_ds.train.deepspeed_check import (
     CPU_PARTS,
     check_engine,
@@ -32,6 +33,7 @@ from deberta_ds.train.deepspeed_check import (
     check_machine,
     check_parts,
 )
+from deberta_ds.train.half_without_zero import mend_half_without_zero
 from deberta_ds.train.optim import build_optimizer
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
@@ -86,11 +88,12 @@ def local_device() -> torch.device:
 
 
 def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
-                             initial: dict[str, Tensor] | None = None):
+                             initial: dict[str, Tensor] | None = None,
+                             clip_rules: int = CLIP_RULES):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
     `ds` is the resolved dict of `deepspeed_config.resolve`. `initial` replaces the random values of
-    the parameters it names; only rank 0's is read.
+    the parameters it names; only rank 0's is read. `clip_rules` are those the run began with.
     """
     stage3 = deepspeed_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
@@ -99,22 +102,26 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
     fixed = {"words.weight"} if run.init.words_only else set()
-    return build_engine(model, run.optim, ds, fixed)
+    apart = objective_of(run).clipped_apart(run) if clip_rules > 1 else ()
+    return build_engine(model, run.optim, ds, fixed, apart=apart)
 
 
 def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset(),
-                 rate_shares: Mapping[str, float] | None = None):
+                 rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = ()):
     """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move.
 
-    `rate_shares` are the parameters whose learning rate is a share of the schedule's.
+    `rate_shares` are the parameters whose learning rate is a share of the schedule's; parameters
+    whose names begin with a prefix in `apart` are clipped by a norm of their own.
     """
-    optimizer = build_optimizer(model, optim, fixed, rate_shares)
+    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart)
     ds = with_autocast_modules(ds)
     if deepspeed_config.zero_stage(ds) == 3 and local_device().type == "cpu":
         ds = keep_nothing_gathered(ds)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
                                       config=ds)
     check_engine(engine)
+    mend_half_without_zero(engine)
+    clip_networks_apart(engine)
     return engine
 
 

@@ -15,29 +15,36 @@ from deberta_ds.model.decay import decay_groups
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset(),
-                    rate_shares: Mapping[str, float] | None = None) -> torch.optim.Optimizer:
+                    rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = ()
+                    ) -> torch.optim.Optimizer:
     """Return the run's optimizer over `model`; parameters named by `fixed` do not move.
 
-    A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate).
+    A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate);
+    its "network" is the prefix among `apart` of its parameters' names, or "" (clipping.py).
     """
     groups = decay_groups(model, optim.weight_decay, fixed)
+    names = [name for name, _ in model.named_parameters()]
     if rate_shares:
-        groups = _split_by_rate(model, groups, rate_shares)
+        groups = _split(model, groups, "rate_share",
+                        {name: rate_shares.get(name, 1.0) for name in names})
+    if apart:
+        groups = _split(model, groups, "network",
+                        {name: next(filter(name.startswith, apart), "") for name in names})
     settings = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     return AdamUncorrected(groups, **settings)
 
 
-def _split_by_rate(model: nn.Module, groups: list[dict], shares: Mapping[str, float]
-                   ) -> list[dict]:
-    """Return `groups` cut so that every group has one rate share."""
-    share_of = {id(p): shares.get(name, 1.0) for name, p in model.named_parameters()}
+def _split(model: nn.Module, groups: list[dict], key: str, values: Mapping[str, float | str]
+           ) -> list[dict]:
+    """Return `groups` cut so that every group has one of the parameters' `values`, as `key`."""
+    value_of = {id(p): values[name] for name, p in model.named_parameters()}
     split = []
     for group in groups:
-        for share in sorted({share_of[id(p)] for p in group["params"]}):
-            params = [p for p in group["params"] if share_of[id(p)] == share]
-            split.append(group | {"params": params, "rate_share": share})
+        for value in sorted({value_of[id(p)] for p in group["params"]}):
+            params = [p for p in group["params"] if value_of[id(p)] == value]
+            split.append(group | {"params": params, key: value})
     return split
 
 

@@ -2,8 +2,9 @@
 
     ladder.py RUN.toml OUT.json NAME=DS.json[:recompute:every_n_layers] ...
 
-Per rung: losses of four good steps with a spike discarded in the middle, then what a non-finite
-gradient raised, and whether the weights moved in either.
+Per rung: losses of four good steps with a spike discarded in the middle, the norms of both
+networks' gradients after clipping, then what a non-finite gradient raised, and whether the weights
+moved in either.
 """
 
 import json
@@ -15,6 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deberta_ds import config, deepspeed_config, dist
+from deberta_ds.formats.engine_state import base_optimizer, buffers, layout_of
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import prepare
@@ -29,7 +31,7 @@ def climb(run, ds_values: dict) -> dict:
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train
     batches = batches_of(run, inputs, start=0, end=4)
-    found = {"losses": [], "updated": []}
+    found = {"losses": [], "updated": [], "norms": []}
     for step in range(4):
         engine.set_learning_rate(model_engine, run.optim.lr)
         micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
@@ -42,10 +44,27 @@ def climb(run, ds_values: dict) -> dict:
                             stop=step == 3 and dist.rank() == 1)
         found["losses"].append(result.loss)
         found["updated"].append(result.updated)
+        found["norms"].append(float(model_engine.get_global_grad_norm() or 0.0))
+        if step == 0:
+            found["clipped"] = clipped_norms(model_engine, run.optim.betas[0])
     found["stop"] = result.stop
     found["bad_gradient"] = bad_gradient(model_engine, micro, train.seed)
     found["found"] = type(model_engine.optimizer).__name__
     return found
+
+
+def clipped_norms(model_engine, beta: float) -> list[float]:
+    """Return generator's and discriminator's gradient norm of the first step, from Adam's mean."""
+    layout, state = layout_of(model_engine), base_optimizer(model_engine).state
+    squares = torch.zeros(2, dtype=torch.float64)
+    for buffer in buffers(model_engine, layout):
+        mean = state[buffer.weights]["exp_avg"].view(-1)
+        for name, piece in buffer.held:
+            held = mean[piece.offset:piece.offset + piece.count].double().cpu()
+            squares[int(name.startswith("discriminator."))] += held.square().sum()
+    if not layout.is_replicated:
+        squares = dist.sum_over_ranks(squares)
+    return (squares.sqrt() / (1 - beta)).tolist()
 
 
 def bad_gradient(model_engine, micro: list, seed: int) -> list:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from torch import nn
 
@@ -146,6 +147,21 @@ def adam_step_at_start() -> int:
     return max((int(state["step"]) for state in states), default=0)
 
 
+def gradient_over_loss_scale() -> dict[int, float]:
+    """Return {stage: how large a gradient is as a share of what its fp16 step divides by}."""
+    get_accelerator().is_fp16_supported = lambda: True  # by the arithmetic that is there
+    found = {}
+    for stage in (0, 1):
+        engine = build(stage, fp16={"enabled": True, "loss_scale": 256})
+        weight, inputs = engine.module.layers[0].weight, torch.ones(1, 8, dtype=torch.half)
+        expected, = torch.autograd.grad(engine.module(inputs, 0), weight)
+        seen = []
+        weight.register_hook(lambda gradient, seen=seen: seen.append(gradient.norm().item()))
+        engine.backward(engine(inputs, 0))
+        found[stage] = seen[0] / expected.norm().item() / 256
+    return found
+
+
 def main() -> None:
     init_distributed()
     out, directory = Path(sys.argv[1]), Path(sys.argv[2])
@@ -157,6 +173,7 @@ def main() -> None:
              "missing latest": missing_latest(directory / "missing"),
              "latest in place": written_in_place(directory / "latest"),
              "adam step": adam_step_at_start(),
+             "over loss scale": gradient_over_loss_scale(),
              "misspelt key": build(1, zero_optimisation={"stage": 3}).zero_optimization_stage()}
     out.write_text(json.dumps(found))
 

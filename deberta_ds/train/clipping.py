@@ -1,0 +1,129 @@
+"""A gradient norm for each network, under every DeepSpeed wrapper.
+
+The official code gives generator and discriminator an optimizer each and clips each by its own
+norm. DeepSpeed clips all parameters by one, and with lambda = 50 that is the discriminator's: the
+generator's gradient is scaled by a factor that changes from step to step and has nothing to do with
+it (docs/interop.md has what that costs). Here no group of the optimizer holds parameters of two
+networks (a table with gradients of both losses counts as a third), and where DeepSpeed 0.19.8
+scales a group's gradient, the norm of its network takes the place of the common one. What is
+reported, and tested for not being finite, stays the common norm.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from deberta_ds.formats.engine_state import base_optimizer
+
+CLIP_RULES = 2  # of a run; 1: one norm for all networks, as before
+_TINY = 1e-6  # DeepSpeed's and torch's
+
+
+def clip_rules_of(record: dict | None) -> int:
+    """Return the rules of a run: those of its checkpoint's run.json, or the newest."""
+    return record.get("clip_rules", 1) if record else CLIP_RULES
+
+
+def clip_networks_apart(engine) -> None:
+    """Have `engine` clip the networks of its optimizer's groups apart; call before the first step.
+
+    A network is the groups with the same "network" (optim.build_optimizer); of one network nothing
+    changes.
+    """
+    optimizer, largest = engine.optimizer, engine.gradient_clipping()
+    networks = [group.get("network", "") for group in base_optimizer(engine).param_groups]
+    if len(set(networks)) == 1 or not largest:
+        return
+    kind = type(optimizer).__name__
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        groups = (optimizer.sub_group_to_group_id[n] for n in range(len(optimizer.fp16_groups)))
+        _exchange_norms(optimizer, [networks[group] for group in groups])
+    elif kind == "DeepSpeedZeroOptimizer":
+        _exchange_norms(optimizer, networks)
+    elif kind == "BF16_Optimizer":
+        _clip_before_step(optimizer, networks, largest)
+    elif kind == "FP16_UnfusedOptimizer":
+        _clip_scaled(optimizer, networks, largest)
+    else:
+        engine.clip_fp32_gradients = lambda: clip_gradients(optimizer, largest)
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, largest: float) -> None:
+    """Clip each network of a plain optimizer's groups."""
+    groups = optimizer.param_groups
+    if largest:
+        _clip([[p.grad for p in group["params"]] for group in groups],
+              [group.get("network", "") for group in groups], largest)
+
+
+def _exchange_norms(optimizer, networks: list[str]) -> None:
+    """ZeRO-1 to 3: every step measures all (sub-)groups in turn, then scales them in turn."""
+    norms, turn = [], itertools.cycle(range(len(networks)))
+
+    def remembered(measure):
+        def measure_group(*arguments, **named) -> Tensor:
+            if len(norms) == len(networks):
+                norms.clear()  # of the step before
+            norms.append(measure(*arguments, **named))
+            return norms[-1]
+        return measure_group
+
+    for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+        setattr(optimizer, name, remembered(getattr(optimizer, name)))
+    unscale_and_clip = optimizer.unscale_and_clip_grads
+
+    def clip_group(gradients, common_norm: Tensor) -> None:
+        network = networks[next(turn)]
+        own = torch.stack([norm for norm, name in zip(norms, networks, strict=True)
+                           if name == network])
+        # A group whose norm is not finite measures -1.
+        unscale_and_clip(gradients, torch.where((own >= 0).all(), own.norm(),
+                                                common_norm.to(own.device)))
+
+    optimizer.unscale_and_clip_grads = clip_group
+
+
+def _clip_before_step(optimizer, networks: list[str], largest: float) -> None:
+    """BF16_Optimizer: every rank has the whole gradient, in fp32."""
+    step = optimizer.step
+
+    def clip_and_step(closure=None) -> None:
+        common_norm = _clip(optimizer.fp32_groups_gradients, networks, largest)
+        optimizer.clip_grad = 0.0  # or it would clip what is left once more
+        try:
+            step(closure)
+        finally:
+            optimizer.clip_grad = largest
+        if not optimizer.overflow:
+            optimizer._global_grad_norm = common_norm
+
+    optimizer.step = clip_and_step
+
+
+def _clip_scaled(optimizer, networks: list[str], largest: float) -> None:
+    """FP16_UnfusedOptimizer: every rank has the whole gradient, times the loss scale."""
+
+    def clip_groups(common_norm: Tensor) -> None:
+        _clip([[p.grad for p in group] for group in optimizer.fp32_groups], networks, largest,
+              optimizer.loss_scale_config.cur_scale)
+
+    optimizer.unscale_and_clip_grads = clip_groups
+
+
+@torch.no_grad()
+def _clip(groups: list[list[Tensor | None]], networks: list[str], largest: float,
+          scale: float = 1.0) -> Tensor:
+    """Divide gradients by `scale`, then clip each network's; return the norm of all before it."""
+    norms = []
+    for network in sorted(set(networks)):
+        mine = [gradient for group, name in zip(groups, networks, strict=True) if name == network
+                for gradient in group if gradient is not None]
+        if not mine:
+            continue
+        norms.append(torch.nn.utils.get_total_norm(mine) / scale)
+        too_large = ((norms[-1] + _TINY) / largest).clamp(min=1.0)
+        # Not 1 / inf = 0 for a norm that is not finite: the step must see that and be passed over.
+        factor = torch.where(norms[-1].isfinite(), 1.0 / (too_large * scale), torch.nan)
+        torch._foreach_mul_(mine, factor)
+    return torch.stack(norms).norm()
