@@ -41,10 +41,10 @@ def main() -> None:
     from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
-    data, mask = settings_of(args, overrides)
+    data, mask, rows_of_run = settings_of(args, overrides)
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed, mask=mask,
-                         across_documents=data.across_documents)
+                         across_documents=data.across_documents, rows_of_run=rows_of_run)
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     for g in range(args.first, args.first + args.rows):
         row = dataset[g]
@@ -59,8 +59,8 @@ def main() -> None:
               f"{_KEPT}shown unchanged{_PLAIN} {_SPECIAL}special{_PLAIN}")
 
 
-def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]:
-    """Return the data and mask sections of the run file, or of a run on one corpus.
+def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig", int]:
+    """Return the data and mask sections of a run file and its rows, or of a run on one corpus.
 
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
@@ -70,7 +70,7 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]
 
     if args.config:
         run, _ = config.load(args.config, overrides, shape.complete)
-        return run.data, run.objective.mask
+        return run.data, run.objective.mask, run.train.steps * run.train.global_batch_rows
     values = {"data": {"sources": [{"path": args.corpus}], "tokenizer": args.tokenizer,
                        "seq_len": args.seq_len}, "objective": {"mask": {}}}
     for override in overrides:
@@ -80,7 +80,7 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig"]
                               "--objective.mask.KEY=...; the rest belongs to a run file")
         toml_files.set_value(values, key, value)
     return (validate(config.DataConfig, values["data"], "[data]"),
-            validate(config.MaskConfig, values["objective"]["mask"], "[objective.mask]"))
+            validate(config.MaskConfig, values["objective"]["mask"], "[objective.mask]"), 0)
 
 
 def render(row, tokenizer: "Tokenizer", color: bool) -> str:

@@ -25,6 +25,7 @@ from deberta_ds.validation import ConfigError, nearest, validate
 Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
 _LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Rate = Annotated[float, Field(gt=0, lt=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 _Minutes = Annotated[float, Field(ge=0, le=1e6)]
 _Position = Annotated[int, Field(ge=0, le=_LARGEST)]
@@ -36,6 +37,9 @@ class MaskConfig:
     """Which tokens become targets, and what the model sees in their place."""
 
     rate: float = option("share of the row's real tokens that become targets", 0.15, gt=0, lt=1)
+    final_rate: _Rate | None = option(
+        "what the rate has become at the run's last row, on a straight line; evaluations have it "
+        "from the start; none: the rate stays", None)
     max_ngram: int = option("words in a masked span: 1 to this many, with P(n) ~ 1/n", 1,
                             ge=1, le=32)
     mask_share: float = option("of the targets: shown as [MASK]", 1.0, ge=0, le=1)
@@ -43,6 +47,13 @@ class MaskConfig:
                                  0.0, ge=0, le=1)
     selection: Literal["uniform", "deberta_window"] = option(
         "how words are drawn; deberta_window: the official code's sampler", "uniform")
+
+    def rate_at(self, share_of_run: float) -> float:
+        """Return the rate of a row that has `share_of_run` of the run's rows before it."""
+        if self.final_rate is None:
+            return self.rate
+        share = min(1.0, share_of_run)
+        return (1.0 - share) * self.rate + share * self.final_rate  # exact at both ends
 
     def __post_init__(self):
         if self.mask_share + self.random_share > 1 + 1e-9:
@@ -77,6 +88,11 @@ class ObjectiveConfig:
     draws_by: Literal["epoch", "course"] = option(
         "rtd_cached: epoch: a new draw every epoch; course: the draws one after another over the "
         "run, as from hot to cold", "epoch")
+
+    def __post_init__(self):
+        if self.kind == "rtd_cached" and self.mask.final_rate is not None:
+            raise ValueError("mask.final_rate: stored replacements have the rate that they were "
+                             "made with; leave it out")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -166,7 +182,9 @@ class OptimConfig:
     betas: tuple[_Decay, _Decay] = option("of Adam's two moving averages", (0.9, 0.98))
     eps: float = option("of Adam's denominator", 1e-6, gt=0, le=1)
     weight_decay: float = option("decoupled; biases and norms do not decay", 0.01, ge=0, le=10)
-    clip_norm: float = option("largest global gradient norm; 0: no clipping", 1.0, ge=0, le=1e9)
+    clip_norm: float = option("largest gradient norm of a network (generator and discriminator "
+                              "have one each, and a table that they share); 0: no clipping", 1.0,
+                              ge=0, le=1e9)
     warmup_steps: int = option("steps in which the rate rises to lr", 0, ge=0, le=1 << 40)
     schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = option(
         "how the rate falls after warm-up; deberta_linear: the official one, with its jump",

@@ -65,6 +65,21 @@ def test_masks_differ_between_epochs(corpus):
     )
 
 
+@pytest.mark.parametrize("selection", ["uniform", "deberta_window"])
+def test_a_falling_rate_is_that_of_the_row_s_place_in_the_run(corpus, selection):
+    falling = MaskConfig(rate=0.5, final_rate=0.1, max_ngram=3, selection=selection)
+    dataset = dataset_of(corpus, mask=falling, rows_of_run=101)
+    for g, rate in ((0, 0.5), (25, 0.4), (75, 0.2), (100, 0.1), (250, 0.1)):
+        steady = dataset_of(corpus, mask=MaskConfig(rate=rate, max_ngram=3, selection=selection))
+        assert np.array_equal(dataset[g].labels, steady[g].labels), g
+        assert np.array_equal(dataset[g].input_ids, steady[g].input_ids), g
+    last = MaskConfig(rate=0.1, max_ngram=3, selection=selection)
+    held_out, expected = (eval_rows(str(corpus), tiny_tokenizer(), seq_len=SEQ_LEN, mask=mask,
+                                    eval_seed=1, num_rows=4) for mask in (falling, last))
+    for row, other in zip(held_out, expected, strict=True):
+        assert np.array_equal(row.labels, other.labels)
+
+
 @pytest.mark.parametrize("ngram", [1, 3])
 def test_batches_keep_their_invariants(corpus, ngram):
     dataset = dataset_of(corpus, mask=MaskConfig(max_ngram=ngram, mask_share=0.8,

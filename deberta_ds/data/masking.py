@@ -37,6 +37,7 @@ def mask_row(
     cut_words: bool = True,
     pad_id: int = 0,
     character_start: np.ndarray | None = None,
+    rate: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
@@ -45,12 +46,13 @@ def mask_row(
     id, the rest stay. Labels are the original ids there and -100 elsewhere. A row with any word
     gets at least one target. `cut_words` False is version 0.1.0's rule: long words stay whole.
     `character_start` is the bool table of ids that begin a character; without it long words are cut
-    at every token (rules 2 of the rows).
+    at every token (rules 2 of the rows). `rate` is the row's; without it `mask.rate`.
     """
     special_L = special[ids]
-    budget = max(1, round(mask.rate * int(np.count_nonzero(ids != pad_id))))
+    rate = mask.rate if rate is None else rate
+    budget = max(1, round(rate * int(np.count_nonzero(ids != pad_id))))
     if mask.selection == "deberta_window":
-        return _deberta_window(ids, word_start, special_L, mask, budget, mask_id,
+        return _deberta_window(ids, word_start, special_L, mask, rate, budget, mask_id,
                                random.Random(int(rng.integers(1 << 63))))
     starts, lengths = word_spans(ids, word_start, special_L)
     if cut_words:
@@ -185,8 +187,8 @@ def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _deberta_window(
-    ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray, mask: MaskConfig, budget: int,
-    mask_id: int, rng: random.Random,
+    ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray, mask: MaskConfig, rate: float,
+    budget: int, mask_id: int, rng: random.Random,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The official sampler, draw for draw."""
     units: list[list[int]] = []
@@ -195,8 +197,8 @@ def _deberta_window(
             units[-1].append(position)
         else:
             units.append([position])
-    budget = min(math.ceil(len(ids) * mask.rate / 10) * 10, budget)
-    window, cumulative = int(1 / mask.rate), _ngram_cumulative(mask.max_ngram).tolist()
+    budget = min(math.ceil(len(ids) * rate / 10) * 10, budget)
+    window, cumulative = int(1 / rate), _ngram_cumulative(mask.max_ngram).tolist()
     marked = [False] * len(units)
     offset = 0
     while offset < len(units):

@@ -3,7 +3,8 @@
     g -> mixture -> source s, index j
     first_row + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
     row -> pieces, each framed as [CLS] piece [SEP]
-    masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere
+    masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere;
+    their rate is a function of g and of the run's number of rows
 
 The rules have a version, which a checkpoint keeps: runs begun with version 0.1.0 go on under rules
 1. Those have the mixture's table of 1024 slots, parts of a corpus by position, evaluation rows from
@@ -144,7 +145,12 @@ class RowDataset:
 
     def build(self, g: int, pieces: list[np.ndarray]) -> Row:
         """Return row g from the pieces that `read` has given."""
-        return self._build(pieces, g, self.seed, self.locate(g), self.draw(g))
+        if self.mask.final_rate is not None and not self._rows_of_run:
+            raise UserError("objective.mask.final_rate: a row's rate follows from its place in a "
+                            "run, and this is none; name a run file, or leave it out")
+        last = self._rows_of_run - 1
+        rate = self.mask.rate_at(g / last if last > 0 else 0.0)
+        return self._build(pieces, g, self.seed, self.locate(g), rate, self.draw(g))
 
     def draw(self, g: int) -> int:
         """Return which stored draw row g takes: by its epoch, or by its place in the run."""
@@ -159,10 +165,11 @@ class RowDataset:
 
     def natural_row(self, row: int, eval_seed: int) -> Row:
         """Return row `row` of the first source as stored; masks are keyed by (eval_seed, row)."""
-        return self._build(self._corpora[0].row(row), row, eval_seed, (0, row))
+        return self._build(self._corpora[0].row(row), row, eval_seed, (0, row),
+                           self.mask.rate_at(1.0))
 
     def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int],
-               draw: int = 0) -> Row:
+               rate: float, draw: int = 0) -> Row:
         ids, segments, positions = frame_pieces(
             pieces, self.seq_len, self._cls_id, self._sep_id, self.across_documents, self._pad_id
         )
@@ -181,7 +188,8 @@ class RowDataset:
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
             ids, self._word_start, self._special, self.mask, self._mask_id, rng,
-            cut_words=self.rules > 1, pad_id=self._pad_id, character_start=self._character_start
+            cut_words=self.rules > 1, pad_id=self._pad_id, character_start=self._character_start,
+            rate=rate
         )
         return Row(g, input_ids, labels, segments, positions)
 

@@ -61,8 +61,12 @@ def build(run: RunConfig, valid_vocab: int | None) -> MlmModel:
     return MlmModel(run.model, valid_vocab, run.train.checkpoint_layers)
 
 
+def clipped_apart(run: RunConfig) -> tuple[str, ...]:
+    return ()
+
+
 def flops_per_token(run: RunConfig) -> float:
-    return 3 * flops.masked_lm(run.model, run.data.seq_len, run.objective.mask.rate)
+    return 3 * flops.masked_lm(run.model, run.data.seq_len, run.objective.mask.rate_at(0.5))
 
 
 def means(run: RunConfig, total: Numbers) -> Numbers:

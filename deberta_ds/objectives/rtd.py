@@ -177,8 +177,14 @@ def build(run: RunConfig, valid_vocab: int | None) -> RtdModel:
                     checkpoint_layers=run.train.checkpoint_layers)
 
 
+def clipped_apart(run: RunConfig) -> tuple[str, ...]:
+    """One network each; under "es" the table too, as it has gradients of both losses."""
+    own = ("discriminator.",)
+    return (*own, "words.") if run.objective.embedding_sharing == "es" else own
+
+
 def flops_per_token(run: RunConfig) -> float:
-    length, rate = run.data.seq_len, run.objective.mask.rate
+    length, rate = run.data.seq_len, run.objective.mask.rate_at(0.5)
     generator = flops.masked_lm(encoders(run)["generator"], length, rate)
     return 3 * (generator + flops.detector(run.model, length))
 
