@@ -45,16 +45,24 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
 
     `tokenizer` is the path of the model's tokenizer, where `source` has none; `onnx`, of "hf" only,
     is "fp32" or "int8" for ONNX files as well.
-    The new directory is written beside `out`, checked, and only then moved into place. UserError if
-    the source cannot be read, if a check fails, or if `out` holds anything but an older conversion.
+    UserError if the source cannot be read, and as `write_release`.
     """
-    out = Path(out)
     if onnx:
         require_onnx()  # before anything is read
-    _refuse_foreign_directory(out)
+    check_out(out)
     release = read_release(source, tokenizer)
     if opened := open_tokenizer(release.tokenizer_files):
         check_table(opened, release, source)
+    return write_release(release, source, Path(out), to, onnx)
+
+
+def write_release(release: Release, source: str | Path, out: Path, to: str, onnx: str | None = None
+                  ) -> Summary:
+    """Write a release to directory `out`; `source` is what conversion.json says it comes from.
+
+    The new directory is written beside `out`, checked, and only then moved into place. UserError if
+    a check fails.
+    """
     _clean_up_after_killed(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -75,7 +83,9 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
     return Summary(tuple(notes), tuple(checks), tuple(warnings))
 
 
-def _refuse_foreign_directory(out: Path) -> None:
+def check_out(out: str | Path) -> None:
+    """Raise UserError if `out` is a file, or holds anything but an older conversion."""
+    out = Path(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a directory to write")
     if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():

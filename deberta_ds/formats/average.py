@@ -1,0 +1,91 @@
+"""The mean of several models' weights, such as the last checkpoints of a run.
+
+Averages of recent checkpoints reach in fewer steps what the newest one alone reaches later, as long
+as the learning rate has not fallen (LAWA, arXiv 2209.14981; docs/learning.md has our figures).
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deberta_ds.errors import UserError
+from deberta_ds.formats.checkpoint import DIRECTORY, list_finished
+from deberta_ds.formats.release import Network, Release, derive_words
+from deberta_ds.formats.release_reader import check_same, check_table, read_release
+from deberta_ds.formats.tokenizer_files import open_tokenizer
+
+# Of a shape: how it was begun and is trained or computed, not what.
+_FREE = ("init_std", "hidden_dropout", "attention_dropout", "attention", "keep_position_terms",
+         "vocabulary_loss")
+
+
+def last_checkpoints(run: str | Path, count: int) -> list[Path]:
+    """Return the `count` newest finished checkpoints of a run; UserError if it has fewer."""
+    found = list_finished(run)
+    if len(found) < count:
+        raise UserError(f"{run}: has {len(found)} finished checkpoints in {DIRECTORY}/, not "
+                        f"{count}; ask for fewer with --last, or raise train.keep in the run file")
+    return found[-count:]
+
+
+def average(models: list[str | Path]) -> Release:
+    """Return the mean of models of one shape and tokenizer: fp32, added up in float64.
+
+    Any that `read_release` reads; one is in memory at a time, beside the sums. UserError for
+    models that differ in shape, heads, labels or tokenizer.
+    """
+    first = _read(models[0])
+    sums = {name: {key: tensor.double() for key, tensor in network.tensors.items()}
+            for name, network in first.networks().items()}
+    for network in first.networks().values():
+        network.tensors = {}
+    for place in models[1:]:
+        other = _read(place)
+        _check_like(other, first, sums, place, models[0])
+        for name, network in other.networks().items():
+            for key, tensor in network.tensors.items():
+                sums[name][key] += tensor
+    for name, network in first.networks().items():
+        network.tensors = {key: (total / len(models)).to(torch.float32)
+                           for key, total in sums.pop(name).items()}
+    derive_words(first)  # the sum of the rounded means, as every reader forms it
+    first.notes = [f"averaged: {place}" for place in models]
+    return first
+
+
+def _read(place: str | Path) -> Release:
+    release = read_release(place)
+    if tokenizer := open_tokenizer(release.tokenizer_files):
+        check_table(tokenizer, release, place)
+    return release
+
+
+def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tensor]],
+                place: str | Path, first_place: str | Path) -> None:
+    """Raise UserError unless a release computes what the first does, with other weights."""
+    own, wanted = (open_tokenizer(one.tokenizer_files) for one in (release, first))
+    if own and wanted:
+        check_same(wanted, own, place)
+    found = {name: {key: tensor.shape for key, tensor in network.tensors.items()}
+             for name, network in release.networks().items()}
+    expected = {name: {key: total.shape for key, total in of_network.items()}
+                for name, of_network in sums.items()}
+    for name in expected | found:
+        mine, theirs = found.get(name, {}), expected.get(name, {})
+        differing = [key for key in sorted(mine | theirs) if mine.get(key) != theirs.get(key)]
+        if not differing:
+            one, other = release.networks()[name], first.networks()[name]
+            mine, theirs = _what_counts(one), _what_counts(other)
+            differing = [key for key in theirs if mine[key] != theirs[key]]
+        if differing:
+            raise UserError(f"{place}: {differing[0]} of its {name} network is not as in "
+                            f"{first_place}; only models of one shape can be averaged")
+
+
+def _what_counts(network: Network) -> dict:
+    """Return what a network computes with beside its tensors."""
+    values = dataclasses.asdict(network.config)
+    return {key: value for key, value in values.items() if key not in _FREE} | {
+        "label2id": network.rest.get("label2id")}

@@ -1,0 +1,56 @@
+"""Average the weights of a run's last checkpoints, or of any models of one shape.
+
+    python launch/average.py --run runs/v3_base --last 5 --out DIR
+    python launch/average.py --models runs/a runs/b/checkpoints/step-00002000 \
+        --out DIR
+
+Means are formed in float64 and written in fp32 as a new model, for export.py, finetune.py, and
+whatever else reads one. A run keeps `train.keep` checkpoints (3 by default); the farther apart and
+the higher the learning rate between them, the more an average changes.
+"""
+
+import argparse
+from pathlib import Path
+
+from deberta_ds.command_line import parser_for
+from deberta_ds.errors import exit_cleanly
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", help="out_dir of a run")
+    source.add_argument("--models", nargs="+", metavar="MODEL",
+                        help="checkpoints, exports or public models, of one shape and tokenizer")
+    parser.add_argument("--last", type=_at_least_two, metavar="N",
+                        help="of --run: its N newest checkpoints (default: 3)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new directory")
+    parser.add_argument("--to", choices=("hf", "ms", "ours"), default="hf",
+                        help="Hugging Face (the default), microsoft's release, or our weights "
+                             "and config")
+    options = parser.parse_args()
+    if options.models and options.last:
+        parser.error("--last is for --run")
+    if options.models and len(options.models) < 2:
+        parser.error("--models takes at least two")
+
+    from deberta_ds.formats.average import average, last_checkpoints
+    from deberta_ds.formats.convert import check_out, write_release
+
+    check_out(options.out)
+    models = options.models or last_checkpoints(options.run, options.last or 3)
+    source = "mean of " + ", ".join(map(str, models))
+    summary = write_release(average(models), source, Path(options.out), options.to)
+    for line in (*summary.notes, *summary.findings()):
+        print(f"  {line}")
+    print(f"wrote the mean of {len(models)} models to {options.out}")
+
+
+def _at_least_two(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 2 on")
+    return int(text)
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
