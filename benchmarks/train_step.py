@@ -206,8 +206,11 @@ def measure(options, objective: str, rows: int, length: int) -> dict:
     for group in [[name] for name in names] if on_gpu else [names]:
         try:
             _measure_group(options, group, arguments, result)
-        except torch.OutOfMemoryError as reason:
-            result["absent"] |= dict.fromkeys(group, str(reason).splitlines()[0][:160])
+        except Exception as reason:  # no memory, or a kernel that finds no room, ends one variant
+            if not on_gpu:
+                raise
+            said = f"{type(reason).__name__}: {reason}".splitlines()[0][:160]
+            result["absent"] |= dict.fromkeys(group, said)
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
