@@ -1,7 +1,7 @@
 """Average the weights of a run's last checkpoints, or of any models of one shape.
 
     python launch/average.py --run runs/v3_base --last 5 --out DIR
-    python launch/average.py --models runs/a runs/b/checkpoints/step-00002000 \
+    python launch/average.py --models runs/a runs/b/checkpoints/step-00002000 \\
         --out DIR
 
 Means are formed in float64 and written in fp32 as a new model, for export.py, finetune.py, and
