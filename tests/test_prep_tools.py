@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from data_helpers import (
     SENTENCES,
     random_documents,
@@ -35,6 +36,7 @@ from deberta_ds.data.prep.stats import corpus_stats, stats_text
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.train_spm import train_tokenizer
 from deberta_ds.errors import UserError
+from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
 
 SCRIPTS = Path(__file__).parent.parent / "data_prep"
 
@@ -63,6 +65,22 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
                             read=read, threads=1)
         assert "INTERNAL" not in str(refused.value)
     assert not (tmp_path / "x.model").exists()
+
+
+def test_a_word_has_the_same_ids_wherever_it_stands(tmp_path):
+    """Words of random letters, which can be cut in many ways that are nearly as good."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("etaoinshrdlu", weights=range(30, 6, -2),
+                                       k=generator.randint(3, 12))) for _ in range(30_000)]
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(" ".join(words[n : n + 20]) for n in range(0, len(words), 20)))
+    read = ReadOptions(documents="line")
+    tokenizer = train_tokenizer(plan_units([str(path)], read), tmp_path / "spm.model", pieces=700,
+                                sample_bytes=1 << 20, read=read, threads=1)
+    ids = tokenizer.encode(" ".join(words))
+    assert ids == [number for word in words for number in tokenizer.encode(word)]
+    exported = tokenizers.Tokenizer.from_str(build_tokenizer_json(tokenizer))
+    assert exported.encode(" ".join(words), add_special_tokens=False).ids == ids
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.3])

@@ -21,6 +21,7 @@ from deberta_ds.tokenizer.spm import RULES_NAME
 # In SentencePiece's messages.
 _MOST_PIECES = re.compile(r"<= (\d+)")
 _LEAST_PIECES = re.compile(r"required_chars\. \d+ vs (\d+)")
+_SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2**20
 
 
 def train_tokenizer(
@@ -37,7 +38,7 @@ def train_tokenizer(
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
-    and width; decoding gives normalised text back. Memory is bounded by `sample_bytes`, taken
+    and width; decoding gives normalised text back. Scores are rounded (`_finished`). Memory is bounded by `sample_bytes`, taken
     evenly from the start of every unit, or as `languages` says. UserError if the sample is too
     small for `pieces`.
     """
@@ -62,7 +63,7 @@ def train_tokenizer(
         except RuntimeError as error:
             raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
                             f"{_remedy(str(error))}") from error
-    write_atomic(out, _named(model.getvalue()))
+    write_atomic(out, _finished(model.getvalue()))
     return Tokenizer(out)
 
 
@@ -75,13 +76,21 @@ def _remedy(message: str) -> str:
     return f"it says: {message}"
 
 
-def _named(model: bytes) -> bytes:
-    """Return the model with the name of our rules in place of "user_defined", and no path."""
+def _finished(model: bytes) -> bytes:
+    """Return the model with the name of our rules in place of "user_defined", no path, and scores
+    in whole units.
+
+    SentencePiece adds scores in float32 from the start of a text: of two ways to cut a word that
+    are nearly as good, what stands before decides. Sums of rounded scores are exact, so that a word
+    has the same ids everywhere, and in the tokenizer.json that is exported, which adds in float64.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     proto.normalizer_spec.name = RULES_NAME
     proto.normalizer_spec.ClearField("normalization_rule_tsv")
+    for piece in proto.pieces:
+        piece.score = round(piece.score / _SCORE_UNIT) * _SCORE_UNIT
     return proto.SerializeToString(deterministic=True)
 
 
