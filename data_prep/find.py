@@ -37,14 +37,13 @@ def main() -> None:
             print(f"row {row}: {origin.name} ({origin.source}@{origin.place}, document {document} "
                   f"of shard {shard}{', ' + origin.label if origin.label else ''})")
     found = origins.find(args.document) if args.document else {}
-    known = {name for documents in found.values() for name in documents.values()}
-    for name in args.document or []:
-        if name not in known:
-            raise UserError(f"{args.corpus}: holds no document {name}")
     for shard, documents in found.items():
         for document, name in documents.items():
             rows = ", ".join(map(str, corpus.rows_of(shard, document)))
             print(f"{name}: document {document} of shard {shard}, rows {rows}")
+    known = {name for documents in found.values() for name in documents.values()}
+    if unknown := [name for name in args.document or [] if name not in known]:
+        raise UserError(f"{args.corpus}: holds no document {', '.join(unknown)}")
 
 
 if __name__ == "__main__":
