@@ -26,6 +26,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.measure import save
+from deberta_ds.files import write_atomic
 from deberta_ds.records import read_metrics
 
 TASKS = ("CB", "RTE", "WiC")
@@ -104,7 +105,7 @@ def printed(result: Path, *command) -> None:
     if not result.exists():
         done = subprocess.run([sys.executable, *map(str, command)], check=True, text=True,
                               stdout=subprocess.PIPE)
-        result.write_text(done.stdout[done.stdout.index("{"):])
+        write_atomic(result, done.stdout[done.stdout.index("{"):])
 
 
 # ------------------------------------------------------------------------------------------ table
@@ -116,8 +117,8 @@ def measures(run: Run) -> dict[str, float]:
     found = {"tokens, millions": last["tokens_seen"] / 1e6}
     found |= {name.replace("_", " "): last[name] for name in LOSSES if name in last}
     if pairs := read(run.scores / "minimal_pairs.json"):
-        found |= {f"BLiMP {name}": 100 * values["accuracy"]
-                  for name, values in pairs["scorers"].items()}
+        found |= {measure: 100 * pairs["scorers"][name]["accuracy"]
+                  for measure, name in pair_measures(pairs).items()}
     if probe := read(run.scores / "probe.json"):
         found["probe"] = 100 * probe["accuracy"]
     if common := read(run.scores / "common.json"):
@@ -129,10 +130,21 @@ def measures(run: Run) -> dict[str, float]:
     return found
 
 
-def paradigms(run: Run, scorer: str) -> dict[str, float]:
+def pair_measures(pairs: dict) -> dict[str, str]:
+    """Return {measure: scorer}. A generator's likelihoods are not compared with a whole masked
+    LM's; what compares all runs is the network that is kept, by the scorer that fits it.
+    """
+    scorers = pairs["scorers"]
+    if "discriminator_sum" not in scorers:
+        return {"BLiMP": "pll_word"} | {f"BLiMP {name}": name for name in scorers}
+    whose = {name: "generator " if name.startswith("pll") else "" for name in scorers}
+    return {"BLiMP": "discriminator_sum"} | {f"BLiMP {whose[name]}{name}": name for name in scorers}
+
+
+def paradigms(run: Run, measure: str) -> dict[str, float]:
     pairs = read(run.scores / "minimal_pairs.json")
-    return {name: 100 * values["accuracy"]
-            for name, values in pairs["scorers"][scorer]["paradigms"].items()}
+    scorer = pairs["scorers"][pair_measures(pairs)[measure]]
+    return {name: 100 * values["accuracy"] for name, values in scorer["paradigms"].items()}
 
 
 def read(path: Path) -> dict | None:
@@ -154,9 +166,8 @@ def difference(better: dict[int, Run], worse: dict[int, Run], measure: str) -> d
         half = stats.t.ppf(0.975, len(seeds) - 1) * ahead.std(ddof=1) / np.sqrt(len(seeds))
         intervals.append([float(ahead.mean() - half), float(ahead.mean() + half)])
         found["interval over seeds"] = intervals[-1]
-    if measure.startswith("BLiMP "):
-        scorer = measure.removeprefix("BLiMP ")
-        pairs = [(paradigms(better[seed], scorer), paradigms(worse[seed], scorer))
+    if measure.startswith("BLiMP"):
+        pairs = [(paradigms(better[seed], measure), paradigms(worse[seed], measure))
                  for seed in seeds]
         by_paradigm = np.array([np.mean([one[name] - other[name] for one, other in pairs])
                                 for name in pairs[0][0]])
@@ -193,7 +204,8 @@ def table(runs: list[Run]) -> dict:
         for of_arm in found.values():
             values = [one[name] for one in of_arm.values() if name in one]
             spread = f" +- {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
-            cells.append(f"{np.mean(values):.2f}{spread}" if values else "-")
+            some = f" ({len(values)})" if len(values) < len(of_arm) else ""
+            cells.append(f"{np.mean(values):.2f}{spread}{some}" if values else "-")
         print(f"| {name} | " + " | ".join(cells) + " |")
     print("\n| ahead | of | measure | seeds | by | over seeds | over paradigms | verdict |")
     print("|---" * 8 + "|")

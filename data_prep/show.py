@@ -14,7 +14,7 @@ from deberta_ds.command_line import parser_for
 from deberta_ds.errors import exit_cleanly
 
 if TYPE_CHECKING:
-    from deberta_ds.config import DataConfig, MaskConfig
+    from deberta_ds.config import DataConfig, ObjectiveConfig
     from deberta_ds.tokenizer import Tokenizer
 
 _MASKED, _REPLACED, _KEPT, _SPECIAL, _PLAIN = (
@@ -41,10 +41,11 @@ def main() -> None:
     from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
-    data, mask, rows_of_run = settings_of(args, overrides)
+    data, objective, rows_of_run = settings_of(args, overrides)
     tokenizer = Tokenizer(data.tokenizer)
-    dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed, mask=mask,
-                         across_documents=data.across_documents, rows_of_run=rows_of_run)
+    dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed,
+                         mask=objective.mask, across_documents=data.across_documents,
+                         draws_by=objective.draws_by, rows_of_run=rows_of_run)
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     for g in range(args.first, args.first + args.rows):
         row = dataset[g]
@@ -59,8 +60,8 @@ def main() -> None:
               f"{_KEPT}shown unchanged{_PLAIN} {_SPECIAL}special{_PLAIN}")
 
 
-def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig", int]:
-    """Return the data and mask sections of a run file and its rows, or of a run on one corpus.
+def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveConfig", int]:
+    """Return the data and objective sections of a run file and its rows, or of one corpus.
 
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
@@ -70,9 +71,9 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig",
 
     if args.config:
         run, _ = config.load(args.config, overrides, shape.complete)
-        return run.data, run.objective.mask, run.train.steps * run.train.global_batch_rows
+        return run.data, run.objective, run.train.steps * run.train.global_batch_rows
     values = {"data": {"sources": [{"path": args.corpus}], "tokenizer": args.tokenizer,
-                       "seq_len": args.seq_len}, "objective": {"mask": {}}}
+                       "seq_len": args.seq_len}, "objective": {"kind": "mlm"}}
     for override in overrides:
         key, value = toml_files.parse_override(override)
         if not key.startswith(("data.", "objective.mask.")):
@@ -80,7 +81,7 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "MaskConfig",
                               "--objective.mask.KEY=...; the rest belongs to a run file")
         toml_files.set_value(values, key, value)
     return (validate(config.DataConfig, values["data"], "[data]"),
-            validate(config.MaskConfig, values["objective"]["mask"], "[objective.mask]"), 0)
+            validate(config.ObjectiveConfig, values["objective"], "[objective]"), 0)
 
 
 def render(row, tokenizer: "Tokenizer", color: bool) -> str:

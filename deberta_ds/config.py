@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from deberta_ds import presets, shipped
 from deberta_ds.model_config import ModelConfig
 from deberta_ds.options import STRICT, Option, option, options_of
-from deberta_ds.toml_files import parse_override, read_toml, set_value
+from deberta_ds.toml_files import flatten, parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
 
 Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
@@ -317,17 +317,6 @@ def run_options() -> list[Option]:
             one = dataclasses.replace(one, follows="of the preset, or the source of [init]")
         found.append(dataclasses.replace(one, key=one.key.replace("init.source", "init.from")))
     return found
-
-
-def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
-    """Return {"section.key": value} for nested values; lists stay whole."""
-    flat = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def load(path: str | Path, overrides: list[str] = (), complete: Complete | None = None

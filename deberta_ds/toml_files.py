@@ -43,3 +43,14 @@ def set_value(values: dict, key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"--{key}: {section} is a value, not a section")
     values[last] = value
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    """Return {"section.key": value} for nested values; lists stay whole."""
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

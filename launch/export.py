@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="new directory")
     parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
                         help="add ONNX files: fp32 (the default), or int8 beside it; needs "
-                             "pip install 'deberta_ds[onnx]'")
+                             "pip install onnx onnxruntime")
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
     parser.add_argument("--push", metavar="NAME/REPOSITORY",
                         help="then upload it to this repository of the Hugging Face Hub")

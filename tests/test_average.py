@@ -13,6 +13,7 @@ from deberta_ds.formats.convert import write_release
 from deberta_ds.formats.ours import release_of_state, write_ours
 from deberta_ds.formats.release_reader import read_release
 from deberta_ds.objectives.build import build_model
+from deberta_ds.tokenizer.spm import model_proto
 
 
 def write_models(root, count, family="v3", **objective):
@@ -26,6 +27,16 @@ def write_models(root, count, family="v3", **objective):
         write_ours(release, places[-1])
         releases.append(release)
     return places, releases
+
+
+def with_another_tokenizer(root):
+    (root / "other").mkdir()
+    (place,), _ = write_models(root / "other", 1)
+    path = place / "spm.model"
+    proto = model_proto(path.read_bytes(), path)
+    proto.pieces[-1].score -= 1.0
+    path.write_bytes(proto.SerializeToString())
+    return place
 
 
 @pytest.mark.parametrize("objective", [{}, {"embedding_sharing": "nes"}, {"kind": "mlm"}])
@@ -79,14 +90,23 @@ def test_models_that_differ_are_refused(tmp_path):
         write_ours(changed, tmp_path / field)
         with pytest.raises(UserError, match=f"{field} of its main network is not as in"):
             average([first, tmp_path / field])
-    (tmp_path / "other").mkdir()
-    (other,), _ = write_models(tmp_path / "other", 1)
-    model = other / "spm.model"
-    model.write_bytes(model.read_bytes() + b"\x0a\x00")  # an empty field more: another file
-    with pytest.raises(UserError):
+    other = with_another_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="has another tokenizer than"):
         average([first, other])
 
 
+def test_tokenizers_are_compared_where_the_first_model_has_none(tmp_path):
+    (bare, one), _ = write_models(tmp_path, 2)
+    (bare / "spm.model").unlink()
+    assert average([bare, one]).tokenizer_files
+    other = with_another_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="has another tokenizer than"):
+        average([bare, one, other])
+
+
 def test_a_run_with_too_few_checkpoints_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has 0 finished checkpoints .* raise train.keep"):
+    with pytest.raises(UserError, match="no run, it has no checkpoints/"):
+        last_checkpoints(tmp_path, 3)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="has 0 finished checkpoints .*not 3; raise train.keep"):
         last_checkpoints(tmp_path, 3)

@@ -11,6 +11,7 @@ import pytest
 from deberta_ds import config
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.options import Option, describe, options_of
+from deberta_ds.toml_files import flatten
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = [value for value in vars(config).values()
@@ -39,7 +40,7 @@ def test_explain_knows_every_key_of_the_shipped_run_files():
              if path.parent.name not in ("superglue", "glue", "tasks")]
     assert len(files) > 10
     for path in files:
-        for key, value in config.flatten(tomllib.loads(path.read_text())).items():
+        for key, value in flatten(tomllib.loads(path.read_text())).items():
             assert key in known or key.rpartition(".")[0] in known, f"{path}: {key}"
             for inner in value if isinstance(value, list) else ():
                 assert not isinstance(inner, dict) or {f"{key}[].{k}" for k in inner} <= known

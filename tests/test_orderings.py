@@ -60,3 +60,11 @@ def test_one_seed_is_no_claim(arms):
     found = orderings.difference(arms["mlm"], {0: arms["mlm-bert"][0]}, "masked loss")
     assert found["seeds"] == 1 and found["verdict"] == "one seed: no claim"
     assert orderings.difference(arms["mlm"], arms["mlm-bert"], "probe") is None
+
+
+def test_a_generator_is_not_compared_with_a_whole_masked_lm():
+    of_mlm = orderings.pair_measures({"scorers": {"pll_word": {}, "pll_piece": {}}})
+    of_rtd = orderings.pair_measures({"scorers": {"pll_word": {}, "discriminator_sum": {}}})
+    assert of_mlm.keys() & of_rtd.keys() == {"BLiMP"}
+    assert of_mlm["BLiMP"] == "pll_word" and of_rtd["BLiMP"] == "discriminator_sum"
+    assert of_rtd["BLiMP generator pll_word"] == "pll_word"

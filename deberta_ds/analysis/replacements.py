@@ -52,7 +52,8 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
         raise UserError(f"{recipe.generator}: has {generator.model_config.max_position} positions, "
                         f"but the rows have {recipe.seq_len} tokens")
     made_by = {"generator": _fingerprint(generator), "seed": recipe.seed,
-               "mask": asdict(recipe.mask)}
+               "mask": {name: value for name, value in asdict(recipe.mask).items()
+                        if name != "final_rate"}}  # stored draws have one rate
     out = Path(out)
     description = {"version": VERSION, "rows": corpus.rows_fingerprint, "made_by": made_by,
                    "temperatures": list(recipe.temperatures),

@@ -13,7 +13,7 @@ from torch import Tensor
 from deberta_ds.errors import UserError
 from deberta_ds.formats.checkpoint import DIRECTORY, list_finished
 from deberta_ds.formats.release import Network, Release, derive_words
-from deberta_ds.formats.release_reader import check_same, check_table, read_release
+from deberta_ds.formats.release_reader import check_table, read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
 
 # Of a shape: how it was begun and is trained or computed, not what.
@@ -23,10 +23,13 @@ _FREE = ("init_std", "hidden_dropout", "attention_dropout", "attention", "keep_p
 
 def last_checkpoints(run: str | Path, count: int) -> list[Path]:
     """Return the `count` newest finished checkpoints of a run; UserError if it has fewer."""
+    if not (Path(run) / DIRECTORY).is_dir():
+        raise UserError(f"{run}: no run, it has no {DIRECTORY}/; name the out_dir of a run")
     found = list_finished(run)
     if len(found) < count:
+        fewer = "ask for fewer with --last, or " if len(found) > 1 else ""
         raise UserError(f"{run}: has {len(found)} finished checkpoints in {DIRECTORY}/, not "
-                        f"{count}; ask for fewer with --last, or raise train.keep in the run file")
+                        f"{count}; {fewer}raise train.keep in the run file")
     return found[-count:]
 
 
@@ -44,6 +47,8 @@ def average(models: list[str | Path]) -> Release:
     for place in models[1:]:
         other = _read(place)
         _check_like(other, first, sums, place, models[0])
+        # The newest has its files longest: a run that goes on deletes its oldest checkpoint.
+        first.tokenizer_files = other.tokenizer_files or first.tokenizer_files
         for name, network in other.networks().items():
             for key, tensor in network.tensors.items():
                 sums[name][key] += tensor
@@ -66,8 +71,9 @@ def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tens
                 place: str | Path, first_place: str | Path) -> None:
     """Raise UserError unless a release computes what the first does, with other weights."""
     own, wanted = (open_tokenizer(one.tokenizer_files) for one in (release, first))
-    if own and wanted:
-        check_same(wanted, own, place)
+    if own and wanted and own.sha256 != wanted.sha256:
+        raise UserError(f"{place}: has another tokenizer than {first_place}; only models of one "
+                        "tokenizer can be averaged")
     found = {name: {key: tensor.shape for key, tensor in network.tensors.items()}
              for name, network in release.networks().items()}
     expected = {name: {key: total.shape for key, total in of_network.items()}

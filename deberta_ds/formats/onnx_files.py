@@ -5,7 +5,7 @@
     DIR/generator/onnx/...          the generator, with its enhanced mask decoder
 
 The names are those that optimum and transformers.js look for. onnx and onnxruntime are optional
-(`pip install 'deberta_ds[onnx]'`), hence imported here and in onnx_graph.py alone.
+(`pip install onnx onnxruntime`), hence imported here and in onnx_graph.py alone.
 """
 
 import logging
@@ -51,7 +51,7 @@ def require_onnx() -> None:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         raise UserError(f"ONNX files need a package that is missing here ({error.name}); "
-                        "pip install 'deberta_ds[onnx]'") from error
+                        "pip install onnx onnxruntime") from error
 
 
 def write_onnx(release: Release, out: Path, precision: str) -> list[str]:

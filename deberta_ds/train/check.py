@@ -7,6 +7,7 @@ from deberta_ds import config, deepspeed_config
 from deberta_ds.config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.formats.checkpoint import CheckpointError
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.toml_files import flatten
 from deberta_ds.train import best
 from deberta_ds.validation import ConfigError, raise_problems
 
@@ -89,7 +90,7 @@ def changed_values(run: RunConfig, record: dict) -> list[str]:
 def _now_and_then(run: RunConfig, record: dict) -> tuple[dict, dict]:
     """Return both configs flat; one saved before a key existed gets that key's default."""
     then = config.from_dict(record["config"], "run.json")
-    return config.flatten(config.to_dict(run)), config.flatten(config.to_dict(then))
+    return flatten(config.to_dict(run)), flatten(config.to_dict(then))
 
 
 def _is_identity(key: str) -> bool:

@@ -121,7 +121,8 @@ def _clip(groups: list[list[Tensor | None]], networks: list[str], largest: float
                 for gradient in group if gradient is not None]
         if not mine:
             continue
-        norms.append(torch.nn.utils.get_total_norm(mine) / scale)
+        # In fp64, so that it is finite where all tensors' norms are, which is what others look at.
+        norms.append(torch.stack(torch._foreach_norm(mine)).double().norm() / scale)
         too_large = ((norms[-1] + _TINY) / largest).clamp(min=1.0)
         # Not 1 / inf = 0 for a norm that is not finite: the step must see that and be passed over.
         factor = torch.where(norms[-1].isfinite(), 1.0 / (too_large * scale), torch.nan)

@@ -16,6 +16,7 @@ from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.numbers import counted, format_count
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.toml_files import flatten
 from deberta_ds.train import engine, machine
 from deberta_ds.train.check import check_run
 from deberta_ds.train.engine import local_device
@@ -130,7 +131,7 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
 
 def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
     """Return "section: key = value, ...   (origin)" for every value that is not a default."""
-    values = config.flatten(config.to_dict(run))
+    values = flatten(config.to_dict(run))
     groups: dict[tuple[str, str], list[str]] = {}
     for key, origin in origins.items():
         if key in values and origin != "default":

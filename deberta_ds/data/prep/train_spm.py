@@ -38,9 +38,9 @@ def train_tokenizer(
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
-    and width; decoding gives normalised text back. Scores are rounded (`_finished`). Memory is bounded by `sample_bytes`, taken
-    evenly from the start of every unit, or as `languages` says. UserError if the sample is too
-    small for `pieces`.
+    and width; decoding gives normalised text back. Scores are rounded (`_finished`). Memory is
+    bounded by `sample_bytes`, taken evenly from the start of every unit, or as `languages` says.
+    UserError if the sample is too small for `pieces`.
     """
     model = io.BytesIO()
     with TemporaryDirectory() as directory:

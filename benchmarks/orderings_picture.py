@@ -1,0 +1,83 @@
+"""Draw what `benchmarks.orderings` tabulates: docs/images/orderings-cpu.png.
+
+    python -m benchmarks.orderings_picture --runs trained [--out docs/images/orderings-cpu.png]
+
+A line or a point a run; the bar is the mean of an arm's seeds.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+from benchmarks.orderings import Run, find_runs, measures  # noqa: E402
+from deberta_ds.errors import exit_cleanly  # noqa: E402
+from deberta_ds.records import read_metrics  # noqa: E402
+
+COLORS = ("#1b6ca8", "#f2b134", "#c0504d", "#6a8f3c", "#7e57a0", "#8d6e63", "#455a64", "#00897b")
+CURVES = {"masked words, held-out loss in nats": ("masked_loss", "generator_loss"),
+          "detection, held-out loss in nats": ("discriminator_loss",)}
+BARS = ("BLiMP", "common ROC-AUC", "probe")
+
+
+def draw_curve(axis, title: str, names: tuple[str, ...], runs: list[Run], colors: dict) -> None:
+    labelled = set()
+    for run in runs:
+        points = [(record["tokens_seen"] / 1e6, record[name])
+                  for record in read_metrics(run.path / "metrics.jsonl")
+                  if record["kind"] == "eval" for name in names if name in record]
+        if points:
+            axis.plot(*zip(*points, strict=True), color=colors[run.arm], lw=1.3, marker=".",
+                      label=None if run.arm in labelled else run.arm)
+            labelled.add(run.arm)
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel("tokens seen, millions")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def draw_bars(axis, name: str, runs: list[Run], colors: dict) -> None:
+    found = [(run.arm, measures(run)[name]) for run in runs if name in measures(run)]
+    arms = list(dict.fromkeys(arm for arm, _ in found))
+    for place, arm in enumerate(arms):
+        values = [value for one, value in found if one == arm]
+        axis.bar(place, np.mean(values), color=colors[arm], alpha=0.45, width=0.7)
+        axis.plot([place] * len(values), values, "o", color=colors[arm], ms=4)
+    values = [value for _, value in found]
+    margin = max(1.0, 0.4 * (max(values) - min(values)))
+    axis.set_ylim(min(values) - margin, max(values) + margin)
+    axis.set_xticks(range(len(arms)), arms, fontsize=8)
+    axis.set_title(f"{name}, %", fontsize=10)
+    axis.grid(axis="y", alpha=0.3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("docs/images/orderings-cpu.png"))
+    options = parser.parse_args()
+    runs = find_runs(options.runs)
+    arms = list(dict.fromkeys(run.arm for run in sorted(runs, key=lambda run: run.arm)))
+    colors = dict(zip(arms, itertools.cycle(COLORS), strict=False))
+    names = dict.fromkeys(name for run in runs for name in measures(run) if name.startswith(BARS))
+    columns = max(len(CURVES), -(-len(names) // 2))
+    figure = plt.figure(figsize=(4 * columns, 9), layout="constrained")
+    grid = figure.add_gridspec(3, 2 * columns)
+    for place, (title, curve) in enumerate(CURVES.items()):
+        draw_curve(figure.add_subplot(grid[0, place * columns : (place + 1) * columns]), title,
+                   curve, runs, colors)
+    for place, name in enumerate(names):
+        row, column = divmod(place, columns)
+        draw_bars(figure.add_subplot(grid[1 + row, 2 * column : 2 * column + 2]), name, runs,
+                  colors)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=110)
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
