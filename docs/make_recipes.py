@@ -33,8 +33,8 @@ Made by `python docs/make_recipes.py` from `launch/runs/lab/` and the planner; d
 Time and memory are the planner's ([scale](scale.md)), for a tokenizer of {PIECES:,} pieces and bf16
 (on the CPU fp32). The share of the peak that a card reaches is assumed: 20 % for base and small,
 below the 30 % that [performance](performance.md) prices for an H100, 10 % for xsmall, 30 % on a
-CPU. So take the days as an order of magnitude, and ask again with your card, your count and the share that
-your first hundred steps log as `mfu`:
+CPU. So take the days as an order of magnitude, and ask again with your card, your count and the
+share that your first hundred steps log as `mfu`:
 
     python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu rtx4090 --gpus 2 \\
         --mfu 0.2
