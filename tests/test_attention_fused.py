@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="the fused kernels need the triton package"
 from deberta_ds.config import ModelConfig  # noqa: E402
 from deberta_ds.model import encoder, kernel_check  # noqa: E402
 from deberta_ds.model.attention import dispatch, selfcheck  # noqa: E402
-from deberta_ds.model.attention.fused import tiles  # noqa: E402
+from deberta_ds.model.attention.fused import _facts, tiles  # noqa: E402
+from deberta_ds.model.attention.geometry import Geometry  # noqa: E402
 from deberta_ds.model.attention.reference import reference_attention  # noqa: E402
 from deberta_ds.model.init import init_parameters  # noqa: E402
 
@@ -66,9 +67,9 @@ def test_large_scores_in_fp16_do_not_overflow_into_nan():
 @pytest.mark.parametrize(("architecture", "kernels"), [("90", KERNELS), ("80", KERNELS[2:])])
 def test_compiles_for_a_gpu(architecture, kernels):
     """Some kernels; `tests/workers/fused_compile.py 90` does all of them, with the same rules."""
-    arguments = [architecture, "--sizes", "64", "--lengths", "4096", "--kernels", *kernels]
+    arguments = [architecture, "--sizes", "64", "--lengths", "900", "4096", "--kernels", *kernels]
     lines = run_worker("fused_compile.py", *arguments, timeout=60)
-    assert [line["kernel"] for line in lines] == kernels
+    assert [line["kernel"] for line in lines] == kernels * 2
     assert [line["faults"] for line in lines] == [[]] * len(lines), lines
 
 
@@ -112,12 +113,46 @@ def test_choice_of_implementation(card):
     assert dispatch._choose("auto", cuda, half, 80, False) == "fused"
     assert dispatch._choose("auto", cuda, half, 160, False) == "tiled"
     assert dispatch._choose("auto", cuda, single, 64, False) == "tiled"
+    assert dispatch._choose("auto", cuda, half, 64, False, too_large=True) == "tiled"
     with pytest.raises(ValueError, match="no GPU"):
         dispatch._choose("fused", cpu, half, 64, False)
     with pytest.raises(ValueError, match="heads of 160 are larger than 128"):
         dispatch._choose("fused", cuda, half, 160, False)
     with pytest.raises(ValueError, match="in fp32 its tiles do not fit"):
         dispatch._choose("fused", cuda, single, 64, False)
+
+
+@pytest.mark.parametrize("rows, length, geometry, wanted", [
+    (2, 512, Geometry(512, 256), (False, False)), (2, 513, Geometry(512, 256), (True, False)),
+    (2, 512, Geometry(64, 0), (True, False)), (33_000, 1, Geometry(512, 256), (False, True)),
+    (2, 40_000, Geometry(40_000, 0), (True, True))])  # fmt: skip
+def test_what_the_choice_is_told(monkeypatch, rows, length, geometry, wanted):
+    """Long rows, or short ones beyond a short table's reach; more than a launch can have."""
+    told = []
+
+    def choose(*arguments):
+        told.append(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dispatch, "_choose", choose)
+    q = torch.zeros(1).expand(rows, 2, length, 64)
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.attend(q, q, q, torch.zeros(2, 4, 64), None, segments=torch.ones(1),
+                        geometry=geometry)
+    *_, long, terms, too_large = told[0]
+    assert (long, too_large) == wanted and terms == (True, False)
+
+
+def test_facts_begin_at_16_bytes():
+    """Else Triton would compile other binaries for odd numbers of tokens, in mid-run."""
+    for rows, length in ((1, 17), (3, 5), (2, 8), (1, 511)):
+        segments = torch.ones(rows, length, dtype=torch.int32)
+        segments[:, length // 2 :] = 2
+        for facts in _facts(segments, None):
+            assert facts.shape[1:] == (rows, length)
+            for one in facts:
+                assert one.is_contiguous() and one.storage_offset() % 4 == 0
+                assert one.amax() <= length
 
 
 def test_old_card_and_failed_check_fall_back_with_the_reason(card, caplog):

@@ -64,7 +64,7 @@ def test_nothing_changes_on_a_cpu(monkeypatch):
     """Without the interpreter, CPU tensors never meet the kernels."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden = torch.randn(5, 24)
-    assert elementwise.kernels(hidden, hidden) is None
+    assert elementwise.kernels(hidden.dtype, hidden) is None
     layer = LinearGelu(24, 40)
     right = torch.nn.functional.gelu(torch.nn.functional.linear(hidden, layer.weight, layer.bias))
     assert torch.equal(layer(hidden), right)

@@ -89,7 +89,9 @@ class LinearGelu(nn.Linear):
     """GELU(linear(x)); on a GPU the bias is added where GELU is computed, one pass each way."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        fused = elementwise.kernels(hidden, hidden)
+        kind = hidden.device.type
+        product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        fused = elementwise.kernels(product or hidden.dtype, hidden)
         if fused is None:
             return F.gelu(super().forward(hidden))
         return fused.biased_gelu(F.linear(hidden, self.weight), self.bias)
@@ -108,7 +110,7 @@ class ResidualNorm(nn.LayerNorm):
 
     def forward(self, update: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         share = self.dropout if self.training else 0.0
-        fused = elementwise.kernels(update, hidden)
+        fused = elementwise.kernels(update.dtype, hidden)
         if share and not (fused or native.is_here(update)):
             update, share = F.dropout(update, share), 0.0
         keep = draw_keep(share) if share else Keep(0, 0, 0)

@@ -21,21 +21,21 @@ from deberta_ds.model import kernel_check
 _LOG = logging.getLogger("deberta_ds")
 _MOST_COLUMNS = 8192  # a program of the LayerNorm holds a row
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 300
+_ROWS = 1100  # so that programs of the weights' gradients take several turns
 
 
-def kernels(update: Tensor, hidden: Tensor) -> ModuleType | None:
-    """Return the module of the kernels, or None where torch's operators work on such tensors.
+def kernels(update: torch.dtype, hidden: Tensor) -> ModuleType | None:
+    """Return the module of the kernels for updates of a dtype, or None for torch's operators.
 
     The result has the dtype of `hidden`: where torch's would be wider, its operators are taken.
     """
-    if not (update.is_cuda or kernel_check.interpreted()) or torch.jit.is_tracing():
+    if not (hidden.is_cuda or kernel_check.interpreted()) or torch.jit.is_tracing():
         return None
     device = hidden.device
     if hidden.dtype != torch.float32 and (
-            update.dtype != hidden.dtype or torch.is_autocast_enabled(device.type)):
+            update != hidden.dtype or torch.is_autocast_enabled(device.type)):
         return None
-    return _kernels(device, update.dtype, hidden.dtype, hidden.shape[-1])
+    return _kernels(device, update, hidden.dtype, hidden.shape[-1])
 
 
 @lru_cache

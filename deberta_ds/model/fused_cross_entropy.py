@@ -178,8 +178,8 @@ def fused_linear_cross_entropy(
         hidden_TC, weight_VC = hidden_TC.to(dtype), weight_VC.to(dtype)
     with on_device_of(hidden_TC):
         return _FusedLinearCrossEntropy.apply(
-            hidden_TC.contiguous(), weight_VC.contiguous(), bias_V, labels_T, uniforms_T,
-            temperature, valid,
+            hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
+            labels_T.contiguous(), uniforms_T, temperature, valid,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
   fused_compile.py 90 --sizes 64 --lengths 4096 --kernels forward query key
 
 One JSON line a kernel; exit code 1 if one breaks a rule (see `faults`). Rows of 512 tokens have no
-pair beyond the band, those of 4096 have.
+pair beyond the band, those of 900 and 4096 have.
 """
 
 import argparse
@@ -20,7 +20,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from deberta_ds.model.attention.band import make_band
 from deberta_ds.model.attention.fused import backward, forward, planes, tiles
+from deberta_ds.model.attention.geometry import Geometry
+
+REACH = Geometry(512, 256).reach  # of every released v2 and v3 model
 
 FLASH = {
     "forward": forward.forward_kernel,
@@ -43,15 +47,19 @@ LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
+def is_far(length: int) -> bool:
+    return make_band(REACH, length).far
+
+
 def compile_kernel(name: str, architecture: int, size: int, length: int, picked: bool):
     """Return (tile, compiled kernel) for bf16, both terms, dropout on."""
-    capability = (architecture // 10, architecture % 10)
+    capability, far = (architecture // 10, architecture % 10), is_far(length)
     if name in FLASH:
-        tile = tiles.choose(capability, size, length, name, picked)
+        tile = tiles.choose(capability, size, length, name, picked, far)
     else:
         tile = tiles.choose_product(capability, size, name)
     constants = dict(HAS_KEY_TERM=True, HAS_QUERY_TERM=True, DROPOUT=True, PRECISION="tf32")
-    constants |= dict(PICKED=picked, FAR=length > 1024, D=size, CHUNK=512)
+    constants |= dict(PICKED=picked, FAR=far, D=size, CHUNK=512)
     constants |= dict(WHOLE=not picked, CONTENT=not picked, TERM=True)
     constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
     signature, attributes, used = {}, {}, {}
@@ -129,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architecture", type=int, choices=LIMITS)
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64, 128])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 900, 4096])
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--picked", action="store_true", help="queries at explicit columns")
     options = parser.parse_args()
@@ -137,7 +145,7 @@ def main() -> None:
     for size in options.sizes:
         for length in options.lengths:
             for name in options.kernels:
-                if name == "query" and length <= 1024 and not options.picked:
+                if name == "query" and not is_far(length) and not options.picked:
                     continue  # never asked for: five products do without it
                 shape = (options.architecture, size, length, options.picked)
                 tile, compiled = compile_kernel(name, *shape)

@@ -23,6 +23,7 @@ from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, ke
 from deberta_ds.model.attention.fused import ops
 
 ops._CHUNK_ROWS = 64  # short rows, too, take several chunks
+ops._PROGRAMS = 4  # and a program several of them
 patch()
 
 PIECES = torch.tensor([[1] * 20 + [2] * 66 + [3] * 9 + [0] * 5])

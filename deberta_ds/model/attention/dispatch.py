@@ -11,6 +11,7 @@ import torch
 from deberta_ds.errors import UserError
 from deberta_ds.model import kernel_check
 from deberta_ds.model.attention import selfcheck
+from deberta_ds.model.attention.band import make_band, padded
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.attention.tiled import tiled_attention
@@ -18,6 +19,7 @@ from deberta_ds.model.attention.tiled import tiled_attention
 MODES = ("auto", "reference", "tiled", "fused")
 LARGEST_SIZE = 128  # of a head; sizes that are no power of 2 are filled with zeros
 SHORT_ROW = 512  # longer rows may have pairs beyond the reach of the relative table
+_GRID = 65_535  # programs along the second axis of a launch, which has one for each row and head
 _LOG = logging.getLogger("deberta_ds")
 
 
@@ -54,8 +56,12 @@ def attend(
         raise ValueError("attention dropout needs a seed")
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
+    (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
+    plane = 2 * padded(keys) * band.radius(keys)  # its elements are counted in 32 bits
     chosen = _choose(
-        mode, q_BHQD.device, q_BHQD.dtype, q_BHQD.shape[-1], k_BHLD.shape[2] > SHORT_ROW
+        mode, q_BHQD.device, q_BHQD.dtype, size, keys > SHORT_ROW or band.far,
+        (pos_key_HSD is not None, pos_query_HSD is not None),
+        batch * heads > _GRID or plane >= 1 << 31,
     )
     run = _implementation(chosen)
     kept = {"keep_terms": keep_terms} if chosen == "fused" else {}
@@ -83,25 +89,29 @@ def _implementation(name: str):
 
 
 @lru_cache
-def _choose(mode: str, device: torch.device, dtype: torch.dtype, size: int, long: bool) -> str:
+def _choose(mode: str, device: torch.device, dtype: torch.dtype, size: int, long: bool,
+            terms: tuple[bool, bool] = (True, True), too_large: bool = False) -> str:
     """Return the implementation's name, and say it once in the log."""
     if mode not in MODES:
         raise UserError(f"attention = {mode!r}: choose one of {', '.join(MODES)}")
     obstacle = _why_not_fused(device, dtype, size)
+    if too_large and not obstacle:
+        obstacle = f"more than {_GRID:,} rows times heads, or planes of more than 2^31 elements"
     if mode == "fused" and obstacle:
         raise UserError(f"attention = 'fused' cannot run here: {obstacle}; use 'auto' or 'tiled'")
     chosen, reason = mode, ""
     if mode == "auto":
-        chosen, reason = _choose_itself(obstacle, device, dtype, size, long)
+        chosen, reason = _choose_itself(obstacle, device, dtype, size, long, terms)
     _LOG.info("attention: %s on %s, asked for: %s%s", chosen, device.type, mode, reason)
     return chosen
 
 
-def _choose_itself(obstacle: str, device, dtype, size: int, long: bool) -> tuple[str, str]:
+def _choose_itself(obstacle: str, device, dtype, size: int, long: bool,
+                   terms: tuple[bool, bool]) -> tuple[str, str]:
     """Return the implementation that suits the device and is right on it, and why."""
     if obstacle or device.type != "cuda":
         return "tiled", f" (not fused: {obstacle})" if obstacle else ""
-    verdict = selfcheck.check(device, dtype, size, long, _implementation("fused"))
+    verdict = selfcheck.check(device, dtype, size, long, _implementation("fused"), terms)
     if not verdict.passed:
         return "tiled", f" (not fused: it fails its check on this card: {verdict.text})"
     return "fused", f" ({verdict.text})"

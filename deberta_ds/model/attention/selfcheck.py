@@ -6,6 +6,7 @@ See `kernel_check` for when this is asked and where a pass is kept.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,48 +18,64 @@ from deberta_ds.model.attention.reference import reference_attention
 from deberta_ds.model.kernel_check import Verdict
 
 GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
-HEADS = 2
-# (length, picked queries, dropout, position terms kept), one of every kind of kernel that runs.
-SHORT = ((300, None, 0.1, False), (300, 40, 0.1, False), (300, None, 0.0, False),
-         (300, None, 0.1, True))
-LONG = ((600, None, 0.1, False), (900, None, 0.1, True), (1100, None, 0.1, False),
-        (1100, 40, 0.0, False))
 RESULTS = ("context", "queries", "keys", "values", "position keys", "position queries")
 
 
+class Rows(NamedTuple):
+    """A few rows, of one of the kinds of kernel that run."""
+
+    length: int
+    picked: int | None = None  # queries at columns of their own
+    dropout: float = 0.1
+    keep: bool = False  # position terms, for backward
+    batch: int = 2
+    heads: int = 2
+
+
+# The last of the short ones is a batch of which a program of a table's gradient takes two rows.
+SHORT = (Rows(300), Rows(300, picked=40), Rows(300, dropout=0.0), Rows(300, keep=True),
+         Rows(100, batch=24, heads=32))
+LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, picked=40, dropout=0.0))
+
+
 def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,
-          fused: Callable[..., Tensor]) -> Verdict:
+          fused: Callable[..., Tensor], terms: tuple[bool, bool] = (True, True)) -> Verdict:
     """Return whether `fused` agrees with the reference; from the file if it has been found to.
 
     size: of a head. long: with pairs beyond the relative table's reach, which other loops take.
+    terms: whether scores have content to position, and position to content.
     """
     folder = Path(__file__).with_name("fused")
     sources = [*folder.glob("*.py"), *folder.glob("*.json"), Path(splitmix.__file__),
-               *(folder.with_name(name) for name in ("band.py", "dropout.py"))]
+               *(folder.with_name(name) for name in ("band.py", "dropout.py", "selfcheck.py"))]
     kind = f"attention, heads of {size}, {'long' if long else 'short'} rows"
+    if not all(terms):
+        kind += f", {'only c2p' if terms[0] else 'only p2c' if terms[1] else 'no position term'}"
     return kernel_check.check(device, dtype, kind, sources,
-                              lambda: compare(device, dtype, size, long, fused))
+                              lambda: compare(device, dtype, size, long, fused, terms))
 
 
 def compare(device: torch.device, dtype: torch.dtype, size: int, long: bool,
-            fused: Callable[..., Tensor]) -> tuple[float, str]:
+            fused: Callable[..., Tensor], terms: tuple[bool, bool] = (True, True)
+            ) -> tuple[float, str]:
     """Return the largest relative error of `fused` (NaN above all), and of what it is."""
     results, truth, names = [], [], []
-    for length, queries, dropout, keep in LONG if long else SHORT:
-        case = _Case(device, dtype, size, length, queries, dropout)
+    for rows in LONG if long else SHORT:
+        case = _Case(device, dtype, size, rows, terms)
         truth += case.run(reference_attention, torch.float32)
-        results += case.run(partial(fused, keep_terms=True) if keep else fused, dtype)
-        rows = f"{length} tokens" if queries is None else f"{queries} of {length} tokens"
-        names += [f"{name} in rows of {rows}" for name in RESULTS]
+        results += case.run(partial(fused, keep_terms=True) if rows.keep else fused, dtype)
+        where = f"{rows.batch} rows of " + (f"{rows.picked} of " if rows.picked else "")
+        names += [f"{name} in {where}{rows.length} tokens"
+                  for name, present in zip(RESULTS, (True,) * 4 + terms, strict=True) if present]
     return kernel_check.largest_error(results, truth, tuple(names))
 
 
 class _Case:
-    """One problem: two packed rows, the second with padding."""
+    """One problem: packed rows, all but the first with padding."""
 
-    def __init__(self, device, dtype, size: int, length: int, queries: int | None,
-                 dropout: float):
-        self.dropout = dropout
+    def __init__(self, device, dtype, size: int, kind: Rows, terms: tuple[bool, bool]):
+        self.dropout, self.terms = kind.dropout, terms
+        batch, heads, length, queries = kind.batch, kind.heads, kind.length, kind.picked
         generator = torch.Generator().manual_seed(length)
 
         def draw(*shape):
@@ -66,21 +83,24 @@ class _Case:
             return values.transpose(1, 2) if len(shape) == 4 else values
 
         rows = queries or length
-        self.tensors = [draw(2, rows, HEADS, size), *(draw(2, length, HEADS, size) for _ in "kv"),
-                        *(draw(HEADS, GEOMETRY.num_slots, size) for _ in "kq")]
-        self.grad = draw(2, rows, HEADS, size).transpose(1, 2)
-        self.segments = torch.ones(2, length, dtype=torch.int32)
-        self.segments[1, length // 3 :] = 2
-        self.segments[1, length - 20 :] = 0
+        self.tensors = [draw(batch, rows, heads, size),
+                        *(draw(batch, length, heads, size) for _ in "kv"),
+                        *(draw(heads, GEOMETRY.num_slots, size) for present in terms if present)]
+        self.grad = draw(batch, rows, heads, size).transpose(1, 2)
+        self.segments = torch.ones(batch, length, dtype=torch.int32)
+        self.segments[1:, length // 3 :] = 2
+        self.segments[1:, length - 20 :] = 0
         self.segments = self.segments.to(device)
         self.columns = None
         if queries is not None:
-            columns = torch.randint(0, length, (2, queries), generator=generator)
+            columns = torch.randint(0, length, (batch, queries), generator=generator)
             self.columns = columns.to(device)
 
     def run(self, attention: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return the context and all gradients."""
         leaves = [x.to(dtype).detach().requires_grad_() for x in self.tensors]
-        context = attention(*leaves, geometry=GEOMETRY, segments_BL=self.segments,
+        tables = iter(leaves[3:])
+        given = [next(tables) if present else None for present in self.terms]
+        context = attention(*leaves[:3], *given, geometry=GEOMETRY, segments_BL=self.segments,
                             query_positions_BQ=self.columns, dropout=self.dropout, seed=1)
         return [context, *torch.autograd.grad(context, leaves, self.grad.to(context.dtype))]

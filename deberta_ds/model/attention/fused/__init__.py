@@ -135,7 +135,16 @@ def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tens
         picked = query_positions_BQ.long()
         rows = [x.gather(1, picked) for x in rows]
     keys = (segments, starts, stops, *_covers(columns, stops))
-    return torch.stack(tuple(rows)).int(), torch.stack(keys).int()
+    return _aligned(torch.stack(tuple(rows)).int()), _aligned(torch.stack(keys).int())
+
+
+def _aligned(facts_KBL: Tensor) -> Tensor:
+    """Return facts of which each begins at 16 bytes: for others Triton compiles other binaries."""
+    count = facts_KBL[0].numel()
+    if count % 4 == 0:
+        return facts_KBL
+    wide_KN = F.pad(facts_KBL.flatten(1), (0, -count % 4))
+    return wide_KN[:, :count].unflatten(1, facts_KBL.shape[1:])
 
 
 def _covers(columns: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:

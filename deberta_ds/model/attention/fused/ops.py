@@ -56,7 +56,7 @@ def fused_attention(
         programs = (triton.cdiv(max(queries, keys), _WORDS), batch * heads)
         masks.words_kernel[programs](*words, word_stream(seed), queries, keys, BLOCK=_WORDS)
     terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
-    tile = _tile(q, k, "forward", picked)
+    tile = _tile(q, k, "forward", picked, band)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), out, lse,
         *query_facts, key_facts[0], *words, *_numbers(q, k, v, band, scale, dropout),
@@ -134,12 +134,12 @@ def fused_attention_backward(
             grad, out, delta, queries, heads, D=size, BM=_DELTA_ROWS
         )
     else:  # first: it also fills delta
-        tile = _tile(q, k, "query", picked)
+        tile = _tile(q, k, "query", picked, band)
         backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
             *shared, out, dq, d_key.plane, d_key.ends, *query_facts, *facts,
             **_constants(*settings, tile),
         )  # fmt: skip
-    tile = _tile(q, k, "key", picked)
+    tile = _tile(q, k, "key", picked, band)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
         *shared, dk, dv, d_key.plane, written, d_query.ends, *query_facts[:2],
         *key_facts[3:5] if whole else key_facts[1:3], *facts,
@@ -295,9 +295,9 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _tile(q: Tensor, k: Tensor, direction: str, picked: bool) -> tiles.Tile:
+def _tile(q: Tensor, k: Tensor, direction: str, picked: bool, band: Band) -> tiles.Tile:
     longest = max(q.shape[2], k.shape[2])
-    return tiles.choose(_capability(q), q.shape[-1], longest, direction, picked)
+    return tiles.choose(_capability(q), q.shape[-1], longest, direction, picked, band.far)
 
 
 def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:

@@ -29,15 +29,17 @@ def table() -> dict:
 
 @lru_cache
 def choose(
-    capability: tuple[int, int], size: int, length: int, direction: str, picked: bool
+    capability: tuple[int, int], size: int, length: int, direction: str, picked: bool,
+    far: bool = False,
 ) -> Tile:
     """Return the tile of a flash kernel for a device capability, head size and row length.
 
     direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
-    picked: queries at explicit columns, which read the position terms pair by pair.
+    picked: queries at explicit columns, which read the position terms pair by pair. far: pairs
+    beyond the band, whose loops take registers, so that tiles for short rows would spill.
     """
     architecture = _architecture(capability)
-    length_class = "picked" if picked else "long" if length > LONG_ROW else "short"
+    length_class = "picked" if picked else "long" if far or length > LONG_ROW else "short"
     return Tile(*table()[architecture][str(max(size, 32))][length_class][direction])
 
 
