@@ -32,6 +32,7 @@ from deberta_ds.records import read_metrics
 TASKS = ("CB", "RTE", "WiC")
 CLAIMS = (("gdes", "es"), ("es", "nes"), ("nes", "mlm"), ("gdes", "mlm"), ("mlm", "mlm-noemd"),
           ("mlm", "mlm-nop2c"), ("mlm", "mlm-noc2p"), ("mlm", "mlm-bert"))
+COSTS = {"tokens, millions": ("tokens_seen", 1e6), "minutes": ("seconds", 60)}
 LOSSES = ("masked_loss", "generator_loss")  # their masks differ, so they do not compare
 FINETUNING_SEEDS = 3
 _NAME = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
@@ -114,7 +115,7 @@ def measures(run: Run) -> dict[str, float]:
     """Return every score of a run that is there, in percent unless it is a loss."""
     records = read_metrics(run.path / "metrics.jsonl")
     last = [record for record in records if record["kind"] == "eval"][-1]
-    found = {"tokens, millions": last["tokens_seen"] / 1e6}
+    found = {name: last[key] / unit for name, (key, unit) in COSTS.items() if key in last}
     found |= {name.replace("_", " "): last[name] for name in LOSSES if name in last}
     if pairs := read(run.scores / "minimal_pairs.json"):
         found |= {measure: 100 * pairs["scorers"][name]["accuracy"]
@@ -212,7 +213,7 @@ def table(runs: list[Run]) -> dict:
     claims = []
     for one, other in CLAIMS:
         for name in names:
-            if name.startswith("tokens") or not (one in arms and other in arms):
+            if name in COSTS or not (one in arms and other in arms):
                 continue
             if found_here := difference(arms[one], arms[other], name):
                 claims.append({"ahead": one, "of": other, "measure": name} | found_here)
