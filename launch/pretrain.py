@@ -45,12 +45,12 @@ def main() -> int:
     ds_values = deepspeed_config.load(options.deepspeed_config)
 
     from deberta_ds import dist  # heavy imports only after the configs are known to be good
-    from deberta_ds.train import loop
+    from deberta_ds.train import loop, rehearsal
 
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"
     code = 0
     if options.check:
-        loop.rehearse(run, ds_values, place=place, origins=origins)
+        rehearsal.rehearse(run, ds_values, place=place, origins=origins)
     else:
         code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
     dist.destroy()

@@ -75,6 +75,8 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     several = {"de": "a", "en": "b"}
     assert not problems(best="roc_auc/de", eval_corpus=several)
     assert "roc_auc/fr" in problems(best="roc_auc/fr", eval_corpus=several)
+    assert "roc_auc/de" in problems(best="roc_auc/de", eval_corpus={"de": "a"})  # not written
+    assert "minimal_pairs/de" in problems(best="minimal_pairs/de", eval_corpus=several)
     assert "roc_auc/de" in problems(best="roc_auc/de")
     assert "train.best" in problems(patience=2)
     saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2))}

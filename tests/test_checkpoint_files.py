@@ -236,6 +236,19 @@ def test_keep_deletes_old_ones_and_remains_of_killed_saves(run_dir):
     assert [path.name[-1] for path in checkpoint.list_steps(run_dir)] == ["6", "8"]
 
 
+def test_a_damaged_newest_one_does_not_outlive_the_whole_ones(run_dir):
+    """A run passes over step 6 and saves step 5: with keep = 1 only the damaged one stayed."""
+    (path_of(run_dir, 6) / "rank-00000.safetensors").write_bytes(b"")
+    found = checkpoint.find(run_dir, "auto")
+    (run_dir / "best").symlink_to("checkpoints/step-00000006")
+    [line] = saving.set_aside(run_dir, 4)
+    assert found.path == path_of(run_dir, 4) and "is named left-00000006 now" in line
+    assert not (run_dir / "best").is_symlink() and saving.set_aside(run_dir, 4) == []
+    shutil.copytree(path_of(run_dir, 4), path_of(run_dir, 5))
+    saving.prune(run_dir, keep=1)
+    assert [path.name[-1] for path in checkpoint.list_steps(run_dir)] == ["5"]
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_dynamic_loss_scale_goes_on_and_a_static_one_is_the_jsons(dynamic):
     """fp16 does not run on CPUs, so only the copying is tested."""

@@ -65,6 +65,23 @@ def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
     assert [line[0] for line in whole] == sorted({*range(log_every, 20, log_every), 20})
 
 
+def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_there(tmp_path):
+    """Later checkpoints are of a course that was left: neither kept for new ones nor loaded."""
+    ds = deepspeed_json(tmp_path / "zero1.json", 1)
+    run_file = make_run(tmp_path, dropout=0.1, steps="12", save_every="2", workers="1")
+    command = ["--config", str(run_file), "--deepspeed_config", str(ds), "--train.keep=2"]
+    rank_helpers.run(1, [*command, "--train.keep=9"], tmp_path / "whole.log")
+    out, whole = tmp_path / "out", train_lines(tmp_path / "out")
+    back = [*command, "--resume", str(list_steps(out)[1])]
+    text = rank_helpers.run(1, [*back, "--train.stop_after=7"], tmp_path / "back.log")
+    assert "later than step 4" in text and "left-00000012" in text
+    assert [int(path.name[5:]) for path in list_steps(out)] == [6, 7]
+    assert len(list((out / "checkpoints").glob("left-*"))) == 4  # 6, 8, 10, 12
+    text = rank_helpers.run(1, back, tmp_path / "again.log")  # step 4 is gone, and not needed
+    assert "resume at step 7" in text and "later than" not in text
+    assert train_lines(out) == whole
+
+
 def test_killed_run_resumes_bit_identically(tmp_path):
     ds = deepspeed_json(tmp_path / "zero3.json", 3)
     whole = make_run(tmp_path / "a", dropout=0.1, steps="12", eval_every="12", save_every="4")

@@ -143,6 +143,9 @@ def test_refuses_what_is_no_checkpoint_and_a_corpus_that_changed(corpora, tmp_pa
     web = corpora[0]
     write_checkpoint(run_of([SourceConfig(path=web)]), tmp_path / "first")
     stage = read_stage(tmp_path / "first")
+    cached = dataclasses.replace(stage, fingerprints={
+        web: f"{stage.fingerprints[web]}, replaced abc"})  # of objective.kind = "rtd_cached"
+    assert next_source(web, [cached], seq_len=SEQ_LEN)[0].first_row == stage.used[0]
     changed = dataclasses.replace(stage, fingerprints={web: "0" * 64})
     with pytest.raises(UserError, match="not the corpus"):
         next_source(web, [changed], seq_len=SEQ_LEN)

@@ -1,11 +1,13 @@
 """Signals, frozen and killed ranks, and bad steps: what the job does, and what it says."""
 
+import dataclasses
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rank_helpers
@@ -15,8 +17,9 @@ from deberta_ds.cluster import lock
 from deberta_ds.cluster.signals import EXIT_REQUEUE
 from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config import DataConfig
+from deberta_ds.errors import UserError
 from deberta_ds.records import read_metrics
-from deberta_ds.train import spikes
+from deberta_ds.train import spikes, step
 from deberta_ds.train.spikes import SpikeRule
 
 sys.path.insert(0, str(ROOT / "tests/faults"))
@@ -201,6 +204,28 @@ def test_a_second_ctrl_c_ends_at_once_and_says_where_the_run_goes_on(tmp_path):
     text = (tmp_path / "log").read_text()
     assert (result.exit_code, result.saved_step, result.left_running) == (130, 0, 0), text[-4000:]
     assert "The same command goes on from step 0" in text and "Traceback" not in text
+
+
+def test_a_job_that_lost_its_directory_writes_no_more(tmp_path):
+    """It stood still, another took over; a lock that is gone or damaged says nothing."""
+    mine = lock.this_process(1.0)
+    lock.check(tmp_path)
+    lock.take(tmp_path / lock.NAME, mine)
+    lock.check(tmp_path)
+    other = dataclasses.replace(mine, host="elsewhere", pid=7)
+    (tmp_path / lock.NAME).write_text(json.dumps(dataclasses.asdict(other)))
+    with pytest.raises(UserError, match="process 7 on elsewhere has taken it over"):
+        lock.check(tmp_path)
+
+
+def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
+    """DeepSpeed raises a plain Exception."""
+    def take_step():
+        raise Exception("Current loss scale already at minimum - cannot decrease scale anymore.")
+
+    engine = SimpleNamespace(optimizer=SimpleNamespace(overflow=True), step=take_step)
+    with pytest.raises(spikes.BadStepError, match="lowest loss scale; train in bf16"):
+        step._update(engine)
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():
     assert lost_before(lines) == 50.0
     assert repeated_seconds(lines, 200.0) == 60.0  # killed at 260 s, the checkpoint is of 200 s
     assert repeated_seconds([], 0.0) == 0.0
+    old = {"kind": "event", "event": "fail", "seconds": 400.0}  # of a start before the last one
+    assert repeated_seconds([old, *lines], 200.0) == 60.0
     use = TimeUse({"saves": 10.0}, lost=100.0)
     with use.during("evaluations"):
         time.sleep(0.01)

@@ -68,6 +68,20 @@ def held(out_dir: str | Path, beat_seconds: float) -> Iterator[str]:
                 path.unlink()
 
 
+def check(out_dir: str | Path) -> None:
+    """Raise UserError if another job has taken `out_dir` over from this process, the first rank.
+
+    So does one on another host if this one stood still, or its file system did, for long enough.
+    """
+    try:
+        holder = _read(Path(out_dir) / NAME)
+    except UserError:  # cannot be read: nothing is known
+        return
+    if holder is not None and holder.job != this_process(0.0).job:
+        raise UserError(f"{out_dir}: process {holder.pid} on {holder.host} has taken it over since "
+                        f"{holder.since}, as this job had stood still; this one writes no more")
+
+
 def is_held(out_dir: str | Path) -> bool:
     """Return whether a job writes to `out_dir`; one of another machine is believed to live."""
     holder = _read(Path(out_dir) / NAME)

@@ -62,6 +62,7 @@ class _Record:
     row_rules: int = 1
     cpu_rules: int = 1
     clip_rules: int = 1
+    begun_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Found:
 
     path: Path | None
     passed_over: tuple[str, ...] = ()
+    begun_from: str = ""  # the PATH of --resume with which the run's course began
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
@@ -131,9 +133,11 @@ def newest(directory: str | Path) -> Path:
 def find(out_dir: str | Path, resume: str) -> Found:
     """Return what `--resume auto|never|PATH` means for a run; verified, equal on every rank.
 
-    auto: the newest whole checkpoint; newer broken ones are named. Raises CheckpointError if there
-    are finished checkpoints but none is whole, if PATH is not whole, or if `never` meets any. A run
-    killed in its very first save has an unfinished one only, and starts from step 0.
+    auto: the newest whole checkpoint; newer broken ones are named. PATH: that one, or the newest
+    whole one that a run which began there has saved here, so that a command can be given again
+    after an interruption. Raises CheckpointError if there are finished checkpoints but none is
+    whole, if PATH is not whole, or if `never` meets any. A run killed in its very first save has an
+    unfinished one only, and starts from step 0.
     """
     candidates = dist.broadcast_object(list_steps(out_dir) if dist.is_main() else None)
     if resume == "never":
@@ -141,21 +145,29 @@ def find(out_dir: str | Path, resume: str) -> Found:
             raise CheckpointError(f"{out_dir}/{DIRECTORY} holds checkpoints, but --resume never "
                                   "was given; use --resume auto, or another out_dir")
         return Found(None)
-    if resume != "auto":
-        problems = problems_of(Path(resume))
-        if problems:
-            raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
-        return Found(Path(resume))
+    begun_from = "" if resume == "auto" else os.path.realpath(resume)
+    if begun_from:
+        candidates = [Path(resume), *dist.broadcast_object(
+            _begun_from(out_dir, begun_from) if dist.is_main() else None)]
     passed_over = []
     for path in reversed(candidates):
         problems = problems_of(path)
         if not problems:
-            return Found(path, tuple(passed_over))
+            record = dist.broadcast_object(read_run_file(path) if dist.is_main() else None)
+            return Found(path, tuple(passed_over), begun_from or record.get("begun_from", ""))
         passed_over.append(f"{path}: {listed(problems)}")
+    if begun_from:
+        raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
     if dist.broadcast_object(list_finished(out_dir) if dist.is_main() else None):
         raise CheckpointError("no whole checkpoint to resume from:\n  " + "\n  ".join(passed_over)
                               + "\n  delete them to start from step 0")
     return Found(None, tuple(passed_over))
+
+
+def _begun_from(out_dir: str | Path, place: str) -> list[Path]:
+    """Return the finished checkpoints of runs that began from the one at `place`, oldest first."""
+    return [path for path in list_finished(out_dir)
+            if os.path.realpath(path) != place and _recorded(path, "begun_from") == place]
 
 
 def problems_of(path: Path) -> list[str]:
@@ -186,7 +198,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
         for entry in files.values():
             int(entry["bytes"]), str(entry["xxh3"])
         if version == VERSION:
-            ranks, saved_by = manifest["world_size"], _ranks_that_saved(path)
+            ranks, saved_by = manifest["world_size"], _recorded(path, "world_size")
             if saved_by is not None and ranks != saved_by:
                 return {}, [f"manifest.json is of {ranks} ranks, {RUN_FILE} of {saved_by}"]
             wanted = {RUN_FILE, LAYOUT_FILE, *map(rank_file, range(int(ranks)))}
@@ -211,10 +223,10 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
     return ({}, problems) if unsafe else (files, problems)
 
 
-def _ranks_that_saved(path: Path) -> int | None:
+def _recorded(path: Path, key: str) -> Any:
     """Return what run.json says; None if it cannot be read, which its checksum will say."""
     try:
-        return read_run_file(path)["world_size"]
+        return read_run_file(path).get(key)
     except UserError:
         return None
 

@@ -184,6 +184,26 @@ def point_best(path: Path) -> None:
     fresh.replace(link)
 
 
+def set_aside(out_dir: str | Path, step: int) -> list[str]:
+    """Rename the checkpoints of later steps than the one that a run goes on from; say so.
+
+    They are of a course that was left, or damaged: as the newest ones they would be what is kept,
+    and what the next start or a rollback takes. Rank 0 alone calls it.
+    """
+    lines = []
+    for path in list_finished(out_dir):
+        if int(path.name[5:]) > step:
+            aside = path.with_name(path.name.replace("step-", "left-"))
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            lines.append(f"{path} is later than step {step}, from which this run goes on, and is "
+                         f"named {aside.name} now; delete it when it is of no use")
+    best = Path(out_dir) / BEST
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+    return lines
+
+
 def prune(out_dir: str | Path, keep: int) -> None:
     """Delete checkpoints older than the newest `keep` whole ones but the best, manifests first.
 

@@ -43,9 +43,11 @@ def continued(run: RunConfig, record: dict | None) -> Best:
 def metric_of(run: RunConfig) -> Metric | None:
     """Return the metric that `train.best` names, None if it is no score of this run."""
     key, _, corpus = run.train.best.partition("/")  # of one of several held-out corpora
-    if corpus and (isinstance(run.data.eval, str) or corpus not in run.data.eval):
+    several = run.data.eval if len(run.data.eval) > 1 and isinstance(run.data.eval, dict) else {}
+    if corpus and corpus not in several:
         return None
-    metrics = [*objective_of(run).METRICS, *([MINIMAL_PAIRS] if run.evaluate.minimal_pairs else [])]
+    of_all = [MINIMAL_PAIRS] if run.evaluate.minimal_pairs and not corpus else []
+    metrics = [*objective_of(run).METRICS, *of_all]
     return next((metric for metric in metrics if metric.key == key), None)
 
 

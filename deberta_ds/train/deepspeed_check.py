@@ -31,6 +31,7 @@ MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_dist
 CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running compilers
 ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
                 "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
+                "dynamic_loss_scale",
                 "get_global_grad_norm", "gradient_accumulation_steps", "zero_optimization_stage",
                 "zero_nvme_offload_optimizer", "dp_world_size", "gradient_clipping",
                 "clip_fp32_gradients")

@@ -8,7 +8,7 @@ import math
 import socket
 import time
 
-import torch
+from torch import Tensor
 
 from deberta_ds import config, deepspeed_config, dist, native, trackers
 from deberta_ds.cluster import ending, lock, signals
@@ -20,7 +20,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_engine
 from deberta_ds.formats.initialize import initial_tensors
-from deberta_ds.formats.saving import point_best
+from deberta_ds.formats.saving import point_best, set_aside
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
@@ -29,7 +29,6 @@ from deberta_ds.train.check import changed_values, check_identity
 from deberta_ds.train.clipping import clip_rules_of
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
-from deberta_ds.train.preflight import preflight, room
 from deberta_ds.train.saver import Saver
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import (
@@ -37,12 +36,11 @@ from deberta_ds.train.setup import (
     describe,
     join_group,
     open_inputs,
-    prepare,
     versions,
     write_config,
 )
-from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule, find_bad_gradients
-from deberta_ds.train.step import StepResult, count_over_ranks, seed_step, train_step
+from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
+from deberta_ds.train.step import StepResult, train_step
 from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
 from deberta_ds.train.throughput import SpeedMeter, peak_of_a_rank
 from deberta_ds.train.time_use import TimeUse, lost_seconds
@@ -86,7 +84,7 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     for line in found.passed_over:
         log.info(f"WARNING: checkpoint passed over: {line}")
     dist.together(lambda: write_config(run, inputs, origins))
-    tensors, notes = ({}, []) if record else _first_weights(run)
+    tensors, notes = ({}, []) if record else first_weights(run)
     for line in notes:
         log.info(line)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors,
@@ -99,10 +97,13 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
             log.info(f"resumed in another layout: {change}")
         for line in changed_values(run, record):
             log.info(f"changed since the checkpoint: {line}")
+        for line in dist.together(lambda: set_aside(run.out_dir, record["step"])
+                                  if dist.is_main() else []):
+            log.info(line)
     before, lost = dist.together(lambda: lost_seconds(log.path, record))
     dist.together(lambda: log.truncate(record["step"] if record else 0))
     trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog,
-                      before + lost)
+                      before + lost, found.begun_from)
     if record:
         trainer.log_event("resume", f"from {found.path}", lost_seconds=lost)
     else:
@@ -111,14 +112,16 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         stopped = trainer.run_to_end()
     except UserError as error:
         if isinstance(error, BadStepError):  # on every rank
-            trainer.finish_save(wait=True)
+            with watchdog.patience():
+                trainer.finish_save(wait=True)
         trainer.log_event("fail", str(error))
         raise
-    log.close()
+    with watchdog.patience():  # rank 0's trackers may take minutes
+        dist.together(log.close)
     return stopped
 
 
-def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
+def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
 
     A resumed run has no use for it.
@@ -126,46 +129,6 @@ def _first_weights(run: RunConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
     if not (run.init.source or run.init.generator):
         return {}, []
     return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))
-
-
-def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str]) -> None:
-    """Check a run and take its first micro-batch forward and backward; nothing is written.
-
-    Raises UserError, on every rank, also if the loss or a gradient is not finite.
-    """
-    inputs = prepare(run, ds_values, place)
-    if dist.is_main():
-        print("\n".join(describe(run, inputs, origins)))
-    lines = preflight(engine.local_device(), socket.gethostname(), versions())
-    lines.append(room(run.out_dir, inputs.num_parameters, run.train.keep))
-    if dist.is_main():
-        print("\n".join(lines))
-    tensors, notes = _first_weights(run)
-    if notes:
-        print("\n".join(notes))
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
-    check_engine(model_engine)
-    batch = next(batches_of(run, inputs, start=0, end=1))
-    counts = count_over_ranks([batch], model_engine.device)
-    loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
-
-    def forward(_micro_step: int) -> torch.Tensor:
-        seed_step(run.train.seed, 0, 0, dist.rank())
-        trained, *_ = model_engine(batch.to(model_engine.device), counts)
-        loss.add_(trained.detach())
-        return trained
-
-    bad = find_bad_gradients(model_engine, [batch], forward)
-    mean = dist.sum_over_ranks(loss).item()
-    what = f"micro-batch of {run.train.micro_batch_rows} x {run.data.seq_len}"
-    if not counts["targets"]:
-        bad = "none of its tokens is masked; raise objective.mask.rate, or look at the rows with " \
-              "data_prep/show.py"
-    if bad or not math.isfinite(mean):
-        raise BadStepError(f"check failed: {what}, loss {mean:.4f}: "
-                           + (bad or "not finite; look at the weights of [init] and the precision"))
-    if dist.is_main():
-        print(f"check passed: {what}, loss {mean:.4f}")
 
 
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int):
@@ -183,8 +146,9 @@ class Trainer:
 
     def __init__(self, run: RunConfig, inputs: Inputs, model_engine, log: RunLog,
                  record: dict | None, stop_request: signals.StopRequest, watchdog: Watchdog,
-                 lost_seconds: float = 0.0):
+                 lost_seconds: float = 0.0, begun_from: str = ""):
         """`record` is run.json of the checkpoint that was loaded; None at step 0."""
+        self.begun_from = begun_from
         self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
         self.objective, self.clip_rules = objective_of(run), clip_rules_of(record)
         self.step = record["step"] if record else 0
@@ -284,7 +248,7 @@ class Trainer:
 
     def _account(self, result: StepResult) -> None:
         """Add a good step to the running sums; pass over a bad one as train.on_spike says."""
-        self.speed.count_step()
+        self.speed.count_step(0.0 if result.problem else result.sums["tokens"])
         if result.problem:
             self._pass_over(result.problem)
             return
@@ -343,7 +307,7 @@ class Trainer:
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
-        record |= self.speed.read(total["tokens"], self.run.train.steps - self.step)
+        record |= self.speed.read(self.run.train.steps - self.step)
         record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
         if slowest:
             record["slowest_share"] = slowest.share
@@ -383,10 +347,11 @@ class Trainer:
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
                   "row_rules": self.inputs.dataset.rules, "cpu_rules": native.followed(),
-                  "clip_rules": self.clip_rules,
+                  "clip_rules": self.clip_rules, "begun_from": self.begun_from,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience(), self.time_use.during("saves"):
             self.finish_save(wait=True)
+            dist.together(lambda: lock.check(run.out_dir) if dist.is_main() else None)
             self.saver.begin(self.step, record, is_best)
             self.finish_save(wait=not run.train.save_in_background)
         self.speed.start()

@@ -95,7 +95,7 @@ def train_step(engine, batches: list, *, step: int, seed: int,
     problem = ""
     if bad_loss:
         problem = _bad_loss(mean_loss, ceiling, sums, batches, totals)
-    elif not updated and not engine.fp16_enabled():
+    elif not updated and not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
         problem = f"gradient not finite, loss {mean_loss:.6g} ({describe_losses(batches, totals)})"
         if raise_if_bad:
             cause = find_bad_gradients(engine, batches, lambda number: run_micro_batch(number)[0])
@@ -107,7 +107,13 @@ def train_step(engine, batches: list, *, step: int, seed: int,
 def _update(engine) -> bool:
     """Take the engine's step; return whether the parameters were updated."""
     if hasattr(engine.optimizer, "overflow"):
-        engine.step()
+        try:
+            engine.step()
+        except Exception as error:  # DeepSpeed has no class of its own for it
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise BadStepError("the fp16 gradient overflows at the lowest loss scale; train in "
+                               "bf16 or fp32, or lower optim.lr") from None
         return not bool(engine.optimizer.overflow)
     # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]

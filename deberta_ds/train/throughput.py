@@ -27,7 +27,7 @@ class SpeedMeter:
     def __init__(self, flops_per_token: float, peak: float | None, world_size: int):
         self._flops_per_token, self._peak, self._world_size = flops_per_token, peak, world_size
         self._seconds = 0.0
-        self._steps = 0
+        self._steps, self._tokens = 0, 0.0
         self._started: float | None = None
 
     def start(self) -> None:
@@ -38,15 +38,17 @@ class SpeedMeter:
             self._seconds += time.perf_counter() - self._started
         self._started = None
 
-    def count_step(self) -> None:
+    def count_step(self, tokens: float) -> None:
+        """Count a step of this process; a resumed line holds tokens of an earlier one, too."""
         self._steps += 1
+        self._tokens += tokens
 
-    def read(self, tokens: float, steps_to_go: int) -> dict[str, float | None]:
-        """Return the speed over `tokens` since the last reading, and reset."""
+    def read(self, steps_to_go: int) -> dict[str, float | None]:
+        """Return the speed since the last reading, and reset."""
         self.pause()
-        seconds, steps = max(self._seconds, 1e-9), max(self._steps, 1)
+        tokens, seconds, steps = self._tokens, max(self._seconds, 1e-9), max(self._steps, 1)
         flops = self._flops_per_token * tokens / seconds
-        self._seconds, self._steps = 0.0, 0
+        self._seconds, self._steps, self._tokens = 0.0, 0, 0.0
         self.start()
         return {"tokens_per_second": tokens / seconds, "flops_per_second": flops,
                 "mfu": flops / (self._peak * self._world_size) if self._peak else None,

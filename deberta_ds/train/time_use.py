@@ -30,8 +30,13 @@ def lost_before(records: Sequence[dict]) -> float:
 
 
 def repeated_seconds(records: Sequence[dict], checkpoint_seconds: float) -> float:
-    """Return the training time after a checkpoint that a killed run had logged."""
-    logged = (record.get("seconds") or 0.0 for record in records)
+    """Return the training time after a checkpoint that a killed run had logged.
+
+    What was logged before its last start has been counted by that start.
+    """
+    begins = [place for place, record in enumerate(records)
+              if record.get("event") in ("start", "resume")]
+    logged = (record.get("seconds") or 0.0 for record in records[begins[-1] if begins else 0:])
     return max(0.0, max(logged, default=0.0) - checkpoint_seconds)
 
 

@@ -6,15 +6,15 @@ import torch
 
 from deberta_ds import config, deepspeed_config
 from deberta_ds.errors import exit_cleanly
-from deberta_ds.train import loop
+from deberta_ds.train import rehearsal
 
 
 def main() -> None:
     run, origins = config.load(sys.argv[1])
     words = torch.zeros(run.model.vocab_size, run.model.hidden_size)
     words[7, 3] = torch.nan
-    loop._first_weights = lambda run: ({"words.weight": words}, [])
-    loop.rehearse(run, deepspeed_config.load(sys.argv[2]), place=sys.argv[1], origins=origins)
+    rehearsal.first_weights = lambda run: ({"words.weight": words}, [])
+    rehearsal.rehearse(run, deepspeed_config.load(sys.argv[2]), place=sys.argv[1], origins=origins)
 
 
 if __name__ == "__main__":
