@@ -78,12 +78,10 @@ def prediction_file(root: Path, task: "Task") -> Path | None:
     if (root / f"{task.name}.jsonl").is_file():
         return root / f"{task.name}.jsonl"
     results = sorted((root / (task.predicted_by or task.name)).glob("seed-*/result.json"))
-    scored = sorted((score_of(file), file) for file in results)
-    if not scored:
-        return None
-    median = scored[(len(scored) - 1) // 2][1].parent
-    file = median / "submission" / f"{task.name}.jsonl"
-    return file if file.is_file() else None
+    found = {file: file.parent / "submission" / f"{task.name}.jsonl" for file in results}
+    # A seed that diverged has none.
+    scored = sorted((score_of(file), file) for file in results if found[file].is_file())
+    return found[scored[(len(scored) - 1) // 2][1]] if scored else None
 
 
 def score_of(result: Path) -> float:

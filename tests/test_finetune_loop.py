@@ -13,6 +13,7 @@ import pytest
 import torch
 from superglue_helpers import SAMPLE, tiny_start, tokenizer_path
 
+from deberta_ds.cluster import lock, process
 from deberta_ds.errors import UserError
 from deberta_ds.finetune import sweep
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned, save_finetuned
@@ -175,6 +176,19 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
         }
     with pytest.raises(UserError, match="this run had settings = .* choose another --out"):
         sweep.run_all(plan(tmp_path, given=("--all.learning_rate=1e-5",)))
+    result = tmp_path / "CB" / "seed-1" / "result.json"
+    values = json.loads(result.read_text())
+    result.write_text(json.dumps(values | {"labels_and_texts": "0"}))  # as of other data
+    with pytest.raises(UserError, match="this run had labels_and_texts = '0'"):
+        sweep.run_all(plan(tmp_path))
+    del values["labels_and_texts"]  # as of 0.1.0
+    result.write_text(json.dumps(values))
+    sweep.run_all(plan(tmp_path))
+    result.unlink()
+    lock.take(tmp_path / "CB" / "seed-1" / lock.NAME, dataclasses.replace(
+        lock.this_process(0.0), pid=os.getppid(), started=process.look(os.getppid()).started))
+    with pytest.raises(UserError, match="another job writes there"):
+        sweep.run_all(plan(tmp_path))
 
 
 def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, tmp_path):

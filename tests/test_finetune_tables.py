@@ -47,6 +47,17 @@ def test_every_kind_of_table_gives_the_same_examples(tmp_path):
     assert [example.sequences[0][0] for example in found] == ['a "b', "c"]
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_an_empty_line_of_one_column_is_named(tmp_path, ending):
+    """Left out, the rows behind it would have other numbers than in the file."""
+    path = tmp_path / f"table.{ending}"
+    path.write_text("text\none\n\ntwo\n")
+    with pytest.raises(UserError, match=f"table.{ending}:3: an empty line"):
+        list(read_table(path))
+    path.write_text("text\none\ntwo\n\n\n")
+    assert [row for _, row in read_table(path)] == [{"text": "one"}, {"text": "two"}]
+
+
 def test_a_csv_of_another_encoding_or_with_long_texts(tmp_path):
     file = tmp_path / "a.csv"
     file.write_bytes("words,label\nok,a\nZo\u00eb,b\n".encode("latin-1"))
@@ -139,6 +150,7 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     (["B-PER", "E-PER", "S-LOC", "S-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
     (["O", "E-PER", "I-PER"], [("PER", 1, 2), ("PER", 2, 3)]),
     (["NOUN", "NOUN", "O"], [("NOUN", 0, 2)]),
+    (["B-PER", "L-PER", "U-LOC", "U-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
     (["O", "O"], []), ([], []),
 ])  # fmt: skip
 def test_spans_are_those_of_conlleval(tags, spans):

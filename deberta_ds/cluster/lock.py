@@ -52,14 +52,15 @@ def this_process(beat_seconds: float) -> Holder:
 
 
 @contextmanager
-def held(out_dir: str | Path, beat_seconds: float) -> Iterator[str]:
+def held(out_dir: str | Path, beat_seconds: float, across_hosts: bool = True) -> Iterator[str]:
     """Hold `out_dir` for this job and yield the job's name; call on every rank.
 
-    UserError on every rank if another job has it.
+    UserError on every rank if another job has it; without `across_hosts`, of this machine only, as
+    nobody could tell from here whether a job without heartbeats lives.
     """
     mine = dist.broadcast_object(this_process(beat_seconds))
     path = Path(out_dir) / NAME
-    dist.together(lambda: take(path, mine) if dist.is_main() else None)
+    dist.together(lambda: take(path, mine, across_hosts) if dist.is_main() else None)
     try:
         yield mine.job
     finally:
@@ -88,7 +89,7 @@ def is_held(out_dir: str | Path) -> bool:
     return holder is not None and (holder.machine != process.machine() or _lives_here(holder))
 
 
-def take(path: Path, mine: Holder) -> None:
+def take(path: Path, mine: Holder, across_hosts: bool = True) -> None:
     """Write the lock `path`; raises UserError if a live job holds it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def take(path: Path, mine: Holder) -> None:
             holder = _read(path)
             if holder is None:
                 continue
-            if _lives(holder, path):
+            if (across_hosts or holder.machine == mine.machine) and _lives(holder, path):
                 raise UserError(
                     f"{path.parent}: another job writes there: process {holder.pid} on "
                     f"{holder.host}, since {holder.since}; wait for its end, stop it, or choose "

@@ -5,7 +5,9 @@ the epochs' permutations; so every update has exactly B examples, each weighing 
 of ranks and micro-batches (slots that are left over carry weight 0).
 """
 
+import itertools
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from deberta_ds import dist
 from deberta_ds.config import to_dict
@@ -66,8 +69,18 @@ class Job:
             "init_from": self.init_from,
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
+            "labels_and_texts": digest(self.task, self.train, self.val),
             "precision": precision(self.deepspeed),
         }
+
+
+def digest(task: Task, *splits: Split) -> str:
+    """Return a hash of what a task makes of its data: texts, labels, answers, metrics."""
+    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics)).encode())
+    for example in itertools.chain.from_iterable(split.examples for split in splits):
+        found.update(repr((example.sequences, example.label, example.spans, example.names,
+                           example.gold)).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
 
 
 def train(job: Job, features: Mapping[str, Sequence[Feature]]) -> dict:
@@ -79,6 +92,9 @@ def train(job: Job, features: Mapping[str, Sequence[Feature]]) -> dict:
     rows = rows[: settings.train_rows] if settings.train_rows else rows
     total_steps = math.ceil(settings.epochs * len(rows) / settings.batch_rows)
     optim = settings.optim(total_steps)
+    if dist.is_main():
+        shutil.rmtree(job.out / "model", ignore_errors=True)  # of a start that was killed
+    dist.barrier()
     engine, shape = _engine(job, optim)
     try:
         best_step, history = _updates(job, engine, shape, optim, rows, features["val"], total_steps)

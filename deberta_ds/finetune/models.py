@@ -100,6 +100,9 @@ def start_from(start: Start, saved: Finetuned, place: str) -> Start:
     if shape != start.config:
         raise UserError(f"{place}: it was fine-tuned from a model of another shape than "
                         f"{start.name}; pass --model {place} to start from it")  # fmt: skip
+    if start.tokenizer.sha256 != saved.tokenizer.sha256:
+        raise UserError(f"{place}: it was fine-tuned with another tokenizer than that of "
+                        f"{start.name}; pass --model {place} to start from it")  # fmt: skip
     return dataclasses.replace(start, weights=saved.backbone())
 
 

@@ -43,6 +43,15 @@ _FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...]]] = {
     "tags": ("tags", "tags", ("span_f1",)),
     "spans": ("answer", "answers", ("f1", "em")),  # f1_v2 and em_v2 if some have no answer
 }
+_OF_TWO = ("binary_f1", "f1a", "matthews")  # metrics of a class against another one
+_METRICS = {
+    "classification": ("accuracy", "macro_f1", "matthews_multi", *_OF_TWO),
+    "multilabel": ("micro_f1", "macro_f1", "exact_labels"),
+    "regression": ("pearson", "spearman"),
+    "choice": ("accuracy",),
+    "tags": ("span_f1", "tag_accuracy"),
+    "spans": ("f1", "em", "f1_v2", "em_v2"),
+}
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -84,19 +93,23 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
         may_be_blank=len(own.texts) > 1, settings=own.settings,
     )  # fmt: skip
     if own.kind == "spans":
-        task, said = _with_answers(task, own, Path(files["train"]))
+        task, said = _with_answers(task, own, Path(files["train"]), path)
     else:
         labels, said = _labels(own, Path(files["train"]), path)
         task = replace(task, labels=labels)
+        if len(labels) != 2 and (wrong := set(own.metrics) & set(_OF_TWO)):
+            raise UserError(f"{path}: metrics: {sorted(wrong)[0]!r} is of two labels, and there "
+                            f"are {len(labels)}; take macro_f1 or matthews_multi")  # fmt: skip
     return task, own, said
 
 
-def _with_answers(task: Task, own: OwnTask, train: Path) -> tuple[Task, str]:
+def _with_answers(task: Task, own: OwnTask, train: Path, path: Path) -> tuple[Task, str]:
     """Return (task that knows whether answers may be missing, a line on what train has)."""
     columns = {"label": own.label} | ({"start": own.start} if own.start else {})
     task = replace(task, labels=("start", "end"), columns=columns, no_answer=True)
     count = missing = repeated = 0
     for number, (place, row) in enumerate(read_table(train)):
+        _check_label(own, row, place, path)
         for example in examples_of(task, place, to_line(task, place, row, number), "train"):
             count += 1
             missing += not example.gold
@@ -107,6 +120,9 @@ def _with_answers(task: Task, own: OwnTask, train: Path) -> tuple[Task, str]:
         raise UserError(f"{train}: column {own.label!r} holds no answer in {count} rows; there is "
                         "nothing to learn")  # fmt: skip
     metrics = own.metrics or (("f1_v2", "em_v2") if missing else ("f1", "em"))
+    if missing and {"f1", "em"} & set(metrics):
+        raise UserError(f"{train}: {missing} of {count} questions have no answer, which f1 and em "
+                        "cannot score; take f1_v2 and em_v2")  # fmt: skip
     said = f"{own.name}: {count} questions, {missing} without an answer"
     if repeated:
         said += (f"; {repeated} answers occur more than once in their text and have no place: the "
@@ -131,6 +147,11 @@ def _check(own: OwnTask, path: Path) -> None:
         if name not in METRIC_NAMES:
             raise UserError(f"{path}: metrics: {name!r} is not known{nearest(name, METRIC_NAMES)}; "
                             f"there are {', '.join(METRIC_NAMES)}")  # fmt: skip
+        if name not in _METRICS[own.kind]:
+            raise UserError(f"{path}: metrics: {name!r} is not of kind = {own.kind!r}, which has "
+                            f"{', '.join(_METRICS[own.kind])}")  # fmt: skip
+    if len(set(own.labels)) < len(own.labels):
+        raise UserError(f"{path}: labels names a label twice: {', '.join(own.labels)}")
     validate(Settings, dict(own.settings), f"{path}, [settings]")
 
 
@@ -139,12 +160,10 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
     if own.kind == "regression":
         return ("score",), f"{own.name}: {own.label} is a number"
     if own.kind == "choice":
-        return _choices(own, train)
+        return _choices(own, train, path)
     counts: Counter[str] = Counter()
     for place, row in read_table(train):
-        if own.label not in row:
-            raise UserError(f"{place}: no column {own.label!r} (label in {path}); there are "
-                            f"{', '.join(map(str, row))}")  # fmt: skip
+        _check_label(own, row, place, path)
         counts.update(_names(own.kind, row[own.label], place))
         if len(counts) > _MOST_LABELS:
             raise UserError(f"{place}: {own.label!r} has more than {_MOST_LABELS} values, so it is "
@@ -160,11 +179,18 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
     return labels, f"{own.name}: {len(labels)} labels: {', '.join(shown)}{more}"
 
 
-def _choices(own: OwnTask, train: Path) -> tuple[tuple[str, ...], str]:
+def _check_label(own: OwnTask, row: Mapping[str, Any], place: str, path: Path) -> None:
+    if own.label not in row:
+        raise UserError(f"{place}: no column {own.label!r} (label in {path}); there are "
+                        f"{', '.join(map(str, row))}")  # fmt: skip
+
+
+def _choices(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str]:
     """Return (names of the answers, a line on what the labels of train are)."""
     forms: Counter[str] = Counter()
     count = doubtful = 0
     for place, row in read_table(train):
+        _check_label(own, row, place, path)
         if lost := [name for name in own.choices if name not in row]:
             raise UserError(f"{place}: no column {lost[0]!r}; there are {', '.join(map(str, row))}")
         values = row[own.choices[0]] if len(own.choices) == 1 else [

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from deberta_ds import dist
+from deberta_ds.cluster import lock
 from deberta_ds.deepspeed_config import precision
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
@@ -39,12 +40,22 @@ _ONE_LABEL = ("classify", "choice", "words", "spans")
 def run(job: Job) -> dict:
     """Return the result of `job`: the one on disk if it is whole and the same, else a new one.
 
-    Raises UserError if the directory holds a run with other settings.
+    Raises UserError if the directory holds a run with other settings or data, or one of this
+    machine that is under way.
     """
     found = finished(job)
     if found is not None:
         job.say(f"{job.task.name} seed {job.seed}: already there, {job.out / RESULT}")
+        if lost := [name for name in job.tests
+                    if not (job.out / "submission" / f"{name}.jsonl").is_file()]:
+            job.say(f"  without predictions of {', '.join(lost)}: the test data was not there, or "
+                    f"left out; delete {job.out / RESULT} to run it again, with them")
         return found
+    with lock.held(job.out, 0.0, across_hosts=False):
+        return _run(job)
+
+
+def _run(job: Job) -> dict:
     began = time.monotonic()
     features = {"train": encode_split(job, job.train), "val": encode_split(job, job.val)}
     kept = train(job, features)
@@ -65,6 +76,8 @@ def finished(job: Job) -> dict | None:
     result = read_json(job.out / RESULT)
     _check_result(job, result)
     for key, value in job.identity().items():
+        if key == "labels_and_texts" and key not in result:
+            continue  # of 0.1.0
         if result.get(key) != value:
             raise UserError(
                 f"{job.out / RESULT}: this run had {key} = {result.get(key)!r}, now it is "

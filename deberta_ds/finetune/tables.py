@@ -169,7 +169,7 @@ def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # of a text; the library's own is 128 KiB
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
-        header = None
+        header, blank = None, ""
         while True:
             try:
                 row = next(reader, None)
@@ -186,18 +186,24 @@ def _csv(path: Path) -> Iterator[Row]:
             if row is None:
                 return
             place = f"{path}:{reader.line_num}"
-            if row:
-                _check_width(place, row, header)
-                yield place, dict(zip(header, row, strict=True))
+            if not row:
+                blank = blank or place
+                continue
+            _check_blank(blank, header)
+            _check_width(place, row, header)
+            yield place, dict(zip(header, row, strict=True))
 
 
 def _tsv(path: Path, lines: Iterator[tuple[str, str]], headless: tuple[str, ...],
          skip_broken: int) -> Iterator[Row]:  # fmt: skip
     header = list(headless) or next(lines, ("", ""))[1].split("\t")
     _check_header(path, header)
-    skipped = 0
+    skipped, blank = 0, ""
     for place, line in lines:
         row = line.split("\t")
+        blank = blank or ("" if line else place)
+        if line:
+            _check_blank(blank, header)
         if not line or (len(row) < len(header) and skipped < skip_broken):
             skipped += bool(line)
             continue
@@ -210,6 +216,13 @@ def _check_header(path: Path, header: list[str]) -> None:
         raise UserError(f"{path}:1: no column names; the first line must name the columns")
     if doubled := {name for name in header if header.count(name) > 1}:
         raise UserError(f"{path}:1: column {sorted(doubled)[0]!r} is there twice; rename one")
+
+
+def _check_blank(blank: str, header: list[str]) -> None:
+    """Raise UserError for a blank line between the rows of one column: is it one of them?"""
+    if blank and len(header) == 1:
+        raise UserError(f"{blank}: an empty line, in a table of one column {header[0]!r}; fill it "
+                        "in or delete it, or the rows behind it would be counted wrongly")
 
 
 def _check_width(place: str, row: list[str], header: list[str]) -> None:
