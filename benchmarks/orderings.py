@@ -83,10 +83,11 @@ def score(run: Run, options: argparse.Namespace) -> None:
     if options.common and "mlm" not in run.arm:
         printed(run.scores / "common.json", "launch/evaluate.py", "--run", run.path, "--generator",
                 options.common)
-    if options.nli:
+    if options.nli and "MNLI" in options.tasks:
         finetune(run, "MNLI", options.nli, 3, "--any_size")
     for task in TASKS if options.superglue else ():
-        finetune(run, task, options.superglue, 10)
+        if task in options.tasks:
+            finetune(run, task, options.superglue, 10)
 
 
 def finetune(run: Run, task: str, data: Path, epochs: int, *more: str) -> None:
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=200, help="pairs a paradigm")
     parser.add_argument("--nli", type=Path, help="directory of MNLI/, which may be small")
     parser.add_argument("--superglue", type=Path)
+    parser.add_argument("--tasks", nargs="*", default=["MNLI", *TASKS], help="fine-tuned on")
     parser.add_argument("--common", type=Path, help="whose generator all discriminators face")
     options = parser.parse_args()
     runs = find_runs(options.runs)

@@ -71,7 +71,7 @@ def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     """Return the TOML lines of a source, without those that are defaults."""
     from deberta_ds.data.stages import WHOLE
 
-    lines = [f"path = {json.dumps(source.path)}", f"weight = {weight:.9g}"]
+    lines = [f"path = {json.dumps(source.path, ensure_ascii=False)}", f"weight = {weight:.9g}"]
     lines += [f"first_row = {source.first_row}"] if source.first_row else []
     lines += [f"order = {list(source.order)}"] if source.order else []
     lines += [f"part = {list(source.part)}"] if source.part != WHOLE else []

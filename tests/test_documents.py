@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import lzma
+import os
 import sys
 
 import pyarrow
@@ -194,6 +195,31 @@ def test_compressed_files_cut_short_or_damaged_are_refused(tmp_path):
             texts_of([path])
 
 
+def test_a_pattern_gives_each_file_once(tmp_path):
+    (tmp_path / "d/e").mkdir(parents=True)
+    for name in ("d/a.txt", "d/e/b.txt"):
+        (tmp_path / name).write_text(name)
+    assert sorted(texts_of([f"{tmp_path}/d/**"])) == ["d/a.txt", "d/e/b.txt"]
+
+
+def test_a_name_that_is_not_utf_8_is_one_clear_error(tmp_path):
+    name = os.fsencode(tmp_path) + b"/\x93\xfa.txt"  # Shift-JIS
+    with open(name, "w") as file:
+        file.write("text")
+    with pytest.raises(UserError, match="its name is not UTF-8; rename the file"):
+        plan_units([str(tmp_path)], ReadOptions(), 0)
+
+
+def test_half_a_surrogate_pair_in_an_id_or_label_is_a_bad_document(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "id": "\\ud800"}\n{"text": "b", "id": "1"}\n')
+    problems, documents = problems_of(path, id_key="id")
+    assert problems == [f"{path}:1: half of a surrogate pair in its id or label"]
+    assert [document.text for document in documents] == ["", "b"]
+    problems, _ = problems_of(path, label_key="id")
+    assert len(problems) == 1
+
+
 def test_many_small_files_share_units(tmp_path):
     for number in range(300):
         (tmp_path / f"{number:03d}.txt").write_text(f"document {number}")
@@ -228,6 +254,9 @@ def test_lz4_is_read_or_asked_for(tmp_path):
     lz4 = pytest.importorskip("lz4.frame")
     (tmp_path / "a.jsonl.lz4").write_bytes(lz4.compress(json_lines()))
     assert texts_of([tmp_path / "a.jsonl.lz4"]) == TEXTS
+    (tmp_path / "a.jsonl.lz4").write_bytes(b"not compressed at all")
+    with pytest.raises(UserError, match="a.jsonl.lz4: damaged or cut short"):
+        texts_of([tmp_path / "a.jsonl.lz4"])
 
 
 def test_a_saved_dataset_is_its_arrow_files(tmp_path):

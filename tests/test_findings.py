@@ -46,6 +46,14 @@ def test_duplicates_are_the_ones_a_set_finds(tmp_path):
     assert stored_texts(tmp_path / "out2") == unique
 
 
+@pytest.mark.parametrize("near", [0.0, 0.8])
+def test_empty_documents_alone_have_no_duplicates(tmp_path, near):
+    write_json_lines(tmp_path / "text.jsonl", ["", " ", ""])
+    units = plan_units([str(tmp_path / "text.jsonl")], READ, 5_000)
+    counts = find_duplicates(units, tmp_path / "found", read=READ, near_threshold=near)
+    assert counts["exact"] == counts["near"] == 0
+
+
 @pytest.mark.parametrize("damage", [{"counts": {"documents": 3}}, {"reason": "none"},
                                     {"counts": {"documents": "3", "exact": 0, "near": 0}}])
 def test_findings_without_what_a_reader_needs_are_named(tmp_path, damage):

@@ -239,7 +239,9 @@ class RemoteCorpus:
 
     def _make_room(self) -> None:
         """Empty files, least recently written first, until a fifth of the limit is free."""
-        files = [(path, path.stat()) for path in self.directory.parent.rglob("*.npy")]
+        root = self.directory.parent
+        files = [(path, path.stat()) for path in root.rglob("*.npy")
+                 if path.relative_to(root).parts[0] != "prepared"]  # of a job under way
         used = sum(512 * status.st_blocks for _, status in files)
         if used <= self._limit:
             return

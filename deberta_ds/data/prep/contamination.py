@@ -135,13 +135,13 @@ def _strings(path: str, kind: str) -> Iterator[list[str]]:
         elif kind == "json":
             yield from (list(_texts_in(parse_json(line))) for line in file if line.strip())
         else:
-            lines = (line.decode("utf-8", "replace").rstrip("\r\n") for line in file)
+            lines = (line.decode("utf-8", "replace") for line in file)
             if kind == "text":
-                yield from ([line] for line in lines)
+                yield from ([line.rstrip("\r\n")] for line in lines)
             elif ".csv" in Path(path).suffixes:
                 yield from csv.reader(lines)
             else:  # GLUE's tables quote nothing: a quotation mark is one
-                yield from (line.split("\t") for line in lines)
+                yield from (line.rstrip("\r\n").split("\t") for line in lines)
 
 
 def _batches_of(file, kind: str) -> Iterator:

@@ -154,6 +154,8 @@ def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tu
 def exact_bucket(out: str, tables: list[str], bucket: int, count: int) -> dict:
     """Write the duplicates among the hashes of one bucket; all but the first of each group."""
     parts = [part for _, part in _bucket_parts(out, "hashes", tables, bucket, count)]
+    if not parts:  # all documents are empty
+        return {}
     table = np.concatenate(parts)
     table = table[np.lexsort((table["where"], table["file"], table["low"], table["high"]))]
     later = np.flatnonzero(_same_as_before(table)) + 1
@@ -163,6 +165,8 @@ def exact_bucket(out: str, tables: list[str], bucket: int, count: int) -> dict:
 
 def near_bucket(out: str, tables: list[str], bucket: int, count: int, threshold: float) -> dict:
     """Write the near duplicates among the band keys of one bucket."""
+    if not tables:
+        return {}
     numbers, parts = zip(*_bucket_parts(out, "bands", tables, bucket, count), strict=True)
     keys = np.concatenate(parts)
     table_of = np.repeat(np.array(numbers), [len(part) for part in parts])

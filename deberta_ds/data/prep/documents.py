@@ -159,13 +159,21 @@ def _named_files(name: str) -> Iterator[tuple[str, int, str]]:
     paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
     if not paths:
         raise UserError(f"{name}: no such file or directory")
+    seen = set()  # "**" gives directories and what is in them
     for path in paths:
-        yield from _local_files(path)
+        for found in _local_files(path):
+            if os.path.normpath(found[0]) not in seen:
+                seen.add(os.path.normpath(found[0]))
+                yield found
 
 
 def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
     """Yield (path, size, state) of a file, or of all below a directory but hidden ones."""
     if not os.path.isdir(path):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{ascii(path)}: its name is not UTF-8; rename the file") from None
         status = os.stat(path)
         yield path, status.st_size, f"{status.st_size} bytes of {status.st_mtime_ns}"
         return

@@ -8,12 +8,14 @@ reserved for documentation (RFC 2606, RFC 5737), zeros. Card numbers must pass L
 import ipaddress
 import re
 
-_EMAIL = re.compile(r"(?<![\w.+-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24}"
-                    r"(?![\w-])")
-_IP = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
-_PHONE = re.compile(r"(?<![\w+])\+[1-9]\d{0,2}(?:[ ().-]{0,2}\d){6,12}(?!\d)")
-_CARD = re.compile(r"(?<![\w.-])\d(?:[ -]?\d){12,18}(?![\w-])")
-_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
+# What stands beside them is looked at in ASCII: Han, Kana or Thai letters follow without a space.
+_EMAIL = re.compile(r"(?<![A-Za-z0-9_.+-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.)+"
+                    r"[A-Za-z]{2,24}(?![A-Za-z0-9_-])")
+_IP = re.compile(r"(?<![A-Za-z0-9_.])(?:\d{1,3}\.){3}\d{1,3}(?![A-Za-z0-9_.]*\d)")
+_PHONE = re.compile(r"(?<![A-Za-z0-9_+])\+[1-9]\d{0,2}(?:[ ().-]{0,2}\d){6,12}(?!\d)")
+_CARD = re.compile(r"(?<![A-Za-z0-9_.-])\d(?:[ -]?\d){12,18}(?![A-Za-z0-9_-])")
+_IBAN = re.compile(r"(?<![A-Za-z0-9_])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
+                   r"(?![A-Za-z0-9_])")
 
 
 def find_personal(text: str, kinds: tuple[str, ...]) -> tuple[str, dict[str, int]]:

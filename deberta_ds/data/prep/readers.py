@@ -34,7 +34,9 @@ def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
             try:
                 yield from readers[extent.kind](extent, options)
             except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError,
-                    zstandard.ZstdError) as error:
+                    zstandard.ZstdError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and not str(error).startswith("LZ4"):
+                    raise  # lz4 has no class of its own for damage
                 raise UserError(
                     f"{extent.path}: damaged or cut short ({error}); fetch the file again"
                 ) from error
@@ -144,9 +146,10 @@ def _break_rule(documents: str):
         return lambda line: not line.strip()
     if documents.startswith("match:"):
         try:
-            return re.compile(documents.removeprefix("match:").encode()).match
+            pattern = re.compile(documents.removeprefix("match:"))
         except re.error as error:
             raise UserError(f"--documents {documents}: bad pattern ({error})") from error
+        return lambda line: pattern.match(line.decode("utf-8", "replace"))
     raise UserError(f"--documents {documents}: must be file, line, blank_line or match:PATTERN")
 
 
@@ -198,6 +201,10 @@ def _json_document(
             except orjson.JSONDecodeError:
                 record = _parse_again(line)
             text, problem, label, name = _fields(record, label, options)
+            (label + name).encode()
+        except UnicodeEncodeError:
+            text = label = name = ""
+            problem = "half of a surrogate pair in its id or label"
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 ({error.reason}) at byte {where + error.start}"
         except (ValueError, RecursionError) as error:

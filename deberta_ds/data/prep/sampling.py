@@ -39,9 +39,11 @@ def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions
         for document in read_unit(unit, read):
             if spent >= allowed:
                 break
-            text = _text(document)
-            spent += len(text.encode())
-            yield from _pieces(text)
+            for piece in _pieces(_text(document)):  # a document may be a whole file
+                if spent >= allowed:
+                    break
+                spent += len(piece.encode())
+                yield piece
 
 
 def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int,

@@ -104,10 +104,13 @@ def take_down_shard(
     cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
             for length in plans}
     table, labels, is_gone = Origins(corpus).table(shard.name), {}, set(gone)
+    before = None  # a long document may lie here in several parts, which count as one
     for number, ids, origin in _documents(tokens, ends, table):
         if number in is_gone:
             row = labels.setdefault(origin.label, [0, 0, 0])
-            row[:] = [row[0] + 1, row[1] + len(tokenizer.decode(ids)), row[2] + len(ids)]
+            is_new = (origin.source, origin.place) != before
+            row[:] = [row[0] + is_new, row[1] + len(tokenizer.decode(ids)), row[2] + len(ids)]
+            before = (origin.source, origin.place)
     if len(gone) == shard.documents:
         return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}
     writer, origins = ShardWriter(out, shard.name, tokens.dtype), OriginWriter(out, shard.name)

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from deberta_ds.data.prep import fast_rules
 from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.sampling import Languages, sample_texts
+from deberta_ds.data.prep.words import UNSPACED
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
@@ -25,6 +26,9 @@ from deberta_ds.tokenizer.files import JSON
 from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
 
 KINDS = ("byte_bpe", "bpe", "wordpiece")
+# WordPiece takes a word of more than 100 characters for unknown, and scripts without spaces are one
+# word to it: they are cut to stretches of at most so many letters, each with its marks.
+_UNSPACED = rf"(?:[{UNSPACED}]\p{{M}}*){{1,40}}"
 
 
 def train_fast(
@@ -69,7 +73,9 @@ def _untrained(kind: str, pieces: int):
         fast = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
         rules.append(normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=True,
                                                 strip_accents=False, lowercase=False))
-        fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        fast.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(tokenizers.Regex(_UNSPACED), "isolated"),
+            pre_tokenizers.BertPreTokenizer()])
         fast.decoder = decoders.WordPiece(prefix="##", cleanup=False)
         trainer = trainers.WordPieceTrainer(**options)
     elif kind == "byte_bpe":
