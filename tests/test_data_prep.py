@@ -240,11 +240,13 @@ def test_shards_do_not_depend_on_how_much_is_looked_at_at_once(tmp_path, monkeyp
     assert counts["bad"] == 2 and counts["empty"] == 80 and counts["too_short"] == 20
 
 
-def test_bad_documents_of_all_units_together_are_limited(tmp_path):
+def test_bad_documents_of_all_units_together_are_limited(tmp_path, capsys):
     path = tmp_path / "text.jsonl"
     path.write_text(('{"text": "fine"}\n' * 50 + "bad\n") * 3)
     with pytest.raises(UserError, match="3 bad documents, --max_bad allows 2"):
         tokenize(path, tmp_path / "out", unit_bytes=900, clean=CleanOptions(max_bad=2))
+    tokenize(path, tmp_path / "out", unit_bytes=900, clean=CleanOptions(max_bad=3))  # goes on
+    assert capsys.readouterr().err.count("left out: ") == 3
 
 
 def test_pack_refuses_another_tokenizer_and_a_truncated_shard(text_file, tmp_path):

@@ -83,7 +83,8 @@ def tokenize_corpus(
         search.check(units, read)
     description = {
         "version": JOB_VERSION, "units": units_digest(units),
-        "tokenizer": tokenizer.sha256, "read": read.describe(), "clean": asdict(clean),
+        "tokenizer": tokenizer.sha256, "read": read.describe(),
+        "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
         "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
         "heldout_share": share,
         "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
@@ -102,8 +103,10 @@ def tokenize_corpus(
                                 part=part)
             if results is None:
                 return {}
-            check_problems([line for result in results for line in result["problems"]],
-                           sum(result["counts"]["bad"] for result in results), clean)
+            problems = [line for result in results for line in result["problems"]]
+            check_problems(problems, sum(result["counts"]["bad"] for result in results), clean)
+            for line in problems:
+                print(f"left out: {line}", file=sys.stderr, flush=True)
             if filters:
                 write_report(out, filters, [result["filters"] for result in results])
             for number, target in reversed(list(enumerate(targets))):
