@@ -7,6 +7,7 @@ A line or a point a run; the bar is the mean of an arm's seeds.
 
 import argparse
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import matplotlib
@@ -64,7 +65,9 @@ def main() -> None:
     runs = find_runs(options.runs)
     arms = list(dict.fromkeys(run.arm for run in sorted(runs, key=lambda run: run.arm)))
     colors = dict(zip(arms, itertools.cycle(COLORS), strict=False))
-    names = dict.fromkeys(name for run in runs for name in measures(run) if name.startswith(BARS))
+    of_arms = {run.arm: measures(run) for run in runs}
+    counts = Counter(name for found in of_arms.values() for name in found)
+    names = [name for name in counts if name.startswith(BARS) and counts[name] > 1]
     columns = max(len(CURVES), -(-len(names) // 2))
     figure = plt.figure(figsize=(4 * columns, 9), layout="constrained")
     grid = figure.add_gridspec(3, 2 * columns)
