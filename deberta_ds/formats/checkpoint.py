@@ -153,8 +153,8 @@ def find(out_dir: str | Path, resume: str) -> Found:
     for path in reversed(candidates):
         problems = problems_of(path)
         if not problems:
-            record = dist.broadcast_object(read_run_file(path) if dist.is_main() else None)
-            return Found(path, tuple(passed_over), begun_from or record.get("begun_from", ""))
+            said = dist.broadcast_object(_recorded(path, "begun_from") if dist.is_main() else None)
+            return Found(path, tuple(passed_over), begun_from or said or "")
         passed_over.append(f"{path}: {listed(problems)}")
     if begun_from:
         raise CheckpointError(f"{resume}: not a whole checkpoint: {listed(problems)}")
