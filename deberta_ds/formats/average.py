@@ -15,6 +15,7 @@ from deberta_ds.formats.checkpoint import DIRECTORY, list_finished
 from deberta_ds.formats.release import Network, Release, derive_words
 from deberta_ds.formats.release_reader import check_table, read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
+from deberta_ds.tokenizer import Tokenizer
 
 # Of a shape: how it was begun and is trained or computed, not what.
 _FREE = ("init_std", "hidden_dropout", "attention_dropout", "attention", "keep_position_terms",
@@ -39,16 +40,19 @@ def average(models: list[str | Path]) -> Release:
     Any that `read_release` reads; one is in memory at a time, beside the sums. UserError for
     models that differ in shape, heads, labels or tokenizer.
     """
-    first = _read(models[0])
+    first, tokenizer = _read(models[0])
     sums = {name: {key: tensor.double() for key, tensor in network.tensors.items()}
             for name, network in first.networks().items()}
     for network in first.networks().values():
         network.tensors = {}
     for place in models[1:]:
-        other = _read(place)
+        other, own = _read(place)
+        if own and tokenizer and own.sha256 != tokenizer.sha256:
+            raise UserError(f"{place}: has another tokenizer than {models[0]}; only models of one "
+                            "tokenizer can be averaged")
         _check_like(other, first, sums, place, models[0])
-        # The newest has its files longest: a run that goes on deletes its oldest checkpoint.
-        first.tokenizer_files = other.tokenizer_files or first.tokenizer_files
+        if own:  # the newest has its files longest: a run deletes its oldest checkpoint
+            tokenizer, first.tokenizer_files = own, other.tokenizer_files
         for name, network in other.networks().items():
             for key, tensor in network.tensors.items():
                 sums[name][key] += tensor
@@ -60,20 +64,16 @@ def average(models: list[str | Path]) -> Release:
     return first
 
 
-def _read(place: str | Path) -> Release:
+def _read(place: str | Path) -> tuple[Release, Tokenizer | None]:
     release = read_release(place)
     if tokenizer := open_tokenizer(release.tokenizer_files):
         check_table(tokenizer, release, place)
-    return release
+    return release, tokenizer
 
 
 def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tensor]],
                 place: str | Path, first_place: str | Path) -> None:
     """Raise UserError unless a release computes what the first does, with other weights."""
-    own, wanted = (open_tokenizer(one.tokenizer_files) for one in (release, first))
-    if own and wanted and own.sha256 != wanted.sha256:
-        raise UserError(f"{place}: has another tokenizer than {first_place}; only models of one "
-                        "tokenizer can be averaged")
     found = {name: {key: tensor.shape for key, tensor in network.tensors.items()}
              for name, network in release.networks().items()}
     expected = {name: {key: total.shape for key, total in of_network.items()}

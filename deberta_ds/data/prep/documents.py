@@ -162,8 +162,9 @@ def _named_files(name: str) -> Iterator[tuple[str, int, str]]:
     seen = set()  # "**" gives directories and what is in them
     for path in paths:
         for found in _local_files(path):
-            if os.path.normpath(found[0]) not in seen:
-                seen.add(os.path.normpath(found[0]))
+            place = os.path.normpath(found[0])
+            if place not in seen:
+                seen.add(place)
                 yield found
 
 
