@@ -101,9 +101,14 @@ def graph_head(network: Network) -> str:
 def _save(model, path: Path) -> None:
     import onnx
 
-    outside = model.ByteSize() > _INLINE_BYTES
+    outside = _weight_bytes(model) > _INLINE_BYTES
     onnx.save_model(model, path, save_as_external_data=outside, location=f"{path.name}.data")
     onnx.checker.check_model(str(path))
+
+
+def _weight_bytes(model) -> int:
+    """Return the bytes of a graph's weights; its own ByteSize() fails above 2 GiB."""
+    return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
 
 
 def quantize(model, out: Path) -> None:
@@ -116,7 +121,7 @@ def quantize(model, out: Path) -> None:
 
     kept = [node.name for node in model.graph.node if node.op_type == "Gather"
             and node.input[0] != "words"]
-    outside = model.ByteSize() > _INLINE_BYTES
+    outside = _weight_bytes(model) > _INLINE_BYTES
     logging.getLogger().addFilter(_no_advice)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
