@@ -1,5 +1,7 @@
 """SentencePiece models of others: raw text, any special ids, missing ones added, exported."""
 
+import json
+
 import numpy as np
 import pytest
 import sentencepiece
@@ -12,9 +14,14 @@ from deberta_ds.data.prep import encode
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.errors import UserError
-from deberta_ds.formats.tokenizer_files import write_tokenizer_files
+from deberta_ds.formats.tokenizer_files import (
+    find_tokenizer_files,
+    open_tokenizer,
+    write_tokenizer_files,
+)
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
+from deberta_ds.tokenizer.spm import model_proto
 
 ADDED = {"albert": [], "v3": [], "t5": ["<s>", "<mask>"], "llama_spm": ["<pad>", "<mask>"]}
 RAW = (*SENTENCES, "", " ", "\r\n\u2028\x85 x \u2028", "ﬁ ½ Ａ x\u200by",
@@ -101,3 +108,71 @@ def test_a_model_that_marks_the_ends_of_words_is_refused(tmp_path):
                                  treat_whitespace_as_suffix=True)
     with pytest.raises(UserError, match=r"m.model: marks the ends of words"):
         Tokenizer(model)
+
+
+def _trained(path, **options):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 4), model_prefix=str(path / "spm"), vocab_size=120,
+        hard_vocab_limit=False, minloglevel=2, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+        pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", **options)
+    return path / "spm.model"
+
+
+@pytest.mark.parametrize("kind", ["control_symbols", "user_defined_symbols"])
+def test_a_model_that_holds_the_mask_gets_no_second_one(tmp_path, kind):
+    model = _trained(tmp_path, **{kind: ["[MASK]"]})
+    tokenizer = Tokenizer(model)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    assert tokenizer.mask_id == library.piece_to_id("[MASK]") == 4
+    assert tokenizer.size == library.get_piece_size()
+    assert tokenizer.mask_id not in tokenizer.encode("a [MASK] b")
+    (tmp_path / "out").mkdir()
+    write_tokenizer_files(tokenizer.files, tmp_path / "out", 128)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.mask_token_id, len(theirs)) == (4, tokenizer.size)
+
+
+def test_names_that_a_user_defined_are_text_in_a_model_of_those_ids(tmp_path):
+    proto = model_proto(_trained(tmp_path).read_bytes(), tmp_path)
+    for piece in list(proto.pieces)[:3]:
+        piece.type = piece.USER_DEFINED
+    (tmp_path / "spm.model").write_bytes(proto.SerializeToString())
+    tokenizer = Tokenizer(tmp_path / "spm.model")
+    assert not {0, 1, 2} & set(tokenizer.encode("x [CLS] y [SEP] z [PAD]"))
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"do_lower_case": True}, "spm.model: do_lower_case = true .*tokenizer.json"),
+    ({"split_by_punct": True}, "split_by_punct = true"),
+    ({"added_tokens_decoder": {"900": {"content": "[ENT]"}}}, r"add '\[ENT\]' with id 900"),
+    ({"mask_token": "<hole>"}, r"name '<hole>' as the mask token, but .* '\[MASK\]'"),
+])
+def test_settings_that_a_model_alone_does_not_follow_are_refused(tmp_path, settings, message):
+    model = _trained(tmp_path)
+    mask = Tokenizer(model).mask_id
+    beside = tmp_path / "tokenizer_config.json"
+    beside.write_text(json.dumps({"do_lower_case": False, "mask_token": "[MASK]",
+                                  "added_tokens_decoder": {mask: {"content": "[MASK]"}}}))
+    assert Tokenizer(tmp_path).mask_id == mask
+    beside.write_text(json.dumps(settings))
+    for path in (tmp_path, model):
+        with pytest.raises(UserError, match=message):
+            Tokenizer(path)
+
+
+def test_special_tokens_named_beside_a_model_are_taken(tmp_path):
+    cases.sentencepiece_t5(tmp_path / "tokenizer.model")
+    with pytest.raises(UserError, match="no token for"):
+        Tokenizer(tmp_path)
+    ids = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    names = {"cls_token": ids.id_to_piece(20), "mask_token": ids.id_to_piece(30)}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    tokenizer = Tokenizer(tmp_path)
+    assert (tokenizer.cls_id, tokenizer.mask_id) == (20, 30)
+    assert open_tokenizer(find_tokenizer_files(tmp_path)).sha256 == tokenizer.sha256
+
+
+@pytest.mark.parametrize("kind", ["char", "word"])
+def test_models_of_characters_and_words_are_refused_when_opened(tmp_path, kind):
+    with pytest.raises(UserError, match=r"spm.model: .*characters or words; give a unigram"):
+        Tokenizer(_trained(tmp_path, model_type=kind))

@@ -239,3 +239,51 @@ def test_a_changed_tokenizer_json_works_or_is_one_error(name, tmp_path):
             tokenizer.encode("The fox, 日本 \n[MASK]")
         except UserError as error:
             assert str(tmp_path) in str(error)
+
+
+WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4, "▁a": 5, "▁b": 6}
+
+
+@pytest.mark.parametrize("model", [
+    {"type": "WordLevel", "unk_token": "<unk>"},
+    {"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "##",
+     "max_input_chars_per_word": 100},
+    {"type": "BPE", "unk_token": "<unk>", "merges": [], "ignore_merges": True},
+], ids=lambda model: model["type"])
+def test_names_of_special_tokens_that_are_whole_words_of_a_text_are_text(tmp_path, model):
+    """They gave the ids of [MASK] and [SEP], where nothing parts their characters before."""
+    vocabulary, before = WORDS, {"type": "Metaspace", "replacement": "▁", "split": True,
+                                 "prepend_scheme": "never"}
+    if model["type"] != "BPE":
+        vocabulary = {name.replace("▁", ""): number for name, number in WORDS.items()}
+        before = {"type": "WhitespaceSplit"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": before,
+        "decoder": None, "post_processor": None, "model": model | {"vocab": vocabulary}}))
+    tokenizer = Tokenizer(tmp_path)
+    for text in ("a <mask> </s> <s> <pad> b", "<mask> a", "</s> b", "<s>", "<pad>"):
+        assert not {0, 1, 2, 4} & set(tokenizer.encode(text))
+    assert tokenizer.encode(" b")[-1] == 6
+
+
+@pytest.mark.parametrize(("pad", "added"), [("</s>", ["<pad>", "<mask>"]),
+                                            ("<unk>", ["<pad>", "<mask>"])])
+def test_a_pad_token_that_is_another_role_s_gives_way(tmp_path, pad, added):
+    """--add_mask said that one token is both pad and sep, and gave itself as the remedy."""
+    directory = tmp_path / "theirs"
+    shutil.copytree(directory_of("llama"), directory)
+    values = json.loads((directory / "tokenizer.json").read_text())
+    ids = values["model"]["vocab"]
+    for name in added:
+        values["added_tokens"] = [one for one in values["added_tokens"] if one["content"] != name]
+        if name in ids:
+            ids[f"unused {name}"] = ids.pop(name)
+    (directory / "tokenizer.json").write_text(json.dumps(values))
+    (directory / "tokenizer_config.json").write_text(json.dumps({
+        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": pad}))
+    with pytest.raises(UserError, match="--add_mask"):
+        Tokenizer(directory)
+    tokenizer, names = add_special_tokens(directory, tmp_path / "whole")
+    assert sorted(names) == sorted(added)
+    roles = {role: tokenizer.pieces([number])[0] for role, number in tokenizer.special_ids.items()}
+    assert roles == {"pad": "<pad>", "cls": "<s>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}

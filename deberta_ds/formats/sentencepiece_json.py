@@ -22,8 +22,7 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
 
     path = tokenizer.files[SPM]
     proto = model_proto(path.read_bytes(), path)
-    if tokenizer.mask_id < len(proto.pieces):  # else [MASK] follows them, and the roles are fixed
-        with_control_roles(proto)
+    with_control_roles(proto, tokenizer.pieces(tokenizer.special_ids.values()))
     fast = tokenizers.Tokenizer(_model(proto, tokenizer))
     fast.normalizer, fast.pre_tokenizer = _before(proto, tokenizer)
     fast.decoder = fast_rules.decoder()

@@ -19,6 +19,7 @@ from deberta_ds.tokenizer.files import (
     JSON,
     MERGES,
     NAMES,
+    OTHER_MODELS,
     SETTINGS,
     SPM,
     VOCAB,
@@ -32,8 +33,14 @@ KNOWN_FILES = (SPM, JSON, SETTINGS, NAMES, ADDED, VOCAB, MERGES, "bpe_encoder.bi
 
 
 def find_tokenizer_files(directory: Path) -> dict[str, Path]:
-    """Return {name: path} of the tokenizer files in a directory."""
-    return {name: directory / name for name in KNOWN_FILES if (directory / name).is_file()}
+    """Return {name: path} of the tokenizer files in a directory. A SentencePiece model that lies
+    there alone under another usual name gets the name that it is published under.
+    """
+    found = {name: directory / name for name in KNOWN_FILES if (directory / name).is_file()}
+    if found.keys() & {SPM, JSON, VOCAB, WORDPIECES}:
+        return found
+    others = [directory / name for name in OTHER_MODELS if (directory / name).is_file()]
+    return ({SPM: others[0]} if others else {}) | found
 
 
 def open_tokenizer(files: dict[str, Path]) -> Tokenizer | None:

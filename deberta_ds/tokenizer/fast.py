@@ -2,8 +2,8 @@
 files, as it stands in them, normalization included.
 
 Changed before it is loaded: padding, truncation and the post-processor go (rows are framed here),
-and special tokens are not searched for in text. A Unigram model could still find the *name* of one
-as a piece, so there the names are replaced by texts that no document holds.
+and special tokens are not searched for in text. A model could still find the *name* of one as a
+piece, so the names are replaced by texts that no document holds.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import tokenizers
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.tokenizer.files import read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification, what_is_lost
-from deberta_ds.tokenizer.roles import check_roles, look_up_roles
+from deberta_ds.tokenizer.roles import check_roles, look_up_roles, token_name
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     byte_value,
@@ -171,19 +171,16 @@ def vocabulary_ids(specification: dict) -> dict[str, int]:
 
 
 def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizers.Tokenizer:
-    model, added = dict(specification["model"]), []
-    if isinstance(model["vocab"], list):
-        model["vocab"] = list(model["vocab"])
-    for token in specification["added_tokens"]:
-        number, is_special = token["id"], token.get("special") or token["id"] in roles
-        if is_special and isinstance(model["vocab"], list) and number < len(model["vocab"]):
-            model["vocab"][number] = (_unreachable(number), model["vocab"][number][1])
-        else:
-            added.append(token | {"special": bool(is_special)})
-    if isinstance(model["vocab"], list):
-        for number in roles - {None, model.get("unk_id")}:
-            if number < len(model["vocab"]):
-                model["vocab"][number] = (_unreachable(number), model["vocab"][number][1])
+    known = vocabulary_ids(specification)
+    numbers = set(known.values())
+    added = [token | {"special": bool(token.get("special") or token["id"] in roles)}
+             for token in specification["added_tokens"]]
+    # What is unknown goes by its name, but in Unigram models, which have its number.
+    unknown = known.get(token_name(specification["model"].get("unk_token")))
+    hidden = numbers & roles - {unknown, specification["model"].get("unk_id")}
+    hidden |= numbers & {token["id"] for token in added if token["special"]} - {unknown}
+    model = _without_names(specification["model"], hidden)
+    added = [token for token in added if not token["special"] or token["id"] not in numbers]
     parts = specification | {"model": model, "added_tokens": added, "post_processor": None,
                              "truncation": None, "padding": None}
     try:
@@ -205,6 +202,28 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
     if hasattr(fast.model, "_resize_cache"):  # WordPiece has none
         fast.model._resize_cache(_WORDS_KEPT)
     return fast
+
+
+def _without_names(model: dict, hidden: set[int]) -> dict:
+    """Return a model in which the pieces of some ids, and merges to them, cannot be found."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):
+        return model | {"vocab": [(_unreachable(number), score) if number in hidden
+                                  else (piece, score)
+                                  for number, (piece, score) in enumerate(vocabulary)]}
+    names = {piece for piece, number in vocabulary.items() if number in hidden}
+    found = {_unreachable(number) if number in hidden else piece: number
+             for piece, number in vocabulary.items()}
+    if not isinstance(model.get("merges"), list):
+        return model | {"vocab": found}
+    merges = [merge for merge in model["merges"] if not names & _texts_of(merge)]
+    return model | {"vocab": found, "merges": merges}
+
+
+def _texts_of(merge) -> set[str]:
+    """Return the parts of a merge and their sum; nothing of a damaged one: loading says it."""
+    is_whole = isinstance(merge, list) and all(isinstance(part, str) for part in merge)
+    return {*merge, "".join(merge)} if is_whole else set()
 
 
 def _unreachable(number: int) -> str:

@@ -15,7 +15,7 @@ from deberta_ds.json_files import parse_json
 SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 VOCAB, MERGES, WORDPIECES = "vocab.json", "merges.txt", "vocab.txt"
 NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"
-_OTHER_MODELS = ("spiece.model", "tokenizer.model")
+OTHER_MODELS = ("spiece.model", "tokenizer.model")
 _BESIDE = (SETTINGS, NAMES, ADDED)
 _PICKLE = "bpe_encoder.bin"
 KINDS = ("a SentencePiece model (spm.model), a tokenizer.json, vocab.json with merges.txt, "
@@ -26,7 +26,7 @@ def find_files(path: Path) -> dict[str, Path]:
     """Return {published name: path} of the files a tokenizer is made from; UserError if none."""
     if path.is_dir():
         known = {name: path / name for name in (
-            SPM, JSON, VOCAB, MERGES, WORDPIECES, _PICKLE, *_BESIDE, *_OTHER_MODELS)
+            SPM, JSON, VOCAB, MERGES, WORDPIECES, _PICKLE, *_BESIDE, *OTHER_MODELS)
             if (path / name).is_file()}
         return choose(known, path)
     if not path.is_file():
@@ -46,23 +46,23 @@ def find_files(path: Path) -> dict[str, Path]:
         raise UserError(_pickle_message(path))
     if _is_json(path):
         return {JSON: path} | (beside if path.name == JSON else {})
-    return {SPM: path}
+    return {SPM: path} | (beside if path.name == SPM else {})
 
 
 def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
     """Return those of a directory's files that its tokenizer is made from."""
     beside = {name: known[name] for name in _BESIDE if name in known}
     if SPM in known:
-        return {SPM: known[SPM]}
+        return {SPM: known[SPM]} | beside
     if JSON in known:
         return {JSON: known[JSON]} | beside
     if {VOCAB, MERGES} <= known.keys():
         return {VOCAB: known[VOCAB], MERGES: known[MERGES]} | beside
     if WORDPIECES in known:
         return {WORDPIECES: known[WORDPIECES]} | beside
-    for name in _OTHER_MODELS:
+    for name in OTHER_MODELS:
         if name in known:
-            return {SPM: known[name]}
+            return {SPM: known[name]} | beside
     if _PICKLE in known:
         raise UserError(_pickle_message(known[_PICKLE]))
     raise UserError(f"{place}: no tokenizer in this directory; give {KINDS}")

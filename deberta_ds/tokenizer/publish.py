@@ -75,8 +75,8 @@ def framing(tokenizer: Tokenizer) -> dict:
 
 def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, list[str]]:
     """Write the tokenizer at `path` to directory `out` with a token for each role it lacks, behind
-    all others; return it and the names added. A token of several roles, as GPT-2's <|endoftext|>,
-    keeps the first of them.
+    all others; return it and the names added. Of a token of several roles the one keeps it that it
+    is named for (</s> is sep, <unk> is unk), else, as of GPT-2's <|endoftext|>, the first.
     """
     out, files = Path(out), find_files(Path(path))
     if SPM in files:
@@ -90,10 +90,13 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
     ids = vocabulary_ids(specification) | added
     roles = look_up_roles(settings, ids, specification)
     angled = sum(name.startswith("<") for name in ids if name in sum(USUAL_NAMES.values(), ()))
+    pieces = {number: piece for piece, number in ids.items()}
     names, taken = [], set()
-    for role in ROLES:
+    for role in sorted(ROLES, key=lambda role: pieces.get(roles[role]) not in USUAL_NAMES[role]):
         if roles[role] is None or roles[role] in taken:
-            name = USUAL_NAMES[role][1 if angled else 0]
+            usual = sorted(USUAL_NAMES[role], key=lambda name: name.startswith("<") != bool(angled))
+            used = {*taken, *roles.values()} - {None}
+            name = next((name for name in usual if ids.get(name) not in used), usual[0])
             if name not in ids:
                 names.append(name)
                 ids[name] = max(ids.values()) + 1

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import unicodedata
+from collections.abc import Iterable
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -19,7 +20,15 @@ import numpy as np
 import sentencepiece
 
 from deberta_ds.errors import UserError, refuse_pipe
-from deberta_ds.tokenizer.roles import USUAL_NAMES, Roles, check_roles, look_up_roles
+from deberta_ds.tokenizer.files import SPM, read_settings
+from deberta_ds.tokenizer.roles import (
+    ROLES,
+    USUAL_NAMES,
+    Roles,
+    check_roles,
+    look_up_roles,
+    token_name,
+)
 from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     byte_value,
@@ -39,7 +48,8 @@ class SentencePieceEngine:
     kind = "sentencepiece"
     lost = ""
 
-    def __init__(self, path: Path):
+    def __init__(self, files: dict[str, Path]):
+        path, settings = files[SPM], read_settings(files)
         try:
             refuse_pipe(path)
             data = path.read_bytes()
@@ -49,20 +59,25 @@ class SentencePieceEngine:
         self.sha256 = hashlib.sha256(data).hexdigest()
         processor = _load(data, path)
         proto = model_proto(data, path)
-        _check_words(proto, path)
+        _check_kind(proto, path)
+        if any(piece.type == piece.USER_DEFINED for piece in proto.pieces):
+            named = filter(None, (token_name(settings.get(f"{role}_token")) for role in ROLES))
+            processor = _load(with_control_roles(proto, named).SerializeToString(), path)
         self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
         if tuple(self.pieces[:4]) == SPECIAL_PIECES:
-            self.roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": len(self.pieces)}
-            self.pieces.append(MASK_PIECE)
+            if MASK_PIECE not in self.pieces:
+                self.pieces.append(MASK_PIECE)
+            self.roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
+                          "mask": self.pieces.index(MASK_PIECE)}
             rules = proto.normalizer_spec
             self.normalizes_itself = bool(
                 rules.precompiled_charsmap and rules.name != RULES_NAME)
             self._starts_word = piece_starts_word
         else:
-            processor = _load(with_control_roles(proto).SerializeToString(), path)
-            self.roles = _roles(processor, path)
+            self.roles = _roles(processor, path, settings)
             self.normalizes_itself = True
             self._starts_word = metaspace_starts_word
+        _check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
         self._plain = str if self.normalizes_itself else _plain_spaces
         if proto.normalizer_spec.name == RULES_NAME:
@@ -153,16 +168,42 @@ def model_proto(data: bytes, path: Path):
         raise UserError(f"{path}: not a SentencePiece model, or a damaged one") from error
 
 
-def _check_words(proto, path: Path) -> None:
+def _check_kind(proto, path: Path) -> None:
+    trainer = proto.trainer_spec
+    if trainer.model_type not in (trainer.UNIGRAM, trainer.BPE):
+        raise UserError(f"{path}: a SentencePiece model of characters or words; give a unigram or "
+                        "BPE model")
     if proto.trainer_spec.treat_whitespace_as_suffix:
         raise UserError(f"{path}: marks the ends of words (treat_whitespace_as_suffix), so an id "
                         "does not say whether a word starts there, which whole-word masks need; "
                         "use a model that marks their starts")
 
 
-def with_control_roles(proto):
-    """Make a model's special tokens control pieces, whose ids text never gives, and return it."""
+def _check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) -> None:
+    """UserError if what stands beside a model asks for other ids than the model alone gives."""
+    remedy = ("save the tokenizer with transformers' AutoTokenizer, and give the tokenizer.json "
+              "that this writes")
+    for key in ("do_lower_case", "split_by_punct"):
+        if settings.get(key) is True:
+            raise UserError(f"{path}: {key} = true in the tokenizer_config.json beside it, which "
+                            f"a SentencePiece model does not do by itself; {remedy}")
+    for name, (number, _) in settings["added_tokens"].items():
+        if number >= len(pieces) or pieces[number] != name:
+            raise UserError(f"{path}: the files beside it add {name!r} with id {number}, which "
+                            f"the model does not hold; {remedy}")
+    for role, number in roles.items():
+        named = token_name(settings.get(f"{role}_token"))
+        if named is not None and number is not None and named != pieces[number]:
+            raise UserError(f"{path}: the files beside it name {named!r} as the {role} token, but "
+                            f"with this model it is {pieces[number]!r}; {remedy}")
+
+
+def with_control_roles(proto, named: Iterable[str] = ()):
+    """Make a model's special tokens, of the usual names and of those `named`, control pieces, whose
+    ids text never gives, and return it.
+    """
     names = {name for role in USUAL_NAMES if role != "unk" for name in USUAL_NAMES[role]}
+    names |= set(named)
     for piece in proto.pieces:
         if piece.piece in names and piece.type == piece.USER_DEFINED:
             piece.type = piece.CONTROL
@@ -177,7 +218,7 @@ def with_special_tokens(path: Path) -> tuple[bytes, list[str]]:
     if tuple(known[:4]) == SPECIAL_PIECES:
         return data, []
     proto = model_proto(data, path)
-    roles, _, _ = _look_up(_load(with_control_roles(proto).SerializeToString(), path))
+    roles, _, _ = _look_up(_load(with_control_roles(proto).SerializeToString(), path), {})
     angled = any(name.startswith("<") for name in known[:4])
     names = [USUAL_NAMES[role][angled] for role, number in roles.items() if number is None]
     for name in names:
@@ -185,18 +226,19 @@ def with_special_tokens(path: Path) -> tuple[bytes, list[str]]:
     return (proto.SerializeToString(deterministic=True) if names else data), names
 
 
-def _roles(processor: sentencepiece.SentencePieceProcessor, path: Path) -> Roles:
-    roles, ids, settings = _look_up(processor)
+def _roles(processor: sentencepiece.SentencePieceProcessor, path: Path, named: dict) -> Roles:
+    roles, ids, settings = _look_up(processor, named)
     check_roles(path, roles, settings, ids, needs_unknown=True)
     return roles
 
 
-def _look_up(processor: sentencepiece.SentencePieceProcessor) -> tuple[Roles, dict, dict]:
-    """Return (roles, {piece: id}, the names that the model itself gives)."""
+def _look_up(processor: sentencepiece.SentencePieceProcessor, named: dict
+             ) -> tuple[Roles, dict, dict]:
+    """Return (roles, {piece: id}, the names that the files beside the model or itself give)."""
     ids = {processor.id_to_piece(number): number for number in range(processor.get_piece_size())}
     own = {"pad": processor.pad_id(), "bos": processor.bos_id(), "eos": processor.eos_id()}
     settings = {f"{name}_token": processor.id_to_piece(number)
-                for name, number in own.items() if number >= 0}
+                for name, number in own.items() if number >= 0} | named
     unknown = {"model": {"unk_token": processor.id_to_piece(processor.unk_id())}}
     return look_up_roles(settings, ids, unknown), ids, settings
 

@@ -41,7 +41,7 @@ class Tokenizer:
 
     def _open(self, path: Path, files: dict[str, Path]) -> None:
         self.path, self.files = path, files
-        engine = SentencePieceEngine(files[SPM]) if SPM in files else FastEngine(files)
+        engine = SentencePieceEngine(files) if SPM in files else FastEngine(files)
         self._engine = engine
         self.kind, self.sha256 = engine.kind, engine.sha256
         self.normalizes_itself, self.lost = engine.normalizes_itself, engine.lost
