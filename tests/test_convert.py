@@ -188,3 +188,34 @@ def test_sharded_and_legacy_hugging_face_files(tmp_path):
     same_networks(whole, read_release(tmp_path / "parts"))
     assert torch.equal(whole.main.tensors["mlm_head.dense.weight"],
                        model.cls.predictions.transform.dense.weight)
+
+
+def test_a_microsoft_file_without_position_terms_has_those_of_its_code(tmp_path):
+    """deberta/disentangled_attention.py: `getattr(config, 'pos_att_type', 'c2p')`."""
+    source = microsoft_directory(tmp_path / "source", "v3")
+    values = json.loads((source / MS_FILES[1]).read_text())
+    del values["pos_att_type"]
+    (source / MS_FILES[1]).write_text(json.dumps(values))
+    assert read_release(source).main.config.position_terms == ("c2p",)
+
+
+def test_zero_key_biases_of_a_v2_class_become_microsoft_files(tmp_path):
+    """Without them it is a v1 model; it was "read back with key.bias lost"."""
+    source = tmp_path / "source"
+    model = transformers_model("v1_key_bias")
+    for name, parameter in model.named_parameters():
+        if name.endswith("key_proj.bias"):
+            parameter.data.zero_()
+    model.save_pretrained(source)
+    convert(source, tmp_path / "out", "ms")
+
+
+def test_the_pad_id_of_a_source_is_kept(tmp_path):
+    source = tmp_path / "source"
+    transformers_model("v3").save_pretrained(source)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"pad_token_id": 7}))
+    convert(source, tmp_path / "ms", "ms")
+    assert json.loads((tmp_path / "ms" / MS_FILES[1]).read_text())["padding_idx"] == 7
+    convert(tmp_path / "ms", tmp_path / "hf", "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == 7

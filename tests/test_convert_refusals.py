@@ -192,3 +192,81 @@ def test_command_prints_what_became_of_every_part(tmp_path):
                    "kept aside: lm_predictions", "position_embeddings", "AutoModel",
                    "AutoTokenizer gives the ids", "wrote"):
         assert wanted in result.stdout, wanted
+
+
+def _fine_tuned(path, head, family="v3", **labels):
+    """Write a model with a classifier's head as transformers saves it, some values changed."""
+    transformers_model(family, head).save_pretrained(path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | labels))
+    return path
+
+
+def test_a_multiple_choice_model_stays_one(tmp_path):
+    """transformers does not write labels where there are two, and it became a regression."""
+    source = _fine_tuned(tmp_path / "source", "ForMultipleChoice")
+    assert "id2label" not in json.loads((source / "config.json").read_text())
+    convert(source, tmp_path / "out", "hf")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["DebertaV2ForMultipleChoice"]
+
+
+def test_a_classifier_saved_over_an_export_is_one(tmp_path):
+    """The heads of pretraining that the export had left aside made it a bare encoder."""
+    source = _fine_tuned(tmp_path / "source", "ForSequenceClassification")
+    rtd = {f"mask_predictions.{name}": torch.randn(shape) for name, shape in {
+        "dense.weight": (32, 32), "dense.bias": 32, "LayerNorm.weight": 32, "LayerNorm.bias": 32,
+        "classifier.weight": (1, 32), "classifier.bias": 1}.items()}
+    save_file(rtd, source / "pretraining_heads.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "out", "hf")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["DebertaV2ForSequenceClassification"]
+
+
+def test_a_choice_of_a_v1_model_is_a_classifier_of_one_score(tmp_path):
+    """transformers has no class for it, and loading what does not exist was a traceback."""
+    labels = {"id2label": {"0": "A", "1": "B"}, "label2id": {"A": 0, "B": 1}}
+    source = _fine_tuned(tmp_path / "source", "ForSequenceClassification", "v1", **labels)
+    edit(**{"classifier.weight": torch.randn(1, 32), "classifier.bias": torch.randn(1)})(source)
+    convert(source, tmp_path / "out", "hf")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["DebertaForSequenceClassification"]
+    assert len(values["id2label"]) == 1
+
+
+@pytest.mark.parametrize(("spoil", "message"), [
+    (edit(**{"classifier.weight": torch.randn(3, 32)}), "classifier.weight has shape .3, 32.*2 l"),
+    (edit(**{"pooler.dense.weight": torch.randn(16, 32)}), "pooler.dense.weight has shape .16,"),
+    (edit(**{"classifier.weight": torch.randn(2, 32).to(torch.float8_e4m3fn)}), "not floats of"),
+], ids=["labels", "pooler", "float8"])  # fmt: skip
+def test_heads_of_another_shape_are_one_clear_error(tmp_path, spoil, message):
+    source = _fine_tuned(tmp_path / "source", "ForSequenceClassification",
+                         id2label={"0": "A", "1": "B"}, label2id={"A": 0, "B": 1})
+    spoil(source)
+    with pytest.raises(UserError, match=message):
+        convert(source, tmp_path / "out", "hf")
+
+
+def test_unusual_heads_and_settings_are_no_traceback(tmp_path):
+    source = _fine_tuned(tmp_path / "null", "ForSequenceClassification", id2label=None)
+    convert(source, tmp_path / "out", "hf")
+    tensors = load_file(source / "model.safetensors")
+    for end in ("weight", "bias"):
+        tensors[f"classifier.out_proj.{end}"] = tensors.pop(f"classifier.{end}")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "out", "hf")
+    source = _fine_tuned(tmp_path / "quantized", "Model", quantization_config={"bits": 8})
+    with pytest.raises(UserError, match=r"config.json: quantization_config: .*as it was before"):
+        convert(source, tmp_path / "out", "hf")
+    source = _fine_tuned(tmp_path / "act", "Model", conv_kernel_size=3, conv_act="relu")
+    with pytest.raises(UserError, match=r"config.json: conv_act: "):
+        convert(source, tmp_path / "out", "hf")
+
+
+def test_where_the_command_runs_is_not_replaced(tmp_path, sound, monkeypatch):
+    """`--out .` in an empty directory was a traceback."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "..", tmp_path / "here"):
+        with pytest.raises(UserError, match="working directory"):
+            convert(sound, out, "hf")

@@ -39,8 +39,12 @@ _FIXED = {
 _UNDERSTOOD = {*_SAME_MEANING.values(), *_FIXED, "position_buckets", "relative_attention",
                "pos_att_type", "share_att_key", "norm_rel_ebd", "position_biased_input",
                "conv_kernel_size", "conv_act", "embedding_size", "attention_head_size",
-               "pad_token_id", "padding_idx", "model_type", "architectures", "dtype",
-               "torch_dtype", "transformers_version", "tie_word_embeddings", "_name_or_path"}
+               "pad_token_id", "padding_idx", "model_type", "dtype", "torch_dtype",
+               "transformers_version", "tie_word_embeddings", "_name_or_path"}
+_PARTLY_SAME = {  # ours: theirs, where the values differ
+    "position_terms": "pos_att_type", "share_position_projections": "share_att_key",
+    "relative_norm": "norm_rel_ebd", "absolute_input": "position_biased_input",
+    "conv_kernel": "conv_kernel_size", "conv_activation": "conv_act"}
 
 
 def is_v1_shape(config: ModelConfig) -> bool:
@@ -53,8 +57,8 @@ def is_v1_shape(config: ModelConfig) -> bool:
 def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfig, dict]:
     """Return (ModelConfig, remaining keys) of a Hugging Face or microsoft configuration.
 
-    The remaining keys (labels, pooler, ...) do not concern the encoder and are written back on
-    export. Whether a v1 model has key biases is in its tensors only, so the caller says.
+    The remaining keys (labels, pooler, class ...) do not concern the encoder and are written back
+    on export. Whether a v1 model has key biases is in its tensors only, so the caller says.
     """
     if not isinstance(values, dict):
         raise UserError(f"{place}: not a JSON object; a model configuration is expected")
@@ -88,6 +92,8 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
     if ours["conv_kernel"]:
         ours["conv_activation"] = values.get("conv_act", "tanh")
     rest = {key: value for key, value in values.items() if key not in _UNDERSTOOD}
+    if pad_id := values.get("pad_token_id", values.get("padding_idx")):
+        rest["pad_token_id"] = pad_id
     return model_config(ours, place), _with_hugging_face_heads(rest)
 
 
@@ -102,7 +108,8 @@ def model_config(values: dict, place: str) -> ModelConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "values"
-        raise UserError(f"{place}: {_SAME_MEANING.get(where, where)}: {first['msg']}") from None
+        where = (_SAME_MEANING | _PARTLY_SAME).get(where, where)
+        raise UserError(f"{place}: {where}: {first['msg']}") from None
 
 
 # Settings of fine-tuned heads, {microsoft: Hugging Face}; there the pooler has a dict of its own.
@@ -133,6 +140,9 @@ def _with_microsoft_heads(rest: dict) -> dict:
 
 
 def _refuse_unsupported(values: dict, ours: dict, place: str) -> None:
+    if values.get("quantization_config"):
+        raise UserError(f"{place}: quantization_config: quantized weights are not read; give the "
+                        "model as it was before")
     checks = dict(_FIXED)
     hidden, heads = ours["hidden_size"], ours["num_heads"]
     checks["embedding_size"] = (hidden, hidden)
@@ -147,7 +157,11 @@ _TERMS = {"c2p", "p2c"}
 
 
 def _terms(values: dict, place: str) -> tuple[str, ...]:
-    given = values.get("pos_att_type") or []
+    """Return the position terms. Without the key microsoft's code has c2p, where attention is
+    relative (deberta/disentangled_attention.py), and transformers none.
+    """
+    is_microsoft = "model_type" not in values and values.get("relative_attention")
+    given = values.get("pos_att_type", "c2p" if is_microsoft else None) or []
     if isinstance(given, str):
         given = given.lower().split("|")
     if not isinstance(given, list) or not all(isinstance(term, str) for term in given):
@@ -163,7 +177,7 @@ def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> 
     """Return the `config.json` values of an encoder; `kind` is its model_type."""
     values = rest | _common(config) | {
         "model_type": kind,
-        "pad_token_id": 0,
+        "pad_token_id": rest.get("pad_token_id", 0),
         "pos_att_type": list(config.position_terms),
         "tie_word_embeddings": True,
     }
@@ -175,8 +189,10 @@ def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> 
 
 def to_microsoft(config: ModelConfig, rest: dict[str, Any]) -> dict:
     """Return the `model_config.json` values of an encoder."""
-    return _with_microsoft_heads(rest) | _common(config) | {
-        "padding_idx": 0,
+    ours = {key: value for key, value in rest.items()
+            if key not in ("architectures", "pad_token_id")}
+    return _with_microsoft_heads(ours) | _common(config) | {
+        "padding_idx": rest.get("pad_token_id", 0),
         "pos_att_type": "|".join(config.position_terms) or "none",
         "attention_head_size": config.head_size,
     }

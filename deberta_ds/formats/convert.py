@@ -84,8 +84,12 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
 
 
 def check_out(out: str | Path) -> None:
-    """Raise UserError if `out` is a file, or holds anything but an older conversion."""
+    """Raise UserError if `out` is a file, holds anything but an older conversion, or is where this
+    command runs: what is written takes the place of the whole directory.
+    """
     out = Path(out)
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise UserError(f"{out}: is the working directory, or around it; name a new directory")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a directory to write")
     if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():

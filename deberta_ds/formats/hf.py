@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs, names
 from deberta_ds.formats.relative_rows import UNREAD_ROWS, without_unread_rows
@@ -39,10 +40,10 @@ _HEAD_OF = {
 def write_hugging_face(release: Release, out: Path) -> list[str]:
     """Write a release as a Hugging Face directory; return notes on what went where."""
     notes, tokenizer = [], open_tokenizer(release.tokenizer_files)
-    pad_id = tokenizer.pad_id if tokenizer else 0
     for name, network in release.networks().items():
         directory = out / GENERATOR_DIRECTORY if name == "generator" else out
         directory.mkdir(parents=True, exist_ok=True)
+        pad_id = tokenizer.pad_id if tokenizer else network.rest.get("pad_token_id", 0)
         notes += [f"{name}: {note}" for note in _write_network(network, directory, pad_id)]
         notes += write_tokenizer_files(release.tokenizer_files, directory,
                                        release.main.config.max_position)
@@ -56,31 +57,67 @@ def model_type(network: Network) -> str:
 
 
 def head_class(network: Network) -> str:
-    """Return the end of the transformers class that holds the network."""
+    """Return the end of the transformers class that holds the network: the fine-tuned one that the
+    source names, if its heads are there, else what the heads say.
+    """
+    named = [name.removeprefix("Deberta").removeprefix("V2")
+             for name in network.rest.get("architectures") or () if isinstance(name, str)]
+    is_classifier = "classifier.weight" in network.tensors
+    for end in named:
+        if end in _HEAD_OF and end not in ("Model", "ForMaskedLM") and all(
+                network.has(head) and (is_classifier or head != "classifier.")
+                for head in _HEAD_OF[end]):
+            return end
     if network.has("rtd_head."):
         return "Model"
-    if network.has("pooler.") and network.has("classifier."):
-        # One score for each of several choices; a regression has one label.
-        labels = len(network.rest.get("id2label", ()))
-        several = labels > 1 and network.tensors["classifier.weight"].size(0) == 1
-        return "ForMultipleChoice" if several else "ForSequenceClassification"
+    if network.has("pooler.") and is_classifier:
+        return "ForMultipleChoice" if _chooses(network) else "ForSequenceClassification"
     if network.has("qa_outputs."):
         return "ForQuestionAnswering"
-    if network.has("classifier.") and not network.has("proj."):
+    if is_classifier and not network.has("proj."):
         return "ForTokenClassification"
     return "ForMaskedLM" if network.has("mlm_head.") else "Model"
 
 
+def _chooses(network: Network) -> bool:
+    """Return whether a classifier has one score for each of several choices, as a regression with
+    its one label has not; transformers has no such class of v1.
+    """
+    labels = len(network.rest.get("id2label") or ())
+    return (labels > 1 and network.tensors["classifier.weight"].size(0) == 1
+            and model_type(network) == configs.V2)
+
+
+def _check_head(network: Network, head: str) -> None:
+    """UserError if heads of fine-tuning are not of the shapes that their transformers class has."""
+    width = network.config.hidden_size
+    labels = len(network.rest.get("id2label") or ())
+    shapes = {"pooler.dense.weight": (width, width), "qa_outputs.weight": (2, width)}
+    tensor = network.tensors.get("classifier.weight")
+    if tensor is not None:
+        is_choice = head == "ForMultipleChoice" or tensor.size(0) == 1
+        shapes["classifier.weight"] = (tensor.size(0) if is_choice or not labels else labels, width)
+    for name, shape in shapes.items():
+        found = network.tensors.get(name)
+        if name.startswith(_HEAD_OF[head]) and found is not None and found.shape != shape:
+            raise UserError(f"{name} has shape {tuple(found.shape)}, but {head} with "
+                            f"{labels or 'its'} labels asks for {shape}; mend id2label of the "
+                            "source's config.json, or the file is of another model")
+
+
 def _write_network(network: Network, directory: Path, pad_id: int) -> list[str]:
     kind, head = model_type(network), head_class(network)
+    _check_head(network, head)
     main, side, notes = split_tensors(network, kind, head)
     values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest)
     values |= {"architectures": [_CLASS_PREFIX[kind] + head], "pad_token_id": pad_id}
     values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
     if head == "ForMaskedLM":
         values["legacy"] = False  # the head with microsoft's names
-    if "classifier.weight" in main and "id2label" not in values:
-        classes = main["classifier.weight"].size(0)
+    classes = main["classifier.weight"].size(0) if "classifier.weight" in main else 0
+    if head != "ForMultipleChoice" and classes == 1 < len(values.get("id2label") or ()):
+        del values["id2label"]  # a choice of a v1 model: one score for each
+    if classes and not values.get("id2label"):
         values["id2label"] = {str(number): f"LABEL_{number}" for number in range(classes)}
         values["label2id"] = {f"LABEL_{number}": number for number in range(classes)}
     write_safetensors(directory / SAFETENSORS, main, {"format": "pt"})

@@ -13,7 +13,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs, names
 from deberta_ds.formats.release import Network, Release, with_zero_key_biases
 from deberta_ds.formats.tensors import PICKLE, write_bin
-from deberta_ds.formats.tokenizer_files import copy_tokenizer_files
+from deberta_ds.formats.tokenizer_files import copy_tokenizer_files, open_tokenizer
 
 FILES = {"main": (PICKLE, "model_config.json"),
          "generator": ("pytorch_model.generator.bin", "generator_config.json")}
@@ -22,12 +22,13 @@ FILES = {"main": (PICKLE, "model_config.json"),
 def write_microsoft(release: Release, out: Path) -> list[str]:
     """Write a directory in microsoft's format; return notes on what was written and derived."""
     out.mkdir(parents=True, exist_ok=True)
-    notes = []
+    notes, tokenizer = [], open_tokenizer(release.tokenizer_files)
+    own = {"pad_token_id": tokenizer.pad_id} if tokenizer else {}
     for name, network in release.networks().items():
         weights, config = FILES[name]
         tensors = microsoft_tensors(network, notes)
         write_bin(out / weights, tensors)
-        values = configs.to_microsoft(network.config, network.rest)
+        values = configs.to_microsoft(network.config, network.rest | own)
         write_atomic(out / config, json.dumps(values, indent=2) + "\n")
         notes.append(f"written: {out / weights} ({len(tensors)} tensors)")
         if not network.config.absolute_input and "positions.weight" not in network.tensors:

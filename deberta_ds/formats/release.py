@@ -18,6 +18,8 @@ from deberta_ds.model.backbone import Backbone, on_meta
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
 
 @dataclass
 class Network:
@@ -68,9 +70,10 @@ def check_network(network: Network, place: str) -> None:
         if found != shape:
             raise UserError(f"{place}: {name} has shape {found}, but the configuration asks for "
                             f"{shape}")
-        if not network.tensors[name].is_floating_point():
-            raise UserError(f"{place}: {name} holds {network.tensors[name].dtype}, not floats")
     for name, tensor in network.tensors.items():
+        if tensor.dtype not in _DTYPES and (name in shapes or tensor.is_floating_point()):
+            raise UserError(f"{place}: {name} holds {tensor.dtype}, not floats of 16, 32 or 64 "
+                            "bits")
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"{place}: {name} holds NaN or infinity: the model diverged, or its "
                             "file is damaged")
