@@ -47,10 +47,16 @@ def main() -> None:
     if not corpora:
         raise UserError(f"{options.run}: the run has no data.eval; name a packed corpus "
                         "with --data")
+    stored = {} if options.generator else run.data.eval_replacements
+    if run.objective.kind == "rtd_cached" and not options.generator and not stored.keys() >= \
+            corpora.keys():
+        raise UserError(f"{options.run}: --data has no stored replacements, which this run is to "
+                        "find; name a --generator to make them, or leave --data out")
     tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
     rows = {name: eval_rows(path, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
                             eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
-                            across_documents=run.data.across_documents, rules=rules)
+                            across_documents=run.data.across_documents, rules=rules,
+                            replaced=stored.get(name, ""))
             for name, path in corpora.items()}
     if options.generator:
         from deberta_ds.analysis.common_generator import score_discriminator

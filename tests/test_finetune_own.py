@@ -1,10 +1,12 @@
 """A task of one's own: every kind of table and label, learned by heart, predicted from a file."""
 
+import dataclasses
 import json
 import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rank_helpers import run as run_ranks
@@ -21,6 +23,7 @@ from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.settings import Settings, load, resolve
+from deberta_ds.finetune.submission import as_written
 from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
 ROOT = Path(__file__).parent.parent
@@ -336,6 +339,7 @@ MISTAKES = [
     ({"labels": ["animal", "thing", "x"], "metrics": ["matthews"]}, "'matthews' is of two labels"),
     ({"labels": ["animal", "thing", "thing"]}, "labels names a label twice: animal, thing, thing"),
     ({"kind": "spans", "texts": ["extra", "words"], "label": "labl"}, "no column 'labl'"),
+    ({"metrics": ["binary_f1"]}, "the F1 of the second of two labels.*labels = .*animal"),
     ({"choices": ["a"]}, 'choices are needed for kind = "choice", and for no other kind'),
     ({"kind": "tags", "texts": ["words"]}, r"field \"words\"|tags for|must be"),
     ({"kind": "regression"}, "must be a number|finite number"),
@@ -360,6 +364,19 @@ def test_a_mistake_is_one_clear_error(tmp_path, change, message):
         task, _, _ = load_own_task(path)
         resolve(task, {})
         read_split(task, ".", "train")
+
+
+def test_tags_of_an_unknown_scheme_are_refused(tmp_path):
+    rows = [{"words": ["cat", "moon"], "label": ["X-ANIMAL", "O"]}] * 4
+    path = write_task(tmp_path, "tags", rows, texts=["words"])
+    with pytest.raises(UserError, match="tag 'X-ANIMAL' is not of IOB, IOBES, BILOU or BMES"):
+        load_own_task(path)
+
+
+def test_a_small_regression_keeps_its_digits():
+    """Predictions were rounded to four decimals, as nobody asked."""
+    task = dataclasses.replace(task_named("RTE"), head="regress", labels=("score",))
+    assert as_written(task, float(np.float32(3.7123456e-5))) == 3.712346e-05
 
 
 def test_settings_in_a_task_file_are_checked(tmp_path):

@@ -151,6 +151,7 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     (["O", "E-PER", "I-PER"], [("PER", 1, 2), ("PER", 2, 3)]),
     (["NOUN", "NOUN", "O"], [("NOUN", 0, 2)]),
     (["B-PER", "L-PER", "U-LOC", "U-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
+    (["B-PER", "M-PER", "E-PER", "S-LOC"], [("PER", 0, 3), ("LOC", 3, 4)]),  # BMES
     (["O", "O"], []), ([], []),
 ])  # fmt: skip
 def test_spans_are_those_of_conlleval(tags, spans):

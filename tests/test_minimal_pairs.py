@@ -30,7 +30,7 @@ from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.records import read_metrics
 from deberta_ds.report.pairs_page import pairs_page
 from deberta_ds.tokenizer import piece_starts_word
-from deberta_ds.train.minimal_pairs import score_minimal_pairs
+from deberta_ds.train.minimal_pairs import outcome, score_minimal_pairs
 
 PAIRS = [
     MinimalPair("The quick foxes jump over it.", "The quick foxes jumps over it.", "a", "one"),
@@ -194,6 +194,37 @@ def test_a_constant_model_gets_exactly_half():
 def test_a_tie_counts_half_and_rounding_is_a_tie():
     scores = np.array([[-3.0, -4.0], [-4.0, -3.0], [-5.0, -5.0], [-5.0, -5.0 - 1e-7], [0.0, 0.0]])
     assert minimal_pairs.outcomes(scores).tolist() == [1, 0, 0.5, 0.5, 0.5]
+
+
+def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
+    """A diverged model got 0 % and no word."""
+    model = dataclasses.replace(discriminator(), masked_lm=masked_model().masked_lm)
+    with torch.no_grad():
+        model.masked_lm[0].weight.fill_(torch.nan)
+    with pytest.raises(UserError, match=r"PLL by word: the score of 'The .* is no number"):
+        minimal_pairs.score_pairs(model, PAIRS)
+    assert math.isnan(outcome(math.nan, 1.0)) and math.isnan(outcome(-math.inf, math.nan))
+
+
+def test_a_readme_is_no_paradigm_and_two_files_of_one_name_are_two(tmp_path):
+    for language in ("de", "fr"):
+        (tmp_path / language).mkdir()
+        (tmp_path / language / "agreement.jsonl").write_text(
+            '{"sentence_good": "a b", "sentence_bad": "b a"}\n')
+    (tmp_path / "README.txt").write_text("What this is\nand who made it\n")
+    assert [pair.paradigm for pair in read_pairs(tmp_path)] == ["de/agreement", "fr/agreement"]
+
+
+def test_a_damaged_archive_is_one_clear_error(tmp_path):
+    noise = np.random.default_rng(0).bytes(1 << 17).hex()
+    (tmp_path / "own.jsonl").write_text(as_jsonl(PAIRS).replace("fox", noise))
+    with tarfile.open(tmp_path / "pairs.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "own.jsonl", "own.jsonl")
+    data = bytearray((tmp_path / "pairs.tar.xz").read_bytes())
+    data[-1000:-900] = bytes(100)
+    (tmp_path / "pairs.tar.xz").write_bytes(data)
+    with pytest.raises(UserError, match=r"pairs.tar.xz: damaged"):
+        read_pairs(tmp_path / "pairs.tar.xz")
 
 
 def test_every_piece_is_asked_once_in_each_reading():

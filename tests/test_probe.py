@@ -111,7 +111,21 @@ def test_probe_separates_what_is_separable_and_not_what_is_noise():
     assert found["interval"][0] < 0.5 < found["interval"][1]
 
 
+def test_the_majority_of_equal_classes_is_the_first_by_name():
+    """It was the first of a set, so another one in each process."""
+    states = np.random.default_rng(0).normal(size=(40, 3))
+    found = probe(states, ["b", "a"] * 20, states[:4], ["a", "a", "a", "b"])
+    assert found["majority"] == 0.75
+
+
+def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
+    longer = [dataclasses.replace(rows[0], input_ids=np.zeros(65, np.int64))]
+    with pytest.raises(UserError, match="has 64 positions, but the rows have up to 65 tokens"):
+        score_discriminator(model, model, longer)
+
+
 @pytest.mark.parametrize("line, message", [
+    ('{"text": " ", "label": 1}', "line 2.*its text is empty"),
     ("{", "line 2"), ('{"text": "a"}', "KeyError"), ('{"text": 3, "label": 1}', "line 2"),
     ('{"text": "a", "label": true}', "the label must be"), ("", "2 classes|at least two classes")])
 def test_bad_examples_are_named(tmp_path, line, message):

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -173,6 +175,19 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path
     start = load_backbone(GENERATOR).masked_lm[0].weight
     moved = (model.backbone.words.weight - start).abs().max()
     assert 0 < moved < 0.1  # the table began as the generator's
+    evaluated = evaluate("--run", tmp_path / "whole")
+    assert evaluated.returncode == 0, evaluated.stderr
+    scores = json.loads(evaluated.stdout)  # of its stored replacements, not of masked rows
+    assert "roc_auc" in scores
+    for name, value in scores.items():
+        assert value == pytest.approx(found[-1][name], rel=1e-5), name
+    refused = evaluate("--run", tmp_path / "whole", "--data", OLD / "train")
+    assert refused.returncode == 2 and "no stored replacements" in refused.stderr
+
+
+def evaluate(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "launch/evaluate.py", *map(str, arguments)],
+                          capture_output=True, text=True, cwd=ROOT)
 
 
 def test_what_does_not_fit_is_refused(stored, tmp_path):

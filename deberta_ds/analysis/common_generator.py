@@ -31,6 +31,11 @@ def score_discriminator(discriminator: str | Path, generator: str | Path, rows: 
             and judge.tokenizer.sha256 == writer.tokenizer.sha256):
         raise UserError(f"{generator}: its tokenizer is not that of {discriminator}, so its "
                         "replacements mean nothing to it")
+    longest = max(len(row.input_ids) for row in rows)
+    for path, model in ((discriminator, judge), (generator, writer)):
+        if longest > model.model_config.max_position:
+            raise UserError(f"{path}: has {model.model_config.max_position} positions, but the "
+                            f"rows have up to {longest} tokens")
     return score_rows(judge, writer, rows)
 
 

@@ -70,6 +70,11 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
         scores |= {name: values[place] for name, values in _likelihoods(model, sentences).items()}
     if model.replaced_token_head is not None:
         scores |= _originality(model, sentences, place)
+    for name, values in scores.items():
+        if len(wrong := np.flatnonzero(~np.isfinite(values).all(axis=1))):
+            raise UserError(f"{SCORERS[name]}: the score of {texts[2 * wrong[0]]!r} or of its pair "
+                            f"is no number ({len(wrong):,} pairs of {len(pairs):,}); the model "
+                            "diverged, or its files are damaged")
     unknown = sum(ids.count(model.tokenizer.unk_id) for ids in encoded)
     return PairScores(scores, len(texts), unknown, time.monotonic() - started)
 
@@ -148,8 +153,6 @@ def summarize(scored: PairScores, pairs: list[MinimalPair]) -> dict:
 
 
 def _summary(outcome: np.ndarray, pairs: list[MinimalPair]) -> dict:
-    if not np.isfinite(outcome).all():
-        raise UserError("the model's scores are not finite")
     phenomenon_of = dict(sorted((pair.paradigm, pair.phenomenon) for pair in pairs))
     names = np.array([pair.paradigm for pair in pairs])
     by_paradigm = {name: outcome[names == name] for name in phenomenon_of}
@@ -226,6 +229,6 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
              f"{result['seconds']:.1f} s ({rate:,.0f} a second); chance is 50; in brackets: "
              f"{result['interval']}"]
     if result["unknown_pieces"]:
-        notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer "
-                     "and were not scored")
+        notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer: "
+                     "likelihoods leave them out, a discriminator judges them as they are")
     return "\n".join([text, *notes])

@@ -38,6 +38,8 @@ def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[t
             if not all(isinstance(text, str) for text in found[:-1]):
                 raise TypeError("not text")
             texts.append(tuple(normalise(text) for text in found[:-1]))
+            if not any(texts[-1]):
+                raise ValueError("its text is empty")
         except (ValueError, KeyError, TypeError, BadTextError) as error:
             raise UserError(f"{place}: must be a JSON object with text under {', '.join(keys)} and "
                             f"a label under {label} ({type(error).__name__}: {error})") from None
@@ -57,6 +59,10 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
     if model.tokenizer is None:
         raise UserError("no tokenizer beside the model; put its files there")
     ids = [_encode(model, text) for text in texts]
+    if empty := [text for text, found in zip(texts, ids, strict=True)
+                 if len(found) == 1 + len(text)]:
+        raise UserError(f"the tokenizer has no piece for {empty[0]!r} ({len(empty)} inputs of "
+                        f"{len(texts)}); take such inputs out")
     found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
     for work in cut_work(np.array([len(one) for one in ids])):
         inputs_BL = torch.tensor([ids[item] for item in work.items],
@@ -78,14 +84,16 @@ def _encode(model: LoadedModel, text: tuple) -> list[int]:
 
 
 def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: list) -> dict:
-    """Return accuracy, its 95 % interval over test examples, and the majority baseline."""
+    """Return accuracy, its 95 % interval over test examples, and the majority baseline (of classes
+    as frequent in train, the first by name).
+    """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    counts = {label: train_labels.count(label) for label in set(train_labels)}
+    counts = {label: train_labels.count(label) for label in sorted(set(train_labels))}
     folds = min(5, *counts.values())
     if folds < 2:
         alone = min(counts, key=counts.get)

@@ -6,19 +6,21 @@ Formats, told apart by the files' names and keys, in a directory, a tar archive 
     Zorro   .txt, named PHENOMENON-PARADIGM.txt: a bad line, then its good one, and so on
 
 A paradigm is a set of pairs made alike; a phenomenon holds paradigms. Without names the paradigm is
-the file's name, and the phenomenon is the paradigm.
+the file's name (with its directory, where several files have one name), and the phenomenon is the
+paradigm. In a directory or an archive a .txt without a dash in its name is no pairs but a README.
 """
 
 import json
 import random
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from deberta_ds import shipped
 from deberta_ds.data.prep.text import BadTextError, normalise
-from deberta_ds.errors import UserError, naming, refuse_pipe
+from deberta_ds.errors import UserError, naming
 from deberta_ds.json_files import parse_json
 from deberta_ds.tokenizer import Tokenizer
 
@@ -43,13 +45,18 @@ class MinimalPair:
 def read_pairs(path: str | Path) -> list[MinimalPair]:
     """Return the pairs of `path`, files in the order of their names; UserError names a bad line."""
     pairs = []
-    for place, name, data in _files(shipped.find(path)):
+    files = list(_files(shipped.find(path)))
+    known = Counter(Path(name).stem for _, name, _ in files)
+    for place, name, data in files:
         try:
             lines = data.decode("utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             raise UserError(f"{place}: byte {error.start} is not UTF-8") from None
         reader = _zorro if name.endswith(".txt") else _jsonl
-        pairs += reader(place, Path(name).stem, [line.removesuffix("\r") for line in lines])
+        stem = Path(name).stem
+        if known[stem] > 1:
+            stem = Path(name).with_suffix("").as_posix()
+        pairs += reader(place, stem, [line.removesuffix("\r") for line in lines])
     if not pairs:
         raise UserError(f"{path}: no pairs; a .jsonl with sentence_good and sentence_bad, a .txt "
                         "of Zorro, or a directory or tar archive of such files is expected")
@@ -81,11 +88,12 @@ def encode_sentences(sentences: list[str], tokenizer: Tokenizer, longest: int) -
 
 
 def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (place for errors, file name, contents) in the order of the names."""
+    """Yield (place for errors, name below `path`, contents) in the order of the names."""
     if path.is_dir():
         for file in sorted(path.rglob("*")):
-            if file.is_file() and file.suffix in _SUFFIXES and not file.name.startswith("."):
-                yield str(file), file.name, file.read_bytes()
+            if file.is_file() and _holds_pairs(file):
+                with naming(file):
+                    yield str(file), str(file.relative_to(path)), file.read_bytes()
     elif not path.exists():
         raise UserError(f"{path}: no such file or directory; name minimal pairs, such as BLiMP's "
                         "data directory")
@@ -97,17 +105,20 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
         yield from _members(path)
 
 
+def _holds_pairs(file: Path) -> bool:
+    return (file.suffix == ".jsonl" or file.suffix == ".txt" and "-" in file.stem) \
+        and not file.name.startswith(".")
+
+
 def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    refuse_pipe(path)
     try:
-        with tarfile.open(path) as archive:
-            members = [member for member in archive.getmembers() if member.isfile()
-                       and Path(member.name).suffix in _SUFFIXES
-                       and not Path(member.name).name.startswith(".")]
+        with naming(path), tarfile.open(path) as archive:
+            members = [member for member in archive.getmembers()
+                       if member.isfile() and _holds_pairs(Path(member.name))]
             for member in sorted(members, key=lambda member: member.name):
                 data = archive.extractfile(member).read()
-                yield f"{path}, {member.name}", Path(member.name).name, data
-    except (tarfile.TarError, EOFError, OSError) as error:
+                yield f"{path}, {member.name}", member.name, data
+    except tarfile.TarError as error:
         raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive "
                         f"({error})") from None
 

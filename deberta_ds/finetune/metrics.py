@@ -171,7 +171,8 @@ def span_f1(
 
 
 def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (kind, first word, end word) of the spans that IOB1, IOB2, IOBES or BILOU tags mark.
+    """Return (kind, first word, end word) of the spans that IOB1, IOB2, IOBES, BILOU or BMES tags
+    mark.
 
     A span starts at B-, S-, a change of kind, after E- or S-, or at an I- or E- after O; tags
     without a dash are kinds of their own.
@@ -180,7 +181,7 @@ def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     last_prefix, last_kind, start = "O", "", 0
     for word, tag in enumerate([*tags, "O"]):
         prefix, _, kind = tag.partition("-") if tag[1:2] == "-" else ("I", "", tag)
-        prefix = {"L": "E", "U": "S"}.get(prefix, prefix)  # BILOU
+        prefix = {"L": "E", "U": "S", "M": "I"}.get(prefix, prefix)  # BILOU, BMES
         if tag == "O":
             prefix, kind = "O", ""
         inside = (last_prefix in "BI" and prefix in "IE" and kind == last_kind)

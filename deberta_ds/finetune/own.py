@@ -13,6 +13,7 @@
 It becomes a `Task`, so that everything after that is what the benchmarks' tasks use.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -97,6 +98,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     else:
         labels, said = _labels(own, Path(files["train"]), path)
         task = replace(task, labels=labels)
+        _check_positive(own, labels, path)
         if len(labels) != 2 and (wrong := set(own.metrics) & set(_OF_TWO)):
             raise UserError(f"{path}: metrics: {sorted(wrong)[0]!r} is of two labels, and there "
                             f"are {len(labels)}; take macro_f1 or matthews_multi")  # fmt: skip
@@ -153,6 +155,23 @@ def _check(own: OwnTask, path: Path) -> None:
     if len(set(own.labels)) < len(own.labels):
         raise UserError(f"{path}: labels names a label twice: {', '.join(own.labels)}")
     validate(Settings, dict(own.settings), f"{path}, [settings]")
+
+
+_PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
+_PREFIXES = "BIESLUM"
+
+
+def _check_positive(own: OwnTask, labels: tuple[str, ...], path: Path) -> None:
+    """UserError if it is not plain of which of two labels an F1 is, or where tags begin spans."""
+    if wanted := [name for name in own.metrics if name in ("binary_f1", "f1a")]:
+        if not own.labels and labels not in _PLAIN:
+            raise UserError(f"{path}: metrics: {wanted[0]} is the F1 of the second of two labels; "
+                            f"say which it is: labels = {json.dumps(list(labels))}, or the other "
+                            "way around")
+    odd = [label for label in labels if label[1:2] == "-" and label[0] not in _PREFIXES]
+    if own.kind == "tags" and odd and "span_f1" in (own.metrics or ("span_f1",)):
+        raise UserError(f"{path}: the tag {odd[0]!r} is not of IOB, IOBES, BILOU or BMES, which "
+                        "span_f1 counts spans of; rename it, or take tag_accuracy")
 
 
 def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str]:

@@ -10,6 +10,7 @@ import os
 import random
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,9 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
             if example.id and split != "train":  # what its prediction is filed under
                 name = example.id
             if name in seen:
-                raise UserError(f"{place}: idx {name} was already used at {seen[name]}")
+                what = "id" if name == example.id else "idx"
+                raise UserError(f"{place}: {what} {name} was already used at {seen[name]}; each "
+                                "needs its own, under which its prediction is filed")
             seen[name] = place
             examples.append(example)
     official = task.count(split)
@@ -121,6 +124,10 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
     kept = tuple(example for group in groups.values() for example in group)
     if not train or not kept:
         raise UserError(f"{val.source}: too few passages to carve a train split from")
+    names = Counter(example.id for example in kept if example.id)
+    if names and (twice := names.most_common(1)[0])[1] > 1:
+        raise UserError(f"{val.source}: {twice[1]} rows have the id {twice[0]!r}; each that is "
+                        "evaluated needs its own, under which its prediction is filed")
     note = f"{val.source} carved by passage, seed {seed}"
     return (
         Split(val.task, "train", note, tuple(train)),

@@ -48,7 +48,7 @@ def as_written(task: Task, prediction: Prediction) -> Any:
     if task.head in ("mentions", "answer"):
         return prediction
     if task.head == "regress":
-        return round(prediction, 4)
+        return float(f"{prediction:.7g}")  # what fp32 holds
     return names[prediction]
 
 

@@ -55,7 +55,11 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
 
 
 def outcome(good: float, bad: float) -> float:
-    """Return 1 if the good sentence has the higher score, 0 if the bad one, 0.5 for a tie."""
+    """Return 1 if the good sentence has the higher score, 0 if the bad one, 0.5 for a tie, NaN if
+    a score is no number.
+    """
+    if not (math.isfinite(good) and math.isfinite(bad)):
+        return math.nan
     if abs(good - bad) <= TIE * max(abs(good), abs(bad)):
         return 0.5
     return float(good > bad)

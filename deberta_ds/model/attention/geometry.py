@@ -1,11 +1,13 @@
 """Relative positions: which row of the relative table serves a signed distance (query minus key).
 
 Sources: the log buckets of DeBERTa v2/v3 (`make_log_bucket_position`, official
-`DeBERTa/deberta/da_utils.py`) and the plain clamp of DeBERTa v1 (He et al. 2021, section 3.1).
-The table is built on the CPU and shipped as integers: a distance such as 511 lands exactly on an
-integer before `ceil`, so a device's fast logarithm must never decide a bucket. The official code
-computes in fp32, and rounds to the other side of such an integer for a few geometries: the same
-steps are taken here in fp32, each of them correctly rounded.
+`DeBERTa/deberta/da_utils.py` and transformers' modeling_deberta_v2.py) and the plain clamp of
+DeBERTa v1 (He et al. 2021, section 3.1). The table is built on the CPU and shipped as integers: a
+distance such as 511 lands exactly on an integer before `ceil`, so a device's fast logarithm must
+never decide a bucket. Both codes compute in fp32, and round to the other side of such an integer
+for a few geometries: the steps of transformers, which exports are read by, are taken here in fp32,
+each of them correctly rounded. The official code rounds one of them later, which moves one distance
+to the next bucket in about 1 of 20 geometries; none where buckets // 2 is a power of two.
 """
 
 from dataclasses import dataclass
