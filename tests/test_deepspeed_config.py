@@ -55,6 +55,7 @@ def problems(values: dict, tmp_path) -> str:
     ({"bf16": {"check_grad_overflow": False}}, "the step relies on it"),
     ({"fp16": {"enabled": True, "hysteresis": True}}, "fp16.hysteresis = True: must be a whole"),
     ({"fp16": {"enabled": True, "loss_scale": float("nan")}}, "must be a finite number"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 1000}}, "initial_scale_power = 1000: must"),
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale must be > 0"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "input should be 'bfloat16'"),
     ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["os.path"]}},

@@ -25,6 +25,7 @@ _MODELS = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config
 _ON_GPUS = ("zero_quantized_weights", "zero_quantized_gradients",
             "zero_quantized_nontrainable_weights")
 _LARGEST = (1 << 63) - 1
+_LARGEST_POWER = 32  # of 2, of a loss scale: far above all that trains; torch takes 62
 # Parts of DeepSpeed 0.19 that the code uses and that are documented nowhere, by who has them.
 MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
                 "get_accelerator")
@@ -182,6 +183,10 @@ def _problems_between(values: dict) -> list[str]:
             problems.append(f'{where}.device = "nvme": needs ZeRO stage 3, not {stage}')
         if device == "nvme" and not section.get("nvme_path"):
             problems.append(f'{where}.nvme_path: missing; "nvme" needs a fast local directory')
+    power = values.get("fp16", {}).get("initial_scale_power", 0)
+    if not 0 <= power <= _LARGEST_POWER:
+        problems.append(f"fp16.initial_scale_power = {power}: must be 0 to {_LARGEST_POWER}; the "
+                        "first loss scale is 2 to that power")
     if zero.get("allgather_bucket_size", 0) % 2:
         problems.append("zero_optimization.allgather_bucket_size: must be even")
     if zero.get("zero_hpz_partition_size", 1) != 1 and stage != 3:
