@@ -19,10 +19,13 @@ _LARGEST = 1e300  # beyond it means and sums of doubles overflow
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl in file order; UserError on a line that breaks it."""
-    lines, torn = _read_lines(Path(path))
-    return [parse(Path(path), number, line)
-            for number, line in enumerate(lines + torn, start=1)]
+    """Return the records of a metrics.jsonl in file order; UserError on a line that breaks it.
+
+    A last line that a kill or a crash of the host cut short, so that it has no end, is left out.
+    """
+    lines, tail = _read_lines(Path(path))
+    lines += [tail] if tail and _is_whole(tail) else []
+    return [parse(Path(path), number, line) for number, line in enumerate(lines, start=1)]
 
 
 def corpora_of(record: dict[str, Any]) -> list[str]:
@@ -72,14 +75,24 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
             for key, value in record.items()}
 
 
-def _read_lines(path: Path) -> tuple[list[str], list[str]]:
-    """Return the whole lines, and the text after the last newline: none in a file that ends well.
-    """
+def _read_lines(path: Path) -> tuple[list[str], str]:
+    """Return the whole lines, and the text after the last newline: "" in a file that ends well."""
     if not path.exists():
         raise UserError(f"{path}: no such file; give a directory a run has written to")
     with naming(path):
         *lines, tail = path.read_bytes().decode("utf-8").split("\n")
-    return lines, [tail] if tail else []
+    return lines, tail
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a text can be a line that lacks nothing but its end."""
+    try:
+        parse_json(text, strict=False)
+    except json.JSONDecodeError:
+        return False
+    except ValueError:  # `parse` says what is wrong
+        pass
+    return True
 
 
 def parse(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -90,7 +103,7 @@ def parse(path: Path, number: int, line: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(
             f"{place}: not a whole JSON object ({error.msg}, column {error.colno}); "
-            "resume the run, which cuts a half-written last line, or delete the line"
+            "delete the line"
         ) from None
     except ValueError as error:
         raise UserError(f"{place}: not a record ({error}); delete the line") from None

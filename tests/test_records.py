@@ -83,9 +83,14 @@ def test_a_write_that_fails_half_way_leaves_whole_lines(tmp_path):
     assert steps == list(range(int(done.stdout) + 1)) and len(steps) > 5
 
 
-def test_a_torn_last_line_is_cut_by_the_next_resume(tmp_path):
+def test_a_torn_last_line_is_left_out_and_cut_by_the_next_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{GOOD}\n{GOOD}")  # nothing is lost but the end of the line
+    assert len(read_metrics(path)) == 2
+    path.write_text(f"{GOOD}\n" + "\0" * 100)  # what a file system may leave after a power cut
+    assert len(read_metrics(path)) == 1
     path.write_text(f'{GOOD}\n{{"kind": "event", "step": 9, "event": "save"}}\n{GOOD[:-5]}')
+    assert [record["kind"] for record in read_metrics(path)] == ["train", "event"]
     records.truncate(path, 0)
     assert [record["kind"] for record in read_metrics(path)] == ["event"]
     records.append(path, json.loads(GOOD))

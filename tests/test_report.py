@@ -237,7 +237,7 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     "file, content, words",
     [
-        ("metrics.jsonl", '{"kind": "train", "step": 1}\n{"kind": "tr', "metrics.jsonl, line 2"),
+        ("metrics.jsonl", '{"kind": "train", "step": 1}\n{"kind": "tr\n', "metrics.jsonl, line 2"),
         ("metrics.jsonl", '{"kind": "event", "step": 0, "event": "start"}\n', "no train or eval"),
         ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": NaN}\n', 'line 1: "loss" must be'),
         ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": 1e999}\n', '"loss" must be a num'),

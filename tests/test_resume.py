@@ -60,6 +60,8 @@ def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
     for path in list_steps(tmp_path / "out"):
         if int(path.name[5:]) > 15:  # as if the run had been killed after that save
             shutil.rmtree(path)
+    with open(tmp_path / "out/metrics.jsonl", "a") as file:  # in the middle of a line: such a run
+        file.write('{"kind": "event", "step": 2')  # could not be resumed
     rank_helpers.run(1, command, tmp_path / "resumed.log")
     assert train_lines(tmp_path / "out") == whole
     assert [line[0] for line in whole] == sorted({*range(log_every, 20, log_every), 20})
