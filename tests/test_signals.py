@@ -1,8 +1,10 @@
 """Requests to stop, the launcher that is gone, the lock of an out_dir; without a training run."""
 
+import errno
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -210,6 +212,30 @@ def test_a_damaged_lock_and_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         lock.take(tmp_path / "file" / lock.NAME, lock.this_process(3.0))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_full_disk_leaves_no_lock_and_an_empty_one_keeps_nobody_out(tmp_path, monkeypatch, links):
+    """A start that was killed between creating and writing it kept out every later one."""
+    def no_links(*names):
+        raise PermissionError(errno.EPERM, "Operation not permitted", names[0], None, names[1])
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    path, mine = tmp_path / lock.NAME, lock.this_process(3.0)
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # fails as a full disk does
+    try:
+        with pytest.raises(UserError, match="run.lock: cannot be written"):
+            lock.take(path, mine)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    assert not list(tmp_path.iterdir())
+    for _ in range(2):
+        lock.take(path, mine)
+        assert lock.is_held(tmp_path) and list(tmp_path.iterdir()) == [path]
+        path.write_text("")  # the second one is taken over
+    assert not lock.is_held(tmp_path)
 
 
 def _contend(path, gate, winners) -> None:

@@ -95,9 +95,9 @@ def take(path: Path, mine: Holder, across_hosts: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         while not _create(path, mine):
             holder = _read(path)
-            if holder is None:
+            if holder is None and not _is_empty(path):
                 continue
-            if (across_hosts or holder.machine == mine.machine) and _lives(holder, path):
+            if holder and (across_hosts or holder.machine == mine.machine) and _lives(holder, path):
                 raise UserError(
                     f"{path.parent}: another job writes there: process {holder.pid} on "
                     f"{holder.host}, since {holder.since}; wait for its end, stop it, or choose "
@@ -111,12 +111,36 @@ def take(path: Path, mine: Holder, across_hosts: bool = True) -> None:
 
 
 def _create(path: Path, mine: Holder) -> bool:
+    """Make the lock if there is none: written first, and then named, so it never lacks its text."""
+    text = json.dumps(asdict(mine)) + "\n"
+    temporary = path.with_name(f".{path.name}.{mine.host}.{mine.pid}.tmp")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        temporary.write_text(text)
+        os.link(temporary, path)
     except FileExistsError:
         return False
-    with open(descriptor, "w") as file:
-        file.write(json.dumps(asdict(mine)) + "\n")
+    except OSError as error:
+        if error.filename2 is None:  # not of the link
+            raise
+        return _create_in_place(path, text)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return True
+
+
+def _create_in_place(path: Path, text: str) -> bool:
+    """As `_create`, on a file system without hard links."""
+    try:
+        file = open(path, "x")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(text)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 
@@ -129,9 +153,13 @@ def _take_over(path: Path, mine: Holder) -> None:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return what a lock says, None if there is none; raises UserError if it is damaged."""
+    """Return what a lock says; raises UserError if it is damaged.
+
+    None if there is none, or an empty one: of a job that was killed, or met a full disk, before it
+    had written a word.
+    """
     refuse_pipe(path)
-    deadline = time.monotonic() + 2.0  # it is created first, and then written
+    deadline = time.monotonic() + 2.0  # without hard links it is created first, and then written
     while True:
         try:
             text = path.read_text()
@@ -140,9 +168,17 @@ def _read(path: Path) -> Holder | None:
             return None
         except (ValueError, OSError):
             if time.monotonic() > deadline:
+                if _is_empty(path):
+                    return None
                 raise UserError(f"{path}: damaged; delete it if no job writes to {path.parent}"
                                 ) from None
         time.sleep(0.05)
+
+
+def _is_empty(path: Path) -> bool:
+    with suppress(OSError):
+        return path.stat().st_size == 0
+    return False
 
 
 def _lives(holder: Holder, path: Path) -> bool:
