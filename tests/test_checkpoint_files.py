@@ -1,5 +1,6 @@
 """What a checkpoint survives: every damage is found and named; what is whole is read exactly."""
 
+import errno
 import json
 import os
 import random
@@ -151,6 +152,27 @@ def test_damage_is_found_named_and_passed_over(run_dir, name, damage):
     assert "step-00000006" in found.passed_over[0] and file.name in found.passed_over[0]
     with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
         checkpoint.find(run_dir, str(path_of(run_dir, 6)))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path, monkeypatch, number):
+    """It ended the start, though an older checkpoint was whole."""
+    for step in (4, 6):
+        path = path_of(tmp_path, step)
+        shutil.copytree(ROOT / "tests/fixtures/version_0_1_0/mlm/step-00000004", path)
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(manifest | {"step": step}))
+    real = checkpoint.xxh3
+
+    def fail(file):
+        if file == path / "run.json":
+            raise OSError(number, os.strerror(number), str(file))
+        return real(file)
+
+    monkeypatch.setattr(checkpoint, "xxh3", fail)
+    found = checkpoint.find(tmp_path, "auto")
+    assert found.path == path_of(tmp_path, 4)
+    assert f"run.json cannot be read ({os.strerror(number)})" in found.passed_over[0]
 
 
 def test_every_flipped_bit_of_a_manifest_is_found_or_harmless(run_dir):

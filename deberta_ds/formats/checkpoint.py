@@ -247,13 +247,16 @@ def _files_of_version_1(path: Path) -> set[str]:
 
 
 def _file_problem(file: Path, entry: dict) -> str | None:
-    if not file.is_file():
-        return f"{file.name} is missing"
-    size = file.stat().st_size
-    if size != entry["bytes"]:
-        return f"{file.name} has {size} bytes, not {entry['bytes']} (truncated?)"
-    if xxh3(file) != entry["xxh3"]:
-        return f"{file.name} has another checksum than when it was saved (flipped bits)"
+    try:
+        if not file.is_file():
+            return f"{file.name} is missing"
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            return f"{file.name} has {size} bytes, not {entry['bytes']} (truncated?)"
+        if xxh3(file) != entry["xxh3"]:
+            return f"{file.name} has another checksum than when it was saved (flipped bits)"
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
     return None
 
 
