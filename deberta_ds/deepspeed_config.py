@@ -35,6 +35,7 @@ CODE_KEYS = {
     "scheduler": "optim.schedule, optim.warmup_steps, ...",
     "checkpoint": "the resume code",
 }
+_LARGEST_POWER = 32  # of 2, of a loss scale: far above all that trains; torch takes 62
 _OWN_LOG = "the run writes metrics.jsonl and TensorBoard files itself"
 _ONE_COPY = "there is no model, sequence or expert parallelism here; use ZeRO"
 _OWN_ROWS = "the rows and their order are the run file's"
@@ -242,6 +243,37 @@ def _leaves(section: dict, prefix: str) -> Iterator[tuple[str, object]]:
         yield prefix + key, value
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
+
+
+def problems_between(values: dict) -> list[str]:
+    """Return the rules that DeepSpeed would only find while it builds the engine.
+
+    Many are about the stage, so the planner asks too.
+    """
+    zero = values.get("zero_optimization", {})
+    stage, problems = zero.get("stage", 0), []
+    for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
+        section = zero.get(name) or {}
+        device = section.get("device", "none")
+        where = f"zero_optimization.{name}"
+        if device != "none" and stage not in stages:
+            problems.append(f"{where}: needs ZeRO stage {' or '.join(map(str, stages))}, not "
+                            f"{stage}")
+        if device == "nvme" and stage != 3:
+            problems.append(f'{where}.device = "nvme": needs ZeRO stage 3, not {stage}')
+        if device == "nvme" and not section.get("nvme_path"):
+            problems.append(f'{where}.nvme_path: missing; "nvme" needs a fast local directory')
+    power = values.get("fp16", {}).get("initial_scale_power", 0)
+    if not 0 <= power <= _LARGEST_POWER:
+        problems.append(f"fp16.initial_scale_power = {power}: must be 0 to {_LARGEST_POWER}; the "
+                        "first loss scale is 2 to that power")
+    if zero.get("allgather_bucket_size", 0) % 2:
+        problems.append("zero_optimization.allgather_bucket_size: must be even")
+    if zero.get("zero_hpz_partition_size", 1) != 1 and stage != 3:
+        problems.append("zero_optimization.zero_hpz_partition_size: needs ZeRO stage 3")
+    if stage == 3 and values.get("gradient_predivide_factor", 1.0) != 1.0:
+        problems.append("gradient_predivide_factor: must be 1.0 under ZeRO stage 3; delete it")
+    return problems
 
 
 def zero_stage(values: dict) -> int:

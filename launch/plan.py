@@ -50,7 +50,7 @@ def main() -> None:
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.numbers import format_count
     from deberta_ds.objectives.build import build_model, objective_of
-    from deberta_ds.planner.advice import advise
+    from deberta_ds.planner.advice import advise, offloaded
     from deberta_ds.planner.gpus import card_of
     from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page
@@ -73,7 +73,7 @@ def main() -> None:
         f"{options.nodes} x {options.gpus} {options.gpu.upper()}: {run.train.micro_batch_rows} x "
         f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
         f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "
-        f"{options.mfu:.0%}",
+        f"{options.mfu:.0%}", *offloaded(choices, options.gpus),
     ]
     print("\n".join(facts))
     for line in table(choices, ranks):

@@ -14,7 +14,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.planner.advice import advise
+from deberta_ds.planner.advice import advise, offloaded
 from deberta_ds.planner.communication import (
     Traffic,
     bandwidth,
@@ -111,6 +111,26 @@ def test_table(run_file):
 
 
 BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("name, stages", [("zero2_bf16_offload_cpu", {1, 2, 3}),
+                                          ("zero3_bf16_offload_cpu", {3}),
+                                          ("zero3_bf16_offload_nvme", {3})])
+def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
+    """Weights were taken out of the GPU at every stage, and the fastest of them recommended."""
+    run, _ = config.load(run_file, ["--train.global_batch_rows=64"])
+    ds = deepspeed_config.load(ROOT / f"ds_configs/{name}.json")
+    choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
+    assert {choice.stage for choice in choices} == stages
+    parameters = count_parameters(on_meta(build_model, run))
+    width = 2 * ("offload_param" in ds["zero_optimization"])
+    [line] = offloaded(choices, 4)
+    assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each host's memory" in line
+    assert "not in the times" in line and offloaded([replace(choices[0], memory=replace(
+        choices[0].memory, offloaded=0))], 4) == []
+    best = recommended(choices)
+    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], gpus=4, nodes=1))
+    assert ("no other stage" in text) == (stages == {3})
 
 
 @pytest.mark.parametrize("stage, micro_batches, gathered, gradients, weights, messages", [

@@ -39,11 +39,19 @@ def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parame
     return lines
 
 
+def offloaded(choices: list[Choice], gpus: int) -> list[str]:
+    """Return what a host needs beside its GPUs, and what the times lack; [] without offload."""
+    most = max(choice.memory.offloaded for choice in choices)
+    return [f"offload: {gpus * most / 1e9:,.1f} GB of each host's memory (or disk, where the JSON "
+            "says nvme); the CPU's Adam and the transfers are not in the times"] if most else []
+
+
 def _stage(choices: list[Choice], best: Choice) -> str:
     others = [f"ZeRO-{other.stage} {other.step_seconds:.3f} s"
               + ("" if other.fits else " (does not fit)")
               for other in choices if other.recompute == best.recompute and other is not best]
-    return (f"ZeRO-{best.stage}: a step takes {best.step_seconds:.3f} s; {', '.join(others)}")
+    others = others or ["no other stage goes with the rest of the DeepSpeed JSON"]
+    return f"ZeRO-{best.stage}: a step takes {best.step_seconds:.3f} s; {', '.join(others)}"
 
 
 def _recompute(choices: list[Choice], best: Choice, gpu: Gpu) -> str:

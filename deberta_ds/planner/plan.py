@@ -114,8 +114,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
               ) -> list[Choice]:
     """Return every ZeRO stage x recomputation for `run` on `nodes` x `gpus` of a kind.
 
-    `ds` gives precision, buckets and offload; its stage is replaced. Raises UserError if the
-    batch does not divide.
+    `ds` gives precision, buckets and offload; its stage is replaced, by those that go with the
+    rest of it. Times lack what offload costs. Raises UserError if the batch does not divide.
     """
     ranks = gpus * nodes
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
@@ -133,6 +133,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             if stage == 0 and precision != "fp32":
                 continue  # not offered: ds_configs/README.md
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
+            if deepspeed_config.problems_between(staged):
+                continue  # pretrain would refuse it
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.
             seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]

@@ -16,7 +16,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
-from deberta_ds.deepspeed_config import precision
+from deberta_ds.deepspeed_config import precision, problems_between
 from deberta_ds.errors import UserError
 from deberta_ds.validation import nearest, raise_problems
 
@@ -25,7 +25,6 @@ _MODELS = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config
 _ON_GPUS = ("zero_quantized_weights", "zero_quantized_gradients",
             "zero_quantized_nontrainable_weights")
 _LARGEST = (1 << 63) - 1
-_LARGEST_POWER = 32  # of 2, of a loss scale: far above all that trains; torch takes 62
 # Parts of DeepSpeed 0.19 that the code uses and that are documented nowhere, by who has them.
 MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
                 "get_accelerator")
@@ -66,7 +65,7 @@ def check_json(values: dict, place: str) -> None:
         wrong_types = _type_problems(model, section, name)
         problems += wrong_types or _model_problems(model, section, name)
     if not problems:
-        problems = _problems_between(values)
+        problems = problems_between(values)
     raise_problems(place, problems)
 
 
@@ -166,31 +165,3 @@ def _model_problems(model: type[BaseModel], section: dict, place: str) -> list[s
                 for item in error.errors()]
     except (AssertionError, ValueError, TypeError) as error:  # validators of DeepSpeed's own
         return [f"{place}: {error}"]
-
-
-def _problems_between(values: dict) -> list[str]:
-    """Return the rules that DeepSpeed would only find while it builds the engine."""
-    zero = values.get("zero_optimization", {})
-    stage, problems = zero.get("stage", 0), []
-    for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
-        section = zero.get(name) or {}
-        device = section.get("device", "none")
-        where = f"zero_optimization.{name}"
-        if device != "none" and stage not in stages:
-            problems.append(f"{where}: needs ZeRO stage {' or '.join(map(str, stages))}, not "
-                            f"{stage}")
-        if device == "nvme" and stage != 3:
-            problems.append(f'{where}.device = "nvme": needs ZeRO stage 3, not {stage}')
-        if device == "nvme" and not section.get("nvme_path"):
-            problems.append(f'{where}.nvme_path: missing; "nvme" needs a fast local directory')
-    power = values.get("fp16", {}).get("initial_scale_power", 0)
-    if not 0 <= power <= _LARGEST_POWER:
-        problems.append(f"fp16.initial_scale_power = {power}: must be 0 to {_LARGEST_POWER}; the "
-                        "first loss scale is 2 to that power")
-    if zero.get("allgather_bucket_size", 0) % 2:
-        problems.append("zero_optimization.allgather_bucket_size: must be even")
-    if zero.get("zero_hpz_partition_size", 1) != 1 and stage != 3:
-        problems.append("zero_optimization.zero_hpz_partition_size: needs ZeRO stage 3")
-    if stage == 3 and values.get("gradient_predivide_factor", 1.0) != 1.0:
-        problems.append("gradient_predivide_factor: must be 1.0 under ZeRO stage 3; delete it")
-    return problems
