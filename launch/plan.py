@@ -20,8 +20,8 @@ def main() -> None:
                         help="precision, buckets and offload; its stage is replaced (default: "
                              "%(default)s)")
     parser.add_argument("--gpu", required=True, metavar="NAME",
-                        help="h200, h100, a100, l40s, rtx4090, ...; for another card, or other "
-                             "figures, give those of its data sheet:")
+                        help="h200, h100, h100pcie, a100, l40s, rtx4090, ...; for another card, "
+                             "or other figures, give those of its data sheet:")
     parser.add_argument("--tflops", type=_positive_number, help="dense peak in the run's precision")
     parser.add_argument("--memory_gb", type=_positive_number, help="its memory")
     parser.add_argument("--link_gb_s", type=_positive_number,

@@ -24,7 +24,7 @@ from deberta_ds.planner.communication import (
     traffic,
 )
 from deberta_ds.planner.gathering import Gathered
-from deberta_ds.planner.gpus import GPUS, card_of
+from deberta_ds.planner.gpus import GPUS, card_of, peak_flops
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
 from deberta_ds.validation import ConfigError
 
@@ -78,6 +78,39 @@ def test_a_card_by_hand():
     slower = card_of("h100", link_gb_s=32)
     assert slower.peaks == GPUS["h100"].peaks and slower.link == 32e9
     assert card_of("h100", tflops=100).peak("fp32") == 100e12
+
+
+@pytest.mark.parametrize("name, bf16, fp32", [  # TFLOP/s of the data sheets
+    ("NVIDIA H100 80GB HBM3", 989, 67), ("NVIDIA H100 PCIe", 756, 51), ("NVIDIA H200", 989, 67),
+    ("NVIDIA GH200 480GB", 989, 67), ("NVIDIA B200", 2250, 75), ("NVIDIA H800", 989, 67),
+    ("NVIDIA A100-SXM4-80GB", 312, 19.5), ("A100-PCIE-40GB", 312, 19.5),
+    ("NVIDIA A100 80GB PCIe", 312, 19.5), ("NVIDIA L4", 121, 30.3), ("NVIDIA L40", 181, 90.5),
+    ("NVIDIA L40S", 362, 91.6), ("NVIDIA A10", 125, 31.2), ("NVIDIA A10G", 70, 31.5),
+    ("NVIDIA GeForce RTX 4090", 165.2, 82.6), ("NVIDIA GeForce RTX 3090", 71, 35.6),
+    ("NVIDIA GeForce RTX 5090", 209.5, 104.8), ("Tesla V100-SXM2-32GB", None, 15.7),
+    ("Tesla V100-PCIE-16GB", None, 14), ("Tesla T4", None, 8.1)])
+def test_a_card_is_known_by_its_whole_name(monkeypatch, name, bf16, fp32):
+    """GeForce cards had no MFU, an L40 had an L4's, an H100 PCIe an SXM's; fp32 had TF32's."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = [peak_flops(torch.device("cuda"), precision) for precision in ("bf16", "fp32")]
+    assert found == [bf16 and pytest.approx(bf16 * 1e12), pytest.approx(fp32 * 1e12)]
+    assert peak_flops(torch.device("cuda"), "fp16") >= (bf16 or fp32) * 1e12
+
+
+@pytest.mark.parametrize("name", [
+    "NVIDIA A1000", "NVIDIA RTX A1000", "NVIDIA H100 NVL", "NVIDIA H800 PCIe", "NVIDIA L40G",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "Tesla V100S-PCIE-32GB",
+    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H20"])
+def test_a_card_that_is_not_listed_has_no_mfu(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), "bf16") is None
+
+
+def test_a_card_without_bf16_is_not_planned_in_bf16(run_file):
+    run, _ = config.load(run_file, ["--train.global_batch_rows=64"])
+    with pytest.raises(UserError, match="no bf16.*zero1_fp16"):
+        make_plan(run, BF16, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
+    assert make_plan(run, {"fp16": {"enabled": True}}, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
 
 
 def test_states_of_the_published_sizes():

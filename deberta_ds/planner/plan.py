@@ -18,6 +18,7 @@ import torch
 
 from deberta_ds import deepspeed_config
 from deberta_ds.config import RunConfig
+from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
@@ -115,12 +116,16 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     """Return every ZeRO stage x recomputation for `run` on `nodes` x `gpus` of a kind.
 
     `ds` gives precision, buckets and offload; its stage is replaced, by those that go with the
-    rest of it. Times lack what offload costs. Raises UserError if the batch does not divide.
+    rest of it. Times lack what offload costs. Raises UserError if the batch does not divide, or
+    the card has no bf16.
     """
     ranks = gpus * nodes
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
     precision = deepspeed_config.precision(ds)
     peak_flops = gpu.peak(deepspeed_config.product_precision(ds))
+    if peak_flops is None:
+        raise UserError("this card has no bf16: give a DeepSpeed JSON of fp16, such as "
+                        "--deepspeed_config ds_configs/zero1_fp16.json")
     model = on_meta(build_model, run)
     parameters, tensors = count_parameters(model), len(list(model.parameters()))
     tokens = run.train.global_batch_rows * run.data.seq_len
