@@ -216,6 +216,36 @@ def test_a_name_that_means_loopback_gives_an_address_that_others_reach(monkeypat
     assert reach._own_ip().startswith("127.")
 
 
+def test_a_watchdog_without_room_or_descriptors_watches_on_and_blames_nobody(tmp_path, ended,
+                                                                             monkeypatch):
+    """Its thread died of the first OSError: nobody watched, and the others saw a silent rank."""
+    def fail(*_arguments):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    child = subprocess.Popen(["sleep", "100"])
+    dog = Watchdog(tmp_path, 1.0)
+    with dog.watch():
+        files = dog._neighbours.files
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", fail)  # of files and of /proc
+            patch.setattr(Path, "read_text", fail)
+            time.sleep(0.3)
+            assert dog._thread.is_alive()
+        files.write(beats.RankBeat(1, 1, 5, process.look(child.pid)))
+        deadline = time.monotonic() + 30
+        while 1 not in dog._neighbours.ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ticks = files.read()[0].tick
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", fail)
+            time.sleep(0.3)
+            assert not dog._neighbours.ranks[1].ended and not dog._neighbours.gone(0.0001)
+        assert files.read()[0].tick > ticks and not ended
+        files.remove(1)
+        child.kill()
+        child.wait()
+
+
 def test_stacks_of_all_threads_are_written(tmp_path):
     stacks.write(tmp_path / "new", 3)
     assert "test_stacks_of_all_threads" in (tmp_path / "new/rank-00003.stack").read_text()

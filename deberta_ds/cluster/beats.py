@@ -72,7 +72,10 @@ class LocalBeats:
         os.replace(temporary, path)
 
     def read(self) -> dict[int, RankBeat]:
-        """Return the last heartbeat of every rank of this host, those of killed ranks included."""
+        """Return the last heartbeat of every rank of this host, those of killed ranks included.
+
+        Raises OSError if one cannot be read, as when no descriptor is left.
+        """
         found = {}
         try:
             paths = list(self.directory.iterdir())
@@ -119,7 +122,7 @@ def _parse_rank(path: Path) -> RankBeat | None:
     try:
         tick, step, pid, started = map(int, path.read_text().split())
         return RankBeat(int(path.name), tick, step, process.Process(pid, started, 0, ""))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 

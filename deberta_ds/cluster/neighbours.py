@@ -54,19 +54,20 @@ class Neighbours:
         self.complete = True
 
     def look(self) -> None:
-        """Read the heartbeats of all ranks of this host."""
+        """Read the heartbeats of all ranks of this host; one that raises OSError counts nothing."""
         now = time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
         self._looks.append(elapsed)
         counted = min(elapsed, 2 * self._interval)  # this process may have been frozen itself
         found = self.files.read()
+        live = {rank for rank, beat in found.items() if beat.process.lives()}
         for rank, beat in found.items():
             seen = self.ranks.get(rank)
             if seen is None or seen.beat != beat:
                 seen = self.ranks[rank] = Seen(beat)
             else:
                 seen.silent_seconds += counted
-            seen.gone_seconds = 0.0 if beat.process.lives() else seen.gone_seconds + counted
+            seen.gone_seconds = 0.0 if rank in live else seen.gone_seconds + counted
         for rank in self.ranks.keys() - found.keys():
             self.ranks[rank].ended = True
 
@@ -101,11 +102,18 @@ class Neighbours:
             elif seen.gone_seconds:
                 found[rank] = "GONE: its process has ended"
             elif seen.silent_seconds >= silent_seconds:
-                now = process.look(seen.beat.process.pid)
-                stopped = ", stopped by a signal" if now and now.state in "Tt" else ""
+                stopped = ", stopped by a signal" if _is_stopped(seen.beat.process.pid) else ""
                 found[rank] = f"SILENT: frozen{stopped}"
         return found
 
     def leave(self) -> None:
         """Show that this rank ends by itself."""
         self.files.remove(self._rank)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        now = process.look(pid)
+    except OSError:  # no descriptor left
+        return False
+    return now is not None and now.state in "Tt"

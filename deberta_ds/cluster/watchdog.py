@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deberta_ds import dist
@@ -85,7 +85,8 @@ class Watchdog:
             self._ended.set()
             if self._neighbours:
                 self._thread.join()
-                self._neighbours.leave()
+                with suppress(OSError):
+                    self._neighbours.leave()
             if self._door:
                 self._door.close()
 
@@ -166,10 +167,12 @@ class Watchdog:
         return False
 
     def show_and_look(self) -> None:
-        """One heartbeat."""
+        """One heartbeat; no room or no descriptor for it is no reason to stop watching."""
         self._tick += 1
-        self._neighbours.show(self._tick, self._step)
-        self._neighbours.look()
+        with suppress(OSError):
+            self._neighbours.show(self._tick, self._step)
+        with suppress(OSError):
+            self._neighbours.look()
         if self._door:
             self._door.empty()
 
@@ -200,7 +203,8 @@ class Watchdog:
         """Tell everybody, leave stacks behind, and end this process; waits for no file system."""
         self._say(report)
         stacks.show()
-        self._neighbours.files.write_verdict(report)
+        with suppress(OSError):
+            self._neighbours.files.write_verdict(report)
 
         def tell() -> None:
             if self._ring and self._neighbours.leads():
