@@ -246,6 +246,26 @@ def test_a_watchdog_without_room_or_descriptors_watches_on_and_blames_nobody(tmp
         child.wait()
 
 
+def test_containers_that_share_memory_but_no_process_ids_do_not_judge_each_other(tmp_path,
+                                                                                 monkeypatch):
+    """Each took the other's live ranks for gone: their process ids mean nothing to it."""
+    mine = neighbours(0, str(tmp_path))
+    monkeypatch.setattr(process, "machine", lambda: "the same boot, other process ids")
+    other = neighbours(1, str(tmp_path))
+    mine.look()
+    other.look()
+    assert (set(mine.ranks), set(other.ranks)) == ({0}, {1})
+    assert mine.files.directory != other.files.directory
+    mine.expect({0})
+    dead = process.Process(1 << 22, 1, 0, "")
+    mine.files.write(beats.RankBeat(7, 1, 5, dead))  # of another job, whoever it is
+    mine.look()
+    assert set(mine.ranks) == {0}
+    mine.files.remove(7)
+    other.leave()
+    mine.leave()
+
+
 def test_stacks_of_all_threads_are_written(tmp_path):
     stacks.write(tmp_path / "new", 3)
     assert "test_stacks_of_all_threads" in (tmp_path / "new/rank-00003.stack").read_text()

@@ -47,12 +47,16 @@ class HostBeat:
 
 
 class LocalBeats:
-    """The files of a job's ranks on this host. `key` is the same for these, and no other job's."""
+    """The files of a job's ranks on this host. `key` is the same for these, and no other job's.
+
+    Containers that share the memory but not their process ids have a directory each: the ids in the
+    files of another one mean nothing.
+    """
 
     def __init__(self, key: str):
         memory = Path("/dev/shm")
         root = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-        name = hashlib.sha256(f"{os.getuid()} {key}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{os.getuid()} {process.machine()} {key}".encode()).hexdigest()[:16]
         self.directory = root / f"{_PREFIX}{name}"
         self.directory.mkdir(mode=0o700, exist_ok=True)
         remove_stale(root)

@@ -33,7 +33,7 @@ class Neighbours:
     def __init__(self, key: str, rank: int, seconds: float, interval: float):
         self.files = beats.LocalBeats(key)
         self.ranks: dict[int, Seen] = {}
-        self.complete = False  # whether every rank of this host is known
+        self._expected: set[int] | None = None  # all ranks of this host
         self._rank, self._me = rank, process.look()
         self._seconds, self._interval = seconds, interval
         self._looked_at = time.monotonic()
@@ -50,8 +50,13 @@ class Neighbours:
 
     def expect(self, ranks: set[int]) -> None:
         """Note which ranks this host has; each of them has shown itself."""
+        self._expected = ranks
         self.ranks = {rank: seen for rank, seen in self.ranks.items() if rank in ranks}
-        self.complete = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank of this host is known."""
+        return self._expected is not None
 
     def look(self) -> None:
         """Read the heartbeats of all ranks of this host; one that raises OSError counts nothing."""
@@ -59,7 +64,8 @@ class Neighbours:
         elapsed, self._looked_at = now - self._looked_at, now
         self._looks.append(elapsed)
         counted = min(elapsed, 2 * self._interval)  # this process may have been frozen itself
-        found = self.files.read()
+        found = {rank: beat for rank, beat in self.files.read().items()
+                 if self._expected is None or rank in self._expected}
         live = {rank for rank, beat in found.items() if beat.process.lives()}
         for rank, beat in found.items():
             seen = self.ranks.get(rank)
