@@ -145,6 +145,32 @@ def test_a_loader_process_ends_with_its_rank():
         time.sleep(0.02)
 
 
+START = """
+import subprocess, sys
+from deberta_ds.cluster.launcher import this_start
+if sys.argv[1:]:
+    print(this_start())
+else:  # as mpirun: two ranks, one of them by way of a shell
+    rank = [sys.executable, "-c", "from deberta_ds.cluster import launcher; "
+            "print(launcher.this_start())"]
+    subprocess.run(rank)
+    subprocess.run(["sh", "-c", '"$0" "$@"; true', *rank])
+"""
+
+
+def test_two_starts_of_one_command_have_nothing_in_common(tmp_path):
+    """The second one wrote over the first one's heartbeats, and could end it with 70."""
+    (tmp_path / "mpirun").write_text(START)
+    alone = ENVIRONMENT | {"WORLD_SIZE": "1"}
+    shown = [subprocess.run([sys.executable, str(tmp_path / "mpirun"), *words], text=True,
+                            capture_output=True, check=True, env=environment).stdout.split()
+             for words, environment in (((), ENVIRONMENT), ((), ENVIRONMENT), (("1",), alone),
+                                        (("1",), alone))]
+    ranks, again, first, second = shown
+    assert len(ranks) == 2 and len(set(ranks)) == len(set(again)) == 1
+    assert len({ranks[0], again[0], first[0], second[0]}) == 4
+
+
 def dead_holder() -> lock.Holder:
     """A holder of this machine whose process has ended."""
     child = subprocess.Popen(["sleep", "100"])

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from deberta_ds import dist
 from deberta_ds.cluster import beats, ending, stacks
-from deberta_ds.cluster.launcher import rank_variables
+from deberta_ds.cluster.launcher import rank_variables, this_start
 from deberta_ds.cluster.neighbours import Neighbours
 from deberta_ds.cluster.reach import Door, Knock
 from deberta_ds.cluster.ring import Host, Ring
@@ -93,7 +93,8 @@ class Watchdog:
     def _start_local(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-        key = " ".join([str(self._out_dir.absolute()), *(os.environ.get(n, "") for n in names)])
+        key = " ".join([str(self._out_dir.absolute()), this_start(),
+                        *(os.environ.get(name, "") for name in names)])
         self._neighbours = Neighbours(key, rank, self._seconds, self.interval)
         self._neighbours.show(0, self._step)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
