@@ -3,6 +3,9 @@
 import socket
 import time
 
+import pytest
+
+from deberta_ds.cluster import reach
 from deberta_ds.cluster.reach import Door, Knock
 
 
@@ -34,3 +37,27 @@ def test_nobody_to_ask():
     knock = Knock(set())
     knock.wait(0.1)
     assert not knock.unanswered and time.monotonic() - started >= 0.1
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost", "no.such.host.invalid"])
+def test_a_first_rank_with_an_ipv6_address_or_an_unknown_name_has_a_door(monkeypatch, host):
+    """With an IPv6 address as MASTER_ADDR every start ended in a traceback."""
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setattr(reach.psutil, "net_if_addrs", dict)  # no address but the loopback's
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 on this machine")
+    door = Door()
+    assert door.address.startswith("::1:" if host == "::1" else "127.0.0.1:")
+    knock = Knock({door.address})
+    knock.wait(0.2)
+    knock.close()
+    door.close()
+    assert not knock.unanswered
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False

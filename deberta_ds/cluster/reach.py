@@ -6,6 +6,7 @@ the rank is. A host that does not answer is down, or the link to it is.
 
 import contextlib
 import errno
+import ipaddress
 import os
 import selectors
 import socket
@@ -17,12 +18,16 @@ _BACKLOG = 4096  # every rank of a large job may ask at once
 
 
 class Door:
-    """A socket that others connect to; `address` is "IP:port" on the way to MASTER_ADDR."""
+    """A socket that others connect to; `address` is "IP:port" on the way to MASTER_ADDR.
+
+    An IPv6 address stands without brackets: the port is what follows the last colon.
+    """
 
     def __init__(self):
-        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
+        own = _own_ip()
+        self._socket = socket.create_server(("", 0), family=_family(own), backlog=_BACKLOG)
         self._socket.setblocking(False)
-        self.address = f"{_own_ip()}:{self._socket.getsockname()[1]}"
+        self.address = f"{own}:{self._socket.getsockname()[1]}"
 
     def empty(self) -> None:
         """Drop the connections that were made since the last call."""
@@ -42,7 +47,7 @@ class Knock:
         self._selector = selectors.DefaultSelector()
         for address in addresses:
             host, port = address.rsplit(":", 1)
-            knock = socket.socket()
+            knock = socket.socket(_family(host))
             knock.setblocking(False)
             if knock.connect_ex((host, int(port))) in (0, errno.EINPROGRESS):
                 self._selector.register(knock, selectors.EVENT_WRITE, address)
@@ -72,18 +77,37 @@ class Knock:
 
 
 def _own_ip() -> str:
-    """Return this host's IPv4 address on the way to the first rank (no packet is sent).
+    """Return this host's address on the way to the first rank (no packet is sent).
 
     On the first rank's host that may be a loopback address: Debian's /etc/hosts has 127.0.1.1 for
     the host's own name. The others could not knock there, so an address of a network card is taken.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        address = probe.getsockname()[0]
-    if not address.startswith("127."):
+    address = _towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    if _is_seen_by_others(address):
         return address
     cards = {name: card.address for name, cards in psutil.net_if_addrs().items() for card in cards
-             if card.family == socket.AF_INET and not card.address.startswith("127.")}
+             if card.family == _family(address) and _is_seen_by_others(card.address)}
     named = (os.environ.get(name) for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"))
     return next((cards[name] for name in named if name in cards),
                 next(iter(cards.values()), address))
+
+
+def _towards(host: str) -> str:
+    """Return the own address on the way to `host`, IPv4 where it has one; 127.0.0.1 without a way.
+    """
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        for family, _, _, _, place in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(place)
+                return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_seen_by_others(address: str) -> bool:
+    found = ipaddress.ip_address(address)
+    return not found.is_loopback and not found.is_link_local
