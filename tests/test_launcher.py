@@ -3,9 +3,10 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
-from launching import ROOT
+from launching import ENVIRONMENT, ROOT
 
 from deberta_ds.cluster import launcher
 from deberta_ds.cluster.launcher import rank_variables
@@ -81,3 +82,21 @@ def test_mpirun_on_two_hosts(monkeypatch):
     monkeypatch.setattr(launcher.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="mpi4py"):
         rank_variables(two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes, starts, end", [("70 75", 2, 75), ("2", 1, 2)])
+def test_elastic_torchrun_does_not_start_again_what_has_ended_for_good(tmp_path, codes, starts,
+                                                                       end):
+    """A wrong config was started a thousand times."""
+    rank = tmp_path / "rank.py"
+    rank.write_text("import sys\nfrom pathlib import Path\n"
+                    f"log = Path({str(tmp_path / 'log')!r})\n"
+                    "done = len(log.read_text()) if log.exists() else 0\n"
+                    "log.write_text('x' * (done + 1))\n"
+                    f"sys.exit({[int(code) for code in codes.split()]}[done])\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/cluster/torchrun_elastic.py", "--standalone",
+         "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1", str(rank)],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, len((tmp_path / "log").read_text())) == (end, starts), done.stderr

@@ -22,8 +22,8 @@ from deberta_ds.cluster import process
 from deberta_ds.errors import UserError
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_PROGRAMS = {"deepspeed", "ds", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prterun",
-             "prted", "mpiexec.hydra", "hydra_pmi_proxy", "slurmstepd"}
+_PROGRAMS = {"deepspeed", "ds", "torchrun", "torchrun_elastic.py", "mpirun", "mpiexec", "orterun",
+             "orted", "prterun", "prted", "mpiexec.hydra", "hydra_pmi_proxy", "slurmstepd"}
 _MODULES = {"deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run",
             "torch.distributed.launch"}
 _SHELLS = {"sh", "bash", "dash", "zsh"}

@@ -5,7 +5,8 @@
 #
 # When a host is lost the others start again from the newest whole checkpoint, at the smaller world
 # size; a host that comes (back) is taken in the same way. train.global_batch_rows must be divisible
-# by micro_batch_rows x ranks at every world size that may occur.
+# by micro_batch_rows x ranks at every world size that may occur. Ranks that end with 2 (an error
+# that would come again) or 75 (asked to stop; saved) are not started again.
 #
 # The rendezvous store is a process of its own, so that no compute host is special. The first
 # variable mends torch 2.13, whose agents wait for each other for ever when a host comes back.
@@ -36,7 +37,7 @@ fi
 
 endpoint=$1 nodes=$2 ranks=$3
 shift 3
-exec "$PYTHON" -m torch.distributed.run \
+exec "$PYTHON" launch/cluster/torchrun_elastic.py \
     --nnodes="$nodes" --nproc-per-node="$ranks" --max-restarts=1000 --monitor-interval=1 \
     --rdzv-backend=c10d --rdzv-id="${RUN_ID:-deberta}" --rdzv-endpoint="$endpoint" \
     --rdzv-conf="is_host=0,join_timeout=${JOIN_SECONDS:-600},last_call_timeout=5,\
