@@ -43,6 +43,7 @@ def test_a_clock_that_is_off_is_named():
 
 
 def test_room_for_checkpoints_is_counted_where_they_go(tmp_path):
-    assert preflight.room(tmp_path / "not/yet", 1_000_000, 3).endswith(
-        "GB free, train.keep + 1 checkpoints need 0.0 GB")
-    assert preflight.room(tmp_path, 10**15, 3).startswith("WARNING: too little room: ")
+    assert preflight.room(tmp_path / "not/yet", 10**9, 3, False).endswith(
+        "GB free, train.keep + 1 checkpoints need 48.0 GB")
+    assert "train.keep + 2 checkpoints need 60.0" in preflight.room(tmp_path, 10**9, 3, True)
+    assert preflight.room(tmp_path, 10**15, 3, False).startswith("WARNING: too little room: ")

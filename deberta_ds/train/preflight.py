@@ -46,14 +46,18 @@ def preflight(device: torch.device, host: str, versions: dict[str, str]) -> list
     return lines
 
 
-def room(out_dir: str | Path, parameters: int, keep: int) -> str:
-    """Return what is free where checkpoints go, and what they need."""
+def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str:
+    """Return what is free where checkpoints go, and what they need.
+
+    One is written before an old one goes; the best one (`has_best`) stays beside the newest.
+    """
     directory = Path(out_dir).absolute()
     while not directory.exists():
         directory = directory.parent
-    free, needed = shutil.disk_usage(directory).free, (keep + 1) * STATE_BYTES * parameters
+    more = 2 if has_best else 1
+    free, needed = shutil.disk_usage(directory).free, (keep + more) * STATE_BYTES * parameters
     warning = "WARNING: too little room: " if free < needed else ""
-    return (f"{warning}{out_dir}: {free / 1e9:,.1f} GB free, train.keep + 1 checkpoints need "
+    return (f"{warning}{out_dir}: {free / 1e9:,.1f} GB free, train.keep + {more} checkpoints need "
             f"{needed / 1e9:,.1f} GB")
 
 

@@ -25,7 +25,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
     lines = preflight(engine.local_device(), socket.gethostname(), versions())
-    lines.append(room(run.out_dir, inputs.num_parameters, run.train.keep))
+    lines.append(room(run.out_dir, inputs.num_parameters, run.train.keep, bool(run.train.best)))
     if dist.is_main():
         print("\n".join(lines))
     tensors, notes = first_weights(run)
