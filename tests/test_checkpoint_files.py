@@ -307,7 +307,7 @@ def test_full_disk_is_one_error_and_leaves_the_old_checkpoints(tmp_path):
         processes = rank_helpers.start(2, arguments, tmp_path / "log")
         assert rank_helpers.wait(processes) == [2, 2]
         text = (tmp_path / "log").read_text()
-        assert text.count("error: ") == 1 and "Make room" in text and "Traceback" not in text
+        assert text.count("error: ") == 1 and "; make room" in text and "Traceback" not in text
         whole = [p.name for p in checkpoint.list_steps(disk / "out")]
         assert whole == ["step-00000002", "step-00000004"]
         assert checkpoint.find(disk / "out", "auto").path.name == "step-00000004"

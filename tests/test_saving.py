@@ -1,5 +1,6 @@
 """Saving while training goes on: nothing torn, nothing lost, and no cost that grows with W^2."""
 
+import errno
 import math
 import os
 import sys
@@ -196,18 +197,24 @@ def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatc
     assert SavedState(path).read("w", saved_state.MASTER).tolist() == [1.0] * 24
 
 
-def test_a_write_that_fails_in_the_background_is_one_error(tmp_path, monkeypatch):
-    def full_disk(*_arguments):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("number, remedy", [
+    (errno.ENOSPC, "No space left on device; make room there.*one checkpoint more than train.keep"),
+    (errno.EIO, "the disk or the network file system has a fault"),
+    (errno.ENOENT, "No such file or directory; check the path")])
+def test_a_write_that_fails_in_the_background_is_one_error(tmp_path, monkeypatch, number, remedy):
+    """Whatever had failed, room was to be made."""
+    def fail(*_arguments):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(saving, "write_stream", full_disk)
+    monkeypatch.setattr(saving, "write_stream", fail)
     one = saving.Save(checkpoint.path_of(tmp_path, 5), 5, 3)
     one.path.mkdir(parents=True)
     one.thread = threading.Thread(target=lambda: one.attempt(
         lambda: saving._write_my_files(one, [], [], {}, None)))
     one.thread.start()
-    with pytest.raises(CheckpointError, match="cannot be saved: rank 0: .*No space left"):
+    with pytest.raises(CheckpointError, match=f"cannot be saved: rank 0: .*{remedy}") as caught:
         saving.finish_save(one)
+    assert ("train.keep" in str(caught.value)) == (number == errno.ENOSPC)
     assert not one.path.exists()
 
 

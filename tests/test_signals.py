@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 
@@ -262,6 +263,23 @@ def test_a_full_disk_leaves_no_lock_and_an_empty_one_keeps_nobody_out(tmp_path, 
         assert lock.is_held(tmp_path) and list(tmp_path.iterdir()) == [path]
         path.write_text("")  # the second one is taken over
     assert not lock.is_held(tmp_path)
+
+
+def test_a_host_that_does_not_see_the_out_dir_is_named_at_once(tmp_path, monkeypatch):
+    """It was found at the first save, where room was to be made."""
+    first = replace(lock.this_process(3.0), host="node0")
+    monkeypatch.setattr(lock, "_SEEN_SECONDS", 0.3)
+    monkeypatch.setattr(lock.dist, "is_main", lambda: False)
+    monkeypatch.setattr(lock.dist, "broadcast_object", lambda mine: first)
+    with pytest.raises(UserError, match="must be shared by all hosts: .* that node0 has written"):
+        with lock.held(tmp_path, 3.0):
+            pass
+    monkeypatch.setattr(lock, "_SEEN_SECONDS", 60)
+    late = threading.Timer(0.5, lambda: write(tmp_path / lock.NAME, first))
+    late.start()
+    with lock.held(tmp_path, 3.0) as job:
+        assert job == first.job
+    late.join()
 
 
 def _contend(path, gate, winners) -> None:

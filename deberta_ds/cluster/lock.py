@@ -25,6 +25,7 @@ HEARTBEATS = "heartbeats"
 
 _BEATS = 5  # heartbeats' time in which a living job's must move
 _SLACK_SECONDS = 5.0  # for a slow file system
+_SEEN_SECONDS = 60.0  # in which a new file is seen by the other hosts, on a slow file system too
 _SETTLE_SECONDS = 1.0  # two jobs that take over one stale lock: the later one has it
 
 
@@ -55,13 +56,15 @@ def this_process(beat_seconds: float) -> Holder:
 def held(out_dir: str | Path, beat_seconds: float, across_hosts: bool = True) -> Iterator[str]:
     """Hold `out_dir` for this job and yield the job's name; call on every rank.
 
-    UserError on every rank if another job has it; without `across_hosts`, of this machine only, as
-    nobody could tell from here whether a job without heartbeats lives.
+    UserError on every rank if another job has it, or a host does not see the directory; without
+    `across_hosts`, if a job of this machine has it, as nobody could tell from here whether another
+    machine's job without heartbeats lives.
     """
     mine = dist.broadcast_object(this_process(beat_seconds))
     path = Path(out_dir) / NAME
     dist.together(lambda: take(path, mine, across_hosts) if dist.is_main() else None)
     try:
+        dist.together(lambda: _see(path, mine))
         yield mine.job
     finally:
         with suppress(UserError, OSError):
@@ -108,6 +111,22 @@ def take(path: Path, mine: Holder, across_hosts: bool = True) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; choose an out_dir that can"
                         ) from None
+
+
+def _see(path: Path, mine: Holder) -> None:
+    """Raise UserError if this host does not see the lock: what it saves would not be with the rest.
+
+    One rank of each host looks.
+    """
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while dist.local_rank() == 0 and _read(path) != mine:
+        if time.monotonic() > deadline:
+            raise UserError(f"{path.parent}: must be shared by all hosts: {socket.gethostname()} "
+                            f"does not see the lock that {mine.host} has written there; choose an "
+                            "out_dir on a file system that every host mounts at this path")
+        with suppress(OSError):
+            os.listdir(path.parent)  # NFS asks its server again
+        time.sleep(0.1)
 
 
 def _create(path: Path, mine: Holder) -> bool:

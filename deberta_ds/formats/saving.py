@@ -10,6 +10,7 @@ Linear in the ranks: a rank hashes its file while it writes it and sends rank 0 
 the manifest; nobody lists or reads what others wrote; old checkpoints are deleted by all.
 """
 
+import errno
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deberta_ds import dist
+from deberta_ds.errors import user_message
 from deberta_ds.files import sync_directory, write_atomic, xxh3
 from deberta_ds.formats.checkpoint import (
     BEST,
@@ -62,11 +64,14 @@ class Save:
         return self.thread is None or not self.thread.is_alive()
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Run `action`; an OSError becomes this rank's problem."""
+        """Run `action`; an OSError becomes this rank's problem, with its remedy."""
         try:
             action()
         except OSError as error:
-            self.problem = str(error)
+            self.problem = user_message(error) or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self.problem += ("; a save needs space for one checkpoint more than train.keep, "
+                                 "for two more with train.best")
         except Exception as error:  # a bug of ours, in a thread that nobody would hear
             self.problem = f"{type(error).__name__}: {error}"
             log.error("while a checkpoint was written", exc_info=True)
@@ -138,8 +143,8 @@ def finish_save(one: Save) -> Path:
     one.problem = dist.broadcast_object(one.problem)
     if one.problem:
         raise CheckpointError(
-            f"{one.path}: cannot be saved: {one.problem}; older checkpoints are untouched. Make "
-            "room (a save needs space for one checkpoint more than train.keep) and run again")
+            f"{one.path}: cannot be saved: {one.problem}. Older checkpoints are untouched; mend "
+            "this and run again")
     prune(one.path.parent.parent, one.keep)
     return one.path
 
