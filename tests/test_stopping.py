@@ -13,13 +13,14 @@ import pytest
 import rank_helpers
 from launching import ROOT, deepspeed_json, make_run
 
+from deberta_ds import dist
 from deberta_ds.cluster import lock
 from deberta_ds.cluster.signals import EXIT_REQUEUE
 from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config import DataConfig
 from deberta_ds.errors import UserError
 from deberta_ds.records import read_metrics
-from deberta_ds.train import spikes, step
+from deberta_ds.train import loop, spikes, step
 from deberta_ds.train.spikes import SpikeRule
 
 sys.path.insert(0, str(ROOT / "tests/faults"))
@@ -216,6 +217,15 @@ def test_a_job_that_lost_its_directory_writes_no_more(tmp_path):
     (tmp_path / lock.NAME).write_text(json.dumps(dataclasses.asdict(other)))
     with pytest.raises(UserError, match="process 7 on elsewhere has taken it over"):
         lock.check(tmp_path)
+
+
+def test_a_run_file_that_one_rank_cannot_read_is_said(tmp_path, monkeypatch):
+    """That rank's error was taken for one of every rank, which rank 0 prints: nobody did."""
+    said = []
+    monkeypatch.setattr(dist, "gather_objects", lambda problem: said.append(problem) or said)
+    with pytest.raises(UserError, match="run.json: missing") as caught:
+        loop.read_record(tmp_path)
+    assert said == [str(caught.value)] and caught.value.on_every_rank
 
 
 def test_a_loss_scale_that_cannot_fall_is_one_clear_error():

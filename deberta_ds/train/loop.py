@@ -7,6 +7,7 @@ and the dropout are functions of it, so a checkpoint holds no generator state an
 import math
 import socket
 import time
+from pathlib import Path
 
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     """Train; return whether a signal stopped the run before its end."""
     join_group(run, ds_values, place)
     found = checkpoint.find(run.out_dir, resume)
-    record = checkpoint.read_run_file(found.path) if found.path else None
+    record = read_record(found.path) if found.path else None
     # An old run keeps its rows and its arithmetic.
     native.follow(record.get("cpu_rules", 1) if record else native.RULES)
     inputs = open_inputs(run, ds_values, place, record.get("row_rules", 1) if record else ROW_RULES)
@@ -119,6 +120,11 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     with watchdog.patience():  # rank 0's trackers may take minutes
         dist.together(log.close)
     return stopped
+
+
+def read_record(path: Path) -> dict:
+    """Return run.json of a checkpoint; call on every rank, as one alone may fail to read it."""
+    return dist.together(lambda: checkpoint.read_run_file(path))
 
 
 def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
@@ -286,7 +292,7 @@ class Trainer:
         with self.watchdog.patience():
             checkpoint.load(self.engine, found.path)
         self.spikes = SpikeRule(self.run.train.spike_sigmas,
-                                checkpoint.read_run_file(found.path).get("recent_losses", []))
+                                read_record(found.path).get("recent_losses", []))
         self.log_event("rollback", f"weights and optimizer of {found.path}: {problem}", **place)
 
     def _log_step(self, rate: float) -> None:
