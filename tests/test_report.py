@@ -13,7 +13,7 @@ from deberta_ds import report
 from deberta_ds.cluster import lock
 from deberta_ds.errors import UserError
 from deberta_ds.numbers import format_value
-from deberta_ds.report import curves
+from deberta_ds.report import curves, facts
 from deberta_ds.report.charts import Chart, Series, draw, summarize
 from deberta_ds.report.rundata import read_run
 from deberta_ds.report.samples import filled_masks
@@ -208,6 +208,21 @@ def test_training_time_adds_up_over_a_clock_that_restarts(tmp_path):
     assert run.training_seconds() == pytest.approx(0.9 * 400)
 
 
+def test_rank_hours_count_the_ranks_of_each_start(tmp_path):
+    """The ranks of the last start were taken for those of all."""
+    records = make_records(resume=200)
+    starts = [record for record in records if record.get("event") in ("start", "resume")]
+    for record, ranks in zip(starts, (8, 2), strict=True):
+        record["world_size"] = ranks
+    run = read_run(make_run(tmp_path / "new", records))
+    seconds = run.training_seconds()
+    assert run.rank_seconds() == pytest.approx((8 + 2) * seconds / 2)
+    assert {tile.key: tile.note for tile in facts.tiles(run)}["seconds"].startswith("2 to 8 ")
+    del starts[0]["world_size"], starts[1]["world_size"]  # as older runs wrote them
+    old = read_run(make_run(tmp_path / "old", records))
+    assert old.rank_seconds() == pytest.approx(2 * seconds) and old.world_sizes() == [2]
+
+
 def test_a_sweep_has_its_scores_curves_seeds_and_matrices(tmp_path):
     sweep = make_sweep(tmp_path / "a")
     other = make_sweep(tmp_path / "b", model="scratch", tasks=("RTE",))
@@ -247,6 +262,8 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
         ("metrics.jsonl", '{"kind": "event", "step": 1}\n', 'which "event"'),
         ("metrics.jsonl", "[" * 100_000, "metrics.jsonl, line 1"),
         ("metrics.jsonl", "\n\n", "metrics.jsonl, line 1"),
+        ("metrics.jsonl", '{"kind": "event", "step": 0, "event": "start", "world_size": 0}\n'
+                          '{"kind": "train", "step": 1}\n', '"world_size" must be a whole number'),
         ("config.json", "{", "config.json: not valid JSON"),
         ("config.json", "[]", "config.json: the file: input should be an object"),
         ("config.json", '{"run": 1}', "config.json: run: input should be an object"),

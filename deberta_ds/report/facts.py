@@ -170,9 +170,10 @@ def _speed(run: Run) -> Tile:
 
 def _costs(run: Run) -> list[Tile]:
     """Return time, and memory and goodput where they were measured."""
-    seconds, ranks = run.training_seconds(), run.saved.world_size
+    seconds, sizes = run.training_seconds(), run.world_sizes()
     of = "GPU" if run.saved.device == "cuda" else "rank"
-    note = f"{counted(ranks, of)} · {_hours(seconds * ranks / 3600)} {of}-hours"
+    ranks = (f"{sizes[0]:,} to " if len(sizes) > 1 else "") + counted(sizes[-1], of)
+    note = f"{ranks} · {_hours(run.rank_seconds() / 3600)} {of}-hours"
     found = [Tile("seconds", "Training time", format_duration(seconds), note, seconds)]
     if run.saved.hardware:
         source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""

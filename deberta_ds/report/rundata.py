@@ -1,5 +1,6 @@
 """A run directory as the page reads it: metrics.jsonl, config.json and optional results."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -142,12 +143,24 @@ class Run:
 
     def training_seconds(self) -> float:
         """Return the time spent training; a clock that restarts at a resume is added up."""
-        total, previous = 0.0, 0.0
+        return sum(seconds for seconds, _ in self._stretches())
+
+    def rank_seconds(self) -> float:
+        """Return the time spent training, times the ranks that each start had."""
+        return sum(seconds * ranks for seconds, ranks in self._stretches())
+
+    def world_sizes(self) -> list[int]:
+        """Return the numbers of ranks that trained, each once, in order."""
+        return sorted({ranks for _, ranks in self._stretches()} or {self.saved.world_size})
+
+    def _stretches(self) -> Iterator[tuple[float, int]]:
+        """Yield (seconds of training, number of ranks) between every two training records."""
+        previous = 0.0
         for record in self.train:
             seconds = record.get("seconds") or previous
-            total += seconds - previous if seconds >= previous else seconds
+            elapsed = seconds - previous if seconds >= previous else seconds
+            yield elapsed, record.get("world_size") or self.saved.world_size
             previous = seconds
-        return total
 
 
 def read_run(directory: str | Path) -> Run:
@@ -159,6 +172,7 @@ def read_run(directory: str | Path) -> Run:
     objective = _objective(saved.run.objective.kind, place)
     for record in records:
         _rename(record, objective)
+    _note_ranks(records, directory / METRICS_FILE)
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval")}
     if not by_kind["train"] and not by_kind["eval"]:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
@@ -183,6 +197,19 @@ def _objective(kind: str, place: Path) -> Objective:
         raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
                         "version; draw the page with the version that trained it")
     return OBJECTIVES[kind]
+
+
+def _note_ranks(records: list[dict[str, Any]], place: Path) -> None:
+    """Add to the training records how many ranks their start had, where it says so."""
+    ranks = None
+    for record in records:
+        if record.get("event") in ("start", "resume"):
+            ranks = record.get("world_size")
+            if ranks is not None and not (isinstance(ranks, int) and 0 < ranks < 1 << 31):
+                raise UserError(f'{place}: "world_size" must be a whole number from 1, it is '
+                                f"{ranks!r:.40}")
+        elif record["kind"] == "train" and ranks:
+            record["world_size"] = ranks
 
 
 def _rename(record: dict[str, Any], objective: Objective) -> None:

@@ -105,10 +105,8 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     dist.together(lambda: log.truncate(record["step"] if record else 0))
     trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog,
                       before + lost, found.begun_from)
-    if record:
-        trainer.log_event("resume", f"from {found.path}", lost_seconds=lost)
-    else:
-        trainer.log_event("start", "from step 0", lost_seconds=lost)
+    event, place = ("resume", f"from {found.path}") if record else ("start", "from step 0")
+    trainer.log_event(event, place, lost_seconds=lost, world_size=dist.world_size())
     try:
         stopped = trainer.run_to_end()
     except UserError as error:
