@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
+from deberta_ds.data.prep.filtering import mend_report
 from deberta_ds.data.prep.filters import REPORT
 from deberta_ds.files import write_atomic
 from deberta_ds.report.pages import render
@@ -30,6 +31,7 @@ class _Report:
 
 def write_filters_page(directory: str | Path) -> Path:
     """Write DIRECTORY/filters.html from its filters.json; return its path."""
+    mend_report(directory)
     report, _ = read_checked(Path(directory) / REPORT, _Report)
     path = Path(directory) / PAGE
     write_atomic(path, filters_page(report, Path(directory).resolve().name))

@@ -1,6 +1,7 @@
 """Try filters on inputs without tokenizing them, and the report of what filters have done."""
 
 import json
+import re
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from deberta_ds.data.prep.filters import REPORT, Filters, Tally
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.files import write_atomic
-from deberta_ds.json_files import read_json
+from deberta_ds.json_files import parse_json, read_json
 
 _TRY_VERSION = 1
 
@@ -34,6 +35,7 @@ def try_filters(
             if results is None:
                 return None
             write_report(out, rules, results)
+    mend_report(out)
     return read_json(Path(out) / REPORT)
 
 
@@ -61,7 +63,28 @@ def write_report(out: str | Path, rules: FilterRules, tallies: list[dict]) -> No
               "changed": dict(sorted(total.changed.items())),
               "examples": {name: [found[1:] for found in examples]
                            for name, examples in sorted(total.examples.items())}}
-    write_atomic(Path(out) / REPORT, json.dumps(report, ensure_ascii=True, indent=1) + "\n")
+    write_atomic(Path(out) / REPORT, _text_of(report))
+
+
+def mend_report(out: str | Path) -> None:
+    """Write OUT/filters.json anew if it is of a version that left half characters as they were;
+    who reads it says what else may be wrong with it.
+    """
+    path = Path(out) / REPORT
+    try:
+        text = path.read_text("utf-8")
+        whole = _text_of(parse_json(text, strict=False))
+    except (OSError, ValueError):
+        return
+    if "\\ud" in text and whole != text:
+        write_atomic(path, whole)
+
+
+def _text_of(report: dict) -> str:
+    """Return a report as JSON, halves of surrogate pairs spelled out: no reader takes them."""
+    text = re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):x}",
+                  json.dumps(report, ensure_ascii=False))
+    return json.dumps(json.loads(text), indent=1) + "\n"
 
 
 @cache
