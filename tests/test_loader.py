@@ -12,6 +12,7 @@ import pytest
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
+from deberta_ds.cluster import process
 from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data import reading
 from deberta_ds.data.loader import build_loader
@@ -101,6 +102,23 @@ def test_workers_ignore_what_asks_a_run_to_stop_and_say_what_ended_them(dataset)
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(UserError, match=r"data.workers = 1\): it was ended by SIGKILL"):
         list(loader)
+
+
+def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server(dataset):
+    """As of Python 3.14: then they would die with the server, not with the rank."""
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        loader = build_loader(
+            dataset, start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
+            num_workers=1, num_steps=4,
+        )
+        next(loader)
+        worker, = multiprocessing.active_children()
+        assert process.look(worker.pid).parent == os.getpid()
+        assert len(list(loader)) == 3
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
 
 
 def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):

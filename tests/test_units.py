@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from data_helpers import READ, random_documents, tokenize, write_json_lines
+from data_helpers import READ, random_documents, tokenize, tree, write_json_lines
 from tqdm import tqdm
 
 from deberta_ds.data import shards
@@ -65,6 +65,26 @@ def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
     assert (tmp_path / "out" / ".lock").exists()
     with job(tmp_path / "out", {}, finished="x") as is_done:
         assert not is_done
+
+
+FORK_SERVER = """
+import multiprocessing, sys
+multiprocessing.set_start_method("forkserver")
+from deberta_ds.data.prep.dedup import find_duplicates
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
+units = plan_units([sys.argv[1]], ReadOptions(), 20_000)
+assert len(units) > 2
+find_duplicates(units, sys.argv[2], read=ReadOptions(), workers=2)
+"""
+
+
+def test_workers_where_pythons_default_is_a_fork_server(text_file, tmp_path):
+    """As of Python 3.14: each worker took the server for its parent, found another, and ended."""
+    find_duplicates(plan_units([str(text_file)], READ, 20_000), tmp_path / "one", read=READ)
+    command = [sys.executable, "-c", FORK_SERVER, str(text_file), str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
 def test_mpirun_without_its_pool_is_an_error(text_file, tmp_path, monkeypatch):

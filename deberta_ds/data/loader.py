@@ -63,6 +63,9 @@ def build_loader(
         prefetch_factor=4 if num_workers else None,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_live_with_the_rank,
+        # Workers share the end of the rank, whose children they are; Python 3.14's default is a
+        # server that starts them.
+        multiprocessing_context="fork" if num_workers else None,
     )
     return _unwrap(loader)
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from deberta_ds.data.prep.text import BadTextError, letter_share, normalise
 from deberta_ds.data.prep.tokenize import is_held_out
+from deberta_ds.data.prep.units import FORK
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
 
@@ -160,7 +161,7 @@ def _in_order(tasks: list[list[str]], workers: int) -> Iterator[list[tuple[str, 
     if workers == 1:
         yield from map(docstrings_of, tasks)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, FORK) as pool:
         ahead = 4 * workers
         running = [pool.submit(docstrings_of, task) for task in tasks[:ahead]]
         try:

@@ -18,6 +18,7 @@ from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.text import BadTextError, normalise
+from deberta_ds.data.prep.units import FORK
 from deberta_ds.errors import UserError
 from deberta_ds.splitmix import mix64
 
@@ -55,7 +56,7 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
         raise UserError("--temperature needs to know the languages; give --label_key or "
                         "--label_from_directory")
     totals: dict[str, list[int]] = {}
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, FORK) as pool:
         counted = pool.map(partial(_count, read=read), units)
         for counts in tqdm(counted, desc="counting languages", total=len(units), unit="unit",
                            disable=None):

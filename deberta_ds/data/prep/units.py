@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -36,6 +37,9 @@ MARKERS = ".units"
 LOCK = ".lock"
 Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
 _TEMPORARY = ".*.tmp"  # what files.atomic_path writes first
+# Workers are this process's children and share its end (_die_with_parent). By default Python 3.14
+# has a server start them.
+FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
@@ -190,7 +194,7 @@ def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tupl
 
 
 def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
-    start = {"initializer": _die_with_parent, "initargs": (os.getpid(),)}
+    start = {"mp_context": FORK, "initializer": _die_with_parent, "initargs": (os.getpid(),)}
     with ProcessPoolExecutor(workers, **start) as pool:
         try:
             _drive(pool, missing, 2 * workers, bar)
