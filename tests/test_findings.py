@@ -123,7 +123,8 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     assert report.documents == [40, 2]
     assert list(report.examples.values()) == [[3, 3], [1, 0]]
     assert "brothers who never spoke" in report.samples[0]["words"]
-    assert report.samples[0]["document"] == f"{tmp_path}/text.jsonl:4"
+    byte = sum(len(json.dumps({"text": text})) + 1 for text in texts[:3])
+    assert report.samples[0]["document"] == f"{tmp_path}/text.jsonl, byte {byte}"
     assert report.samples[1]["example"] == f"{against[0]}, example 1"
     for part in ((1, 2), (2, 2)):
         assert find_contamination(units, against, tmp_path / "parts", read=READ, part=part) is None
@@ -139,6 +140,20 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     with pytest.raises(UserError, match="no text of 8 words"):
         (tmp_path / "val.jsonl").write_text('{"a": "b"}\n')
         find_contamination(units, against[:1], tmp_path / "none", read=READ)
+
+
+def test_samples_of_a_search_do_not_read_the_input_again(tmp_path, monkeypatch):
+    """Each unit counted the lines before its samples: from the first byte, of a file of any size.
+    """
+    counted = []
+    monkeypatch.setattr("deberta_ds.data.prep.documents.line_number",
+                        lambda *place: counted.append(place))
+    examples = [f"number {n} of the words that the sailor said in the harbour" for n in range(9)]
+    (tmp_path / "val.txt").write_text("\n".join(examples))
+    write_json_lines(tmp_path / "text.jsonl", examples * 40)
+    report = find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ, 2000),
+                                [str(tmp_path / "val.txt")], tmp_path / "found", read=READ)
+    assert report.documents == [360, 360] and len(report.samples) > 20 and not counted
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -223,7 +223,7 @@ def search_unit(
             places.append((numbers[document.path], document.where))
             examples.update(example for example, _ in hits)
             if len(samples) < _SAMPLES:
-                samples.append({"document": document.place(), "example": hits[0][0],
+                samples.append({"document": document.offset(), "example": hits[0][0],
                                 "words": hits[0][1]})
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
     save_found(out, f"contaminated-{number:05d}", pairs[:, 0], pairs[:, 1])

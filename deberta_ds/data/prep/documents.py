@@ -86,6 +86,11 @@ class Document(NamedTuple):  # made in a third of a dataclass's time, once a doc
             return f"{self.path}:{line_number(self.path, self.where)}"
         return f"{self.path}:row {self.where + 1}"
 
+    def offset(self) -> str:
+        """Return the file and the byte (or row, from 0) in it, for reports; it reads nothing."""
+        unit = "byte" if self.kind in ("text", "json") else "row"
+        return f"{self.path}, {unit} {self.where}"
+
 
 def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> list[list[Extent]]:
     """Return the work units of `inputs` (files, directories, patterns, URLs, hub: names), in order.

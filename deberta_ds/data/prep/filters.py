@@ -193,10 +193,6 @@ class Tally:
         found = self.examples.setdefault(name, [])
         if len(found) == self.most and (not found or order >= found[-1][0]):
             return
-        found.append([order, f"{document.path}, {_PLACES.get(document.kind, 'row')} "
-                             f"{document.where}", document.text[:_SHOWN_CHARACTERS]])
+        found.append([order, document.offset(), document.text[:_SHOWN_CHARACTERS]])
         found.sort()
         del found[self.most:]
-
-
-_PLACES = {"text": "byte", "json": "byte"}
