@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from deberta_ds.data import shards
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.documents import plan_units
-from deberta_ds.data.prep.units import _drive, job, no_space_as_user_error
+from deberta_ds.data.prep.units import _drive, job, no_space_as_user_error, run_units
 from deberta_ds.errors import UserError
 
 
@@ -85,6 +86,24 @@ def test_workers_where_pythons_default_is_a_fork_server(text_file, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+def test_texts_that_units_return_are_not_all_in_memory_at_once(tmp_path):
+    """The examples of filters, 40 kB for each reason and unit, were: gigabytes of many units."""
+    (tmp_path / ".units").mkdir()
+    units = {f"{number}": ("x",) for number in range(200)}
+    tracemalloc.start()
+    try:
+        sizes = run_units(tmp_path, hundred_thousand, units, workers=1, label="texts",
+                          keep=lambda result: len(result["text"]))
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000  # of 20 MB
+    finally:
+        tracemalloc.stop()
+    assert sizes == [100_000] * 200
+
+
+def hundred_thousand(letter: str) -> dict:
+    return {"text": letter * 100_000}
 
 
 def test_mpirun_without_its_pool_is_an_error(text_file, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,7 +49,7 @@ REPORT = "report.json"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes an n-gram
 _BATCH_WORDS = 1 << 16
 _END = "\0"  # no word, so that no run of words that an example has goes over the end of a document
-_SAMPLES = 5  # documents shown of each unit
+_SAMPLES, _SHOWN = 5, 100  # documents shown of each unit, and in all
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,14 @@ def find_contamination(
     with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             names, searched = _save_grams(out, kinds, words)
+            total = _Found()
             jobs = {f"search-{number:05d}": (str(out), number, unit, read, numbers)
                     for number, unit in enumerate(units)}
-            results = run_units(out, search_unit, jobs, workers=workers, label="search", part=part)
-            if results is None:
+            done = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
+                             keep=total.add)
+            if done is None:
                 return None
-            report = _report(out, names, searched, results)
+            report = _report(out, names, searched, total)
             write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
             counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
             finish_findings(out, units, read, "contaminated", counts)
@@ -282,19 +284,31 @@ def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, st
                         for example in grams.owners[first:last].tolist())
 
 
-def _report(out: Path, names: list[str], searched: list[int], results: list[dict]
-            ) -> Contamination:
+@dataclass
+class _Found:
+    """What the units have found: documents [searched, found], examples met, samples."""
+
+    documents: list[int] = field(default_factory=lambda: [0, 0])
+    examples: set[int] = field(default_factory=set)
+    samples: list[dict] = field(default_factory=list)
+
+    def add(self, result: dict) -> None:
+        self.documents[0] += result["documents"]
+        self.documents[1] += result["found"]
+        self.examples.update(result["examples"])
+        self.samples += result["samples"][: _SHOWN - len(self.samples)]
+
+
+def _report(out: Path, names: list[str], searched: list[int], total: _Found) -> Contamination:
     firsts = np.load(out / "files.npy")
 
     def file_of(example: int) -> int:
         return int(np.searchsorted(firsts, example, side="right")) - 1
 
-    met = sorted({example for result in results for example in result["examples"]})
     examples = {name: [count, 0] for name, count in zip(names, searched, strict=True)}
-    for example in met:
+    for example in total.examples:
         examples[names[file_of(example)]][1] += 1
     samples = [sample | {"example": f"{names[file_of(sample['example'])]}, example "
                                     f"{sample['example'] - int(firsts[file_of(sample['example'])])}"
-                         } for result in results for sample in result["samples"]]
-    return Contamination(examples, [sum(result["documents"] for result in results),
-                                    sum(result["found"] for result in results)], samples[:100])
+                         } for sample in total.samples]
+    return Contamination(examples, total.documents, samples)

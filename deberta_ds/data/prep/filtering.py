@@ -31,10 +31,12 @@ def try_filters(
         if not is_done:
             jobs = {f"filter-{number:05d}": (unit, read, rules)
                     for number, unit in enumerate(units)}
-            results = run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part)
-            if results is None:
+            total = Tally(rules.examples)
+            done = run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part,
+                             keep=lambda result: total.merge(Tally(**result)))
+            if done is None:
                 return None
-            write_report(out, rules, results)
+            write_report(out, rules, total)
     mend_report(out)
     return read_json(Path(out) / REPORT)
 
@@ -53,11 +55,8 @@ def describe(rules: FilterRules) -> dict:
     return asdict(rules) | {"functions": function_digests(rules)}
 
 
-def write_report(out: str | Path, rules: FilterRules, tallies: list[dict]) -> None:
-    """Write OUT/filters.json, the sum of the units' tallies."""
-    total = Tally(rules.examples)
-    for tally in tallies:
-        total.merge(Tally(**tally))
+def write_report(out: str | Path, rules: FilterRules, total: Tally) -> None:
+    """Write OUT/filters.json, `total` being the sum of the units' tallies."""
     report = {"rules": describe(rules), "documents": total.documents[0],
               "characters": total.documents[1], "dropped": dict(sorted(total.dropped.items())),
               "changed": dict(sorted(total.changed.items())),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from operator import attrgetter
 from pathlib import Path
@@ -99,8 +99,9 @@ def tokenize_corpus(
             jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
                                       share, list(leave_out), filters)
                     for number, unit in enumerate(units)}
+            total = Tally(filters.examples) if filters else None
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
-                                part=part)
+                                part=part, keep=partial(_without_tally, total=total))
             if results is None:
                 return {}
             problems = [line for result in results for line in result["problems"]]
@@ -108,13 +109,20 @@ def tokenize_corpus(
             for line in problems:
                 print(f"left out: {line}", file=sys.stderr, flush=True)
             if filters:
-                write_report(out, filters, [result["filters"] for result in results])
+                write_report(out, filters, total)
             for number, target in reversed(list(enumerate(targets))):
                 write_origins_manifest(target, {  # units done by older versions have none
                     name: file for result in results if "origins" in result
                     for name, file in result["origins"][number].items()})
                 write_manifest(target, _manifest(results, target == targets[0], tokenizer))
     return {target: read_manifest(target)[0] for target in targets}
+
+
+def _without_tally(result: dict, total: Tally | None) -> dict:
+    """Add what the filters did in a unit, which has many texts, to `total`; return the rest."""
+    if total:
+        total.merge(Tally(**result.pop("filters")))
+    return result
 
 
 def _check_heldout(targets: list[str], share: float, drop: bool) -> None:

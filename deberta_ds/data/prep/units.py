@@ -25,6 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -159,11 +160,13 @@ def run_units(
     workers: int,
     label: str,
     part: Part = None,
-) -> list[dict] | None:
-    """Return `function(*units[name])` for each name, in the order of `units`; None for a part, of
-    which only its units are done.
+    keep: Callable[[dict], Any] = lambda result: result,
+) -> list | None:
+    """Return `keep(function(*units[name]))` for each name, in the order of `units`; None for a
+    part, of which only its units are done.
 
-    `function` must be importable, write its files atomically, and return a JSON-able dict.
+    `function` must be importable, write its files atomically, and return a JSON-able dict. `keep`
+    takes from it what adds up: only what it returns stays in memory of all units at once.
     """
     directory = Path(directory)
     markers = directory / MARKERS
@@ -185,7 +188,7 @@ def run_units(
                 bar.update()
     if part:
         return None
-    return [json.loads((markers / f"{name}.json").read_bytes()) for name in units]
+    return [keep(json.loads((markers / f"{name}.json").read_bytes())) for name in units]
 
 
 def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
