@@ -19,7 +19,7 @@ from data_helpers import (
     write_json_lines,
 )
 
-from deberta_ds.data.prep import dedup, findings
+from deberta_ds.data.prep import contamination, dedup, findings
 from deberta_ds.data.prep.contamination import find_contamination, words_of
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
@@ -154,6 +154,28 @@ def test_samples_of_a_search_do_not_read_the_input_again(tmp_path, monkeypatch):
     report = find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ, 2000),
                                 [str(tmp_path / "val.txt")], tmp_path / "found", read=READ)
     assert report.documents == [360, 360] and len(report.samples) > 20 and not counted
+
+
+def test_a_text_of_many_examples_is_found_once_in_a_document(tmp_path, monkeypatch):
+    """A passage that 1,000 questions share gave 1,000 hits for each of its words."""
+    passage = " ".join(f"word{n}" for n in range(300))
+    (tmp_path / "val.jsonl").write_text("".join(
+        json.dumps({"passage": passage, "question": f"Question {n}?"}) + "\n" for n in range(1000)))
+    write_json_lines(tmp_path / "text.jsonl", ["nothing", passage, passage + " and on"])
+    usual, hits = contamination._hits, []
+
+    def counted(*arguments):
+        for hit in usual(*arguments):
+            hits.append(hit)
+            yield hit
+
+    monkeypatch.setattr(contamination, "_hits", counted)
+    against = str(tmp_path / "val.jsonl")
+    report = find_contamination(plan_units([str(tmp_path / "text.jsonl")], READ), [against],
+                                tmp_path / "found", read=READ)
+    assert report.examples == {against: [1000, 1000]} and report.documents == [3, 2]
+    assert report.samples[0]["example"] == f"{against}, example 0"
+    assert len(hits) == 2 * 288  # runs of 13 words in 300
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -214,21 +214,21 @@ def search_unit(
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
     directory = Path(out)
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
-    places, examples, samples, total = [], set(), [], 0
+    places, samples, total = [], [], 0
     for documents, firsts, words in _batches(unit, read):
         total += len(documents)
-        found: dict[int, list[tuple[int, str]]] = {}
-        for place, *hit in _hits(words, tables):
-            found.setdefault(bisect_right(firsts, place) - 1, []).append(hit)
-        for index, hits in sorted(found.items()):
+        found: dict[int, tuple[int, str]] = {}
+        for place, example, matching in _hits(words, tables):
+            found.setdefault(bisect_right(firsts, place) - 1, (example, matching))
+        for index, (example, matching) in sorted(found.items()):
             document = documents[index]
             places.append((numbers[document.path], document.where))
-            examples.update(example for example, _ in hits)
             if len(samples) < _SAMPLES:
-                samples.append({"document": document.offset(), "example": hits[0][0],
-                                "words": hits[0][1]})
+                samples.append({"document": document.offset(), "example": example,
+                                "words": matching})
     pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
     save_found(out, f"contaminated-{number:05d}", pairs[:, 0], pairs[:, 1])
+    examples = set().union(*(grams.examples_met() for grams in tables))
     return {"documents": total, "found": len(places), "examples": sorted(examples),
             "samples": samples}
 
@@ -264,24 +264,32 @@ class _Grams:
         self._shift = np.uint64(64 - bits)
         self._occurs = np.zeros(1 << bits, bool)
         self._occurs[self.hashes >> self._shift] = True
+        self._met: set[int] = set()
 
-    def places(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the indices of those of `hashes` that an example has."""
+    def places(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
+        """Return (the indices of those of `hashes` that an example has, the first example of each),
+        and remember which n-grams they are: all examples of one may be many, as of a common text.
+        """
         likely = np.flatnonzero(self._occurs[hashes >> self._shift])
         index = np.searchsorted(self.hashes, hashes[likely]).clip(max=len(self.hashes) - 1)
-        return likely[self.hashes[index] == hashes[likely]]
+        is_there = self.hashes[index] == hashes[likely]
+        self._met.update(index[is_there].tolist())
+        return likely[is_there].tolist(), self.owners[index[is_there]].tolist()
+
+    def examples_met(self) -> set[int]:
+        """Return the examples of all n-grams that were found."""
+        firsts = np.array(sorted(self._met), np.int64)
+        lasts = np.searchsorted(self.hashes, self.hashes[firsts], "right").tolist()
+        return {example for first, last in zip(firsts.tolist(), lasts, strict=True)
+                for example in self.owners[first:last].tolist()}
 
 
 def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
-    """Yield (place, example, matching words) for each n-gram of `words` that an example has."""
+    """Yield (place, an example, matching words) for each n-gram of `words` that examples have."""
     all_hashes = gram_hashes(words, [grams.length for grams in tables])
     for grams, hashes in zip(tables, all_hashes, strict=True):
-        for place in grams.places(hashes).tolist():
-            first, last = (np.searchsorted(grams.hashes, hashes[place], side)
-                           for side in ("left", "right"))
-            matching = " ".join(words[place : place + grams.length])
-            yield from ((place, example, matching)
-                        for example in grams.owners[first:last].tolist())
+        for place, example in zip(*grams.places(hashes), strict=True):
+            yield place, example, " ".join(words[place : place + grams.length])
 
 
 @dataclass
