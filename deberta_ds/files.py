@@ -32,7 +32,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:  # which names the parent
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Process ids repeat on other hosts and in containers, which may write the same file.
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         yield temporary
         with open(temporary, "rb+") as file:

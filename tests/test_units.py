@@ -1,6 +1,7 @@
 """Jobs and their units: one process at a time in a directory, ranks share the work, full disks."""
 
 import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tracemalloc
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from data_helpers import READ, random_documents, tokenize, tree, write_json_line
 from tqdm import tqdm
 
 from deberta_ds.data import shards
+from deberta_ds.data.prep import units
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.documents import plan_units
 from deberta_ds.data.prep.units import _drive, job, no_space_as_user_error, run_units
 from deberta_ds.errors import UserError
+from deberta_ds.files import atomic_path
 
 
 @pytest.fixture
@@ -59,6 +63,33 @@ def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
     assert not (out / ".lock").exists()
 
 
+def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path, monkeypatch):
+    """Parts of an array in containers have the same ids: one renamed the other's file away."""
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    with atomic_path(tmp_path / "file") as first, atomic_path(tmp_path / "file") as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert all(path.match(units._TEMPORARY) for path in (first, second))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_part_that_begins_between_two_looks_is_no_other_command(tmp_path, monkeypatch):
+    """The directory was found without a plan, then not empty: by the plan of another part."""
+    text, looks = units._plan_text({"version": 1}), []
+
+    def exists(path):
+        if not looks:
+            looks.append(path)
+            units.write_plan(tmp_path, {"version": 1})
+            return False
+        return os.path.exists(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    units._check_description(tmp_path, text)
+    with pytest.raises(UserError, match="other inputs or options"):
+        units._check_description(tmp_path, units._plan_text({"version": 1, "inputs": "others"}))
+
+
 def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
     code = ("import sys, os, signal; from deberta_ds.data.prep.units import job\n"
             "with job(sys.argv[1], {}, finished='x'): os.kill(os.getpid(), signal.SIGKILL)")
@@ -91,10 +122,10 @@ def test_workers_where_pythons_default_is_a_fork_server(text_file, tmp_path):
 def test_texts_that_units_return_are_not_all_in_memory_at_once(tmp_path):
     """The examples of filters, 40 kB for each reason and unit, were: gigabytes of many units."""
     (tmp_path / ".units").mkdir()
-    units = {f"{number}": ("x",) for number in range(200)}
+    jobs = {f"{number}": ("x",) for number in range(200)}
     tracemalloc.start()
     try:
-        sizes = run_units(tmp_path, hundred_thousand, units, workers=1, label="texts",
+        sizes = run_units(tmp_path, hundred_thousand, jobs, workers=1, label="texts",
                           keep=lambda result: len(result["text"]))
         assert tracemalloc.get_traced_memory()[1] < 2_000_000  # of 20 MB
     finally:

@@ -110,6 +110,8 @@ def _check_description(directory: Path, text: str) -> None:
         )
     if any(not entry.name.startswith(LOCK) and not entry.match(_TEMPORARY)
            for entry in directory.iterdir()):
+        if path.exists():  # since another part of the array has begun, a moment ago
+            return _check_description(directory, text)
         raise UserError(f"{directory}: not empty and not made by this command; remove it")
 
 
