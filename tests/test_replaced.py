@@ -1,6 +1,7 @@
 """Stored replacements: the same bytes however they are made, and a run that trains on them."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from launching import ROOT
 from deberta_ds.analysis import replacements
 from deberta_ds.analysis.replacements import Recipe, replace_corpus
 from deberta_ds.config import ConfigError, MaskConfig, SourceConfig, load
+from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
 from deberta_ds.data.rows import RowDataset, eval_rows
@@ -98,6 +100,27 @@ def test_rows_hold_what_the_generator_puts_there(stored):
             assert found.labels.tolist() == expected[0].tolist()
             changed += int((ids_BL != original_BL).sum())
         assert changed > 2 * rows
+
+
+def test_shards_keep_no_maps_and_few_descriptors(stored, monkeypatch):
+    """Each shard and draw kept three, without end: a corpus of many shards ran out of them."""
+    monkeypatch.setattr(reading, "most_open_files", lambda: 4)
+    reading._open_files.clear()
+    dataset, place = dataset_of(stored["train"], "train"), str(stored["train"])
+    rows = dataset.num_rows[str(OLD / "train")]
+    found = [dataset[g] for g in range(2 * rows)]  # both draws
+    assert place not in Path("/proc/self/maps").read_text()
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert 0 < sum(link.startswith(place) for link in links) <= 4
+    mapped = {kind: np.load(shard_path(stored["train"], 1, "00000-000", kind))
+              for kind in ("mask", "ids", "ends")}
+    for row in found[rows:]:
+        name, number = dataset._corpora[0].shard_row(dataset.locate(row.row)[1])
+        if name == "00000-000":
+            is_target = np.unpackbits(mapped["mask"][number], count=LENGTH).astype(bool)
+            end = mapped["ends"][number]
+            assert (row.input_ids[is_target] == mapped["ids"][end - is_target.sum():end]).all()
+            assert ((row.labels >= 0) == is_target).all()
 
 
 def test_draws_follow_the_epoch_or_the_course_of_the_run(stored):

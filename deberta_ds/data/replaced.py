@@ -12,13 +12,17 @@ it is one.
 """
 
 import hashlib
+import io
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from deberta_ds.data.corpus import Corpus, check_file, map_array
+from deberta_ds.data.corpus import Corpus, check_file
+from deberta_ds.data.reading import read_bytes
 from deberta_ds.data.shards import MANIFEST, save_array
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic, xxh3
@@ -27,6 +31,7 @@ from deberta_ds.json_files import parse_json, typed
 VERSION = 1
 IGNORE = -100
 _KINDS = ("mask", "ids", "ends")
+_HEADER_BYTES = 128  # of a .npy file with one or two axes
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Replacements:
         if self.manifest.across_documents != across_documents:
             raise UserError(f"{directory}: made with across_documents = "
                             f"{self.manifest.across_documents}, the run has {across_documents}")
-        self._maps: dict[tuple[int, str], list[np.ndarray]] = {}
+        self._files: dict[tuple[int, str], list[_Stored]] = {}
 
     @property
     def draws(self) -> int:
@@ -119,16 +124,40 @@ class Replacements:
     def apply(self, draw: int, name: str, row: int, ids_L: np.ndarray
               ) -> tuple[np.ndarray, np.ndarray]:
         """Return (row with replacements, labels: the original ids there, -100 elsewhere)."""
-        maps = self._maps.get((draw, name))
-        if maps is None:
-            maps = [map_array(shard_path(self.directory, draw, name, kind)) for kind in _KINDS]
-            self._maps[draw, name] = maps
-        mask_RB, ids_N, ends_R = maps
-        is_replaced_L = np.unpackbits(mask_RB[row], count=len(ids_L)).astype(bool)
-        end = int(ends_R[row])
-        found = ids_N[end - int(is_replaced_L.sum()):end]
+        files = self._files.get((draw, name))
+        if files is None:
+            files = self._files[draw, name] = [
+                _Stored.look(shard_path(self.directory, draw, name, kind)) for kind in _KINDS]
+        mask, ids, ends = files
+        is_replaced_L = np.unpackbits(mask.items(row, row + 1), count=len(ids_L)).astype(bool)
+        end = int(ends.items(row, row + 1)[0])
+        found = ids.items(end - int(is_replaced_L.sum()), end)
         labels_L = np.full(len(ids_L), IGNORE, dtype=np.int64)
         labels_L[is_replaced_L] = ids_L[is_replaced_L]
         output_L = ids_L.copy()
         output_L[is_replaced_L] = found
         return output_L, labels_L
+
+
+class _Stored(NamedTuple):
+    """A .npy file that is read by parts, with no descriptor of its own (data/reading.py)."""
+
+    path: str
+    begin: int
+    dtype: np.dtype
+    width: int  # numbers in an item of the first axis
+
+    @staticmethod
+    def look(path: Path) -> "_Stored":
+        """Read the header; UserError for another or a damaged one."""
+        header = io.BytesIO(read_bytes(str(path), 0, _HEADER_BYTES))
+        with naming(path):
+            np.lib.format.read_magic(header)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(header)
+        return _Stored(str(path), header.tell(), dtype, math.prod(shape[1:]))
+
+    def items(self, first: int, last: int) -> np.ndarray:
+        """Return items [first, last), one after another; UserError if the file ends before."""
+        size = self.dtype.itemsize * self.width
+        data = read_bytes(self.path, self.begin + size * first, size * (last - first))
+        return np.frombuffer(data, self.dtype)
