@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -121,6 +122,23 @@ def test_a_part_is_a_sample_of_all_inputs(corpora):
     first, second = shards_of((0.0, 0.5)), shards_of((0.5, 1.0))
     assert first | second == set(range(10)) and not first & second
     assert first & set(range(5)) and second & set(range(5))
+
+
+def test_a_corpus_that_lies_elsewhere_now_repeats_no_row(corpora, tmp_path, capsys):
+    """It was known by its path alone: a copy, as on another machine, began at row 0 in silence."""
+    web, wiki, books = corpora
+    write_checkpoint(run_of([SourceConfig(path=web, part=(0.0, 0.8)), SourceConfig(path=wiki)]),
+                     tmp_path / "first")
+    stages = [read_stage(tmp_path / "first")]
+    copy = str(shutil.copytree(web, tmp_path / "copy"))
+    there, here = (next_source(path, stages, seq_len=SEQ_LEN)[0] for path in (web, copy))
+    assert here == dataclasses.replace(there, path=copy) and here.first_row > 20
+    with pytest.raises(UserError, match="would repeat tokens"):
+        next_source(copy, stages, seq_len=128)
+    assert not capsys.readouterr().err
+    assert next_source(books, stages, seq_len=SEQ_LEN)[0].first_row == 0
+    assert f"{books}: no stage of --after has read it" in capsys.readouterr().err
+    assert next_source(books, [], seq_len=SEQ_LEN) and not capsys.readouterr().err
 
 
 def test_longer_rows_come_from_other_shards_or_are_refused(corpora, tmp_path):

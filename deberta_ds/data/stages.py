@@ -5,6 +5,7 @@ of another length hold the same tokens differently cut, so they must come from o
 """
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,13 +57,19 @@ def next_source(
 ) -> tuple[SourceConfig, Corpus]:
     """Return (source, its corpus) that repeats nothing of `stages`, given from old to new.
 
-    `part` None means the part that was used before at this length, else all. UserError if a stage
-    has read these shards at another length or in other parts, or if the corpus has changed.
+    A corpus is known by its path or, where it lies elsewhere now, by its fingerprint; that no stage
+    has read it is said on stderr. `part` None means the part that was used before at this length,
+    else all. UserError if a stage has read these shards at another length or in other parts, or if
+    the corpus has changed.
     """
     found = SourceConfig(path=path, part=part or WHOLE)
+    known = {stage.place: _names_of(path, stage) for stage in stages}
+    if stages and not any(known.values()):
+        print(f"note: {path}: no stage of --after has read it, by its path or by its rows of their "
+              "length, so it begins at its first row", file=sys.stderr, flush=True)
     for stage in stages:
         for source, used, order in zip(stage.sources, stage.used, stage.orders, strict=True):
-            if os.path.realpath(source.path) != os.path.realpath(path):
+            if source.path not in known[stage.place]:
                 continue
             if source.part != WHOLE:  # parts exclude each other only in one order of the shards
                 found = replace(found, part_by=source.part_by)
@@ -72,12 +79,31 @@ def next_source(
             if stage.seq_len != seq_len or wanted != source.part:
                 raise UserError(_overlap(path, wanted, seq_len, stage, source.part))
             corpus = Corpus(path, seq_len=seq_len, part=wanted, part_by=found.part_by)
-            read = stage.fingerprints.get(source.path, "").partition(", replaced ")[0]
+            read = _read_by(stage, source)
             if read != corpus.fingerprint:
                 raise UserError(f"{path}: not the corpus that {stage.place} has read (its "
                                 "fingerprint differs); where that stage stopped means nothing here")
             found = replace(found, first_row=used, order=order, part=wanted)
     return found, Corpus(path, seq_len=seq_len, part=found.part, part_by=found.part_by)
+
+
+def _names_of(path: str, stage: Stage) -> list[str]:
+    """Return what a stage calls the corpus at `path`."""
+    names = [source.path for source in stage.sources
+             if os.path.realpath(source.path) == os.path.realpath(path)]
+    if names:
+        return names
+    try:
+        rows = Corpus(path, seq_len=stage.seq_len).rows_fingerprint
+    except UserError:  # it has no rows of that length, or cannot be read, which the caller says
+        return []
+    return [source.path for source in stage.sources
+            if _read_by(stage, source).partition("[")[0] == rows][:1]
+
+
+def _read_by(stage: Stage, source: SourceConfig) -> str:
+    """Return the fingerprint of the rows that a stage has read of one source."""
+    return stage.fingerprints.get(source.path, "").partition(", replaced ")[0]
 
 
 def _overlap(path: str, part: tuple, seq_len: int, stage: Stage, used: tuple) -> str:
