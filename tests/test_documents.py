@@ -68,6 +68,26 @@ def test_remote_paths_go_through_fsspec(tmp_path):
     assert texts_of([f"file://{tmp_path}/b.txt"]) == ["local by URL"]
 
 
+def test_a_remote_directory_is_read_by_the_rules_of_a_local_one(tmp_path):
+    """Hidden files, and the JSON in which save_to_disk describes a dataset, were read as text."""
+    import fsspec
+
+    files = ("a.jsonl", ".hidden.jsonl", ".cache/b.jsonl", "set/dataset_dict.json",
+             "set/train/state.json", "set/train/dataset_info.json", "c/d.jsonl", "c/state.json")
+    for name in files:
+        with fsspec.open(f"memory://rules/{name}", "wb") as file:
+            file.write(json_lines())
+        local = tmp_path / "rules" / name
+        local.parent.mkdir(parents=True, exist_ok=True)
+        local.write_bytes(json_lines())
+    for pattern in ("", "/**", "/*/*.json", "/.cache", "/.*/*", "/set/train/state.json"):
+        found = [[extent.path.partition("/rules/")[2] for unit in plan_units(
+            [root + pattern], ReadOptions()) for extent in unit]
+            for root in (f"{tmp_path}/rules", "memory://rules")]
+        assert sorted(found[0]) == sorted(found[1]), pattern
+    assert texts_of(["memory://rules"]) == TEXTS * 3
+
+
 def test_hub_datasets_are_streamed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))

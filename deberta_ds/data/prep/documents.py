@@ -13,6 +13,7 @@ between lines that match a pattern. A line belongs to the byte range in which it
 import glob
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -195,10 +196,15 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
     """Return (URL, size, state) of the files that a remote file, directory or pattern names."""
     try:
         filesystem, path = file_system(name)
+        root = path.rstrip("/")
         if any(mark in path for mark in "*?["):
+            root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
             paths = [p for p in filesystem.glob(path) if filesystem.isfile(p)]
         else:
             paths = filesystem.find(path) if filesystem.exists(path) else []
+            paths = _without_notes(paths, root)
+        if "/." not in path[len(root):]:  # a pattern may ask for hidden ones
+            paths = [p for p in paths if "/." not in p[len(root):]]
         details = [filesystem.info(p) for p in sorted(paths)]
     except UserError:
         raise
@@ -211,6 +217,21 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
             raise UserError(f"{detail['name']}: its server does not say how long it is; fetch it")
     return [(filesystem.unstrip_protocol(detail["name"]), detail["size"], _remote_state(detail))
             for detail in details]
+
+
+def _without_notes(paths: list[str], root: str) -> list[str]:
+    """Return the files below `root` (or `root` itself, a file) without those in which save_to_disk
+    describes a dataset, as `_local_files` does.
+    """
+    names: dict[str, set[str]] = {}
+    for path in paths:
+        directory, _, name = path.rpartition("/")
+        names.setdefault(directory, set()).add(name)
+    saved = {directory for directory, found in names.items()
+             if {"state.json", "dataset_info.json"} <= found}
+    return [path for path in paths if path == root or not (
+        path.endswith("/dataset_dict.json")
+        or (path.rpartition("/")[0] in saved and not path.endswith(".arrow")))]
 
 
 def _remote_state(detail: dict) -> str:
