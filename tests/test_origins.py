@@ -94,6 +94,21 @@ def test_documents_are_taken_out_and_other_shards_are_links(corpus, tmp_path):
         take_down(corpus, ["doc-1"], corpus, tiny_tokenizer())
 
 
+def test_a_document_that_was_cut_is_one_text_and_many_documents(tmp_path):
+    """Its parts stayed in the new corpus's count of documents: all but one."""
+    texts = ["x" * 600_000, *TEXTS[:5]]
+    corpus = make(tmp_path / "text.jsonl", tmp_path / "corpus", enumerate(texts))
+    old = read_manifest(corpus)[0]
+    parts = old.counts["cut"]
+    assert old.counts["documents"] == 6 + parts > 7
+    done = take_down(corpus, ["doc-0", "doc-2"], tmp_path / "new", tiny_tokenizer())
+    new = read_manifest(tmp_path / "new")[0]
+    assert done["documents"] == new.counts["taken_down"] == 2
+    assert new.counts["documents"] == new.documents == 4
+    assert sum(row[0] for row in new.labels.values()) == 4
+    assert new.counts["tokens"] == new.tokens
+
+
 def test_origins_do_not_depend_on_the_workers_and_a_missing_id_is_bad(corpus, tmp_path):
     source = corpus.parent / "text.jsonl"
     tokenize_corpus(plan_units([str(source)], READ, 6000), tmp_path / "two", tiny_tokenizer(),

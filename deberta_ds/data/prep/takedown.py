@@ -82,7 +82,8 @@ def take_down(
                      for number, shard in enumerate(manifest.shards)}
             results = run_units(out, take_down_shard, units, workers=workers, label="take down")
             _finish(Path(out), manifest, plans, origins, results)
-    return {"documents": sum(map(len, found.values())), "shards": len(found)}
+    taken = (read_manifest(one)[0].counts.get("taken_down", 0) for one in (out, corpus))
+    return {"documents": next(taken) - next(taken), "shards": len(found)}
 
 
 def take_down_shard(
@@ -170,10 +171,11 @@ def _finish(out: Path, old: Manifest, plans: dict[int, RowsManifest], origins: O
             if label in labels:
                 labels[label] = [a - b for a, b in zip(labels[label], counts, strict=True)]
     shards = tuple(ShardInfo(**result["shard"]) for result in kept)
-    counts = dict(old.counts)
-    for name, taken in zip(("documents", "characters", "tokens"), gone, strict=True):
-        counts[name] = counts.get(name, 0) - taken
-    counts["taken_down"] = counts.get("taken_down", 0) + gone[0]
+    counts = old.counts | {
+        "documents": sum(shard.documents for shard in shards),  # each part of a cut one counts
+        "characters": old.counts.get("characters", 0) - gone[1],
+        "tokens": sum(shard.tokens for shard in shards),
+        "taken_down": old.counts.get("taken_down", 0) + gone[0]}
     write_origins_manifest(out, {
         result["shard"]["name"]: result["origins"] or origins.files[result["shard"]["name"]]
         for result in kept})
