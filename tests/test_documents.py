@@ -75,11 +75,9 @@ def test_a_remote_directory_is_read_by_the_rules_of_a_local_one(tmp_path):
     files = ("a.jsonl", ".hidden.jsonl", ".cache/b.jsonl", "set/dataset_dict.json",
              "set/train/state.json", "set/train/dataset_info.json", "c/d.jsonl", "c/state.json")
     for name in files:
-        with fsspec.open(f"memory://rules/{name}", "wb") as file:
-            file.write(json_lines())
-        local = tmp_path / "rules" / name
-        local.parent.mkdir(parents=True, exist_ok=True)
-        local.write_bytes(json_lines())
+        for root in (f"file://{tmp_path}", "memory://"):
+            with fsspec.open(f"{root}/rules/{name}", "wb", auto_mkdir=True) as file:
+                file.write(json_lines())
     for pattern in ("", "/**", "/*/*.json", "/.cache", "/.*/*", "/set/train/state.json"):
         found = [[extent.path.partition("/rules/")[2] for unit in plan_units(
             [root + pattern], ReadOptions()) for extent in unit]
@@ -325,6 +323,19 @@ def test_files_of_unknown_kinds_are_named(tmp_path, capsys):
     assert texts_of([tmp_path]) == ["text"]
     assert "2 files of unknown kind passed over" in (note := capsys.readouterr().err)
     assert "b.pdf" in note and str(tmp_path / "c") in note
+
+
+def test_a_parquet_file_is_opened_once_in_a_unit(tmp_path, monkeypatch):
+    """Once for each row group, whose number its footer grows with: quadratic in small groups."""
+    path, table = tmp_path / "t.parquet", pyarrow.table({"text": list(map(str, range(50)))})
+    pyarrow.parquet.write_table(table, path, row_group_size=1)
+    usual, opened = pyarrow.parquet.ParquetFile, []
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile",
+                        lambda file: opened.append(file) or usual(file))
+    unit, = plan_units([str(path)], ReadOptions())  # opens it, too
+    found = [(d.text, d.where) for d in read_unit(unit[7:], ReadOptions())]
+    assert found == [(str(row), row) for row in range(7, 50)] and len(opened) == 2
+    assert [d.where for d in read_unit([*unit[4:6], unit[1]], ReadOptions())] == [4, 5, 1]
 
 
 def test_labels_of_parquet_and_streams(tmp_path):

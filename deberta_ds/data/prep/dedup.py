@@ -30,7 +30,7 @@ from deberta_ds.data.prep.findings import (
     merge_found,
     save_found,
 )
-from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.readers import joined, read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import MANIFEST, save_array
@@ -219,7 +219,7 @@ class _Documents:
 
 def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[str, int, str]]:
     """Yield (source, place, normalised text; "" where tokenize_corpus will complain)."""
-    for extent in unit:
+    for extent in joined(unit):
         for document in read_unit([extent], read):
             text = ""
             if not document.problem:

@@ -9,6 +9,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
     readers = {"text": _read_lines, "json": _read_lines, "table": _read_table,
                "warc": _read_warc, "parquet": _read_parquet, "arrow": _read_arrow,
                "stream": _read_stream}
-    for extent in unit:
+    for extent in joined(unit):
         with naming(extent.path):
             try:
                 yield from readers[extent.kind](extent, options)
@@ -40,6 +41,23 @@ def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
                 raise UserError(
                     f"{extent.path}: damaged or cut short ({error}); fetch the file again"
                 ) from error
+
+
+def joined(unit: list[Extent]) -> Iterator[Extent]:
+    """Yield the extents of a unit, row groups of a parquet file that follow each other as one: each
+    reading of its footer takes as long as all of its groups are many.
+    """
+    before = None
+    for extent in unit:
+        if before and extent.kind == "parquet" and (before.path, before.end) == (
+                extent.path, extent.start):
+            before = replace(before, end=extent.end)
+            continue
+        if before:
+            yield before
+        before = extent
+    if before:
+        yield before
 
 
 def _directory_label(extent: Extent, options: ReadOptions) -> str:
@@ -311,10 +329,10 @@ def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         parquet = pyarrow.parquet.ParquetFile(file)
         columns = _columns(options, parquet.schema_arrow.names, extent.path)
         row = sum(parquet.metadata.row_group(i).num_rows for i in range(extent.start))
-        groups = list(range(extent.start, extent.end))
-        for batch in parquet.iter_batches(1024, row_groups=groups, columns=columns):
-            yield from _read_batch(batch, row, extent, options)
-            row += batch.num_rows
+        for group in range(extent.start, extent.end):  # one at a time: all would stay in memory
+            for batch in parquet.iter_batches(1024, row_groups=[group], columns=columns):
+                yield from _read_batch(batch, row, extent, options)
+                row += batch.num_rows
 
 
 def _read_arrow(extent: Extent, options: ReadOptions) -> Iterator[Document]:

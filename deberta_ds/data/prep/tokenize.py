@@ -29,7 +29,7 @@ from deberta_ds.data.prep.filtering import describe, filters_of, write_report
 from deberta_ds.data.prep.filters import Tally
 from deberta_ds.data.prep.findings import Findings
 from deberta_ds.data.prep.identity import OriginWriter, write_origins_manifest
-from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.readers import joined, read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import (
@@ -187,7 +187,7 @@ def _wanted(
 ) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
     searches = [_findings(directory) for directory in leave_out]
-    for extent in unit:
+    for extent in joined(unit):
         if not searches and not filters:
             yield from read_unit([extent], read)
             continue
