@@ -24,6 +24,14 @@ def natural(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """Type of an option: a whole number that leaves room for a million draws in 64 bits."""
+    value = natural(text)
+    if value >= 1 << 43:
+        raise argparse.ArgumentTypeError(f"{value} is not below {1 << 43:,}")
+    return value
+
+
 def share(text: str) -> float:
     """Type of an option: a share in (0, 1)."""
     value = float(text)

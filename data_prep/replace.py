@@ -11,9 +11,9 @@ Run the same command again after a crash and only what is missing is done.
 from options import (
     add_workers,
     local,
-    natural,
     positive,
     positive_number,
+    seed,
     share,
 )
 
@@ -33,7 +33,7 @@ def main() -> None:
                         help="one draw of all rows for each, in this order")
     parser.add_argument("--rate", type=share, default=0.15, help="share of tokens masked")
     parser.add_argument("--max_ngram", type=positive, default=1, help="words in a masked span")
-    parser.add_argument("--seed", type=natural, default=0, help="of masks and samples")
+    parser.add_argument("--seed", type=seed, default=0, help="of masks and samples")
     parser.add_argument("--across_documents", action="store_true",
                         help="pieces of a row see each other (as data.across_documents)")
     add_workers(parser)

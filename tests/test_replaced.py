@@ -242,6 +242,15 @@ def test_what_does_not_fit_is_refused(stored, tmp_path):
         load(OLD / "rtd/run.toml", [f"--init.generator={GENERATOR}"])
 
 
+def test_a_seed_without_room_for_draws_is_refused(tmp_path):
+    """2e13 ended in a traceback of torch: masks and samples take the seed times a million."""
+    command = [sys.executable, str(ROOT / "data_prep/replace.py"), str(OLD / "heldout"),
+               "--generator", GENERATOR, "--out", str(tmp_path), "--seq_len", str(LENGTH), "--seed"]
+    done = subprocess.run([*command, str(1 << 43)], capture_output=True, text=True)
+    assert done.returncode == 2 and "--seed: 8796093022208 is not below 8,796," in done.stderr
+    replace_corpus(recipe(temperatures=(1.0,), seed=(1 << 43) - 1), tmp_path / "largest")
+
+
 def test_files_are_compact(stored):
     """A bit a token for the mask, two bytes for each replaced token, eight a row."""
     manifest, _ = read_replaced_manifest(stored["train"])
