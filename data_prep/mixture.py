@@ -7,6 +7,7 @@ those of a second stage that goes on where a run stopped: no row repeats.
 """
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from options import natural, positive, positive_number
@@ -33,15 +34,23 @@ def main() -> None:
                         help="out_dir or checkpoint of each earlier stage, oldest first")
     parser.add_argument("--part", type=float, nargs=2, metavar=("FROM", "TO"),
                         help="stretch of the shards, such as 0.9 1; default: all, or as before")
+    parser.add_argument("--cache", metavar="DIRECTORY",
+                        help="where what lies at a URL is kept; default: where the last of "
+                        "--after kept it, else ~/.cache/deberta_ds")
     args = parser.parse_args()
 
     from deberta_ds.data.mixture import build_mixture, temperature_weights
+    from deberta_ds.data.remote import Cache
     from deberta_ds.data.stages import next_source
 
     stages = [_read_stage(path) for path in args.after]
     part = tuple(args.part) if args.part else None
+    cache = stages[-1].cache if stages else Cache()
+    if args.cache:
+        cache = replace(cache, directory=args.cache)
     sources, corpora = zip(*[
-        next_source(path, stages, seq_len=args.seq_len, part=part) for path in args.corpus
+        next_source(path, stages, seq_len=args.seq_len, part=part, cache=cache)
+        for path in args.corpus
     ], strict=True)
     sizes = [corpus.num_rows for corpus in corpora]
     if args.weights and len(args.weights) != len(corpora):

@@ -38,6 +38,7 @@ def main() -> None:
     if args.corpus and not (args.tokenizer and args.seq_len):
         parser.error("a corpus needs --tokenizer and --seq_len; a run file has them")
 
+    from deberta_ds.data.remote import Cache
     from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
@@ -45,7 +46,8 @@ def main() -> None:
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed,
                          mask=objective.mask, across_documents=data.across_documents,
-                         draws_by=objective.draws_by, rows_of_run=rows_of_run)
+                         draws_by=objective.draws_by, rows_of_run=rows_of_run,
+                         cache=Cache(data.cache, data.cache_gigabytes))
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     for g in range(args.first, args.first + args.rows):
         row = dataset[g]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from data_helpers import RUN_RECORD, make_corpus, random_documents, tiny_tokeniz
 from deberta_ds import config
 from deberta_ds.config import DataConfig, SourceConfig
 from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.remote import upload
 from deberta_ds.data.rows import ROW_RULES, RowDataset
 from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.errors import UserError
@@ -186,6 +188,29 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     assert np.array_equal([dataset.locate(g) for g in range(20)],
                           [dataset_of(second).locate(g) for g in range(20)])
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
+
+
+def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path):
+    """mixture.py and show.py fetched them into the home directory, as much as they are."""
+    url, home, kept = f"file://{tmp_path}/web", tmp_path / "home", tmp_path / "kept"
+    upload(corpora[0], url)
+    run = run_of([SourceConfig(path=url)])
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, cache=str(kept)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        write_checkpoint(run, tmp_path / "first")  # opens it in the home directory
+    for script, *arguments in (
+            ("mixture.py", url, "--seq_len", SEQ_LEN, "--after", tmp_path / "first"),
+            ("mixture.py", url, "--seq_len", SEQ_LEN, "--cache", tmp_path / "given"),
+            ("show.py", "--config", ROOT / "launch/runs/demo.toml", f"--data.seq_len={SEQ_LEN}",
+             f'--data.sources=[{{path="{url}"}}]', f"--data.tokenizer={tokenizer_path()}",
+             f"--data.cache={kept}")):
+        shutil.rmtree(home, ignore_errors=True)
+        shutil.rmtree(kept, ignore_errors=True)
+        subprocess.run([sys.executable, str(ROOT / "data_prep" / script), *map(str, arguments)],
+                       check=True, capture_output=True, env=os.environ | {"HOME": str(home)})
+        assert (tmp_path / "given" if "--cache" in arguments else kept).is_dir()
+        assert not (home / ".cache/deberta_ds").exists()
 
 
 def test_a_resumed_run_of_version_0_1_0_keeps_its_rows(corpora):

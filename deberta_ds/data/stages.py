@@ -12,6 +12,7 @@ from pathlib import Path
 from deberta_ds.config import SourceConfig, from_dict
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.mixture import build_mixture, build_slot_mixture
+from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.errors import UserError
 
 WHOLE = (0.0, 1.0)
@@ -20,7 +21,7 @@ WHOLE = (0.0, 1.0)
 @dataclass(frozen=True)
 class Stage:
     """What a checkpoint says about the data: `used[i]` is the next row of `sources[i]`, `orders[i]`
-    its shuffle, `fingerprints` {path: hex}.
+    its shuffle, `fingerprints` {path: hex}, `cache` where it kept what lies at a URL.
     """
 
     place: str
@@ -29,6 +30,7 @@ class Stage:
     used: tuple[int, ...]
     orders: tuple[tuple[int, int], ...]
     fingerprints: dict[str, str]
+    cache: Cache
 
 
 def stage_of(record: dict, place: str | Path) -> Stage:
@@ -48,12 +50,13 @@ def stage_of(record: dict, place: str | Path) -> Stage:
         str(place), data.seq_len, sources,
         tuple(source.first_row + count for source, count in zip(sources, given, strict=True)),
         tuple(source.order or (data.seed, number) for number, source in enumerate(sources)),
-        fingerprints,
+        fingerprints, Cache(data.cache, data.cache_gigabytes),
     )
 
 
 def next_source(
-    path: str, stages: list[Stage], *, seq_len: int, part: tuple[float, float] | None = None
+    path: str, stages: list[Stage], *, seq_len: int, part: tuple[float, float] | None = None,
+    cache: Cache = DEFAULT_CACHE,
 ) -> tuple[SourceConfig, Corpus]:
     """Return (source, its corpus) that repeats nothing of `stages`, given from old to new.
 
@@ -63,7 +66,7 @@ def next_source(
     the corpus has changed.
     """
     found = SourceConfig(path=path, part=part or WHOLE)
-    known = {stage.place: _names_of(path, stage) for stage in stages}
+    known = {stage.place: _names_of(path, stage, cache) for stage in stages}
     if stages and not any(known.values()):
         print(f"note: {path}: no stage of --after has read it, by its path or by its rows of their "
               "length, so it begins at its first row", file=sys.stderr, flush=True)
@@ -78,23 +81,25 @@ def next_source(
                 continue
             if stage.seq_len != seq_len or wanted != source.part:
                 raise UserError(_overlap(path, wanted, seq_len, stage, source.part))
-            corpus = Corpus(path, seq_len=seq_len, part=wanted, part_by=found.part_by)
+            corpus = Corpus(path, seq_len=seq_len, part=wanted, part_by=found.part_by,
+                            cache=cache)
             read = _read_by(stage, source)
             if read != corpus.fingerprint:
                 raise UserError(f"{path}: not the corpus that {stage.place} has read (its "
                                 "fingerprint differs); where that stage stopped means nothing here")
             found = replace(found, first_row=used, order=order, part=wanted)
-    return found, Corpus(path, seq_len=seq_len, part=found.part, part_by=found.part_by)
+    return found, Corpus(path, seq_len=seq_len, part=found.part, part_by=found.part_by,
+                         cache=cache)
 
 
-def _names_of(path: str, stage: Stage) -> list[str]:
+def _names_of(path: str, stage: Stage, cache: Cache) -> list[str]:
     """Return what a stage calls the corpus at `path`."""
     names = [source.path for source in stage.sources
              if os.path.realpath(source.path) == os.path.realpath(path)]
     if names:
         return names
     try:
-        rows = Corpus(path, seq_len=stage.seq_len).rows_fingerprint
+        rows = Corpus(path, seq_len=stage.seq_len, cache=cache).rows_fingerprint
     except UserError:  # it has no rows of that length, or cannot be read, which the caller says
         return []
     return [source.path for source in stage.sources
