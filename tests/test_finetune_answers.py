@@ -231,7 +231,7 @@ def test_a_context_is_never_on_both_sides_of_a_cut(squad, tmp_path):
     twice = document("v2.0")
     twice["data"][0]["paragraphs"][0]["qas"][1]["id"] = "q0"
     (tmp_path / "dev-v2.0.json").write_text(json.dumps(twice))
-    with pytest.raises(UserError, match="idx q0 was already used at .*qas.0."):
+    with pytest.raises(UserError, match="id q0 was already used at .*qas.0."):
         read_split(V2, tmp_path, "val", any_size=True)
 
 
