@@ -301,6 +301,11 @@ def test_an_nli_head_is_kept_row_by_row_by_label_name(tmp_path):
     assert torch.equal(copa.head.pooler.dense.weight, mnli.head.pooler.dense.weight)
     wsc = build_model(task_named("WSC"), start, settings, 2)
     assert "all of the head is fresh" in keep_head(wsc, task_named("WSC"), saved)
+    head = {"head." + key: value + 1 for key, value in copa.head.state_dict().items()}
+    scored = dataclasses.replace(saved, task=dataclasses.replace(task_named("COPA"), name="SWAG"),
+                                 weights=dict(saved.weights) | head)
+    assert "and the scorer" in keep_head(copa, task_named("COPA"), scored)
+    assert torch.equal(copa.head.classifier.weight, head["head.classifier.weight"])
     labels = ("neutral", "entailment", "contradiction")
     renamed = dataclasses.replace(saved, task=dataclasses.replace(saved.task, labels=labels))
     cb = build_model(task_named("CB"), start, settings, 2)

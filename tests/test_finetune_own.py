@@ -340,6 +340,7 @@ MISTAKES = [
     ({"labels": ["animal", "thing", "thing"]}, "labels names a label twice: animal, thing, thing"),
     ({"kind": "spans", "texts": ["extra", "words"], "label": "labl"}, "no column 'labl'"),
     ({"metrics": ["binary_f1"]}, "the F1 of the second of two labels.*labels = .*animal"),
+    ({"texts": ["label"], "label": "words"}, "column 'label' cannot be a text .* rename"),
     ({"choices": ["a"]}, 'choices are needed for kind = "choice", and for no other kind'),
     ({"kind": "tags", "texts": ["words"]}, r"field \"words\"|tags for|must be"),
     ({"kind": "regression"}, "must be a number|finite number"),
@@ -371,6 +372,28 @@ def test_tags_of_an_unknown_scheme_are_refused(tmp_path):
     path = write_task(tmp_path, "tags", rows, texts=["words"])
     with pytest.raises(UserError, match="tag 'X-ANIMAL' is not of IOB, IOBES, BILOU or BMES"):
         load_own_task(path)
+
+
+def test_tags_that_are_numbers_have_no_spans(tmp_path):
+    rows = [{"words": ["cat", "moon"], "label": [3, 0]}] * 4
+    path = write_task(tmp_path, "tags", rows, texts=["words"])
+    with pytest.raises(UserError, match="the tags are numbers.*tag_accuracy"):
+        load_own_task(path)
+
+
+def test_skipped_test_tables_are_not_read(tmp_path):
+    rows = rows_of("classification", 8)
+    path = write_task(tmp_path, "classification", rows, test="broken.jsonl")
+    (tmp_path / "broken.jsonl").write_text("{")
+    task, own, _ = load_own_task(path)
+    plan = sweep.Sweep(tasks=(task,), num_seeds=1, start=None, data=".", out=tmp_path, deepspeed={},
+                       device=torch.device("cpu"), predict_test=False)  # fmt: skip
+    assert sweep.read_task(plan, task)[2] == {}
+    with pytest.raises(UserError, match="broken.jsonl"):
+        sweep.read_task(dataclasses.replace(plan, predict_test=True), task)
+    for option in ({"init_from": {"RTE": "x"}}, {"carved": ("RTE",)}):
+        with pytest.raises(UserError, match="RTE: is none of the tasks of this run, mine"):
+            sweep.run_all(dataclasses.replace(plan, **option))
 
 
 def test_a_small_regression_keeps_its_digits():

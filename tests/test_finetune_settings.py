@@ -24,6 +24,9 @@ def test_settings_are_checked_and_later_ones_win(tmp_path):
     rte = settings_of("RTE", file, *given)
     assert (rte.epochs, rte.batch_rows, rte.patience, rte.max_length) == (4, 24, 1, 320)
     assert settings_of("CB", file, "--CB.epochs=9").epochs == 9
+    assert settings_of("RTE", file, "--all.epochs=1").epochs == 1  # the file's [RTE] won before
+    assert settings_of("RTE", file, "--RTE.epochs=2", "--all.epochs=1").epochs == 2
+    assert settings_of("SQuAD-v2.0", file, "--SQuAD-v2.0.max_length=400").max_length == 400
     for text, message in (
         ("[RTE]\nepoch = 3\n", "settings of RTE\n  epoch: unknown key; did you mean epochs"),
         ("[CB]\nepoch = 3\n", "settings of CB\n  epoch: unknown key"),  # another task's, too

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from superglue_helpers import sample, tiny_start
 
+from deberta_ds.finetune.answers import NEVER
 from deberta_ds.finetune.features import collate, encode
 from deberta_ds.finetune.heads import TaskModel
 from deberta_ds.finetune.sift import Sift, adversarial_divergence, divergence
@@ -37,6 +38,13 @@ def test_divergences_are_their_formulas():
     s, u = torch.randn(4), torch.randn(4)
     wanted = F.binary_cross_entropy_with_logits(s, torch.sigmoid(u), reduction="none")
     torch.testing.assert_close(divergence(s, u, "kl"), wanted)
+
+
+def test_what_a_longer_neighbour_pads_an_answer_with_weighs_nothing():
+    scores, target = torch.tensor([[1.0, 2.0, 5.0]]), torch.tensor([[0.0, 0.0, 3.0]])
+    padding = torch.full((1, 7), NEVER)
+    padded = [torch.cat([values, padding], 1) for values in (scores, target)]
+    assert torch.equal(divergence(*padded, "mse"), divergence(scores, target, "mse"))
 
 
 def test_gradients_are_those_of_symmetric_kl():

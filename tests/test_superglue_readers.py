@@ -9,7 +9,7 @@ from superglue_helpers import ALL_TASKS, FEW, REAL, SAMPLE, needs_real, sample
 
 from deberta_ds.errors import UserError
 from deberta_ds.finetune.layouts import examples_of, find_phrase, without_highlight_marks
-from deberta_ds.finetune.readers import carve, read_split
+from deberta_ds.finetune.readers import carve, has_split, read_split
 from deberta_ds.finetune.tasks import SUBMITTED_FILES, TASKS, task_named
 
 
@@ -81,6 +81,9 @@ def test_broken_parquet_is_one_error(tmp_path):
     (tmp_path / "rte" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UserError, match="not a whole parquet file"):
         read_split(task_named("RTE"), tmp_path, "train", any_size=True)
+    with pytest.raises(UserError, match="not a whole parquet file"):  # it was "no test split"
+        has_split(task_named("RTE"), tmp_path, "train")
+    assert not has_split(task_named("RTE"), tmp_path, "test")
 
 
 def _without(key):

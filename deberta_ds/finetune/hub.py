@@ -10,7 +10,7 @@ from typing import Any
 
 from deberta_ds.errors import UserError
 from deberta_ds.finetune.tables import to_line
-from deberta_ds.finetune.tasks import Task
+from deberta_ds.finetune.tasks import NoSplitError, Task
 
 HUB = "hub"
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
@@ -30,7 +30,8 @@ def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
     try:
         table = load_dataset(repository, task.hub, split=name)
     except (OSError, ValueError, ConnectionError) as error:
-        raise UserError(
+        is_unknown = isinstance(error, ValueError) and "Unknown split" in str(error)
+        raise (NoSplitError if is_unknown else UserError)(
             f"{repository} {task.hub} {name}: cannot be read from the Hub ({error}); "
             "download the official zip and pass its directory"
         ) from error

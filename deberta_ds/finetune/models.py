@@ -120,6 +120,10 @@ def keep_head(model: TaskModel, task: Task, saved: Finetuned) -> str:
     kept = [key for key in layers if own[key].shape == head[key].shape]
     for key in kept:
         own[key].copy_(head[key])
+    if task.head == saved.task.head == "choice":  # one score, whatever the answers are called
+        for key in ("classifier.weight", "classifier.bias"):
+            own[key].copy_(head[key])
+        return f"head of {saved.task.name}: kept {', '.join(kept) or 'no layer'} and the scorer"
     shared = [label for label in task.labels if label in saved.task.labels]
     if task.head != saved.task.head or own["classifier.weight"].size(0) != len(task.labels):
         shared = []

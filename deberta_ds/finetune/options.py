@@ -82,10 +82,10 @@ def build_sweep(
     if not options.data and len(own) < len(tasks):
         raise UserError("--data: name the directory of the benchmark's files, a zip, or hub")
     values = deepspeed_config.load(options.deepspeed_config) if options.deepspeed_config else {}
-    if options.sift:
-        overrides = [f"--{settings.ALL}.sift_weight={SIFT_WEIGHT}", *overrides]
     tables = settings.load(options.config, overrides, (*TASK_NAMES, *own))
     for task in tasks:
+        if options.sift and "sift_weight" not in task.settings:
+            tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
         settings.resolve(task, tables)
     device = init_distributed(values, options.deepspeed_config or "DeepSpeed's defaults")
     return Sweep(

@@ -141,6 +141,10 @@ def _check(own: OwnTask, path: Path) -> None:
     if own.kind == "spans" and len(own.texts) != 2:
         raise UserError(f"{path}: spans are answers in a text; texts must name two columns, the "
                         "question and the text that the answer lies in")  # fmt: skip
+    for name in (*own.texts, *own.choices):
+        if name in _TAKEN:
+            raise UserError(f"{path}: the column {name!r} cannot be a text or an answer: a row has "
+                            f"its {', '.join(_TAKEN)} under these names; rename the column")
     if own.start and own.kind != "spans":
         raise UserError(f'{path}: start is the place of an answer, for kind = "spans" only')
     if own.kind == "tags" and len(own.texts) != 1:
@@ -159,6 +163,7 @@ def _check(own: OwnTask, path: Path) -> None:
 
 _PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
 _PREFIXES = "BIESLUM"
+_TAKEN = ("idx", "id", "label", "start")
 
 
 def _check_positive(own: OwnTask, labels: tuple[str, ...], path: Path) -> None:
@@ -168,8 +173,13 @@ def _check_positive(own: OwnTask, labels: tuple[str, ...], path: Path) -> None:
             raise UserError(f"{path}: metrics: {wanted[0]} is the F1 of the second of two labels; "
                             f"say which it is: labels = {json.dumps(list(labels))}, or the other "
                             "way around")
+    if own.kind != "tags" or "span_f1" not in (own.metrics or ("span_f1",)):
+        return
+    if all(label.isdigit() for label in labels):
+        raise UserError(f"{path}: the tags are numbers, which do not say where spans begin; write "
+                        "their names, or take metrics = [\"tag_accuracy\"]")
     odd = [label for label in labels if label[1:2] == "-" and label[0] not in _PREFIXES]
-    if own.kind == "tags" and odd and "span_f1" in (own.metrics or ("span_f1",)):
+    if odd:
         raise UserError(f"{path}: the tag {odd[0]!r} is not of IOB, IOBES, BILOU or BMES, which "
                         "span_f1 counts spans of; rename it, or take tag_accuracy")
 

@@ -21,7 +21,7 @@ from deberta_ds.finetune.hub import HUB, hub_split, official_lines, read_hub, re
 from deberta_ds.finetune.layouts import Example, examples_of
 from deberta_ds.finetune.line import line_format
 from deberta_ds.finetune.tables import json_of, read_table, text_lines, to_line
-from deberta_ds.finetune.tasks import TASK_NAMES, Task
+from deberta_ds.finetune.tasks import TASK_NAMES, NoSplitError, Task
 
 _COMBINED = "combined.zip"
 
@@ -97,10 +97,10 @@ def _check_pairs(examples: list[Example]) -> None:
 
 
 def has_split(task: Task, data: str | Path, split: str) -> bool:
-    """Return whether `split` of `task` exists under `data` (without reading it)."""
+    """Return whether `split` of `task` is under `data`; UserError if what is there is damaged."""
     try:
         _open(task, data, split)
-    except UserError:
+    except NoSplitError:
         return False
     return True
 
@@ -139,7 +139,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     """Return where the split lies and its (place, JSON object) pairs."""
     if task.name not in TASK_NAMES:  # a user's own, whose file names its tables: no other is read
         if split not in task.files:
-            raise UserError(f"{task.name}: its task file names no {split} table")
+            raise NoSplitError(f"{task.name}: its task file names no {split} table")
         return task.files[split], table_lines(task, Path(task.files[split]), split)
     if str(data) == HUB:
         return f"hub:{task.hub}/{split}", official_lines(task, read_hub(task, split))
@@ -170,7 +170,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
         tried.append(f"{archive}!{name}")
         if archive.is_file() and (found := _member(archive, name)) is not None:
             return f"{archive}!{name}", _json_values(io.BytesIO(found), f"{archive}!{name}")
-    raise UserError(
+    raise NoSplitError(
         f"{task.name} {split} is not there: looked for {', '.join(tried)} and "
         f"{root / task.hub}/{hub_split(task, split)}-*.parquet. Unpack the official "
         f"{task.name}.zip there, or use --data {HUB} on a machine with network\n"

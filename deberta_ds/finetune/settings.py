@@ -78,41 +78,55 @@ class Settings:
 def load(
     path: str | Path | None, overrides: Iterable[str], tasks: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return {"all" or task name: values} of a settings file with overrides put over it.
+    """Return {task name: values}: of a settings file [all], then [TASK]; over both, of overrides
+    --all.KEY, then --TASK.KEY.
 
     `tasks` are the names that tables may have. Raises ConfigError with the problems of a table.
     """
-    tables: dict[str, Any] = {}
-    if path is not None:
-        tables = read_toml(path, "settings file", "launch/runs/superglue/base.toml")
-    given = set()
+    known = (ALL, *tasks)
+    written = read_toml(path, "settings file", "launch/runs/superglue/base.toml") if path else {}
+    _check_tables(written, str(path), known)
+    given: dict[str, Any] = {}
     for override in overrides:
         key, value = parse_override(override)
-        table, dot, _ = key.partition(".")
-        if not dot:
+        names = [name for name in known if key.startswith(f"{name}.")]
+        name = max(names, key=len, default=key.partition(".")[0])  # SQuAD-v2.0 has a dot itself
+        if name == key:
             whole = f"--{ALL}.{key if key in Settings.__dataclass_fields__ else 'KEY'}=..."
             raise ConfigError(
                 f"{override}: unknown option; a setting is written {whole}, or --TASK.KEY=... for "
                 "one task"
             )
-        given.add(table)
-        set_value(tables, key, value)
-    known = (ALL, *tasks)
+        set_value(given.setdefault(name, {}), key[len(name) + 1 :], value)
+    _check_tables(given, "the command line", known)
+    merged: dict[str, dict[str, Any]] = {name: {} for name in known[1:]}
+    for name, table in merged.items():
+        for tables in (written, given):
+            for values in (tables.get(ALL, {}), tables.get(name, {})):
+                _put_over(table, values)
+    return {name: table for name, table in merged.items() if table}
+
+
+def _check_tables(tables: dict[str, Any], place: str, known: tuple[str, ...]) -> None:
     for name, table in tables.items():
-        place = "the command line" if path is None else str(path)
-        place += " and the command line" if path is not None and name in given else ""
         if name not in known or not isinstance(table, dict):
             raise ConfigError(
                 f"{place}: [{name}] is not a table named {ALL} or after a task"
                 f"{nearest(name, known)}"
             )
         validate(Settings, table, f"{place}, settings of {name}")
-    return tables
+
+
+def _put_over(table: dict[str, Any], values: dict[str, Any]) -> None:
+    """Set `values` in a table; of a table inside (class_weights), its values one by one."""
+    for key, value in values.items():
+        inner = table.get(key)
+        table[key] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
 
 
 def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]]) -> Settings:
-    """Return the settings of `task`: its own defaults, then [all], then [TASK] of `tables`."""
-    values = dict(task.settings) | dict(tables.get(ALL, {})) | dict(tables.get(task.name, {}))
+    """Return the settings of `task`: its own defaults, then what `load` has for it."""
+    values = dict(task.settings) | dict(tables.get(task.name, {}))
     settings = validate(Settings, values, f"settings of {task.name}")
     if settings.best_metric and settings.best_metric not in task.metrics:
         raise ConfigError(

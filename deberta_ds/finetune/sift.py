@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deberta_ds.finetune.answers import NEVER
+
 _NORM_EPS = 1e-7
 
 
@@ -63,7 +65,8 @@ def divergence(scores: Tensor, target: Tensor, kind: str) -> Tensor:
         scores = torch.stack([scores, torch.zeros_like(scores)], -1)
         target = torch.stack([target, torch.zeros_like(target)], -1)
     if kind == "mse" or scores.size(-1) == 1:
-        return (scores - target).square().mean(-1)
+        columns = (target > NEVER).sum(-1)  # not those of a longer neighbour in the batch
+        return (scores - target).square().sum(-1) / columns
     log_p, log_t = scores.log_softmax(-1), target.log_softmax(-1)
     forward = -(log_t.detach().exp() * log_p).sum(-1)
     if kind == "kl":

@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from deberta_ds import dist
+from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
-from deberta_ds.finetune.directory import find_finetuned
+from deberta_ds.finetune.directory import find_finetuned, load_finetuned
 from deberta_ds.finetune.loop import DivergedError, Job
-from deberta_ds.finetune.models import Start
+from deberta_ds.finetune.models import Start, start_from
 from deberta_ds.finetune.readers import Split, carve, check_targets, has_split, read_split
 from deberta_ds.finetune.run import RESULT, check_splits, finished, run
 from deberta_ds.finetune.settings import resolve
@@ -37,7 +38,7 @@ class Sweep:
     out: Path
     deepspeed: Mapping
     device: torch.device
-    # "all" or a task's name -> the settings that were given
+    # task name -> the settings that were given
     settings: Mapping[str, Mapping] = field(default_factory=dict)
     init_from: Mapping[str, str] | None = None  # task name -> fine-tuned directory
     carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
@@ -50,6 +51,10 @@ class Sweep:
 
 def run_all(sweep: Sweep) -> list[dict]:
     """Return the results of every (task, seed), reading finished ones from disk."""
+    for option, names in (("--init_from", sweep.init_from or {}), ("--carve_train", sweep.carved)):
+        if unknown := set(names) - {task.name for task in sweep.tasks}:
+            raise UserError(f"{option} {min(unknown)}: is none of the tasks of this run, "
+                            f"{', '.join(task.name for task in sweep.tasks)}")
     splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
     for train, val, *_ in splits.values():
         check_targets(train)
@@ -72,6 +77,9 @@ def run_all(sweep: Sweep) -> list[dict]:
         ]  # fmt: skip
     unfinished = {job.task.name: job for job in jobs if finished(job) is None}
     check_splits(list(unfinished.values()))
+    for job in unfinished.values():
+        if job.init_from:  # one that does not fit is said before hours of training
+            start_from(job.start, load_finetuned(job.init_from), job.init_from)
     results = []
     for job in jobs:
         try:
@@ -105,14 +113,14 @@ def read_task(
 
     if sweep.val_share and "val" not in task.files:
         train, val = carve(read(task, "train"), 1 - sweep.val_share, _CARVE_SEED)
-        return train, val, _tests(task, read), {}
+        return train, val, _tests(task, read, sweep.predict_test), {}
     val = read(task, "val")
     if task.name in sweep.carved:
         train, val = carve(val, CARVED_SHARE, _CARVE_SEED)
     else:
         train = read(task, "train")
     if task.name not in TASK_NAMES:
-        return train, val, _tests(task, read), {}
+        return train, val, _tests(task, read, sweep.predict_test), {}
     tests, diagnostics = {}, {}
     for test in (task, *diagnostics_of(task.name)) if sweep.predict_test else ():
         if test.predicted_by and has_split(test, sweep.data, "val"):
@@ -126,9 +134,9 @@ def read_task(
     return train, val, tests, diagnostics
 
 
-def _tests(task: Task, read: Callable[[Task, str], Split]) -> dict[str, Split]:
-    """Return {task name: test split} of an own task, empty if its file names none."""
-    return {task.name: read(task, "test")} if "test" in task.files else {}
+def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:
+    """Return {task name: test split} of an own task; empty if its file names none."""
+    return {task.name: read(task, "test")} if predict and "test" in task.files else {}
 
 
 def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:

@@ -21,6 +21,10 @@ HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "answe
                    "spans", "mentions"]  # fmt: skip
 
 
+class NoSplitError(UserError):
+    """A split of a task is not where its files are looked for."""
+
+
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class Task:
     """What is particular to one task; everything else is shared code."""
