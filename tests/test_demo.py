@@ -4,6 +4,7 @@ import pytest
 import torch
 from launching import ROOT
 
+from deberta_ds import config, deepspeed_config
 from launch import demo
 
 
@@ -15,6 +16,15 @@ def test_the_deepspeed_json_suits_the_machine(gpus, able, name, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
     path = demo.deepspeed_config(gpus)
     assert path == f"ds_configs/{name}.json" and (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("found", [0, 1, 2, 3, 4, 8])
+def test_the_rows_of_the_demo_divide_by_its_ranks(found):
+    """With three GPUs or more it ended in an error: a step has two micro-batches."""
+    ranks = demo.gpus_taken(found) or demo.MOST_RANKS
+    assert ranks <= max(found, 2)
+    run, _ = config.load(ROOT / demo.CONFIG, [])
+    assert deepspeed_config.accumulation_steps(run, ranks) * ranks == 2
 
 
 def test_a_torch_that_cannot_tell_gives_fp32(monkeypatch):
