@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/recipes.md"
 RECIPES = ROOT / "launch/runs/lab"
 PIECES = 32_000  # of the tokenizer in README.md
+ROWS = -(-(PIECES + 1) // 64) * 64  # of the word table
 BYTES_A_TOKEN = 4.0  # of English text with that many pieces
 # Shares of peak. Assumed, not measured: narrow models wait for memory and launches.
 MFU = {"deberta-v3-xsmall": 0.1, "deberta-v3-small": 0.2, "deberta-v3-base": 0.2, "cpu": 0.3}
@@ -33,13 +34,18 @@ Made by `python docs/make_recipes.py` from `launch/runs/lab/` and the planner; d
 Time and memory are the planner's ([scale](scale.md)), for a tokenizer of {PIECES:,} pieces and bf16
 (on the CPU fp32). The share of the peak that a card reaches is assumed: 20 % for base and small,
 below the 30 % that [performance](performance.md) prices for an H100, 10 % for xsmall, 30 % on a
-CPU. So take the days as an order of magnitude, and ask again with your card, your count and the
-share that your first hundred steps log as `mfu`:
+CPU. The peak memory of a GPU includes {plan.RESERVED_BYTES >> 30} GiB for CUDA, NCCL and
+fragmentation; the `PEAK` that `launch/plan.py` prints does not, but its `fits` counts them. So take
+the days as an order of magnitude, and ask again with your card, your count and the share that your
+first hundred steps log as `mfu`:
 
     python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu rtx4090 --gpus 2 \\
         --mfu 0.2
     python launch/plan.py --config launch/runs/lab/lab_small_1gpu.toml --gpu mine --gpus 2 \\
-        --tflops 120 --memory_gb 48
+        --tflops 120 --memory_gb 48 --mfu 0.2
+
+Before the tokenizer is there, say its size: `--model.vocab_size={ROWS}`. Else the plan is for the
+128,100 words of the preset; its first line says which vocabulary it took.
 
 A GB of English text is about {1000 / BYTES_A_TOKEN:.0f} M tokens. Text that is seen four times
 teaches nearly as much as new text (arXiv 2305.16264), so the steps are for four epochs or fewer of
@@ -56,7 +62,7 @@ def rows(path: Path) -> list[str]:
     """Return the lines of the table for one recipe."""
     run, origins = config.load(path)
     preset = origins["model.hidden_size"].removeprefix("preset ")
-    run = replace(run, model=replace(run.model, vocab_size=-(-(PIECES + 1) // 64) * 64))
+    run = replace(run, model=replace(run.model, vocab_size=ROWS))
     tokens = run.train.steps * run.train.global_batch_rows * run.data.seq_len
     text = tokens * BYTES_A_TOKEN / 1e9
     parameters = format_count(count_parameters(on_meta(build_model, run)))

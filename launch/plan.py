@@ -43,7 +43,7 @@ def main() -> None:
     from deberta_ds import config, deepspeed_config
     from deberta_ds.formats import shape
 
-    run, _ = config.load(options.config, overrides, shape.complete)
+    run, origins = config.load(options.config, overrides, shape.complete)
     ds = deepspeed_config.load(options.deepspeed_config)
 
     from deberta_ds.files import write_atomic  # heavy imports after the configs are known good
@@ -69,7 +69,8 @@ def main() -> None:
     facts = [
         f"{run.objective.kind} model of {format_count(parameters)} parameters, "
         f"{deepspeed_config.precision(ds)}, {format_count(tokens)} tokens in "
-        f"{run.train.steps:,} steps",
+        f"{run.train.steps:,} steps; vocabulary of "
+        f"{run.model.vocab_size:,} ({origins['model.vocab_size']})",
         f"{options.nodes} x {options.gpus} {options.gpu.upper()}: {run.train.micro_batch_rows} x "
         f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
         f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "

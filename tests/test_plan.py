@@ -255,6 +255,7 @@ def test_command(run_file, tmp_path, monkeypatch):
     done = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a100", "--gpus", "4",
                   "--html", tmp_path / "plan.html", "--train.global_batch_rows=64")
     assert "fastest that fits: ZeRO-1, recompute none" in done.stdout
+    assert "vocabulary of 640 (" in done.stdout
     assert "accelerator" not in done.stdout + done.stderr  # DeepSpeed's warning, of no concern here
     page = (tmp_path / "plan.html").read_text()
     assert page.count('class="memory"') > 3 and "http" not in page.replace("http-equiv", "")
