@@ -91,7 +91,8 @@ def draw(path: Path, out: Path) -> None:
     processor = environment["processor"].partition(" (")[0]
     where = f"{processor}, torch {environment['packages']['torch']}"
     if environment["device"] == "cpu":
-        where += f", {environment['threads']} thread"
+        threads = environment["threads"]
+        where += f", {threads} thread{'s' if threads > 1 else ''}"
     title, panels_of, unit = PICTURES[path.stem.partition("-")[0]]
     panels = panels_of(document["results"])
     bars(out / f"{path.stem}.png", f"{title} ({where})", panels, unit)
