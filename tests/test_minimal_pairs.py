@@ -212,7 +212,9 @@ def test_a_readme_is_no_paradigm_and_two_files_of_one_name_are_two(tmp_path):
         (tmp_path / language / "agreement.jsonl").write_text(
             '{"sentence_good": "a b", "sentence_bad": "b a"}\n')
     (tmp_path / "README.txt").write_text("What this is\nand who made it\n")
-    assert [pair.paradigm for pair in read_pairs(tmp_path)] == ["de/agreement", "fr/agreement"]
+    (tmp_path / "zorro.txt").write_text("bad\ngood\n")
+    assert [pair.paradigm for pair in read_pairs(tmp_path)] == [
+        "de/agreement", "fr/agreement", "zorro"]
 
 
 def test_a_damaged_archive_is_one_clear_error(tmp_path):

@@ -88,7 +88,8 @@ def test_a_card_by_hand():
     ("NVIDIA L40S", 362, 91.6), ("NVIDIA A10", 125, 31.2), ("NVIDIA A10G", 70, 31.5),
     ("NVIDIA GeForce RTX 4090", 165.2, 82.6), ("NVIDIA GeForce RTX 3090", 71, 35.6),
     ("NVIDIA GeForce RTX 5090", 209.5, 104.8), ("Tesla V100-SXM2-32GB", None, 15.7),
-    ("Tesla V100-PCIE-16GB", None, 14), ("Tesla T4", None, 8.1)])
+    ("Tesla V100-SXM3-32GB", None, 15.7), ("Tesla V100-DGXS-32GB", None, 15.7),
+    ("NVIDIA GB200", 2500, 80), ("Tesla V100-PCIE-16GB", None, 14), ("Tesla T4", None, 8.1)])
 def test_a_card_is_known_by_its_whole_name(monkeypatch, name, bf16, fp32):
     """GeForce cards had no MFU, an L40 had an L4's, an H100 PCIe an SXM's; fp32 had TF32's."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

@@ -55,6 +55,13 @@ def test_a_first_rank_with_an_ipv6_address_or_an_unknown_name_has_a_door(monkeyp
     assert not knock.unanswered
 
 
+def test_hosts_cabled_directly_keep_their_address(monkeypatch):
+    monkeypatch.setattr(reach, "_towards", lambda host: "169.254.7.1")
+    monkeypatch.setattr(reach.psutil, "net_if_addrs", dict)
+    assert reach._own_ip() == "169.254.7.1"
+    assert not reach._is_seen_by_others("fe80::1")
+
+
 def has_ipv6() -> bool:
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):

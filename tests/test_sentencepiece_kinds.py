@@ -170,6 +170,13 @@ def test_special_tokens_named_beside_a_model_are_taken(tmp_path):
     tokenizer = Tokenizer(tmp_path)
     assert (tokenizer.cls_id, tokenizer.mask_id) == (20, 30)
     assert open_tokenizer(find_tokenizer_files(tmp_path)).sha256 == tokenizer.sha256
+    assert Tokenizer(tmp_path / "tokenizer.model").sha256 == tokenizer.sha256
+    others = names | {"mask_token": ids.id_to_piece(31)}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(others))
+    assert Tokenizer(tmp_path).sha256 != tokenizer.sha256  # a corpus of the other must not be taken
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"cls_token": names["cls_token"]}))
+    whole, added = add_special_tokens(tmp_path, tmp_path / "whole")
+    assert (whole.cls_id, whole.pieces([whole.mask_id]), added) == (20, ["<mask>"], ["<mask>"])
 
 
 @pytest.mark.parametrize("kind", ["char", "word"])

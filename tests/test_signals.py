@@ -265,6 +265,19 @@ def test_a_full_disk_leaves_no_lock_and_an_empty_one_keeps_nobody_out(tmp_path, 
     assert not lock.is_held(tmp_path)
 
 
+def test_a_lock_whose_making_was_not_answered_is_held(tmp_path, monkeypatch):
+    """NFS asks again, and is told that there is one: a job refused itself."""
+    link = os.link
+
+    def unanswered(*names):
+        link(*names)
+        raise FileExistsError(errno.EEXIST, "File exists", *names)
+
+    monkeypatch.setattr(os, "link", unanswered)
+    lock.take(tmp_path / lock.NAME, lock.this_process(3.0))
+    assert lock.is_held(tmp_path) and list(tmp_path.iterdir()) == [tmp_path / lock.NAME]
+
+
 def test_a_host_that_does_not_see_the_out_dir_is_named_at_once(tmp_path, monkeypatch):
     """It was found at the first save, where room was to be made."""
     first = replace(lock.this_process(3.0), host="node0")

@@ -25,7 +25,7 @@ HEARTBEATS = "heartbeats"
 
 _BEATS = 5  # heartbeats' time in which a living job's must move
 _SLACK_SECONDS = 5.0  # for a slow file system
-_SEEN_SECONDS = 60.0  # in which a new file is seen by the other hosts, on a slow file system too
+_SEEN_SECONDS = 180.0  # in which a new file is seen by the other hosts: NFS keeps names for 60
 _SETTLE_SECONDS = 1.0  # two jobs that take over one stale lock: the later one has it
 
 
@@ -119,13 +119,18 @@ def _see(path: Path, mine: Holder) -> None:
     One rank of each host looks.
     """
     deadline = time.monotonic() + _SEEN_SECONDS
-    while dist.local_rank() == 0 and _read(path) != mine:
+    while dist.local_rank() == 0:
+        with suppress(UserError):  # of a file system that has not recovered yet
+            if _read(path) == mine:
+                return
         if time.monotonic() > deadline:
             raise UserError(f"{path.parent}: must be shared by all hosts: {socket.gethostname()} "
                             f"does not see the lock that {mine.host} has written there; choose an "
                             "out_dir on a file system that every host mounts at this path")
-        with suppress(OSError):
-            os.listdir(path.parent)  # NFS asks its server again
+        for directory in path.parents:  # NFS asks its server again
+            with suppress(OSError):
+                os.listdir(directory)
+                break
         time.sleep(0.1)
 
 
@@ -136,8 +141,8 @@ def _create(path: Path, mine: Holder) -> bool:
     try:
         temporary.write_text(text)
         os.link(temporary, path)
-    except FileExistsError:
-        return False
+    except FileExistsError:  # over NFS also where it was made, and the answer was lost
+        return temporary.stat().st_nlink == 2
     except OSError as error:
         if error.filename2 is None:  # not of the link
             raise

@@ -110,4 +110,5 @@ def _family(address: str) -> socket.AddressFamily:
 
 def _is_seen_by_others(address: str) -> bool:
     found = ipaddress.ip_address(address)
-    return not found.is_loopback and not found.is_link_local
+    # fe80:: means nothing without the name of a card; 169.254 is that of hosts cabled directly.
+    return not found.is_loopback and not (found.version == 6 and found.is_link_local)

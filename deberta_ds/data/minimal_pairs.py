@@ -7,7 +7,7 @@ Formats, told apart by the files' names and keys, in a directory, a tar archive 
 
 A paradigm is a set of pairs made alike; a phenomenon holds paradigms. Without names the paradigm is
 the file's name (with its directory, where several files have one name), and the phenomenon is the
-paradigm. In a directory or an archive a .txt without a dash in its name is no pairs but a README.
+paradigm. In a directory or an archive README.txt, LICENSE.txt and their like are no pairs.
 """
 
 import json
@@ -27,6 +27,7 @@ from deberta_ds.tokenizer import Tokenizer
 # Scores that differ by less, relatively, are equal: fp32 resolves no more.
 TIE = 1e-6
 _SUFFIXES = (".jsonl", ".txt")
+_ABOUT = ("readme", "license", "licence", "notice", "citation", "manifest", "changelog")
 # BLiMP's files call two paradigms of its paper's (and its results') argument structure so.
 _SAME_PHENOMENON = {"s-selection": "argument_structure"}
 _KEYS = {"paradigm": ("paradigm", "UID"), "phenomenon": ("phenomenon", "linguistics_term")}
@@ -106,8 +107,8 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _holds_pairs(file: Path) -> bool:
-    return (file.suffix == ".jsonl" or file.suffix == ".txt" and "-" in file.stem) \
-        and not file.name.startswith(".")
+    is_about = file.stem.lower().startswith(_ABOUT) and file.suffix == ".txt"
+    return file.suffix in _SUFFIXES and not is_about and not file.name.startswith(".")
 
 
 def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:

@@ -12,7 +12,7 @@ import torch
 from deberta_ds.errors import UserError
 
 # Words of a device's name that do not tell cards of different speed apart.
-_UNTOLD = re.compile(r"nvidia|tesla|geforce|sxm[245]?|hbm\w+|\d+gb")
+_UNTOLD = re.compile(r"nvidia|tesla|geforce|sxm\d?|dgxs|ls|hbm\w+|\d+gb")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ GPUS = {
     "h800": Gpu(_HOPPER, 80e9, 200e9, 50e9),
     "gh200": Gpu(_HOPPER, 96e9, 450e9, 50e9),
     "b200": Gpu({"bf16": 2250e12, "fp32": 75e12}, 180e9, 900e9, 50e9),
+    "gb200": Gpu({"bf16": 2500e12, "fp32": 80e12}, 186e9, 900e9, 50e9),
     "a100": Gpu(_A100, 80e9, 300e9, 25e9),
     "a100pcie": Gpu(_A100, 80e9, 32e9, 12.5e9),
     "a800": Gpu(_A100, 80e9, 200e9, 25e9),

@@ -46,7 +46,7 @@ def find_files(path: Path) -> dict[str, Path]:
         raise UserError(_pickle_message(path))
     if _is_json(path):
         return {JSON: path} | (beside if path.name == JSON else {})
-    return {SPM: path} | (beside if path.name == SPM else {})
+    return {SPM: path} | (beside if path.name in (SPM, *OTHER_MODELS) else {})
 
 
 def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:

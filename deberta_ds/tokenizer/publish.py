@@ -9,10 +9,10 @@ from pathlib import Path
 
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer.fast import vocabulary_ids
-from deberta_ds.tokenizer.files import JSON, SETTINGS, SPM, find_files, read_settings
+from deberta_ds.tokenizer.files import JSON, NAMES, SETTINGS, SPM, find_files, read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification
-from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, look_up_roles
-from deberta_ds.tokenizer.spm import with_special_tokens
+from deberta_ds.tokenizer.roles import ROLES, USUAL_NAMES, look_up_roles, token_name
+from deberta_ds.tokenizer.spm import model_proto, with_special_tokens
 from deberta_ds.tokenizer.tokenizer import Tokenizer
 
 _LONGEST_TEXT = 512  # tokens, of the settings of a directory without a model
@@ -79,11 +79,15 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
     is named for (</s> is sep, <unk> is unk), else, as of GPT-2's <|endoftext|>, the first.
     """
     out, files = Path(out), find_files(Path(path))
-    if SPM in files:
-        model, names = with_special_tokens(files[SPM])
-        write_atomic(out / SPM, model)
-        return Tokenizer(out), names
     settings = read_settings(files)
+    if SPM in files:
+        model, names = with_special_tokens(files[SPM], settings)
+        write_atomic(out / SPM, model)
+        held = {piece.piece for piece in model_proto(model, files[SPM]).pieces}
+        if named := {key: name for role in ROLES if (name := token_name(settings.get(
+                key := f"{role}_token"))) in held}:
+            write_atomic(out / NAMES, json.dumps(named, indent=2) + "\n")
+        return Tokenizer(out), names
     specification = read_specification(files, settings)
     piece_kind(specification, Path(path))  # what marks no words is refused before it is written
     added = {token["content"]: token["id"] for token in specification["added_tokens"]}

@@ -10,6 +10,7 @@ those ids without a normalizer, which version 0.1.0 made. Any other is given the
 
 import hashlib
 import itertools
+import json
 import os
 import unicodedata
 from collections.abc import Iterable
@@ -75,6 +76,9 @@ class SentencePieceEngine:
             self._starts_word = piece_starts_word
         else:
             self.roles = _roles(processor, path, settings)
+            if self.roles != _look_up(processor, {})[0]:  # the files beside it say otherwise
+                known = json.dumps([self.sha256, self.roles], sort_keys=True)
+                self.sha256 = hashlib.sha256(known.encode()).hexdigest()
             self.normalizes_itself = True
             self._starts_word = metaspace_starts_word
         _check_settings(settings, self.pieces, self.roles, path)
@@ -182,7 +186,7 @@ def _check_kind(proto, path: Path) -> None:
 def _check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) -> None:
     """UserError if what stands beside a model asks for other ids than the model alone gives."""
     remedy = ("save the tokenizer with transformers' AutoTokenizer, and give the tokenizer.json "
-              "that this writes")
+              f"that this writes, without {path.name} beside it")
     for key in ("do_lower_case", "split_by_punct"):
         if settings.get(key) is True:
             raise UserError(f"{path}: {key} = true in the tokenizer_config.json beside it, which "
@@ -210,15 +214,17 @@ def with_control_roles(proto, named: Iterable[str] = ()):
     return proto
 
 
-def with_special_tokens(path: Path) -> tuple[bytes, list[str]]:
-    """Return (the model at `path` with a control piece for each role it lacks, their names)."""
+def with_special_tokens(path: Path, settings: dict) -> tuple[bytes, list[str]]:
+    """Return (the model at `path` with a control piece for each role that neither it nor the files
+    beside it have one for, their names).
+    """
     data = path.read_bytes()
     processor = _load(data, path)
     known = processor.id_to_piece(list(range(processor.get_piece_size())))
     if tuple(known[:4]) == SPECIAL_PIECES:
         return data, []
     proto = model_proto(data, path)
-    roles, _, _ = _look_up(_load(with_control_roles(proto).SerializeToString(), path), {})
+    roles, _, _ = _look_up(_load(with_control_roles(proto).SerializeToString(), path), settings)
     angled = any(name.startswith("<") for name in known[:4])
     names = [USUAL_NAMES[role][angled] for role, number in roles.items() if number is None]
     for name in names:
