@@ -217,7 +217,7 @@ def table(runs: list[Run]) -> dict:
             if name in COSTS or not (one in arms and other in arms):
                 continue
             if found_here := difference(arms[one], arms[other], name):
-                claims.append({"ahead": one, "of": other, "measure": name} | found_here)
+                claims.append({"arm": one, "of": other, "measure": name} | found_here)
                 spans = [" to ".join(f"{end:+.2f}" for end in found_here[key])
                          if key in found_here else "-"
                          for key in ("interval over seeds", "interval over paradigms")]
