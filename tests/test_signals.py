@@ -280,7 +280,7 @@ def test_a_lock_whose_making_was_not_answered_is_held(tmp_path, monkeypatch):
 
 def test_a_host_that_does_not_see_the_out_dir_is_named_at_once(tmp_path, monkeypatch):
     """It was found at the first save, where room was to be made."""
-    first = replace(lock.this_process(3.0), host="node0")
+    first = replace(lock.this_process(3.0), host="node0", machine="another")
     monkeypatch.setattr(lock, "_SEEN_SECONDS", 0.3)
     monkeypatch.setattr(lock.dist, "is_main", lambda: False)
     monkeypatch.setattr(lock.dist, "broadcast_object", lambda mine: first)

@@ -116,10 +116,10 @@ def take(path: Path, mine: Holder, across_hosts: bool = True) -> None:
 def _see(path: Path, mine: Holder) -> None:
     """Raise UserError if this host does not see the lock: what it saves would not be with the rest.
 
-    One rank of each host looks.
+    One rank of each other host looks.
     """
     deadline = time.monotonic() + _SEEN_SECONDS
-    while dist.local_rank() == 0:
+    while dist.local_rank() == 0 and mine.machine != process.machine():
         with suppress(UserError):  # of a file system that has not recovered yet
             if _read(path) == mine:
                 return
