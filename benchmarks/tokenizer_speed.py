@@ -39,6 +39,7 @@ from deberta_ds.tokenizer.spm import SentencePieceEngine
 
 READ = ReadOptions()
 _BATCH = 400  # documents
+_UNIT_BYTES = 1 << 21  # a run's units have 4 MiB at least
 
 
 def write_units(source: Path, out: Path, document_bytes: int, unit_bytes: int, units: int
@@ -176,7 +177,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokenizers", type=Path, nargs="+", required=True)
     parser.add_argument("--document_bytes", type=int, nargs="+", default=(300, 3000, 30000, 600000))
-    parser.add_argument("--unit_bytes", type=int, default=1 << 21)
+    parser.add_argument("--unit_bytes", type=int, default=_UNIT_BYTES)
     parser.add_argument("--units", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--turns", type=int, default=3)
@@ -195,6 +196,8 @@ def main() -> None:
                 else:
                     found = one_core(directory, paths, Path(scratch) / "corpus", args.turns)
             place = f"{args.workers} workers" if args.workers else "one core"
+            if args.unit_bytes != _UNIT_BYTES:
+                place += f", units of {args.unit_bytes >> 20} MiB"
             found = {name: round(value, 3) for name, value in found.items()}
             figures.setdefault(place, {}).setdefault(directory.name, {})[str(size)] = found
             print(place, directory.name, size, json.dumps(found), flush=True)
