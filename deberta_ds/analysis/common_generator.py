@@ -32,10 +32,8 @@ def score_discriminator(discriminator: str | Path, generator: str | Path, rows: 
         raise UserError(f"{generator}: its tokenizer is not that of {discriminator}, so its "
                         "replacements mean nothing to it")
     longest = max(len(row.input_ids) for row in rows)
-    for path, model in ((discriminator, judge), (generator, writer)):
-        if longest > model.model_config.max_position:
-            raise UserError(f"{path}: has {model.model_config.max_position} positions, but the "
-                            f"rows have up to {longest} tokens")
+    judge.check_length(longest, discriminator)
+    writer.check_length(longest, generator)
     return score_rows(judge, writer, rows)
 
 

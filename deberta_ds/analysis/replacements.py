@@ -48,9 +48,7 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
     generator = _generator(recipe.generator)
     corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
     corpus.check_tokenizer(generator.tokenizer.sha256)
-    if recipe.seq_len > generator.model_config.max_position:
-        raise UserError(f"{recipe.generator}: has {generator.model_config.max_position} positions, "
-                        f"but the rows have {recipe.seq_len} tokens")
+    generator.check_length(recipe.seq_len, recipe.generator)
     made_by = {"generator": _fingerprint(generator), "seed": recipe.seed,
                "mask": {name: value for name, value in asdict(recipe.mask).items()
                         if name != "final_rate"}}  # stored draws have one rate

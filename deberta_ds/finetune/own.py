@@ -99,6 +99,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
         labels, said = _labels(own, Path(files["train"]), path)
         task = replace(task, labels=labels)
         _check_positive(own, labels, path)
+        _check_tags(own, labels, path)
         if len(labels) != 2 and (wrong := set(own.metrics) & set(_OF_TWO)):
             raise UserError(f"{path}: metrics: {sorted(wrong)[0]!r} is of two labels, and there "
                             f"are {len(labels)}; take macro_f1 or matthews_multi")  # fmt: skip
@@ -167,12 +168,16 @@ _TAKEN = ("idx", "id", "label", "start")
 
 
 def _check_positive(own: OwnTask, labels: tuple[str, ...], path: Path) -> None:
-    """UserError if it is not plain of which of two labels an F1 is, or where tags begin spans."""
-    if wanted := [name for name in own.metrics if name in ("binary_f1", "f1a")]:
-        if not own.labels and labels not in _PLAIN:
-            raise UserError(f"{path}: metrics: {wanted[0]} is the F1 of the second of two labels; "
-                            f"say which it is: labels = {json.dumps(list(labels))}, or the other "
-                            "way around")
+    """UserError if it is not plain of which of two labels an F1 is."""
+    wanted = [name for name in own.metrics if name in ("binary_f1", "f1a")]
+    if wanted and not own.labels and labels not in _PLAIN:
+        raise UserError(f"{path}: metrics: {wanted[0]} is the F1 of the second of two labels; say "
+                        f"which it is: labels = {json.dumps(list(labels))}, or the other way "
+                        "around")
+
+
+def _check_tags(own: OwnTask, labels: tuple[str, ...], path: Path) -> None:
+    """UserError if spans are counted and tags do not say where they begin."""
     if own.kind != "tags" or "span_f1" not in (own.metrics or ("span_f1",)):
         return
     if all(label.isdigit() for label in labels):

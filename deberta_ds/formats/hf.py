@@ -22,7 +22,7 @@ from deberta_ds.formats.relative_rows import UNREAD_ROWS, without_unread_rows
 from deberta_ds.formats.release import Network, Release, with_zero_key_biases
 from deberta_ds.formats.release_reader import SIDE_FILE
 from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
-from deberta_ds.formats.tokenizer_files import open_tokenizer, write_tokenizer_files
+from deberta_ds.formats.tokenizer_files import pad_id_of, write_tokenizer_files
 
 GENERATOR_DIRECTORY = "generator"
 _CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
@@ -39,12 +39,11 @@ _HEAD_OF = {
 
 def write_hugging_face(release: Release, out: Path) -> list[str]:
     """Write a release as a Hugging Face directory; return notes on what went where."""
-    notes, tokenizer = [], open_tokenizer(release.tokenizer_files)
+    notes, own = [], pad_id_of(release.tokenizer_files)
     for name, network in release.networks().items():
         directory = out / GENERATOR_DIRECTORY if name == "generator" else out
         directory.mkdir(parents=True, exist_ok=True)
-        pad_id = tokenizer.pad_id if tokenizer else network.rest.get("pad_token_id", 0)
-        notes += [f"{name}: {note}" for note in _write_network(network, directory, pad_id)]
+        notes += [f"{name}: {note}" for note in _write_network(network, directory, own)]
         notes += write_tokenizer_files(release.tokenizer_files, directory,
                                        release.main.config.max_position)
     return notes
@@ -83,15 +82,19 @@ def _chooses(network: Network) -> bool:
     """Return whether a classifier has one score for each of several choices, as a regression with
     its one label has not; transformers has no such class of v1.
     """
-    labels = len(network.rest.get("id2label") or ())
-    return (labels > 1 and network.tensors["classifier.weight"].size(0) == 1
+    return (_num_labels(network) > 1 and network.tensors["classifier.weight"].size(0) == 1
             and model_type(network) == configs.V2)
+
+
+def _num_labels(network: Network) -> int:
+    """Return how many labels the source names, 0 if it names none."""
+    return len(network.rest.get("id2label") or ())
 
 
 def _check_head(network: Network, head: str) -> None:
     """UserError if heads of fine-tuning are not of the shapes that their transformers class has."""
     width = network.config.hidden_size
-    labels = len(network.rest.get("id2label") or ())
+    labels = _num_labels(network)
     shapes = {"pooler.dense.weight": (width, width), "qa_outputs.weight": (2, width)}
     tensor = network.tensors.get("classifier.weight")
     if tensor is not None:
@@ -105,17 +108,17 @@ def _check_head(network: Network, head: str) -> None:
                             "source's config.json, or the file is of another model")
 
 
-def _write_network(network: Network, directory: Path, pad_id: int) -> list[str]:
+def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     kind, head = model_type(network), head_class(network)
     _check_head(network, head)
     main, side, notes = split_tensors(network, kind, head)
-    values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest)
-    values |= {"architectures": [_CLASS_PREFIX[kind] + head], "pad_token_id": pad_id}
+    values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest | own)
+    values["architectures"] = [_CLASS_PREFIX[kind] + head]
     values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
     if head == "ForMaskedLM":
         values["legacy"] = False  # the head with microsoft's names
     classes = main["classifier.weight"].size(0) if "classifier.weight" in main else 0
-    if head != "ForMultipleChoice" and classes == 1 < len(values.get("id2label") or ()):
+    if head != "ForMultipleChoice" and classes == 1 < _num_labels(network):
         del values["id2label"]  # a choice of a v1 model: one score for each
     if classes and not values.get("id2label"):
         values["id2label"] = {str(number): f"LABEL_{number}" for number in range(classes)}

@@ -13,7 +13,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs, names
 from deberta_ds.formats.release import Network, Release, with_zero_key_biases
 from deberta_ds.formats.tensors import PICKLE, write_bin
-from deberta_ds.formats.tokenizer_files import copy_tokenizer_files, open_tokenizer
+from deberta_ds.formats.tokenizer_files import copy_tokenizer_files, pad_id_of
 
 FILES = {"main": (PICKLE, "model_config.json"),
          "generator": ("pytorch_model.generator.bin", "generator_config.json")}
@@ -22,8 +22,7 @@ FILES = {"main": (PICKLE, "model_config.json"),
 def write_microsoft(release: Release, out: Path) -> list[str]:
     """Write a directory in microsoft's format; return notes on what was written and derived."""
     out.mkdir(parents=True, exist_ok=True)
-    notes, tokenizer = [], open_tokenizer(release.tokenizer_files)
-    own = {"pad_token_id": tokenizer.pad_id} if tokenizer else {}
+    notes, own = [], pad_id_of(release.tokenizer_files)
     for name, network in release.networks().items():
         weights, config = FILES[name]
         tensors = microsoft_tensors(network, notes)

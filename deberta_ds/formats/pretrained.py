@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deberta_ds.config import ModelConfig
+from deberta_ds.errors import UserError
 from deberta_ds.formats.release import (
     Network,
     build_backbone,
@@ -34,6 +35,12 @@ class LoadedModel:
     model_config: ModelConfig
     masked_lm: tuple[WordEmbedding, MaskedLm] | None
     replaced_token_head: ReplacedTokenHead | None = None
+
+    def check_length(self, tokens: int, place: str | Path) -> None:
+        """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""
+        if tokens > self.model_config.max_position:
+            raise UserError(f"{place}: has {self.model_config.max_position} positions, but the "
+                            f"rows have up to {tokens} tokens")
 
 
 def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_text: bool = False

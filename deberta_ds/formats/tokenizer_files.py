@@ -51,6 +51,12 @@ def open_tokenizer(files: dict[str, Path]) -> Tokenizer | None:
     return None
 
 
+def pad_id_of(files: dict[str, Path]) -> dict[str, int]:
+    """Return {"pad_token_id": id} of the tokenizer among a directory's files, {} without one."""
+    tokenizer = open_tokenizer(files)
+    return {"pad_token_id": tokenizer.pad_id} if tokenizer else {}
+
+
 def copy_tokenizer_files(files: dict[str, Path], out: Path) -> list[str]:
     """Copy tokenizer files to `out`; return a note for each."""
     notes = []

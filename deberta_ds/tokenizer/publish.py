@@ -104,11 +104,11 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
             if name not in ids:
                 names.append(name)
                 ids[name] = max(ids.values()) + 1
+                pieces[ids[name]] = name
                 specification["added_tokens"].append(
                     special_token(name, ids[name], role == "mask"))
             roles[role] = ids[name]
         taken.add(roles[role])
-    pieces = {number: piece for piece, number in ids.items()}
     write_atomic(out / JSON, json.dumps(specification, ensure_ascii=False) + "\n")
     write_atomic(out / SETTINGS, json.dumps(
         {f"{role}_token": pieces[number] for role, number in roles.items()}

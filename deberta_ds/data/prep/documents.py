@@ -184,12 +184,16 @@ def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
         status = os.stat(path)
         yield path, status.st_size, f"{status.st_size} bytes of {status.st_mtime_ns}"
         return
-    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    names = [name for name in names if name != "dataset_dict.json"]
-    if {"state.json", "dataset_info.json"} <= set(names):  # made by datasets' save_to_disk
-        names = [name for name in names if name.endswith(".arrow")]
-    for name in names:
+    for name in _data_names(sorted(name for name in os.listdir(path) if not name.startswith("."))):
         yield from _local_files(os.path.join(path, name))
+
+
+def _data_names(names: list[str]) -> list[str]:
+    """Return the names in one directory without those by which save_to_disk describes a dataset."""
+    names = [name for name in names if name != "dataset_dict.json"]
+    if {"state.json", "dataset_info.json"} <= set(names):
+        names = [name for name in names if name.endswith(".arrow")]
+    return names
 
 
 def _remote_files(name: str) -> list[tuple[str, int, str]]:
@@ -220,18 +224,15 @@ def _remote_files(name: str) -> list[tuple[str, int, str]]:
 
 
 def _without_notes(paths: list[str], root: str) -> list[str]:
-    """Return the files below `root` (or `root` itself, a file) without those in which save_to_disk
-    describes a dataset, as `_local_files` does.
-    """
-    names: dict[str, set[str]] = {}
+    """Return the files below `root` (or `root` itself, a file) that `_data_names` keeps."""
+    if paths == [root]:
+        return paths
+    names: dict[str, list[str]] = {}
     for path in paths:
         directory, _, name = path.rpartition("/")
-        names.setdefault(directory, set()).add(name)
-    saved = {directory for directory, found in names.items()
-             if {"state.json", "dataset_info.json"} <= found}
-    return [path for path in paths if path == root or not (
-        path.endswith("/dataset_dict.json")
-        or (path.rpartition("/")[0] in saved and not path.endswith(".arrow")))]
+        names.setdefault(directory, []).append(name)
+    return [f"{directory}/{name}" for directory, found in names.items()
+            for name in _data_names(found)]
 
 
 def _remote_state(detail: dict) -> str:
