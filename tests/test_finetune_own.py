@@ -22,7 +22,7 @@ from deberta_ds.finetune.models import build_model
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.settings import Settings, load, resolve
+from deberta_ds.finetune.settings import Settings, load
 from deberta_ds.finetune.submission import as_written
 from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
@@ -323,88 +323,7 @@ def test_a_directory_of_the_tasks_own_name_does_not_stand_for_its_tables(tmp_pat
         read_split(task, ".", "test")
 
 
-# What a user gets wrong, and what is said.
-MISTAKES = [
-    ({"kind": "classify"}, r"kind = 'classify': input should be 'classification'"),
-    ({"texts": []}, "texts = .*must not be empty"),
-    ({"texts": ["word"]}, "no column 'word'; there are words, extra, label"),
-    ({"label": "lable"}, r"no column 'lable' \(label in .*task.toml\); there are words"),
-    ({"train": "tarin.csv"}, r"tarin.csv: no such file"),
-    ({"train": "train.xlsx"}, "train.xlsx: "),
-    ({"lables": ["a"]}, "lables: unknown key; did you mean labels"),
-    ({"labels": ["animal", "thin"]}, "must be one of 'animal', 'thin', found 'thing'"),
-    ({"metrics": ["acuracy"]}, "metrics: 'acuracy' is not known; did you mean accuracy"),
-    ({"metrics": ["f1"]}, "'f1' is not of kind = 'classification', which has accuracy, macro_f1"),
-    ({"kind": "regression", "metrics": ["accuracy"]}, "which has pearson, spearman"),
-    ({"labels": ["animal", "thing", "x"], "metrics": ["matthews"]}, "'matthews' is of two labels"),
-    ({"labels": ["animal", "thing", "thing"]}, "labels names a label twice: animal, thing, thing"),
-    ({"kind": "spans", "texts": ["extra", "words"], "label": "labl"}, "no column 'labl'"),
-    ({"metrics": ["binary_f1"]}, "the F1 of the second of two labels.*labels = .*animal"),
-    ({"texts": ["label"], "label": "words"}, "column 'label' cannot be a text .* rename"),
-    ({"choices": ["a"]}, 'choices are needed for kind = "choice", and for no other kind'),
-    ({"kind": "tags", "texts": ["words"]}, r"field \"words\"|tags for|must be"),
-    ({"kind": "regression"}, "must be a number|finite number"),
-    ({"name": "RTE"}, "not a benchmark's task"),
-    ({"val_share": 1.5}, "val_share = 1.5: must be below 1"),
-    ({"kind": "spans", "texts": ["words"]}, "texts must name two columns, the question and the"),
-    ({"kind": "spans", "texts": ["extra", "words"]}, "'thing' is nowhere in field \"words\""),
-    ({"start": "at"}, 'start is the place of an answer, for kind = "spans" only'),
-    ({"train": "train.jsonl", "settings": "class_weights = {animl = 2.0}"},
-     "class_weights: no label 'animl'; did you mean animal"),
-    ({"kind": "tags", "settings": 'class_weights = "balanced"', "texts": ["words"]},
-     "only a classification with one label"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "message"), MISTAKES)
-def test_a_mistake_is_one_clear_error(tmp_path, change, message):
-    kind = change.get("kind", "classification")
-    rows = rows_of("tags" if "settings" in change and kind == "tags" else "classification", 6)
-    path = write_task(tmp_path, kind, rows, **{k: v for k, v in change.items() if k != "kind"})
-    with pytest.raises(UserError, match=message):
-        task, _, _ = load_own_task(path)
-        resolve(task, {})
-        read_split(task, ".", "train")
-
-
-def test_tags_of_an_unknown_scheme_are_refused(tmp_path):
-    rows = [{"words": ["cat", "moon"], "label": ["X-ANIMAL", "O"]}] * 4
-    path = write_task(tmp_path, "tags", rows, texts=["words"])
-    with pytest.raises(UserError, match="tag 'X-ANIMAL' is not of IOB, IOBES, BILOU or BMES"):
-        load_own_task(path)
-
-
-def test_tags_that_are_numbers_have_no_spans(tmp_path):
-    rows = [{"words": ["cat", "moon"], "label": [3, 0]}] * 4
-    path = write_task(tmp_path, "tags", rows, texts=["words"])
-    with pytest.raises(UserError, match="the tags are numbers.*tag_accuracy"):
-        load_own_task(path)
-
-
-def test_skipped_test_tables_are_not_read(tmp_path):
-    rows = rows_of("classification", 8)
-    path = write_task(tmp_path, "classification", rows, test="broken.jsonl")
-    (tmp_path / "broken.jsonl").write_text("{")
-    task, own, _ = load_own_task(path)
-    plan = sweep.Sweep(tasks=(task,), num_seeds=1, start=None, data=".", out=tmp_path, deepspeed={},
-                       device=torch.device("cpu"), predict_test=False)  # fmt: skip
-    assert sweep.read_task(plan, task)[2] == {}
-    with pytest.raises(UserError, match="broken.jsonl"):
-        sweep.read_task(dataclasses.replace(plan, predict_test=True), task)
-    for option in ({"init_from": {"RTE": "x"}}, {"carved": ("RTE",)}):
-        with pytest.raises(UserError, match="RTE: is none of the tasks of this run, mine"):
-            sweep.run_all(dataclasses.replace(plan, **option))
-
-
 def test_a_small_regression_keeps_its_digits():
     """Predictions were rounded to four decimals, as nobody asked."""
     task = dataclasses.replace(task_named("RTE"), head="regress", labels=("score",))
     assert as_written(task, float(np.float32(3.7123456e-5))) == 3.712346e-05
-
-
-def test_settings_in_a_task_file_are_checked(tmp_path):
-    rows = rows_of("classification", 6)
-    with pytest.raises(UserError, match="epoch: unknown key; did you mean epochs"):
-        load_own_task(write_task(tmp_path, "classification", rows, "epoch = 3"))
-    with pytest.raises(UserError, match="no such task file"):
-        load_own_task(tmp_path / "none.toml")

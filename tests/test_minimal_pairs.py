@@ -1,11 +1,8 @@
 """Minimal pairs: readers, scorers against loops in float64, ties, intervals, several ranks."""
 
-import collections
 import dataclasses
-import io
 import json
 import math
-import tarfile
 
 import export_cases
 import numpy as np
@@ -19,7 +16,7 @@ from test_encoder_parity import FAMILIES, hugging_face, random_values
 
 from deberta_ds.analysis import minimal_pairs, published
 from deberta_ds.analysis.sentence_scores import cut_work, masked_scores, queries_of
-from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, read_pairs, sample_pairs
+from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences
 from deberta_ds.errors import UserError
 from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.pretrained import LoadedModel, load_backbone
@@ -38,6 +35,13 @@ PAIRS = [
     MinimalPair("Unbelievably, it is a long word.", "Unbelievable, it is long word a.", "b", "two"),
     MinimalPair("Символы и лиса 1917!", "Лиса 1917 и символы!", "c", "two"),
 ]
+
+
+def as_jsonl(pairs, **names) -> str:
+    return "".join(json.dumps({
+        "sentence_good": pair.good, "sentence_bad": pair.bad,
+        names.get("paradigm", "paradigm"): pair.paradigm,
+        names.get("phenomenon", "phenomenon"): pair.phenomenon}) + "\n" for pair in pairs)
 
 
 def small_config(family: str = "v3"):
@@ -206,29 +210,6 @@ def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
     assert math.isnan(outcome(math.nan, 1.0)) and math.isnan(outcome(-math.inf, math.nan))
 
 
-def test_a_readme_is_no_paradigm_and_two_files_of_one_name_are_two(tmp_path):
-    for language in ("de", "fr"):
-        (tmp_path / language).mkdir()
-        (tmp_path / language / "agreement.jsonl").write_text(
-            '{"sentence_good": "a b", "sentence_bad": "b a"}\n')
-    (tmp_path / "README.txt").write_text("What this is\nand who made it\n")
-    (tmp_path / "zorro.txt").write_text("bad\ngood\n")
-    assert [pair.paradigm for pair in read_pairs(tmp_path)] == [
-        "de/agreement", "fr/agreement", "zorro"]
-
-
-def test_a_damaged_archive_is_one_clear_error(tmp_path):
-    noise = np.random.default_rng(0).bytes(1 << 17).hex()
-    (tmp_path / "own.jsonl").write_text(as_jsonl(PAIRS).replace("fox", noise))
-    with tarfile.open(tmp_path / "pairs.tar.xz", "w:xz") as archive:
-        archive.add(tmp_path / "own.jsonl", "own.jsonl")
-    data = bytearray((tmp_path / "pairs.tar.xz").read_bytes())
-    data[-1000:-900] = bytes(100)
-    (tmp_path / "pairs.tar.xz").write_bytes(data)
-    with pytest.raises(UserError, match=r"pairs.tar.xz: damaged"):
-        read_pairs(tmp_path / "pairs.tar.xz")
-
-
 def test_every_piece_is_asked_once_in_each_reading():
     sentences = encode_sentences([pair.good for pair in PAIRS], tiny_tokenizer(), 64)
     queries = queries_of(sentences, tiny_tokenizer())
@@ -276,68 +257,12 @@ def test_interval_and_means_are_those_of_the_formulas():
     assert minimal_pairs.summarize(scored, pairs)["pll_word"] == result
 
 
-def as_jsonl(pairs, **names) -> str:
-    return "".join(json.dumps({
-        "sentence_good": pair.good, "sentence_bad": pair.bad,
-        names.get("paradigm", "paradigm"): pair.paradigm,
-        names.get("phenomenon", "phenomenon"): pair.phenomenon}) + "\n" for pair in pairs)
-
-
-def test_formats_are_read(tmp_path):
-    (tmp_path / "own.jsonl").write_text("\ufeff" + as_jsonl(PAIRS).replace("\n", "\r\n") + "\n")
-    assert read_pairs(tmp_path / "own.jsonl") == PAIRS
-    blimp = tmp_path / "blimp"
-    blimp.mkdir()
-    for pair in PAIRS:
-        with open(blimp / f"{pair.paradigm}.jsonl", "a") as file:
-            file.write(as_jsonl([pair], paradigm="UID", phenomenon="linguistics_term"))
-    assert read_pairs(blimp) == PAIRS
-    with tarfile.open(tmp_path / "blimp.tar.xz", "w:xz") as archive:
-        for name in ("c", "a", "b"):
-            archive.add(blimp / f"{name}.jsonl", f"data/{name}.jsonl")
-        archive.addfile(tarfile.TarInfo("data/README"), io.BytesIO())
-    assert read_pairs(tmp_path / "blimp.tar.xz") == PAIRS
-    (tmp_path / "filler-gap-wh_object.txt").write_text("bad one\ngood one\nbad two\ngood two\n\n")
-    assert read_pairs(tmp_path / "filler-gap-wh_object.txt") == [
-        MinimalPair(f"good {n}", f"bad {n}", "filler-gap-wh_object", "filler-gap")
-        for n in ("one", "two")]
-    (tmp_path / "bare.jsonl").write_text('{"sentence_good": "a  b", "sentence_bad": "b a"}\n')
-    assert read_pairs(tmp_path / "bare.jsonl") == [MinimalPair("a b", "b a", "bare", "bare")]
-
-
-@pytest.mark.parametrize("name, text, message", [
-    ("x.jsonl", "{", "line 1: not a JSON object"),
-    ("x.jsonl", "[]", "must be a JSON object"),
-    ("x.jsonl", '{"sentence_good": "a"}', "sentence_bad: must be a sentence, it is null"),
-    ("x.jsonl", '\n{"sentence_good": "a", "sentence_bad": " "}', "line 2, sentence_bad: is empty"),
-    ("x.jsonl", '{"sentence_good": "a", "sentence_bad": "b", "UID": 3}', "UID: must be a name"),
-    ("x.jsonl", '{"sentence_good": "\\ud800", "sentence_bad": "b"}', "sentence_good"),
-    ("x.jsonl", "", "no pairs"),
-    ("x.txt", "one\ntwo\nthree\n", "3 lines"),
-    ("x.tar", "no archive", "neither .jsonl nor .txt nor a whole tar archive"),
-    ("x.jsonl", as_jsonl([PAIRS[0], dataclasses.replace(PAIRS[0], phenomenon="two")]),
-     "is of phenomenon 'one' and of 'two'"),
-])
-def test_bad_pairs_are_named(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=name.replace(".", r"\.")) as raised:
-        read_pairs(tmp_path / name)
-    assert message in str(raised.value)
-
-
 def test_long_sentences_and_models_without_heads_are_refused():
     with pytest.raises(UserError, match="the model has 64 positions"):
         minimal_pairs.score_pairs(masked_model(), [MinimalPair("word " * 90, "a", "p", "q")])
     bare = dataclasses.replace(masked_model(), masked_lm=None)
     with pytest.raises(UserError, match="cannot score sentences"):
         minimal_pairs.score_pairs(bare, PAIRS)
-
-
-def test_sample_takes_as_many_of_each_paradigm():
-    sample = sample_pairs(PAIRS, 1, seed=3)
-    assert [pair.paradigm for pair in sample] == ["a", "b", "c"]
-    assert sample == sample_pairs(PAIRS, 1, seed=3)
-    assert sample_pairs(PAIRS, 9) == PAIRS
 
 
 def test_published_scores_average_to_the_published_overall():
@@ -371,15 +296,6 @@ def test_scores_while_training_are_those_of_the_finished_model(tmp_path, kind, s
                                  [pair.paradigm for pair in PAIRS], tiny_tokenizer())
     assert shares == {"minimal_pairs": pytest.approx(
         minimal_pairs.summarize(scored, PAIRS)[name]["accuracy"])}
-
-
-def test_the_committed_pairs_are_200_in_8_phenomena():
-    pairs = read_pairs(ROOT / "launch/runs/minimal_pairs.jsonl")
-    assert collections.Counter(pair.phenomenon for pair in pairs) == dict.fromkeys(
-        {pair.phenomenon for pair in pairs}, 25)
-    assert len({pair.phenomenon for pair in pairs}) == 8
-    assert len({(pair.good, pair.bad) for pair in pairs}) == 200
-    assert all(pair.good != pair.bad for pair in pairs)
 
 
 def test_the_page_shows_every_score_and_escapes_names():
