@@ -3,9 +3,10 @@
     python -m benchmarks.orderings score --runs trained --blimp blimp.tar.xz --nli glue \
         --superglue superglue --common trained/mlm-s0
     python -m benchmarks.orderings table --runs trained
+    python -m benchmarks.orderings table --runs recipes --name recipes
 
 Runs are directories named ARM-sSEED. `score` goes on where it was stopped: what a run has in
-RUN/scores/ is not made again. `table` prints what is there and writes results/orderings-cpu.json.
+RUN/scores/ is not made again. `table` prints what is there and writes results/NAME-cpu.json.
 
 A difference between two arms is formed seed by seed (same seed, same rows, same order). Its 95 %
 interval is Student's over the seeds; minimal pairs have a second one, a bootstrap over the mean
@@ -29,12 +30,15 @@ from benchmarks.measure import save
 from deberta_ds.files import write_atomic
 from deberta_ds.records import read_metrics
 
-TASKS = ("CB", "RTE", "WiC")
+FINETUNING = {"MNLI": (3, 1), "CB": (10, 3), "RTE": (4, 1), "WiC": (4, 1)}  # epochs, seeds
 CLAIMS = (("gdes", "es"), ("es", "nes"), ("gdes", "nes"), ("nes", "mlm"), ("gdes", "mlm"),
-          ("mlm", "mlm-noemd"), ("mlm", "mlm-nop2c"), ("mlm", "mlm-noc2p"), ("mlm", "mlm-bert"))
+          ("mlm", "mlm-noemd"), ("mlm", "mlm-nop2c"), ("mlm", "mlm-noc2p"), ("mlm", "mlm-bert"),
+          *((arm, "mlm") for arm in ("mlm-fall",)),
+          *((f"mlm-half-{part}", "mlm-half") for part in ("fall", "wsd", "betas", "lr")),
+          *((f"gdes-third-{part}", "gdes-third") for part in ("lambda", "hot", "deep")),
+          ("cached-third", "gdes-third"), ("cached-third", "plain-third"), ("cached", "gdes"))
 COSTS = {"tokens, millions": ("tokens_seen", 1e6), "minutes": ("seconds", 60)}
 LOSSES = ("masked_loss", "generator_loss")  # their masks differ, so they do not compare
-FINETUNING_SEEDS = 3
 _NAME = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
 _DRAWS = 10_000
 
@@ -84,16 +88,18 @@ def score(run: Run, options: argparse.Namespace) -> None:
         printed(run.scores / "common.json", "launch/evaluate.py", "--run", run.path, "--generator",
                 options.common)
     if options.nli and "MNLI" in options.tasks:
-        finetune(run, "MNLI", options.nli, 3, "--any_size")
-    for task in TASKS if options.superglue else ():
-        if task in options.tasks:
-            finetune(run, task, options.superglue, 10)
+        finetune(run, "MNLI", options.nli, "--any_size")
+    for task in FINETUNING if options.superglue else ():
+        if task in options.tasks and task != "MNLI":
+            finetune(run, task, options.superglue)
 
 
-def finetune(run: Run, task: str, data: Path, epochs: int, *more: str) -> None:
-    once(run.scores / task / f"seed-{FINETUNING_SEEDS}/result.json", "launch/finetune.py",
+def finetune(run: Run, task: str, data: Path, *more: str) -> None:
+    epochs, seeds = FINETUNING[task]
+    once(run.scores / task / f"seed-{seeds}/result.json", "launch/finetune.py",
          "--task", task, "--model", run.path, "--data", data, "--skip_test", "--out", run.scores,
-         "--seeds", FINETUNING_SEEDS, "--all.learning_rate=5e-4", "--all.batch_rows=32",
+         "--deepspeed_config", "ds_configs/zero1_autocast_cpu.json", "--no_save_model",
+         "--seeds", seeds, "--all.learning_rate=5e-4", "--all.batch_rows=32",
          "--all.max_length=128", f"--all.epochs={epochs}", *more)
 
 
@@ -125,9 +131,9 @@ def measures(run: Run) -> dict[str, float]:
         found["probe"] = 100 * probe["accuracy"]
     if common := read(run.scores / "common.json"):
         found["common ROC-AUC"] = 100 * common["roc_auc"]
-    for task in ("MNLI", *TASKS):
+    for task, (_, seeds) in FINETUNING.items():
         results = [read(path) for path in sorted(run.scores.glob(f"{task}/seed-*/result.json"))]
-        if len(results) == FINETUNING_SEEDS:  # a seed that diverged counts as 0
+        if len(results) == seeds:  # a seed that diverged counts as 0
             found[task] = 100 * float(np.median([one["score"] for one in results]))
     return found
 
@@ -235,7 +241,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=200, help="pairs a paradigm")
     parser.add_argument("--nli", type=Path, help="directory of MNLI/, which may be small")
     parser.add_argument("--superglue", type=Path)
-    parser.add_argument("--tasks", nargs="*", default=["MNLI", *TASKS], help="fine-tuned on")
+    parser.add_argument("--tasks", nargs="*", default=list(FINETUNING), help="fine-tuned on")
+    parser.add_argument("--name", default="orderings", help="of the table's results")
     parser.add_argument("--common", type=Path, help="whose generator all discriminators face")
     options = parser.parse_args()
     runs = find_runs(options.runs)
@@ -243,7 +250,7 @@ def main() -> None:
         for run in runs:
             score(run, options)
         return
-    save("orderings", "cpu", table(runs))
+    save(options.name, "cpu", table(runs))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_tables_have_the_rows_of_the_released_files():
     assert (Geometry(512, 256).num_slots, Geometry(512, 0).num_slots) == (512, 1024)
 
 
-def test_no_geometry_has_a_bucket_that_differs_from_the_official_fp32():
+def test_no_geometry_has_a_bucket_that_differs_from_transformers():
     """In float64 several of these rows of buckets is off by one somewhere."""
     maxima = [17, 26, 65, 81, 101, 153, 197, 271, 362, 433, 514, 641, 1024, 3000, 4096, 8192]
     buckets = [*range(4, 74, 5), 18, 20, 32, 33, 38, 62, 63, 128, 200, 256, 320, 512, 1024]

@@ -197,6 +197,10 @@ def test_a_microsoft_file_without_position_terms_has_those_of_its_code(tmp_path)
     del values["pos_att_type"]
     (source / MS_FILES[1]).write_text(json.dumps(values))
     assert read_release(source).main.config.position_terms == ("c2p",)
+    values["relative_attention"] = False  # c2p still counts in the scale there
+    (source / MS_FILES[1]).write_text(json.dumps(values))
+    with pytest.raises(UserError, match="microsoft's default, without relative_attention"):
+        read_release(source)
 
 
 def test_zero_key_biases_of_a_v2_class_become_microsoft_files(tmp_path):

@@ -84,9 +84,13 @@ HOSTILE = {
     "token types": (edit_config(type_vocab_size=2), "type_vocab_size = 2"),
     "factorized": (edit_config(embedding_size=16), "embedding_size = 16"),
     "p2p": (edit_config(pos_att_type="p2c|p2p"), "p2p"),
+    "terms of attention that is not relative": (
+        edit_config(relative_attention=False), 'only "none" is supported'),
     "relu": (edit_config(hidden_act="relu"), "hidden_act"),
     "text for a number": (edit_config(num_hidden_layers="four"), "num_hidden_layers"),
     "text for buckets": (edit_config(position_buckets="many"), "position_buckets"),
+    "an empty term of v1, which its scale counts": (
+        edit_config(model_type="deberta", pos_att_type=["c2p", "none"]), "empty term"),
     "terms not a list": (edit_config(pos_att_type=[3]), "pos_att_type"),
     "no config": (remove("config.json"), "not a model"),
     "no weights": (remove("model.safetensors"), "no weight file"),

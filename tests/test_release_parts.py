@@ -14,3 +14,12 @@ def test_tables_of_another_shape_are_refused_before_they_are_added():
         main = Network(None, {"words.delta": words, "words.weight": whole})
         with pytest.raises(UserError, match=r"shapes \[4, 2\], \[4, 2\], .* of one model"):
             derive_words(Release(main, generator))
+
+
+@pytest.mark.parametrize("name", ["positions.weight", "trunk.input.positions.weight"])
+def test_a_position_table_is_the_sum_wherever_it_belongs(name):
+    """The official hook shares both tables of a GDES pair (apps/tasks/rtd_task.py)."""
+    base, delta = torch.randn(4, 2), torch.randn(4, 2)
+    main = Network(None, {"positions.delta": delta, name: torch.zeros(4, 2)})
+    derive_words(Release(main, Network(None, {name: base})))
+    assert torch.equal(main.tensors[name], base + delta)

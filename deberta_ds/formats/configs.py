@@ -77,14 +77,15 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
         raise UserError(f"{place}: position_buckets = {buckets!r} is not a whole number")
     relative = bool(values.get("relative_attention", False))
     if terms and not relative:
-        raise UserError(f"{place}: pos_att_type = {values['pos_att_type']!r} without "
-                        "relative_attention changes the attention scale; remove pos_att_type")
+        given = values.get("pos_att_type", "c2p, microsoft's default,")
+        raise UserError(f"{place}: pos_att_type = {given!s} without relative_attention changes the "
+                        "scale of the official attention; only \"none\" is supported")
     ours |= {
         "relative_attention": relative,
         "position_terms": terms,
         "position_buckets": max(0, buckets),
         "share_position_projections": bool(values.get("share_att_key", False)),
-        "relative_norm": relative and "layer_norm" in str(values.get("norm_rel_ebd", "none")),
+        "relative_norm": relative and "layer_norm" in str(values.get("norm_rel_ebd")).lower(),
         "absolute_input": bool(values.get("position_biased_input", True)),
         "conv_kernel": values.get("conv_kernel_size", 0),
         "key_bias": key_bias,
@@ -157,10 +158,11 @@ _TERMS = {"c2p", "p2c"}
 
 
 def _terms(values: dict, place: str) -> tuple[str, ...]:
-    """Return the position terms. Without the key microsoft's code has c2p, where attention is
-    relative (deberta/disentangled_attention.py), and transformers none.
+    """Return the position terms. Without the key microsoft's code has c2p, which counts in the
+    scale of attention also where none is relative (deberta/disentangled_attention.py), and
+    transformers none.
     """
-    is_microsoft = "model_type" not in values and values.get("relative_attention")
+    is_microsoft = "model_type" not in values
     given = values.get("pos_att_type", "c2p" if is_microsoft else None) or []
     if isinstance(given, str):
         given = given.lower().split("|")
@@ -170,6 +172,11 @@ def _terms(values: dict, place: str) -> tuple[str, ...]:
     if unknown := set(terms) - _TERMS:
         raise UserError(f"{place}: pos_att_type has {', '.join(sorted(unknown))}; only c2p and p2c "
                         "are defined")
+    if values.get("model_type") == V1 and values.get("relative_attention") \
+            and len(terms) < len(given):
+        raise UserError(f"{place}: pos_att_type = {values['pos_att_type']!r}: transformers' v1 "
+                        "class counts an empty term in its attention scale; only c2p and p2c are "
+                        "supported")
     return terms
 
 

@@ -154,8 +154,11 @@ def derive_words(release: Release) -> None:
     main, generator = release.main, release.generator
     for table, place in (("words", "word table"), ("positions", "position table")):
         delta = main.tensors.get(f"{table}.delta")
-        whole = main.tensors.get(f"{table}.weight")
-        base = generator.tensors.get(f"{table}.weight") if generator else None
+        name = f"{table}.weight"
+        if f"trunk.input.{name}" in main.tensors:  # positions that are added to the input
+            name = f"trunk.input.{name}"
+        whole = main.tensors.get(name)
+        base = generator.tensors.get(name) if generator else None
         if delta is None:
             continue
         if base is None:
@@ -176,4 +179,4 @@ def derive_words(release: Release) -> None:
             gap = (whole.float() - merged.float()).abs().max().item()
             release.notes.append(f"derived: {place} = generator's + delta (the stored sum differs "
                                  f"by up to {gap:.1e}; it is one step old or rounded)")
-        main.tensors[f"{table}.weight"] = merged
+        main.tensors[name] = merged

@@ -6,8 +6,9 @@ DeBERTa v1 (He et al. 2021, section 3.1). The table is built on the CPU and ship
 distance such as 511 lands exactly on an integer before `ceil`, so a device's fast logarithm must
 never decide a bucket. Both codes compute in fp32, and round to the other side of such an integer
 for a few geometries: the steps of transformers, which exports are read by, are taken here in fp32,
-each of them correctly rounded. The official code rounds one of them later, which moves one distance
-to the next bucket in about 1 of 20 geometries; none where buckets // 2 is a power of two.
+each of them correctly rounded. The official code rounds one of them later, which moves the largest
+distance, onto which farther ones are clamped, to the next bucket in about 1 of 20 geometries; none
+where buckets // 2 is a power of two.
 """
 
 from dataclasses import dataclass
