@@ -27,23 +27,32 @@ def lines(run: Path) -> list[dict]:
 
 
 def compare(run: Path, other: Path, out: Path) -> None:
-    """Write losses and speed of `run`; raise UserError where `other` has another bit."""
-    ours, theirs = lines(run), lines(other)
-    for mine, yours in zip(ours, theirs, strict=True):
-        decided = [key for key in mine if key.endswith(("loss", "norm"))]
-        if differing := [key for key in decided if mine[key] != yours[key]]:
-            raise UserError(f"{other}: step {mine['step']} differs from {run} in {differing}")
-    whole, halves = (load_whole_state(path)[0] for path in (run, other))
-    different = [name for name in whole if not torch.equal(whole[name], halves[name])]
-    if different:
-        raise UserError(f"{other}: the last checkpoint differs from {run} in {different[:5]}")
+    """Write losses and speed of `run`, and where `other` has another bit; then raise UserError."""
+    ours = lines(run)
     speeds = sorted(line["tokens_per_second"] for line in ours[len(ours) // 2 :])
-    result = {"steps": len(ours), "tensors_compared": len(whole), "bit_identical": True,
-              "tokens_per_second": speeds[len(speeds) // 2], "lines": ours}  # fmt: skip
+    differs = difference(run, other)
+    result = {"steps": len(ours), "bit_identical": not differs, "differs": differs,
+              "tokens_per_second": speeds[len(speeds) // 2], "lines": ours}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     document = {"benchmark": "gpu_train", "environment": environment(device), "results": result}
     write_atomic(out, json.dumps(document, indent=1) + "\n")
-    print(f"{len(ours)} steps and {len(whole)} tensors are equal; wrote {out}")
+    if differs:
+        raise UserError(f"{other}: {differs}; wrote {out}")
+    print(f"{len(ours)} steps and all tensors are equal; wrote {out}")
+
+
+def difference(run: Path, other: Path) -> str:
+    """Return where the bits of two runs part first; empty if nowhere."""
+    ours, theirs = lines(run), lines(other)
+    for mine, yours in zip(ours, theirs, strict=False):
+        decided = [key for key in mine if key.endswith(("loss", "norm"))]
+        if differing := [key for key in decided if mine[key] != yours[key]]:
+            return f"step {mine['step']} differs from {run} in {differing}"
+    if len(ours) != len(theirs):
+        return f"it has {len(theirs)} steps, {run} has {len(ours)}"
+    whole, halves = (load_whole_state(path)[0] for path in (run, other))
+    different = [name for name in whole if not torch.equal(whole[name], halves[name])]
+    return f"the last checkpoint differs from {run} in {different[:5]}" if different else ""
 
 
 def profile(out: Path, options: list[str]) -> int:

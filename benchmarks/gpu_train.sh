@@ -50,18 +50,21 @@ prepare() {
 export -f prepare
 export work python
 
-part 60 "rows of docstrings" bash -c prepare
+part 55 "rows of docstrings" bash -c prepare
 [ ${#failed[@]} -eq 0 ] || finish  # nothing else has a corpus then
-part 50 "a step with checkpointed layers, kernels not yet checked" env "XDG_CACHE_HOME=$work/cache" \
+part 100 "a step with checkpointed layers, kernels not yet checked" env "XDG_CACHE_HOME=$work/cache" \
   "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/checkpointed" --train.stop_after=2 \
   --train.checkpoint_layers=1
-part 110 "30 steps" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/whole"
-part 75 "the same, stopped at 15" "$python" launch/pretrain.py "${settings[@]}" \
+part 95 "30 steps" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/whole"
+if [ -z "${DRY_RUN:-}" ]; then  # losses and speed, whatever becomes of the other parts
+  cp "$work/whole/metrics.jsonl" "$results/gpu_train-$device-metrics.jsonl" && keep_results
+fi
+part 65 "the same, stopped at 15" "$python" launch/pretrain.py "${settings[@]}" \
   "--out_dir=$work/halves" --train.stop_after=15
-part 75 "and resumed" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/halves"
-part 40 "bit for bit" "$python" -m benchmarks.gpu_train compare "$work/whole" "$work/halves" \
+part 65 "and resumed" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/halves"
+part 35 "bit for bit" "$python" -m benchmarks.gpu_train compare "$work/whole" "$work/halves" \
   --out "$results/gpu_train-$device.json"
-part 70 "profile by operator" "$python" -m benchmarks.gpu_train profile \
+part 65 "profile by operator" "$python" -m benchmarks.gpu_train profile \
   --out "$results/gpu_train-$device" -- "${settings[@]}" "--out_dir=$work/profiled" --train.stop_after=8
 part 50 "export" "$python" launch/export.py --run "$work/whole" --out "$work/hf"
 finish

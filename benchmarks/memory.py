@@ -8,7 +8,6 @@ benchmarks/results/memory-<device>.json.
 """
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
@@ -80,8 +79,8 @@ def on_gpu(kind: str, name: str, length: str) -> dict:
     """Return the case's peak, or why there is none."""
     try:
         return {"peak_bytes": run_case(kind, name, int(length), "cuda")}
-    except torch.OutOfMemoryError as reason:
-        return {"absent": str(reason).splitlines()[0][:160]}
+    except Exception as reason:  # no memory, or a kernel that finds no room
+        return {"absent": f"{type(reason).__name__}: {reason}".splitlines()[0][:160]}
 
 
 def in_own_process(case: list[str]) -> dict:
@@ -110,7 +109,8 @@ def main() -> None:
         results.append(row)
         peak = f"{row['peak_bytes'] / 2**20:9.0f} MiB" if "peak_bytes" in row else row["absent"]
         print(f"{row['kind']:10} {row['name']:20} {row['length']:>6} {peak}", flush=True)
-    print(f"wrote {save('memory', options.device, json.loads(json.dumps(results)))}")
+        path = save("memory", options.device, results)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def measure(options, objective: str, rows: int, length: int) -> dict:
     generator_layers = options.generator_layers or max(1, config.num_layers // 2)
     batch = make_batch(config, rows, length).to(options.device)
     arguments = (config, objective, generator_layers, batch)
-    names = ("ours",) if objective == "mlm" else ("ours", STORED)
+    names = ("ours", STORED) if options.stored and objective == "rtd" else ("ours",)
     names += () if options.ours_only else PEERS
     forward = flops.masked_lm(config, length, MASK_RATE)
     if objective == "rtd":
@@ -298,6 +298,8 @@ def main() -> None:
     parser.add_argument("--generator-layers", type=int, default=0, help="0: half the layers")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ours-only", action="store_true", help="without the peer")
+    parser.add_argument("--stored", action="store_true",
+                        help="rtd: also the discriminator alone, with stored replacements")
     parser.add_argument("--profile", action="store_true", help="list the slowest kernels of ours")
     options = parser.parse_args()
     if options.device == "cpu":
@@ -314,7 +316,6 @@ def main() -> None:
             name = f"train_step-{objective}-{options.model}{processor}"
             path = save(name, options.device, results)
         print(f"\nwrote {path}")
-
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def _logits(
     return tl.where(in_ids[None, :], acc + bias[None, :], float("-inf"))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "VALID"])
 def _forward_kernel(
     HIDDEN, WEIGHT, BIAS, LABELS, MASS, DRAW_MASS, BEST, BEST_ID, LABEL_LOGIT,
     T, VALID, inverse_temperature, SEPARATE: tl.constexpr,
@@ -89,7 +89,7 @@ def _forward_kernel(
     tl.store(LABEL_LOGIT + t, label_logit, mask=here)
 
 
-@triton.jit(do_not_specialize=["T", "first", "count", "pitches"])
+@triton.jit(do_not_specialize=["T", "VALID", "first", "count", "pitches"])
 def _gradient_kernel(
     HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID, first, count,
     pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
@@ -125,7 +125,7 @@ def _gradient_kernel(
     tl.store(D_BIAS + column, bias_sum.to(D_BIAS.dtype.element_ty), mask=column < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["VALID"])
 def _draw_kernel(
     HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
     C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from deberta_ds.files import write_atomic
 
+_LOG = logging.getLogger("deberta_ds")
 OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 # Relative, of every result: three times what rounding the input dtype costs.
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -55,13 +57,19 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
             error, where = thread.submit(_on_device, device, compare).result()
     except Exception as problem:  # a compiler's, a driver's: anything that is not a right result
         said = (str(problem) or "-").splitlines()[0][:200]
-        return Verdict(False, f"{type(problem).__name__}: {said}")
+        return _failed(device, kind, f"{type(problem).__name__}: {said}")
     allowed = TOLERANCES[dtype]
     if not error <= allowed:  # NaN is no pass
-        return Verdict(False, f"{where} off by {error:.1e} where {allowed:.1e} is allowed")
+        return _failed(device, kind, f"{where} off by {error:.1e} where {allowed:.1e} is allowed")
     text = f"checked against torch's operators, largest error {error:.1e}"
     _keep(path, known | {key: text})
     return Verdict(True, f"{text}, in {time.perf_counter() - start:.1f} s")
+
+
+def _failed(device: torch.device, kind: str, text: str) -> Verdict:
+    """Return the verdict, and warn on this rank: all others will wait for its slower operators."""
+    _LOG.warning("%s on %s: a Triton kernel fails its check: %s", kind, device, text)
+    return Verdict(False, text)
 
 
 def _on_device(device: torch.device, compare: Callable[[], tuple[float, str]]

@@ -87,8 +87,7 @@ def compare(device: torch.device, dtype: torch.dtype, size: int, fused: Callable
     generator = torch.Generator().manual_seed(size)
     rows, ids = 300, 1000
     results, truth, names = [], [], []
-    # Triton compiles another binary where the number of ids is a multiple of 16, and under autocast
-    # the bias is in fp32.
+    # Under autocast the bias is in fp32, of which Triton compiles another binary.
     for temperature, valid, of_bias in ((1.0, 990, dtype), (0.7, 992, torch.float32)):
         values = [torch.randn(rows, size, generator=generator),
                   torch.randn(ids, size, generator=generator) * size**-0.5,
@@ -107,7 +106,7 @@ def compare(device: torch.device, dtype: torch.dtype, size: int, fused: Callable
                   ("loss", "gradient of the states", "of the table", "of the bias")]
         same = (found[-1] == right[-1]).double().mean().item()
         if same < _LEAST_SAME_DRAWS:
-            return 1 - same, f"draws at temperature {temperature}"
+            return float("inf"), f"draws ({same:.1%} the same) at temperature {temperature}"
     return kernel_check.largest_error(results, truth, tuple(names))
 
 

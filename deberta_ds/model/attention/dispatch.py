@@ -57,7 +57,8 @@ def attend(
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
     (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
-    plane = 2 * padded(keys) * band.radius(keys)  # its elements are counted in 32 bits
+    # Elements of a plane, and of the gradients of picked queries' scores, are counted in 32 bits.
+    plane = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
     chosen = _choose(
         mode, q_BHQD.device, q_BHQD.dtype, size, keys > SHORT_ROW or band.far,
         (pos_key_HSD is not None, pos_query_HSD is not None),

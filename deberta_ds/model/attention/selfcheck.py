@@ -33,9 +33,10 @@ class Rows(NamedTuple):
 
 
 # The last of the short ones is a batch of which a program of a table's gradient takes two rows.
-SHORT = (Rows(300), Rows(300, picked=40), Rows(300, dropout=0.0), Rows(300, keep=True),
-         Rows(100, batch=24, heads=32))
-LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, picked=40, dropout=0.0))
+SHORT = (Rows(300), Rows(300, picked=40), Rows(300, dropout=0.0),
+         Rows(300, picked=40, dropout=0.0), Rows(300, keep=True), Rows(100, batch=24, heads=32))
+LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, dropout=0.0),
+        Rows(1100, picked=40), Rows(1100, picked=40, dropout=0.0))
 
 
 def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,

@@ -137,7 +137,7 @@ def query_kernel(
         tl.store(D_KEY_ENDS + (planes + wide) * NQ + i, high, mask=in_rows)
 
 
-@triton.jit(do_not_specialize=["NQ"])
+@triton.jit(do_not_specialize=["NQ", "H"])
 def delta_kernel(GRAD, OUT, DELTA, NQ, H, D: tl.constexpr, BM: tl.constexpr):
     """DELTA [B,H,NQ], the product of a query's context and its gradient."""
     bh = tl.program_id(1)

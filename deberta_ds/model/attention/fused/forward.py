@@ -15,7 +15,7 @@ from deberta_ds.model.attention.fused.bands import band_edges, far_bias, near_bi
 from deberta_ds.model.attention.fused.blocks import head_of, planes_of, query_block
 from deberta_ds.model.attention.fused.masks import keep_pairs, loop_ranges
 
-VARIES = ["NQ", "NK", "SPAN", "threshold"]
+VARIES = ["NQ", "NK", "H", "SPAN", "threshold"]  # one binary, which the self-check has run
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

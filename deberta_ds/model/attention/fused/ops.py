@@ -4,6 +4,7 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an exp
 columns of a plane.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -288,7 +289,12 @@ def _spread(d_scores: Tensor, d_plane: Tensor, positions: Tensor, band: Band) ->
 
 
 def _capability(x: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    return _capability_of(x.device)
+
+
+@lru_cache  # asked at nearly every launch
+def _capability_of(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def _precision(x: Tensor) -> str:

@@ -24,7 +24,7 @@ from deberta_ds.model.attention.fused.bands import (
     table_radius,
 )
 
-VARIES = ["N", "NQ", "NK", "SPAN", "B"]
+VARIES = ["N", "NQ", "NK", "H", "SPAN", "B"]
 
 
 @triton.jit
