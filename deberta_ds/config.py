@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds import presets, shipped
-from deberta_ds.model_config import ModelConfig
+from deberta_ds.model_config import HOW_COMPUTED, ModelConfig
 from deberta_ds.options import STRICT, Option, option, options_of
 from deberta_ds.toml_files import flatten, parse_override, read_toml, set_value
 from deberta_ds.validation import ConfigError, nearest, validate
@@ -291,7 +291,7 @@ class RunConfig:
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
 IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed", "data.across_documents",
                    "train.seed", "train.global_batch_rows", "optim.name", "init.words_only")
-FREE_FIELDS = ("model.attention", "model.keep_position_terms", "model.vocabulary_loss")
+FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
 
 
 def to_dict(config: Any) -> dict:

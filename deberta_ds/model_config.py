@@ -7,6 +7,11 @@ from pydantic.dataclasses import dataclass
 
 from deberta_ds.options import STRICT, option
 
+# Keys that say how a model is computed, not what.
+HOW_COMPUTED = ("attention", "keep_position_terms", "vocabulary_loss")
+# In which models of one shape may differ: these, and how it is begun and regularized.
+FREE = (*HOW_COMPUTED, "hidden_dropout", "attention_dropout", "init_std")
+
 
 def _none_is_zero(value: Any) -> Any:
     return 0 if value == -1 else value

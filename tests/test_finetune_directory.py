@@ -13,7 +13,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.finetune import heads
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.features import collate, encode
-from deberta_ds.finetune.models import build_model, open_start
+from deberta_ds.finetune.models import build_model, open_start, start_from
 from deberta_ds.finetune.predict_file import predict_file
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.settings import Settings
@@ -45,6 +45,19 @@ def saved_model(directory, name, shape="v3"):
     features = encode(task, examples, start.tokenizer, max_length=length, window_overlap=16)
     with torch.no_grad():
         return examples, features, model(collate(features)).scores
+
+
+def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(tmp_path):
+    """Such keys of [model] are in no fine-tuned directory: it was refused as of another shape."""
+    saved_model(tmp_path, "CB")
+    start = tiny_start()
+    config = dataclasses.replace(start.config, keep_position_terms=True, vocabulary_loss="chunked",
+                                 attention="reference", hidden_dropout=0.3, init_std=0.5)
+    found = start_from(dataclasses.replace(start, config=config), load_finetuned(tmp_path), "cb")
+    assert found.config == config and found.weights
+    other = dataclasses.replace(start, config=dataclasses.replace(config, norm_eps=1e-5))
+    with pytest.raises(UserError, match="of another shape"):
+        start_from(other, load_finetuned(tmp_path), "cb")
 
 
 def encoded_by_transformers(directory, pairs):

@@ -23,6 +23,7 @@ from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.formats.release_reader import check_same
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
+from deberta_ds.model_config import FREE
 from deberta_ds.presets import MODELS
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.validation import nearest
@@ -93,11 +94,8 @@ def build_model(task: Task, start: Start, settings: Settings, seed: int) -> Task
 
 def start_from(start: Start, saved: Finetuned, place: str) -> Start:
     """Return `start` with the encoder weights of `saved`, which must have the same shape."""
-    shape = dataclasses.replace(
-        saved.config, hidden_dropout=start.config.hidden_dropout,
-        attention_dropout=start.config.attention_dropout, attention=start.config.attention,
-    )  # fmt: skip
-    if shape != start.config:
+    mine = {name: getattr(start.config, name) for name in FREE}
+    if dataclasses.replace(saved.config, **mine) != start.config:
         raise UserError(f"{place}: it was fine-tuned from a model of another shape than "
                         f"{start.name}; pass --model {place} to start from it")  # fmt: skip
     if start.tokenizer.sha256 != saved.tokenizer.sha256:

@@ -18,12 +18,12 @@ from deberta_ds.formats.read_back import SENTENCES
 from deberta_ds.formats.release import Network, Release
 from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
+from deberta_ds.model_config import FREE
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tokenizer import Tokenizer
 
-# May differ from the source's: regularization, initial values, and how attention is computed.
-_FREE_FIELDS = ("hidden_dropout", "attention_dropout", "init_std", "attention", "vocabulary_loss",
-                "keep_position_terms", "conv_activation")
+# May differ from the source's.
+_FREE_FIELDS = (*FREE, "conv_activation")
 
 
 def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
