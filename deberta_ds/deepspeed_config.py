@@ -8,7 +8,7 @@ DeepSpeed's own models later (train/deepspeed_check.py). No torch and no deepspe
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -323,13 +323,23 @@ def accumulation_steps(run: RunConfig, world_size: int) -> int:
 
 def resolve(run: RunConfig, values: dict, world_size: int) -> dict:
     """Return the complete dict for `deepspeed.initialize` from a checked JSON and the run."""
+    return complete(values, rows=run.train.global_batch_rows,
+                    micro_rows=run.train.micro_batch_rows,
+                    accumulation=accumulation_steps(run, world_size),
+                    clip_norm=run.optim.clip_norm)
+
+
+def complete(values: Mapping, *, rows: int, micro_rows: int, accumulation: int, clip_norm: float
+             ) -> dict:
+    """Return the complete dict of a step of `rows`, of `accumulation` micro-batches on each rank.
+    """
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,  # never: our own log speaks
-    } | values | {
-        "train_batch_size": run.train.global_batch_rows,
-        "train_micro_batch_size_per_gpu": run.train.micro_batch_rows,
-        "gradient_accumulation_steps": accumulation_steps(run, world_size),
-        "gradient_clipping": run.optim.clip_norm,
+    } | dict(values) | {
+        "train_batch_size": rows,
+        "train_micro_batch_size_per_gpu": micro_rows,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip_norm,
     }

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 import xxhash
 
-from deberta_ds import dist
+from deberta_ds import deepspeed_config, dist
 from deberta_ds.config import to_dict
-from deberta_ds.deepspeed_config import precision
 from deberta_ds.errors import UserError
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import best_threshold
@@ -70,7 +69,7 @@ class Job:
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
             "labels_and_texts": digest(self.task, self.train, self.val),
-            "precision": precision(self.deepspeed),
+            "precision": deepspeed_config.precision(self.deepspeed),
         }
 
 
@@ -176,16 +175,9 @@ def _engine(job: Job, optim):
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
-    values = {
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
-    } | dict(job.deepspeed) | {
-        "train_batch_size": shape.micro_rows * shape.accumulation * world,
-        "train_micro_batch_size_per_gpu": shape.micro_rows,
-        "gradient_accumulation_steps": shape.accumulation,
-        "gradient_clipping": settings.clip_norm,
-    }  # fmt: skip
+    values = deepspeed_config.complete(
+        job.deepspeed, rows=shape.micro_rows * shape.accumulation * world,
+        micro_rows=shape.micro_rows, accumulation=shape.accumulation, clip_norm=settings.clip_norm)
     shares = layer_shares(model, settings.layer_decay)
     engine = build_engine(model, optim, values, rate_shares=shares)
     engine.train()
