@@ -41,7 +41,7 @@ def main() -> None:
 
     path = checkpoint.newest(options.run)
     state, run = checkpoint.load_whole_state(path)
-    rules = checkpoint.read_run_file(path).get("row_rules", 1)  # the rows that its own log scored
+    rules = checkpoint.read_run_file(path)["row_rules"]  # the rows that its own log scored
     corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
         else run.data.eval_corpora
     if not corpora:

@@ -34,13 +34,13 @@ class Stage:
 
 
 def stage_of(record: dict, place: str | Path) -> Stage:
-    """Return the stage of a checkpoint's run.json, `record`; UserError names `place`."""
+    """Return the stage of a checkpoint's record (`read_run_file`); UserError names `place`."""
     try:
         data = from_dict(record["config"], str(place)).data
         rows_seen, fingerprints = record["rows_seen"], record["fingerprints"]
     except KeyError as error:
         raise UserError(f"{place}: {error} is missing; give another checkpoint") from error
-    rules, sources = record.get("row_rules", 1), data.sources
+    rules, sources = record["row_rules"], data.sources
     build = build_mixture
     if rules == 1:
         build = build_slot_mixture

@@ -15,7 +15,7 @@ file is verified before a tensor is loaded, and only a verified directory is eve
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,6 +59,7 @@ class _Record:
     tokenizer_sha256: str
     recent_losses: list[float] = field(default_factory=list)
     since_line: dict[str, float] = field(default_factory=dict)
+    time_use: dict[str, float] = field(default_factory=dict)
     row_rules: int = 1
     cpu_rules: int = 1
     clip_rules: int = 1
@@ -91,7 +92,7 @@ def list_finished(out_dir: str | Path) -> list[Path]:
 
 
 def read_run_file(path: str | Path) -> dict:
-    """Return run.json of a checkpoint directory."""
+    """Return run.json of a checkpoint directory, with the defaults of keys that it lacks."""
     file = Path(path) / RUN_FILE
     if not file.exists():
         raise CheckpointError(f"{file}: missing; {path} is not a checkpoint directory "
@@ -100,7 +101,7 @@ def read_run_file(path: str | Path) -> dict:
         with naming(file):
             data = file.read_bytes()
         record = parse_json(data)
-        typed(_Record, record)
+        record = asdict(typed(_Record, record)) | record
         zero_stage(record["deepspeed"]), precision(record["deepspeed"])
     except UserError as error:
         raise CheckpointError(f"{error}; use an older checkpoint") from None
@@ -226,7 +227,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
 def _recorded(path: Path, key: str) -> Any:
     """Return what run.json says; None if it cannot be read, which its checksum will say."""
     try:
-        return read_run_file(path).get(key)
+        return read_run_file(path)[key]
     except UserError:
         return None
 

@@ -99,8 +99,8 @@ def read_checkpoint(path: Path) -> Release:
         if not path.exists():
             raise UserError(f"{path}: the run's tokenizer is not there; run this from the "
                             "directory the run was started in")
-        tokenizer, saved = Tokenizer(path), read_run_file(directory).get("tokenizer_sha256")
-        if saved not in (None, tokenizer.sha256):
+        tokenizer, saved = Tokenizer(path), read_run_file(directory)["tokenizer_sha256"]
+        if saved != tokenizer.sha256:
             raise UserError(f"{path}: is not the tokenizer that {directory} was trained with "
                             f"(sha256 {saved}); put that one there")
         release.tokenizer_files = tokenizer.files

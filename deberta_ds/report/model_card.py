@@ -161,7 +161,7 @@ def _of_checkpoint(directory: Path) -> Training:
         ("rows in a step", f"{train['global_batch_rows']:,}"),
         ("tokens in a row", f"{run['data']['seq_len']:,}"),
         ("optimizer", run["optim"]["name"]), ("learning rate", run["optim"]["lr"]),
-        ("sha256 of the tokenizer", record.get("tokenizer_sha256", "")),
+        ("sha256 of the tokenizer", record["tokenizer_sha256"]),
         ("versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())))]
     metrics = directory.parent.parent / METRICS_FILE
     if metrics.is_file() and objective["kind"] in OBJECTIVES:

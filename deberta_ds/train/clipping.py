@@ -22,7 +22,7 @@ _TINY = 1e-6  # DeepSpeed's and torch's
 
 def clip_rules_of(record: dict | None) -> int:
     """Return the rules of a run: those of its checkpoint's run.json, or the newest."""
-    return record.get("clip_rules", 1) if record else CLIP_RULES
+    return record["clip_rules"] if record else CLIP_RULES
 
 
 def clip_networks_apart(engine) -> None:

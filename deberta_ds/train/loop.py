@@ -72,8 +72,8 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     found = checkpoint.find(run.out_dir, resume)
     record = read_record(found.path) if found.path else None
     # An old run keeps its rows and its arithmetic.
-    native.follow(record.get("cpu_rules", 1) if record else native.RULES)
-    inputs = open_inputs(run, ds_values, place, record.get("row_rules", 1) if record else ROW_RULES)
+    native.follow(record["cpu_rules"] if record else native.RULES)
+    inputs = open_inputs(run, ds_values, place, record["row_rules"] if record else ROW_RULES)
     if record:
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
                        str(found.path))
@@ -164,14 +164,13 @@ class Trainer:
         if how_fast:
             log.info(how_fast)
         self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size())
-        self.time_use = TimeUse(record.get("time_use", {}) if record else {}, lost_seconds)
+        self.time_use = TimeUse(record["time_use"] if record else {}, lost_seconds)
         self.work = WorkMeter(model_engine.device)
         self.hosts = dist.gather_objects(socket.gethostname())
         self.worked = [0.0] * len(self.hosts)  # seconds of each rank, since it was last said
         self.stop_request = stop_request
         stop_request.resumes_from = f"step {self.step:,}"
-        self.spikes = SpikeRule(run.train.spike_sigmas,
-                                record.get("recent_losses", []) if record else [])
+        self.spikes = SpikeRule(run.train.spike_sigmas, record["recent_losses"] if record else [])
         self.bad_steps_in_a_row = 0
         self.best, self.best_metric = best.continued(run, record), best.metric_of(run)
         self.saver = Saver(model_engine, run.out_dir, run.train, inputs.tokenizer.files)
@@ -180,7 +179,7 @@ class Trainer:
         self.watchdog = watchdog
         watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
-        self.since_line: dict[str, float] = record.get("since_line", {}) if record else {}
+        self.since_line: dict[str, float] = record["since_line"] if record else {}
 
     def run_to_end(self) -> bool:
         """Train to the last step or train.stop_after; return whether a signal stopped it."""
@@ -290,7 +289,7 @@ class Trainer:
         with self.watchdog.patience():
             checkpoint.load(self.engine, found.path)
         self.spikes = SpikeRule(self.run.train.spike_sigmas,
-                                read_record(found.path).get("recent_losses", []))
+                                read_record(found.path)["recent_losses"])
         self.log_event("rollback", f"weights and optimizer of {found.path}: {problem}", **place)
 
     def _log_step(self, rate: float) -> None:
