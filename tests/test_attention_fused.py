@@ -217,8 +217,8 @@ def test_the_check_leaves_a_checkpointed_forward_pass_alone(monkeypatch, tmp_pat
         config = ModelConfig(vocab_size=64, hidden_size=16, num_layers=2, num_heads=2,
                              intermediate_size=32, max_position=32, position_buckets=8,
                              hidden_dropout=0.0, attention_dropout=0.0, attention="reference")
-        model = encoder.Encoder(config, checkpoint_layers=1)
-        model.recompute = recompute
+        model = encoder.Encoder(config)
+        model.checkpoint_layers, model.recompute = 1, recompute
         init_parameters(model, 0.02, 0)
         inputs = torch.randn(2, 12, 16, requires_grad=True)
         model(inputs, torch.ones(2, 12, dtype=torch.int32)).square().sum().backward()

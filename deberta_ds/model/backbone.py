@@ -11,11 +11,11 @@ from deberta_ds.model.encoder import Trunk
 class Backbone(nn.Module):
     """DeBERTa without a head; the same parameters as Hugging Face's DebertaV2Model."""
 
-    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.words = WordEmbedding(config.vocab_size, config.hidden_size)
-        self.trunk = Trunk(config, checkpoint_layers)
+        self.trunk = Trunk(config)
 
     def forward(self, input_ids_BL: Tensor, segments_BL: Tensor,
                 positions_BL: Tensor | None = None) -> Tensor:

@@ -234,9 +234,10 @@ def _keep_linear_outputs():
 class Encoder(nn.Module):
     """The stack of layers, the relative position table they share, and the v2 convolution."""
 
-    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.checkpoint_layers = checkpoint_layers
+        # Set by build_model: how a run is run, which no other user of a model has.
+        self.checkpoint_layers = 0  # every n-th layer is; 0: none
         self.recompute = "all"  # of a checkpointed layer; "cheap": all but its linear layers
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.convolution = Convolution(config) if config.conv_kernel else None
@@ -279,10 +280,10 @@ class Encoder(nn.Module):
 class Trunk(nn.Module):
     """Word vectors in, contextual states out: everything of DeBERTa but the word table."""
 
-    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.input = InputBlock(config)
-        self.encoder = Encoder(config, checkpoint_layers)
+        self.encoder = Encoder(config)
 
     def forward(self, word_vectors_BLC: Tensor, segments_BL: Tensor,
                 positions_BL: Tensor | None = None, decoder: DecoderQueries | None = None

@@ -40,9 +40,9 @@ class MaskedLm(nn.Module):
     the input (BERT) there is no decoder: the last layer's states at the targets are read.
     """
 
-    def __init__(self, config: ModelConfig, checkpoint_layers: int = 0):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.trunk = Trunk(config, checkpoint_layers)
+        self.trunk = Trunk(config)
         self.positions = None
         if not config.absolute_input:
             self.positions = nn.Embedding(config.max_position, config.hidden_size)

@@ -24,5 +24,6 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
     model = objective_of(run).build(run, valid_vocab)
     for module in model.modules():
         if isinstance(module, Encoder):
+            module.checkpoint_layers = run.train.checkpoint_layers
             module.recompute = run.train.recompute
     return model

@@ -39,12 +39,11 @@ def problems(run: RunConfig) -> list[str]:
 class MlmModel(nn.Module):
     """A word table and the masked LM above it."""
 
-    def __init__(self, config: ModelConfig, valid_vocab: int | None = None,
-                 checkpoint_layers: int = 0):
+    def __init__(self, config: ModelConfig, valid_vocab: int | None = None):
         super().__init__()
         self.valid_vocab = valid_vocab
         self.words = WordEmbedding(config.vocab_size, config.hidden_size)
-        self.masked_lm = MaskedLm(config, checkpoint_layers)
+        self.masked_lm = MaskedLm(config)
 
     def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
         """Return (sum of losses / divisors["targets"], sums over this batch, no view)."""
@@ -58,7 +57,7 @@ def _loss(sums: dict, divisors: dict):
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> MlmModel:
-    return MlmModel(run.model, valid_vocab, run.train.checkpoint_layers)
+    return MlmModel(run.model, valid_vocab)
 
 
 def clipped_apart(run: RunConfig) -> tuple[str, ...]:

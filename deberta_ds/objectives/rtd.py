@@ -76,10 +76,10 @@ def problems(run: RunConfig) -> list[str]:
 class Discriminator(nn.Module):
     """The network that is kept: trunk and detection head, and its own part of the word table."""
 
-    def __init__(self, config: ModelConfig, sharing: str, checkpoint_layers: int):
+    def __init__(self, config: ModelConfig, sharing: str):
         super().__init__()
         self.sharing = sharing
-        self.trunk = Trunk(config, checkpoint_layers)
+        self.trunk = Trunk(config)
         self.head = ReplacedTokenHead(config)
         if sharing != "es":
             self.words = WordEmbedding(config.vocab_size, config.hidden_size)
@@ -102,15 +102,14 @@ class RtdModel(nn.Module):
     """Generator and discriminator under one engine."""
 
     def __init__(self, config: ModelConfig, generator_config: ModelConfig,
-                 objective: ObjectiveConfig, *, sampling_seed: int, valid_vocab: int | None = None,
-                 checkpoint_layers: int = 0):
+                 objective: ObjectiveConfig, *, sampling_seed: int, valid_vocab: int | None = None):
         super().__init__()
         self.objective = objective
         self.sampling_seed = sampling_seed
         self.valid_vocab = valid_vocab
         self.words = WordEmbedding(config.vocab_size, config.hidden_size)
-        self.generator = MaskedLm(generator_config, checkpoint_layers)
-        self.discriminator = Discriminator(config, objective.embedding_sharing, checkpoint_layers)
+        self.generator = MaskedLm(generator_config)
+        self.discriminator = Discriminator(config, objective.embedding_sharing)
 
     def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
         """Return (L_G + lambda L_D, sums over this batch, the discriminator's view).
@@ -173,8 +172,7 @@ def _loss(sums: dict, divisors: dict, rtd_weight: float):
 
 def build(run: RunConfig, valid_vocab: int | None) -> RtdModel:
     return RtdModel(run.model, encoders(run)["generator"], run.objective,
-                    sampling_seed=run.data.seed, valid_vocab=valid_vocab,
-                    checkpoint_layers=run.train.checkpoint_layers)
+                    sampling_seed=run.data.seed, valid_vocab=valid_vocab)
 
 
 def clipped_apart(run: RunConfig) -> tuple[str, ...]:

@@ -37,10 +37,10 @@ def problems(run: RunConfig) -> list[str]:
 class CachedRtdModel(nn.Module):
     """The discriminator with a word table of its own."""
 
-    def __init__(self, config: ModelConfig, rtd_weight: float, checkpoint_layers: int = 0):
+    def __init__(self, config: ModelConfig, rtd_weight: float):
         super().__init__()
         self.rtd_weight = rtd_weight
-        self.discriminator = rtd.Discriminator(config, "nes", checkpoint_layers)
+        self.discriminator = rtd.Discriminator(config, "nes")
 
     def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
         """Return (lambda L_D, sums over this batch, the view of `objectives.rtd`).
@@ -60,7 +60,7 @@ def _loss(sums: dict, divisors: dict, rtd_weight: float) -> Tensor | float:
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> CachedRtdModel:
-    return CachedRtdModel(run.model, run.objective.rtd_weight, run.train.checkpoint_layers)
+    return CachedRtdModel(run.model, run.objective.rtd_weight)
 
 
 def clipped_apart(run: RunConfig) -> tuple[str, ...]:

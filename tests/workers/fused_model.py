@@ -47,15 +47,13 @@ def run(name: str, fused: bool) -> list[torch.Tensor]:
     settings, recompute, autocast, training = CASES[name]
     paths = ("fused", "fused") if fused else ("reference", "chunked")
     config = replace(CONFIG, **settings, attention=paths[0], vocabulary_loss=paths[1])
-    layers = 1 if recompute else 0
     if name.startswith("mlm"):
-        model = MlmModel(config, 140, layers)
+        model = MlmModel(config, 140)
     else:
-        model = RtdModel(config, config, ObjectiveConfig(kind="rtd"), sampling_seed=0,
-                         checkpoint_layers=layers)
+        model = RtdModel(config, config, ObjectiveConfig(kind="rtd"), sampling_seed=0)
     for module in model.modules():
-        if hasattr(module, "recompute"):
-            module.recompute = recompute or "all"
+        if recompute and hasattr(module, "recompute"):
+            module.checkpoint_layers, module.recompute = 1, recompute
     init_parameters(model, 0.1, 0)
     model.train(training)
     torch.manual_seed(7)
