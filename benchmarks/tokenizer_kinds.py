@@ -28,6 +28,7 @@ from deberta_ds.data.prep.train_spm import train_tokenizer
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
+from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.tokenizer import Tokenizer
@@ -106,9 +107,9 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
                                    clean=CleanOptions())[str(corpora[name])]
         facts[name] = manifest.counts
         pack_corpus(corpora[name], tokenizer, SEQ_LEN)
-    size = -(-tokenizer.size // 64) * 64
     run = validate(config.RunConfig, {
-        "name": "kinds", "out_dir": str(scratch), "model": MODEL | {"vocab_size": size},
+        "name": "kinds", "out_dir": str(scratch),
+        "model": MODEL | {"vocab_size": padded_rows(tokenizer.size)},
         "data": {"sources": [{"path": str(corpora["train"])}], "tokenizer": str(tokenizer.path),
                  "seq_len": SEQ_LEN, "eval": str(corpora["heldout"])},
         "objective": {"kind": "mlm"}, "optim": {"lr": 2e-3, "warmup_steps": 30},

@@ -48,6 +48,8 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.inputs) == bool(args.add_mask):
         parser.error("name either inputs to train on, or a tokenizer with --add_mask")
+    from deberta_ds.formats.shape import padded_rows
+
     if args.add_mask:
         from deberta_ds.tokenizer.publish import add_special_tokens
 
@@ -60,7 +62,7 @@ def main() -> None:
             tokenizer = train(args, out)
         print(f"{args.out}: {tokenizer.mask_id:,} pieces, [MASK] = {tokenizer.mask_id}, "
               f"sha256 {tokenizer.sha256[:16]}")
-    print(f"a model's vocabulary follows it: {-(-tokenizer.size // 64) * 64:,} rows")
+    print(f"a model's vocabulary follows it: {padded_rows(tokenizer.size):,} rows")
 
 
 def train(args, out: str):

@@ -18,7 +18,7 @@ from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.prep.units import job, run_units
 from deberta_ds.data.replaced import ReplacedManifest, write_replaced_manifest, write_shard
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.data.shards import MANIFEST
+from deberta_ds.data.shards import MANIFEST, token_dtype
 from deberta_ds.errors import UserError
 from deberta_ds.formats.pretrained import LoadedModel, load_backbone
 from deberta_ds.objectives.rtd import replace_targets
@@ -89,9 +89,8 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
         differs_BL = (batch.labels >= 0) & (ids_BL != batch.labels)
         is_replaced.append(differs_BL.numpy())
         samples.append(ids_BL[differs_BL].numpy())
-    dtype = np.dtype("<u2") if generator.tokenizer.size <= 1 << 16 else np.dtype("<u4")
     mask_RL = np.concatenate(is_replaced) if is_replaced else np.zeros((0, recipe.seq_len), bool)
-    ids_N = np.concatenate(samples or [np.zeros(0)]).astype(dtype)
+    ids_N = np.concatenate(samples or [np.zeros(0)]).astype(token_dtype(generator.tokenizer.size))
     return {"files": write_shard(Path(out), draw, name, mask_RL, ids_N)}
 
 
@@ -106,8 +105,6 @@ def _generator(path: str) -> LoadedModel:
 
 def _fingerprint(model: LoadedModel) -> str:
     """Return a checksum of the generator's weights, so that another one is not mixed in."""
-
-
     digest = xxhash.xxh3_128()
     for module in model.masked_lm:
         for name, tensor in sorted(module.state_dict().items()):

@@ -21,6 +21,7 @@ from deberta_ds.finetune.sift import Sift
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.formats.release_reader import check_same
+from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
 from deberta_ds.model_config import FREE
@@ -56,8 +57,8 @@ def open_start(name: str, tokenizer: str | Path | None = None) -> Start:
     if tokenizer is None:
         raise UserError(f"{name}: a preset has no tokenizer; pass --tokenizer PATH")
     pieces = Tokenizer(tokenizer)
-    # A fresh table for this tokenizer; a multiple of 64 keeps matrix products aligned.
-    config = ModelConfig(**MODELS[shape] | {"vocab_size": -(-pieces.size // 64) * 64})
+    # A fresh table for this tokenizer.
+    config = ModelConfig(**MODELS[shape] | {"vocab_size": padded_rows(pieces.size)})
     return Start(name, config, pieces, None)
 
 
