@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.kernel_check import on_device_of
-from deberta_ds.model.linear_cross_entropy import running_sums
+from deberta_ds.model.linear_cross_entropy import pick_chunks
 from deberta_ds.model.table_gradient import TableGradient
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -197,8 +197,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         sampled_T = None
         if uniforms_T is not None:
             masses_TK = (mass_KT if temperature == 1.0 else draw_mass_KT).t()
-            tile_T, inside_T = _pick_tiles(masses_TK, uniforms_T)
-            sampled_T = draw_ids(*inputs, tile_T, inside_T, temperature, valid)
+            tile_T, inside_T = pick_chunks(masses_TK, uniforms_T)
+            sampled_T = draw_ids(*inputs, tile_T.int(), inside_T.float(), temperature, valid)
             ctx.mark_non_differentiable(sampled_T)
         ctx.save_for_backward(*inputs, labels_T, log_norm_T)
         ctx.valid = valid
@@ -292,18 +292,6 @@ def _empty_gradients_of(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scal
 def _empty_gradients(hidden_TC: Tensor, bias_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
     width = triton.cdiv(count, _PITCH.value) * _PITCH.value
     return hidden_TC.new_empty(hidden_TC.shape[0], width), bias_V.new_empty(count)
-
-
-def _pick_tiles(masses_TK: Tensor, uniforms_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tile of every draw by inverse CDF, and where inside it the draw lies."""
-    cumulative_TK = running_sums(masses_TK.double().softmax(-1))
-    uniforms_T1 = uniforms_T.double()[:, None]
-    tile_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True)
-    tile_T1.clamp_(max=cumulative_TK.shape[1] - 1)
-    edges_TK = torch.cat([torch.zeros_like(cumulative_TK[:, :1]), cumulative_TK], -1)
-    low_T1, high_T1 = edges_TK.gather(1, tile_T1), edges_TK.gather(1, tile_T1 + 1)
-    inside_T = ((uniforms_T1 - low_T1) / (high_T1 - low_T1))[:, 0].float()
-    return tile_T1[:, 0].int(), inside_T
 
 
 @torch.library.custom_op("deberta_ds::draw_ids", mutates_args=())

@@ -259,26 +259,34 @@ def _sample(
     logits_of(number, rows): logits of the chosen rows in one chunk. float64 throughout: an fp32
     cumulative sum over 128,000 ids would bias rare ids.
     """
-    cumulative_TK = running_sums(masses_TK.double().softmax(-1))
-    last = cumulative_TK.shape[1] - 1
-    uniforms_T1 = draw.uniforms_T.double()[:, None]
-    chunk_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True).clamp_(max=last)
-    edges_TK = torch.cat([torch.zeros_like(cumulative_TK[:, :1]), cumulative_TK], -1)
-    low_T1, high_T1 = edges_TK.gather(1, chunk_T1), edges_TK.gather(1, chunk_T1 + 1)
-    inside_T1 = (uniforms_T1 - low_T1) / (high_T1 - low_T1)
-    chunk_T = chunk_T1[:, 0]
+    chunk_T, inside_T = pick_chunks(masses_TK, draw.uniforms_T)
     sampled_T = torch.empty_like(chunk_T)
     order_T = chunk_T.argsort(stable=True)
-    counts = torch.bincount(chunk_T, minlength=last + 1).tolist()  # the only device sync
+    counts = torch.bincount(chunk_T, minlength=masses_TK.shape[1]).tolist()  # the only device sync
     first = 0
     for number, ((start, end), count) in enumerate(zip(vocabulary.spans(), counts, strict=True)):
         rows = order_T[first : first + count]
         first += count
         if count:
             probs = (logits_of(number, rows).double() / draw.temperature).softmax(-1)
-            column = torch.searchsorted(running_sums(probs), inside_T1[rows], right=True)[:, 0]
+            inside_T1 = inside_T[rows, None]
+            column = torch.searchsorted(running_sums(probs), inside_T1, right=True)[:, 0]
             sampled_T[rows] = column.clamp_(max=end - start - 1) + start
     return sampled_T
+
+
+def pick_chunks(masses_TK: Tensor, uniforms_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every draw's chunk by inverse CDF, and where in the chunk's mass it lies, in float64.
+
+    masses_TK: logsumexp of each chunk's logits.
+    """
+    cumulative_TK = running_sums(masses_TK.double().softmax(-1))
+    uniforms_T1 = uniforms_T.double()[:, None]
+    chunk_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True)
+    chunk_T1.clamp_(max=cumulative_TK.shape[1] - 1)
+    edges_TK = torch.cat([torch.zeros_like(cumulative_TK[:, :1]), cumulative_TK], -1)
+    low_T1, high_T1 = edges_TK.gather(1, chunk_T1), edges_TK.gather(1, chunk_T1 + 1)
+    return chunk_T1[:, 0], ((uniforms_T1 - low_T1) / (high_T1 - low_T1))[:, 0]
 
 
 def running_sums(values_TN: Tensor) -> Tensor:
