@@ -11,7 +11,6 @@ NAME is a shard of the corpus. A sample that equals the original is not stored: 
 it is one.
 """
 
-import hashlib
 import io
 import json
 import math
@@ -23,10 +22,9 @@ import numpy as np
 
 from deberta_ds.data.corpus import Corpus, check_file
 from deberta_ds.data.reading import read_bytes
-from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.data.shards import MANIFEST, read_checked, save_array
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic, xxh3
-from deberta_ds.json_files import parse_json, typed
 
 VERSION = 1
 IGNORE = -100
@@ -75,20 +73,8 @@ def write_replaced_manifest(directory: Path, manifest: ReplacedManifest) -> None
 
 def read_replaced_manifest(directory: str | Path) -> tuple[ReplacedManifest, str]:
     """Return (manifest, sha256 of it); UserError if it is missing, damaged or too new."""
-    path = Path(directory) / MANIFEST
-    remedy = "run data_prep/replace.py to the end, or give the right directory"
-    try:
-        with naming(path):
-            data = path.read_bytes()
-    except UserError as error:
-        raise UserError(f"{error}: no finished replacements; {remedy}") from None
-    try:
-        manifest = typed(ReplacedManifest, parse_json(data))
-    except ValueError as error:
-        raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from None
-    if manifest.version != VERSION:
-        raise UserError(f"{path}: format version {manifest.version}; this program reads {VERSION}")
-    return manifest, hashlib.sha256(data).hexdigest()
+    return read_checked(directory, ReplacedManifest, VERSION, "no finished replacements",
+                        "run data_prep/replace.py to the end, or give the right directory")
 
 
 class Replacements:

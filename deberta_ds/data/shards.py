@@ -18,7 +18,7 @@ import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -30,6 +30,7 @@ from deberta_ds.json_files import parse_json, typed
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 HEADER_BYTES = 128
+_UNFINISHED = "not a finished corpus"
 # Of a label: documents, characters, tokens.
 _LabelCounts = Annotated[list[int], Field(min_length=3, max_length=3)]
 _WRITE_TOKENS = 1 << 14  # a write for each short document would take longer than its tokens
@@ -128,31 +129,36 @@ def write_manifest(directory: str | Path, value: Manifest | RowsManifest) -> str
 def read_manifest(directory: str | Path) -> tuple[Manifest, str]:
     """Return (manifest, fingerprint) of a corpus; UserError if missing, damaged or too new."""
     remedy = "run data_prep/tokenize_corpus.py to the end, or give the right directory"
-    return _read(directory, Manifest, remedy)
+    return read_checked(directory, Manifest, FORMAT_VERSION, _UNFINISHED, remedy)
 
 
 def read_rows_manifest(directory: str | Path) -> tuple[RowsManifest, str]:
     """Return (manifest, fingerprint) of a rows-L directory; errors as in `read_manifest`."""
-    return _read(directory, RowsManifest, "run data_prep/pack.py for this length")
+    return read_checked(directory, RowsManifest, FORMAT_VERSION, _UNFINISHED,
+                        "run data_prep/pack.py for this length")
 
 
-def _read(directory: str | Path, kind: type, remedy: str):
+def read_checked(directory: str | Path, form: type, version: int, unfinished: str, remedy: str
+                 ) -> tuple[Any, str]:
+    """Return (the manifest in a directory as a `form`, the sha256 of its file).
+
+    UserError if it is missing (the directory is then `unfinished`), damaged, or has not `version`.
+    """
     path = Path(directory) / MANIFEST
     try:
         with naming(path):
             data = path.read_bytes()
     except UserError as error:
-        raise UserError(f"{error}: not a finished corpus; {remedy}") from error
+        raise UserError(f"{error}: {unfinished}; {remedy}") from error
     try:
         fields = parse_json(data)
-        version = fields.get("version")
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format version {version!r:.40}; this program reads 1")
-        return typed(kind, fields), hashlib.sha256(data).hexdigest()
-    except (ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+        if not isinstance(fields, dict):
+            raise ValueError("not a JSON object")
+        if (found := fields.get("version")) == version:
+            return typed(form, fields), hashlib.sha256(data).hexdigest()
+    except ValueError as error:
         raise UserError(f"{path}: damaged manifest ({error}); {remedy}") from error
+    raise UserError(f"{path}: format version {found!r:.40}; this program reads {version}")
 
 
 def npy_header(dtype: np.dtype, count: int) -> bytes:
