@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from deberta_ds import shipped
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import refuse_pipe
-from deberta_ds.json_files import whole_number
+from deberta_ds.json_files import parse_json
 from deberta_ds.validation import ConfigError, nearest, problems_of, raise_problems
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
@@ -170,28 +170,17 @@ JSON_KEYS = frozenset(_Schema.__dataclass_fields__)
 def load(path: str | Path) -> dict:
     """Return the JSON of `path`, checked as far as it can be without DeepSpeed. Raises ConfigError.
     """
-    repeated: list[str] = []
-
-    def unique(pairs):
-        seen = {}
-        for key, value in pairs:
-            if key in seen:
-                repeated.append(key)
-            seen[key] = value
-        return seen
-
     refuse_pipe(path)
     try:
         text = shipped.find(path).read_text(encoding="utf-8")
-        values = json.loads(text, object_pairs_hook=unique,
-                            parse_int=whole_number)
+        values = parse_json(text, strict=False)  # NaN: said below, with its key
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such DeepSpeed config; see ds_configs/README.md") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a DeepSpeed config is one JSON object")
-    problems = [f'"{key}": written twice' for key in repeated]
+    problems = []
     for key, value in values.items():
         problems += _refusal(key, value)
     known = {key: value for key, value in values.items() if key in JSON_KEYS}

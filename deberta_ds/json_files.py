@@ -25,8 +25,8 @@ def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
     try:
-        limits = {"parse_constant": _refuse, "parse_int": whole_number, "parse_float": _finite}
-        values = json.loads(text, object_pairs_hook=_unique, **(limits if strict else {}))
+        finite = {"parse_constant": _refuse, "parse_float": _finite} if strict else {}
+        values = json.loads(text, object_pairs_hook=_unique, parse_int=_whole_number, **finite)
     except RecursionError:
         raise ValueError("brackets are nested too deep") from None
     # The half of a pair: no file name and no output takes it.
@@ -84,7 +84,7 @@ def _refuse(text: str):
     raise ValueError(f"{text} is no number of JSON")
 
 
-def whole_number(text: str) -> int:
+def _whole_number(text: str) -> int:
     """Return the number of JSON's digits; ValueError where no double takes it."""
     if len(text) > 40 or abs(int(text)) > _LARGEST:
         raise ValueError(f"{text[:20]}... is too large a number")
