@@ -8,7 +8,6 @@ rank 0 works too. Or the units are shared out over the jobs of an array: part i 
 and no more, on any host; the same command without a part then finishes.
 """
 
-import ctypes
 import errno
 import fcntl
 import json
@@ -16,7 +15,6 @@ import multiprocessing
 import os
 import platform
 import shutil
-import signal
 import sys
 import time
 from collections import deque
@@ -29,6 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from deberta_ds.cluster import process
 from deberta_ds.errors import UserError, naming
 from deberta_ds.files import write_atomic
 from deberta_ds.json_files import parse_json
@@ -266,9 +265,8 @@ def under_mpi() -> bool:
 
 def _die_with_parent(parent: int) -> None:
     """Ask Linux to kill this worker when its parent dies: kill -9 leaves no orphans."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
+    process.end_with_parent()
+    if os.getppid() != parent:  # it died before
         os._exit(1)
 
 
