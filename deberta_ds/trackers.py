@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deberta_ds.config import LogConfig
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, first_line
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 _MLFLOW_RUN_FILE = "mlflow-run.txt"
@@ -106,7 +106,7 @@ def _forgiving(name: str, begin: Open) -> Open:
                 found.clear()
                 logging.getLogger("deberta_ds").warning(
                     "WARNING: %s gets nothing more of this run: %s", name,
-                    str(error).strip().partition("\n")[0] or type(error).__name__)
+                    first_line(error))
 
         def write(record: dict[str, Any]) -> None:
             for tracker in found:

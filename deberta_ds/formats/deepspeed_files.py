@@ -49,9 +49,8 @@ def read_file(path: Path) -> dict:
                               "in it was not run. Use an older checkpoint") from None
     except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError,
             AssertionError) as error:  # what the safe unpickler raises on bytes that are no pickle
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path}: cannot be read ({reason}); use an older checkpoint"
-                              ) from None
+        raise CheckpointError(f"{path}: cannot be read ({first_line(error)}); use an older "
+                              "checkpoint") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}, not a checkpoint's values")
     return values

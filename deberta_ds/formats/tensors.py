@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deberta_ds.errors import UserError, refuse_pipe
+from deberta_ds.errors import UserError, first_line, refuse_pipe
 from deberta_ds.files import atomic_path
 from deberta_ds.json_files import read_json
 
@@ -88,9 +88,8 @@ def _read_pickle(path: Path) -> dict:
         raise UserError(f"{path}: refused: the pickle holds more than tensors, or is damaged; "
                         "code in it was not run. Ask its author for safetensors") from None
     except _DAMAGE as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path}: damaged or truncated weight file ({reason}); fetch it again"
-                        ) from None
+        raise UserError(f"{path}: damaged or truncated weight file ({first_line(error)}); fetch it "
+                        "again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds a {type(values).__name__}, not named tensors")
     return values

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deberta_ds.errors import first_line
 from deberta_ds.files import write_atomic
 
 _LOG = logging.getLogger("deberta_ds")
@@ -56,8 +57,7 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
         with ThreadPoolExecutor(1) as thread:
             error, where = thread.submit(_on_device, device, compare).result()
     except Exception as problem:  # a compiler's, a driver's: anything that is not a right result
-        said = (str(problem) or "-").splitlines()[0][:200]
-        return _failed(device, kind, f"{type(problem).__name__}: {said}")
+        return _failed(device, kind, f"{type(problem).__name__}: {first_line(problem)[:200]}")
     allowed = TOLERANCES[dtype]
     if not error <= allowed:  # NaN is no pass
         return _failed(device, kind, f"{where} off by {error:.1e} where {allowed:.1e} is allowed")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, first_line
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 # NaN and infinity must stay what they are, so -ffast-math is only taken in part.
@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_build()))
     except (OSError, subprocess.SubprocessError) as error:
         _LOG.info("CPU kernels: torch's, because the fused ones could not be built (%s)",
-                  str(error).splitlines()[0])
+                  first_line(error))
         return None
 
 

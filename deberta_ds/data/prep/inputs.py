@@ -10,7 +10,7 @@ import re
 import zstandard
 
 from deberta_ds.data.remote import file_system, tried
-from deberta_ds.errors import UserError, refuse_pipe
+from deberta_ds.errors import UserError, first_line, refuse_pipe
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22
@@ -134,4 +134,4 @@ def open_stream(name: str):
     try:
         return datasets.load_dataset(path, config, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: cannot be opened ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{name}: cannot be opened ({first_line(error)})") from error
