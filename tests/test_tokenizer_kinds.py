@@ -164,7 +164,7 @@ def test_files_that_are_no_tokenizer(tmp_path):
     with pytest.raises(UserError, match="merges.txt: is missing"):
         Tokenizer(tmp_path / "vocab.json")
     (tmp_path / "tokenizer.json").write_text('{"model": ')
-    with pytest.raises(UserError, match=r"tokenizer.json: damaged or cut short"):
+    with pytest.raises(UserError, match=r"tokenizer.json: not valid JSON"):
         Tokenizer(tmp_path)
 
 

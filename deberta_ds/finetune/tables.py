@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from deberta_ds.data.prep.readers import arrow_batches
 from deberta_ds.errors import UserError, naming
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.json_files import parse_json, read_json
@@ -231,20 +232,13 @@ def _check_width(place: str, row: list[str], header: list[str]) -> None:
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    import pyarrow.ipc
     import pyarrow.parquet
 
     number = 0
     if path.suffix.lower() == ".parquet":
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=4096)
     else:
-        source = pyarrow.memory_map(str(path))
-        try:
-            opened = pyarrow.ipc.open_file(source)
-            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-        except pyarrow.ArrowInvalid:  # what `datasets` writes is the streaming form
-            source.seek(0)
-            batches = iter(pyarrow.ipc.open_stream(source))
+        _, batches = arrow_batches(pyarrow.memory_map(str(path)))
     for batch in batches:
         names = _class_names(batch.schema.metadata)
         for row in batch.to_pylist():

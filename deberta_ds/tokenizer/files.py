@@ -10,7 +10,7 @@ names of special tokens and settings such as add_prefix_space may be there alone
 from pathlib import Path
 
 from deberta_ds.errors import UserError, naming
-from deberta_ds.json_files import parse_json
+from deberta_ds.json_files import read_json
 
 SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 VOCAB, MERGES, WORDPIECES = "vocab.json", "merges.txt", "vocab.txt"
@@ -79,25 +79,16 @@ def _is_json(path: Path) -> bool:
         return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
 
 
-def read_json_object(path: Path) -> dict:
-    """Return the object in a JSON file; UserError if it is damaged or something else."""
-    with naming(path):
-        values = parse_json(path.read_bytes())
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: a JSON object is expected")
-    return values
-
-
 def read_settings(files: dict[str, Path]) -> dict:
     """Return what stands beside the vocabulary: names of special tokens, settings, added tokens.
 
     `added_tokens` is {content: (id, facts)}, of added_tokens.json and `added_tokens_decoder`.
     """
-    settings = read_json_object(files[SETTINGS]) if SETTINGS in files else {}
-    names = read_json_object(files[NAMES]) if NAMES in files else {}
+    settings = read_json(files[SETTINGS]) if SETTINGS in files else {}
+    names = read_json(files[NAMES]) if NAMES in files else {}
     added: dict[str, tuple[int, dict]] = {}
     if ADDED in files:
-        for content, number in read_json_object(files[ADDED]).items():
+        for content, number in read_json(files[ADDED]).items():
             added[content] = (_number(number, files[ADDED]), {})
     decoder = settings.pop("added_tokens_decoder", None) or {}
     for number, facts in decoder.items() if isinstance(decoder, dict) else ():

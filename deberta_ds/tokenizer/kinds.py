@@ -11,14 +11,8 @@ from pathlib import Path
 from tokenizers import models
 
 from deberta_ds.errors import UserError, first_line
-from deberta_ds.tokenizer.files import (
-    JSON,
-    MERGES,
-    SETTINGS,
-    VOCAB,
-    WORDPIECES,
-    read_json_object,
-)
+from deberta_ds.json_files import read_json
+from deberta_ds.tokenizer.files import JSON, MERGES, SETTINGS, VOCAB, WORDPIECES
 from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character, bytes_of_piece
 
 _REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the tokenizer again"
@@ -60,7 +54,7 @@ def _check_class(files: dict[str, Path], settings: dict) -> None:
 
 
 def _read_json(path: Path) -> dict:
-    specification = read_json_object(path)
+    specification = read_json(path)
     model = specification.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list) \
             or not model["vocab"]:

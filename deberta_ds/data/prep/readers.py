@@ -347,14 +347,14 @@ def _read_arrow(extent: Extent, options: ReadOptions) -> Iterator[Document]:
 
 def arrow_batches(file) -> tuple[list[str], Iterator]:
     """Return (names of the columns, record batches) of an Arrow file or stream."""
-    import pyarrow
+    import pyarrow.ipc
 
     magic = file.read(6)
     file.seek(0)
     if magic == b"ARROW1":
         reader = pyarrow.ipc.open_file(file)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
+    else:  # what `datasets` writes
         batches = reader = pyarrow.ipc.open_stream(file)
     return reader.schema.names, batches
 
