@@ -13,13 +13,14 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds import shipped
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import refuse_pipe
 from deberta_ds.json_files import parse_json
+from deberta_ds.options import STRICT
 from deberta_ds.validation import ConfigError, nearest, problems_of, raise_problems
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
@@ -95,23 +96,22 @@ REFUSED_INSIDE = {
     "fp16.fp16_master_weights_and_grads": "it needs DeepSpeed's CPU optimizer",
 }
 
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Count = Annotated[int, Field(ge=1, lt=1 << 63)]
 
 
-@dataclass(config=_STRICT, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class _Autocast:
     enabled: bool = False
     # float16 would need a loss scale: that is the fp16 section.
     dtype: Literal["bfloat16", "torch.bfloat16", "bf16"] = "bfloat16"
 
 
-@dataclass(config=_STRICT, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class _DataTypes:
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
 
 
-@dataclass(config=_STRICT, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class _DiskAccess:
     block_size: _Count = 1 << 20
     queue_depth: _Count = 8
@@ -121,7 +121,7 @@ class _DiskAccess:
     use_gds: bool = False
 
 
-@dataclass(config=_STRICT, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class _CommsLogger:
     enabled: bool = False
     prof_all: bool = True
@@ -130,7 +130,7 @@ class _CommsLogger:
     debug: bool = False
 
 
-@dataclass(config=_STRICT, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class _FlopsProfiler:
     enabled: bool = False
     recompute_fwd_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -141,7 +141,7 @@ class _FlopsProfiler:
     output_file: str | None = None
 
 
-@dataclass(config=_STRICT, frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class _Schema:
     """The keys that a JSON may hold: how a run is run."""
 

@@ -21,10 +21,9 @@ import time
 from contextlib import suppress
 
 from deberta_ds.cluster.launcher import Launcher
-from deberta_ds.errors import tell
+from deberta_ds.errors import EXIT_INTERRUPTED, tell
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again
-EXIT_INTERRUPTED = 130  # what a shell makes of a process that SIGINT ended
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # between two looks for the launcher

@@ -58,7 +58,6 @@ _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceC
 _PROBLEMS = {"classify": "single_label_classification", "regress": "regression",
              "multilabel": "multi_label_classification"}  # fmt: skip
 _QA = "qa_outputs."  # what that class calls the classifier
-_CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def save_finetuned(
         tensors[prefix + key] = value
     write_safetensors(directory / SAFETENSORS, tensors, {"format": "pt"})
     values = configs.to_hugging_face(config, kind=kind, rest=_head_values(task, settings, name))
-    values |= {"architectures": [name or _CLASS_PREFIX[kind] + "Model"], "dtype": "float32",
+    values |= {"architectures": [name or hf.CLASS_PREFIX[kind] + "Model"], "dtype": "float32",
                "pad_token_id": tokenizer.pad_id}
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     if not find_tokenizer_files(directory):
@@ -119,7 +118,7 @@ def class_name(task: Task, kind: str) -> str | None:
     if task.head == "choice" and kind == configs.V1:
         return "DebertaForSequenceClassification"
     end = _CLASSES.get(task.head)
-    return _CLASS_PREFIX[kind] + end if end else None
+    return hf.CLASS_PREFIX[kind] + end if end else None
 
 
 def _head_values(task: Task, settings: Settings, name: str | None) -> dict:

@@ -35,7 +35,7 @@ from deberta_ds.json_files import parse_json, typed
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.numbers import counted
-from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.records import METRICS_FILE
 
 DIRECTORY, BEST = "checkpoints", "best"
@@ -290,8 +290,7 @@ def plain_order(run: RunConfig) -> list[str]:
     """Return the names of a run's parameters in the order of its optimizer."""
     model = on_meta(build_model, run)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    fixed = {"words.weight"} if run.init.words_only else set()
-    groups = decay_groups(model, run.optim.weight_decay, fixed)
+    groups = decay_groups(model, run.optim.weight_decay, fixed_parameters(run))
     return [names[id(parameter)] for group in groups for parameter in group["params"]]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from deberta_ds.errors import first_line
 from deberta_ds.formats.engine_state import MASTER
 from deberta_ds.formats.layout import CheckpointError, Group, Layout, Piece
+from deberta_ds.formats.saved_state import per_element
 from deberta_ds.json_files import read_json
 
 SWAP_FILE = "swapped.json"  # {"group": "name of its swap files"}, written for NVMe offload
@@ -107,12 +108,12 @@ class DeepSpeedState:
 
     def state_keys(self, name: str) -> list[str]:
         """Return the optimizer's per-element tensors of a parameter, such as exp_avg."""
-        return [key for key, value in self._state_of(name).items() if _per_element(value)]
+        return [key for key, value in self._state_of(name).items() if per_element(value)]
 
     def scalars(self, name: str) -> dict:
         """Return the optimizer's other values of a parameter, such as step."""
         return {key: value for key, value in self._state_of(name).items()
-                if not _per_element(value)}
+                if not per_element(value)}
 
     def loss_scale(self) -> dict:
         """Return the fields of the fp16 loss scale; empty where there is none."""
@@ -236,7 +237,3 @@ class DeepSpeedState:
         if self.stage == 3:
             return values["fp32_flat_groups"], values["optimizer_state_dict"]["state"]
         return values["single_partition_of_fp32_groups"], values["base_optimizer_state"]["state"]
-
-
-def _per_element(value) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0

@@ -25,7 +25,7 @@ from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
 from deberta_ds.formats.tokenizer_files import pad_id_of, write_tokenizer_files
 
 GENERATOR_DIRECTORY = "generator"
-_CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
+CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
 # transformers class: the tensors it owns beside the encoder's.
 _HEAD_OF = {
     "Model": (),
@@ -113,7 +113,7 @@ def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     _check_head(network, head)
     main, side, notes = split_tensors(network, kind, head)
     values = configs.to_hugging_face(network.config, kind=kind, rest=network.rest | own)
-    values["architectures"] = [_CLASS_PREFIX[kind] + head]
+    values["architectures"] = [CLASS_PREFIX[kind] + head]
     values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
     if head == "ForMaskedLM":
         values["legacy"] = False  # the head with microsoft's names

@@ -42,11 +42,11 @@ def describe_engine(engine, layout: Layout) -> dict:
     entry = base_optimizer(engine).state.get(next(buffers(engine, layout)).weights, {})
     scalars = {}
     for key, value in entry.items():
-        if not _per_element(value):
+        if not per_element(value):
             kind = str(value.dtype).removeprefix("torch.") if torch.is_tensor(value) else ""
             scalars[key] = {"value": value.item() if kind else value, "tensor": kind}
     return layout.to_values() | {
-        "keys": [key for key, value in entry.items() if _per_element(value)], "scalars": scalars,
+        "keys": [key for key, value in entry.items() if per_element(value)], "scalars": scalars,
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "loss_scale": read_loss_scale(engine), "aliases": aliases(engine),
         "buffers": {name: tuple(value.shape) for name, value in _kept_buffers(engine.module)}}
@@ -57,7 +57,7 @@ def described_tensors(engine, layout: Layout) -> list[tuple[str, torch.dtype, in
     first = next(buffers(engine, layout)).weights
     kinds = {MASTER: first.dtype}
     kinds |= {key: value.dtype for key, value in base_optimizer(engine).state.get(first, {}).items()
-              if _per_element(value)}
+              if per_element(value)}
     described = [(f"{number}.{key}", kind, group.size)
                  for number, group in enumerate(layout.groups) for key, kind in kinds.items()]
     if dist.is_main():
@@ -76,7 +76,7 @@ def tensors_of_rank(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
             size = layout.groups[number].size
             yield f"{number}.{MASTER}", buffer.weights.detach().view(-1)[:size]
             for key, value in state.get(buffer.weights, {}).items():
-                if _per_element(value):
+                if per_element(value):
                     yield f"{number}.{key}", value.view(-1)[:size]
     if dist.is_main():
         for name, value in _kept_buffers(engine.module):
@@ -89,7 +89,7 @@ def _stretch_of_replica(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     state = base_optimizer(engine).state
     held = list(layout.held_by(dist.rank(), 0))
     first = next(iter(whole.values()))
-    keys = [key for key, value in state.get(first, {}).items() if _per_element(value)]
+    keys = [key for key, value in state.get(first, {}).items() if per_element(value)]
     for key in (MASTER, *keys):
         flat = first.new_zeros(layout.groups[0].size)
         for name, piece in held:
@@ -104,7 +104,8 @@ def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in module.named_buffers() if name in kept]
 
 
-def _per_element(value) -> bool:
+def per_element(value) -> bool:
+    """Return whether a value of an optimizer's state belongs to each element of a parameter."""
     return torch.is_tensor(value) and value.dim() > 0
 
 

@@ -27,3 +27,8 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
             module.checkpoint_layers = run.train.checkpoint_layers
             module.recompute = run.train.recompute
     return model
+
+
+def fixed_parameters(run: RunConfig) -> set[str]:
+    """Return the names of a run's parameters that do not move."""
+    return {"words.weight"} if run.init.words_only else set()

@@ -44,7 +44,7 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
     stage, zero = deepspeed_config.zero_stage(ds), ds.get("zero_optimization", {})
     if ranks == 1:
         return Traffic(0.0, 0.0)
-    width = 4 if deepspeed_config.precision(ds) == "fp32" else 2
+    width = weight_width(ds)
     share = (ranks - 1) / ranks  # of what is gathered or scattered
     gradients = parameters * share * _gradient_width(ds, width)
     bucket = min(int(zero.get("reduce_bucket_size", BUCKET)), parameters)
@@ -59,6 +59,11 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
     return Traffic(gradients, width * share * parameters if stage else 0.0,
                    reductions * buckets + (gathers if stage else 0),
                    gradients * bucket / parameters)
+
+
+def weight_width(ds: dict) -> int:
+    """Return the bytes of an element of the weights that run forward."""
+    return 4 if deepspeed_config.precision(ds) == "fp32" else 2
 
 
 def _gradient_width(ds: dict, width: int) -> int:

@@ -30,6 +30,7 @@ from deberta_ds.planner.communication import (
     sending_seconds,
     step_seconds,
     traffic,
+    weight_width,
 )
 from deberta_ds.planner.gathering import gathered
 from deberta_ds.planner.gpus import Gpu
@@ -79,7 +80,7 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
               accumulates: bool) -> Memory:
     """Return the memory of one rank under a DeepSpeed dict."""
     zero = ds.get("zero_optimization", {})
-    stage, width = deepspeed_config.zero_stage(ds), _width(ds)
+    stage, width = deepspeed_config.zero_stage(ds), weight_width(ds)
     part = -(-parameters // ranks)
     bucket = width * int(zero.get("reduce_bucket_size", BUCKET))
     away = zero.get("offload_optimizer", {}).get("device", "none") != "none"
@@ -105,10 +106,6 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
     if zero.get("offload_param", {}).get("device", "none") != "none":
         memory = replace(memory, weights=0, offloaded=memory.offloaded + width * part)
     return memory
-
-
-def _width(ds: dict) -> int:
-    return 4 if deepspeed_config.precision(ds) == "fp32" else 2
 
 
 def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu: float

@@ -24,7 +24,7 @@ from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
-from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart
 from deberta_ds.train.deepspeed_check import (
     CPU_PARTS,
@@ -101,9 +101,8 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     gather = _gather_for_writing if stage3 else nullcontext
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
-    fixed = {"words.weight"} if run.init.words_only else set()
     apart = objective_of(run).clipped_apart(run) if clip_rules > 1 else ()
-    return build_engine(model, run.optim, ds, fixed, apart=apart)
+    return build_engine(model, run.optim, ds, fixed_parameters(run), apart=apart)
 
 
 def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset(),

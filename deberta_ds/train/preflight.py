@@ -14,6 +14,7 @@ import torch
 
 from deberta_ds import dist
 from deberta_ds.errors import UserError
+from deberta_ds.numbers import counted
 from deberta_ds.planner.goodput import STATE_BYTES
 
 _GPU_BYTES, _CPU_BYTES = 1 << 26, 1 << 22  # of a message
@@ -37,8 +38,8 @@ def preflight(device: torch.device, host: str, versions: dict[str, str]) -> list
     dist.barrier()
     clocks = dist.gather_number(time.time(), device)
     message = torch.ones((_CPU_BYTES if device.type == "cpu" else _GPU_BYTES) // 4, device=device)
-    lines = [f"{len(hosts):,} host{'s' * (len(hosts) > 1)}, {dist.world_size():,} ranks, the same "
-             "versions everywhere", *_clock_lines(clocks, [name for name, _ in facts])]
+    lines = [f"{counted(len(hosts), 'host')}, {dist.world_size():,} ranks, the same versions "
+             "everywhere", *_clock_lines(clocks, [name for name, _ in facts])]
     lines += _inside(hosts, host, message, device)
     lines += _between(list(hosts.values()), list(hosts), message, device)
     whole = _fastest(lambda: dist.sum_within(message), device)

@@ -13,6 +13,7 @@ import torch
 from deberta_ds import dist
 from deberta_ds.config import TrainConfig
 from deberta_ds.formats.saving import Save, begin_save, finish_save
+from deberta_ds.model.backbone import count_parameters
 from deberta_ds.planner.goodput import pause_of_copy, save_interval
 
 
@@ -24,8 +25,8 @@ class Saver:
         self.engine, self.out_dir, self.train, self.tokenizer = engine, out_dir, train, tokenizer
         self.begun_at = time.monotonic()
         self.in_background: Save | None = None
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-        self.pause_seconds = pause_of_copy(parameters, dist.world_size())  # until one was measured
+        self.pause_seconds = pause_of_copy(  # until one was measured
+            count_parameters(engine.module), dist.world_size())
         self.write_seconds = 0.0
 
     def is_due(self, step: int) -> bool:
