@@ -8,7 +8,7 @@ import rank_helpers
 from launching import deepspeed_json, make_run
 
 from deberta_ds import config
-from deberta_ds.formats.checkpoint import list_finished, newest
+from deberta_ds.formats.checkpoint import list_finished, newest, step_of
 from deberta_ds.objectives import rtd
 from deberta_ds.records import read_metrics
 from deberta_ds.train import best
@@ -33,7 +33,7 @@ def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
     assert max(scores) == step + 6 < 40, scores
     assert f"generator_loss = {scores[step]:.6g} at step {step}, kept as" in text
     assert "3 evaluations without a better score" in text
-    kept = {int(path.name[5:]) for path in list_finished(out)}
+    kept = set(map(step_of, list_finished(out)))
     assert kept == {step, max(scores)}
     assert newest(out / "best").resolve().name == f"step-{step:08d}"  # what commands take
 

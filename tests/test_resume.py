@@ -10,7 +10,7 @@ import rank_helpers
 import torch
 from launching import ROOT, deepspeed_json, make_run, torchrun
 
-from deberta_ds.formats.checkpoint import list_steps, load_whole_state
+from deberta_ds.formats.checkpoint import list_steps, load_whole_state, step_of
 from deberta_ds.records import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -58,7 +58,7 @@ def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
     rank_helpers.run(1, command, tmp_path / "whole.log")
     whole = train_lines(tmp_path / "out")
     for path in list_steps(tmp_path / "out"):
-        if int(path.name[5:]) > 15:  # as if the run had been killed after that save
+        if step_of(path) > 15:  # as if the run had been killed after that save
             shutil.rmtree(path)
     with open(tmp_path / "out/metrics.jsonl", "a") as file:  # in the middle of a line: such a run
         file.write('{"kind": "event", "step": 2')  # could not be resumed
@@ -77,7 +77,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_the
     back = [*command, "--resume", str(list_steps(out)[1])]
     text = rank_helpers.run(1, [*back, "--train.stop_after=7"], tmp_path / "back.log")
     assert "later than step 4" in text and "left-00000012" in text
-    assert [int(path.name[5:]) for path in list_steps(out)] == [6, 7]
+    assert [step_of(path) for path in list_steps(out)] == [6, 7]
     assert len(list((out / "checkpoints").glob("left-*"))) == 4  # 6, 8, 10, 12
     text = rank_helpers.run(1, back, tmp_path / "again.log")  # step 4 is gone, and not needed
     assert "resume at step 7" in text and "later than" not in text

@@ -147,8 +147,8 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(runs):
     steps = checkpoint.list_finished(runs / "a")
     assert [path.name for path in steps] == [f"step-{n:08d}" for n in (3, 6, 9, 12)]
     for path in steps:
-        first, second = SavedState(path), SavedState(checkpoint.path_of(runs / "b", int(
-            path.name[5:])))
+        first = SavedState(path)
+        second = SavedState(checkpoint.path_of(runs / "b", checkpoint.step_of(path)))
         assert not checkpoint.problems_of(second.directory)
         for name in first.shapes:
             for key in ("fp32", "exp_avg", "exp_avg_sq"):

@@ -79,11 +79,16 @@ def path_of(out_dir: str | Path, step: int) -> Path:
     return Path(out_dir) / DIRECTORY / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint directory that is named as `path_of` does."""
+    return int(path.name.removeprefix("step-"))
+
+
 def list_steps(out_dir: str | Path) -> list[Path]:
     """Return the checkpoint directories of a run, whole or not, oldest first."""
     directory = Path(out_dir) / DIRECTORY
     found = [p for p in directory.glob("step-*") if _NAME.fullmatch(p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    return sorted(found, key=step_of)
 
 
 def list_finished(out_dir: str | Path) -> list[Path]:

@@ -32,6 +32,7 @@ from deberta_ds.formats.checkpoint import (
     list_finished,
     list_steps,
     path_of,
+    step_of,
 )
 from deberta_ds.formats.engine_state import is_on_disk, layout_of
 from deberta_ds.formats.layout import CheckpointError
@@ -197,7 +198,7 @@ def set_aside(out_dir: str | Path, step: int) -> list[str]:
     """
     lines = []
     for path in list_finished(out_dir):
-        if int(path.name[5:]) > step:
+        if step_of(path) > step:
             aside = path.with_name(path.name.replace("step-", "left-"))
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)

@@ -363,5 +363,5 @@ class Trainer:
         """Make the checkpoint whole that is being written, if all ranks are done with it."""
         path = self.saver.finish(wait=wait)
         if path:
-            self.stop_request.resumes_from = f"step {int(path.name[5:]):,}"
+            self.stop_request.resumes_from = f"step {checkpoint.step_of(path):,}"
             self.log_event("save", str(path))

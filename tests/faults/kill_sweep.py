@@ -25,7 +25,12 @@ import rank_helpers  # noqa: E402
 from data_helpers import Tokenizer, make_corpus, random_documents, tokenizer_path  # noqa: E402
 
 from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.formats.checkpoint import MANIFEST, list_steps  # noqa: E402
+from deberta_ds.formats.checkpoint import (  # noqa: E402
+    MANIFEST,
+    list_finished,
+    list_steps,
+    step_of,
+)
 
 SAVE_EVERY = 2
 RUN_FILE = """name = "sweep"
@@ -70,8 +75,7 @@ def half_written(out: Path) -> list[Path]:
 
 
 def newest_whole(out: Path) -> int:
-    steps = [int(path.name[5:]) for path in list_steps(out) if (path / MANIFEST).exists()]
-    return max(steps, default=0)
+    return max(map(step_of, list_finished(out)), default=0)
 
 
 def began(log: Path) -> bool:

@@ -31,7 +31,7 @@ import fake_hosts  # noqa: E402
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run  # noqa: E402
 
 from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.formats.checkpoint import MANIFEST, list_steps  # noqa: E402
+from deberta_ds.formats.checkpoint import list_finished, step_of  # noqa: E402
 
 
 def _free_port() -> int:
@@ -227,7 +227,7 @@ def trial(launcher: str, what: str, workers: int, work: Path,
             os.kill(pid, signal.SIGKILL)
         process.wait()
     text = log.read_text(errors="replace")
-    saved = [int(path.name[5:]) for path in list_steps(out) if (path / MANIFEST).exists()]
+    saved = [step_of(path) for path in list_finished(out)]
     ours = text.count("launch/pretrain.py\", line")
     return Trial(launcher, what, workers, 128 - code if code < 0 else code,
                  max(losses(out), default=0), max(saved, default=0), round(seconds, 1), len(left),
