@@ -32,6 +32,7 @@ def main() -> None:
 
     import torch
 
+    from deberta_ds.data.remote import Cache
     from deberta_ds.data.rows import eval_rows
     from deberta_ds.formats import checkpoint
     from deberta_ds.objectives.build import build_model, objective_of
@@ -55,8 +56,9 @@ def main() -> None:
     tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
     rows = {name: eval_rows(path, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
                             eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
-                            across_documents=run.data.across_documents, rules=rules,
-                            replaced=stored.get(name, ""))
+                            across_documents=run.data.across_documents,
+                            verify=run.data.verify, rules=rules, replaced=stored.get(name, ""),
+                            cache=Cache(run.data.cache, run.data.cache_gigabytes))
             for name, path in corpora.items()}
     if options.generator:
         from deberta_ds.analysis.common_generator import score_discriminator

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from report_cases import make_records
 from deberta_ds import config
 from deberta_ds.config import MaskConfig
 from deberta_ds.data.rows import ROW_RULES, eval_rows
+from deberta_ds.errors import UserError
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
@@ -78,6 +80,20 @@ def test_a_run_names_several_corpora(root):
             loaded(root, f"--data.eval={wrong}")
     with pytest.raises(ConfigError, match="names of eval"):
         loaded(root, names, "--data.eval_replaced=x")
+
+
+def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root, tmp_path):
+    """data.verify = "full" looked at the sizes of held-out corpora alone."""
+    shutil.copytree(root / "other", tmp_path / "damaged")
+    shard = sorted((tmp_path / "damaged/tokens").iterdir())[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    run = loaded(root, f"--data.eval={tmp_path}/damaged", "--train.eval_rows=3")
+    setup._open(run, ROW_RULES)  # sizes alone do not show it
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, verify="full"))
+    with pytest.raises(UserError, match=f"{shard.name}: xxh3 checksum differs"):
+        setup._open(run, ROW_RULES)
 
 
 def test_the_page_shows_each_corpus(root):

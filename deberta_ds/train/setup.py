@@ -83,8 +83,9 @@ def _open(run: RunConfig, rules: int) -> tuple[Tokenizer, RowDataset, dict[str, 
     held_out = {
         name: eval_rows(path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
                         num_rows=run.train.eval_rows, across_documents=data.across_documents,
-                        verify_rank=dist.rank(), verify_world_size=dist.world_size(),
-                        rules=rules, replaced=data.eval_replacements.get(name, ""), cache=cache)
+                        verify=data.verify, verify_rank=dist.rank(),
+                        verify_world_size=dist.world_size(), rules=rules,
+                        replaced=data.eval_replacements.get(name, ""), cache=cache)
         for name, path in data.eval_corpora.items()}
     return tokenizer, dataset, held_out
 
