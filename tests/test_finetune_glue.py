@@ -148,10 +148,10 @@ def test_metrics_are_scipys_and_sklearns(seed):
     assert found == pytest.approx(stats.spearmanr(gold, guess)[0])
     gold, guess = dice.integers(0, 3, 40).tolist(), dice.integers(0, 3, 40).tolist()
     wanted = sklearn_metrics.matthews_corrcoef(gold, guess)
-    assert metrics.matthews_multi(labelled(gold), guess) == pytest.approx(wanted)
+    assert metrics.matthews(labelled(gold), guess) == pytest.approx(wanted)
     many, guesses = dice.integers(0, 2, (30, 4)), dice.integers(0, 2, (30, 4))
     examples, predictions = labelled(map(tuple, many)), [tuple(row) for row in guesses]
-    for average, found in (("micro", metrics.micro_f1(examples, predictions)),
+    for average, found in (("micro", metrics.pooled_f1(examples, predictions)),
                            ("macro", metrics.macro_f1(examples, predictions, "abcd"))):  # fmt: skip
         wanted = sklearn_metrics.f1_score(many, guesses, average=average, zero_division=0)
         assert found == pytest.approx(wanted)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from deberta_ds.finetune.layouts import Example
-from deberta_ds.finetune.tasks import MAIN_TASKS, Task
+from deberta_ds.finetune.tasks import Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
 # word; for ReCoRD and SQuAD the answer string.
@@ -39,11 +39,6 @@ def score(
 def task_score(task: Task, metrics: Mapping[str, float]) -> float:
     """Return the task's score: the mean of its metrics (the leaderboard's rule)."""
     return float(np.mean([metrics[name] for name in task.metrics]))
-
-
-def leaderboard_mean(scores: Mapping[str, float]) -> float:
-    """Return the mean of the eight main tasks' scores; AX-b and AX-g do not count."""
-    return float(np.mean([scores[name] for name in MAIN_TASKS]))
 
 
 def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
@@ -117,8 +112,11 @@ def macro_f1(
     return float(np.mean([_binary_f1(*pair) for pair in pairs]))
 
 
-def micro_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the F1 of several labels, over every label of every example pooled."""
+def pooled_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return the F1 of label 1 over the split pooled (MultiRC's answers, MRPC, QQP).
+
+    Of several labels: over every label of every example.
+    """
     return _binary_f1(_gold(examples) == 1, np.asarray(predictions) == 1)
 
 
@@ -127,11 +125,14 @@ def exact_labels(examples: Sequence[Example], predictions: Sequence[Prediction])
     return float(np.mean((_gold(examples) == np.asarray(predictions)).all(-1)))
 
 
-def matthews_multi(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the correlation over any number of classes (GLUE's AX); 0 for a constant."""
+def matthews(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+    """Return Matthews's correlation of two classes (AX-b, CoLA) or more (AX); 0 for a constant."""
     from sklearn.metrics import matthews_corrcoef
 
-    return float(matthews_corrcoef(_gold(examples), np.asarray(predictions)))
+    gold = _gold(examples)
+    if len(np.unique(gold)) == 1:  # scikit-learn's 0 comes with a warning if all guesses are right
+        return 0.0
+    return float(matthews_corrcoef(gold, np.asarray(predictions)))
 
 
 def pearson(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
@@ -191,11 +192,6 @@ def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
             start = word
         last_prefix, last_kind = prefix, kind
     return spans
-
-
-def f1a(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the F1 of label 1 over the split pooled (MultiRC's answers, MRPC, QQP)."""
-    return _binary_f1(_gold(examples) == 1, np.asarray(predictions) == 1)
 
 
 def exact_match(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
@@ -262,15 +258,6 @@ def _token_f1(predicted: str, gold: str) -> float:
     return 2 * shared / (len(first) + len(second)) if shared else 0.0
 
 
-def matthews(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return AX-b's Matthews correlation; 0 for constant predictions."""
-    gold, predicted = _gold(examples) == 1, np.asarray(predictions) == 1
-    both, neither = np.sum(gold & predicted), np.sum(~gold & ~predicted)
-    only_gold, only_predicted = np.sum(gold & ~predicted), np.sum(~gold & predicted)
-    product = float(gold.sum()) * (~gold).sum() * predicted.sum() * (~predicted).sum()
-    return float((both * neither - only_gold * only_predicted) / product**0.5) if product else 0.0
-
-
 def gender_parity(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
     """Return AX-g's share of minimal pairs (lines 2k and 2k+1) that get the same prediction.
 
@@ -286,11 +273,11 @@ def gender_parity(examples: Sequence[Example], predictions: Sequence[Prediction]
 _METRICS: dict[str, Callable[..., float]] = {
     "accuracy": accuracy,
     "macro_f1": macro_f1,
-    "f1a": f1a,
-    "binary_f1": f1a,
-    "micro_f1": micro_f1,
+    "f1a": pooled_f1,
+    "binary_f1": pooled_f1,
+    "micro_f1": pooled_f1,
     "exact_labels": exact_labels,
-    "matthews_multi": matthews_multi,
+    "matthews_multi": matthews,
     "pearson": pearson,
     "spearman": spearman,
     "tag_accuracy": tag_accuracy,

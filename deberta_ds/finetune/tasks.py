@@ -277,7 +277,6 @@ GLUE = (*_GLUE_ONLY[:-2], next(task for task in TASKS if task.name == "RTE"), *_
 SUITES = {"SuperGLUE": TASKS, "GLUE": GLUE}
 ALL_TASKS = (*TASKS, *_GLUE_ONLY, *SQUAD)
 TASK_NAMES = tuple(task.name for task in ALL_TASKS)
-MAIN_TASKS = tuple(task.name for task in TASKS if task.predicted_by is None)
 SUBMITTED_FILES = tuple(f"{task.name}.jsonl" for task in TASKS)
 
 
