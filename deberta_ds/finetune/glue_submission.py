@@ -10,13 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from deberta_ds.errors import UserError, refuse_pipe
-from deberta_ds.files import atomic_path
 from deberta_ds.finetune.layouts import Example
-from deberta_ds.finetune.submission import ZIP_DAMAGE, refuse_partial
+from deberta_ds.finetune.submission import ZIP_DAMAGE, refuse_partial, write_entries
 from deberta_ds.finetune.tasks import GLUE, Task
 from deberta_ds.json_files import parse_json
 
-_FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the same predictions give the same zip, byte for byte
 _HEADER = "index\tprediction"
 
 
@@ -25,7 +23,7 @@ def file_name(task: Task) -> str:
     return f"{'MNLI-m' if task.name == 'MNLI' else task.name}.tsv"
 
 
-def table_of(task: Task, lines: str, place: str) -> str:
+def table_of(lines: str, place: str) -> str:
     """Return the table of a run's submission/TASK.jsonl."""
     rows = [_HEADER]
     for number, line in enumerate(lines.splitlines(), start=1):
@@ -76,16 +74,10 @@ def write_zip(
     tables = {}
     for task in GLUE:
         if task.name in texts:
-            place = places.get(task.name, f"{task.name}.jsonl")
-            tables[task.name] = table_of(task, texts[task.name], str(place))
-    with atomic_path(path) as temporary:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            for task in GLUE:
-                if task.name in tables:
-                    check_table(task, tables[task.name], tests[task.name], file_name(task))
-                    entry = zipfile.ZipInfo(file_name(task), _FIXED_TIME)
-                    entry.compress_type = zipfile.ZIP_DEFLATED
-                    archive.writestr(entry, tables[task.name])
+            name, place = file_name(task), places.get(task.name, f"{task.name}.jsonl")
+            tables[name] = table_of(texts[task.name], str(place))
+            check_table(task, tables[name], tests[task.name], name)
+    write_entries(path, tables)
 
 
 def check_zip(

@@ -22,7 +22,7 @@ from deberta_ds.json_files import parse_json
 
 # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
 ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
-_FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # the same predictions give the same zip, byte for byte
+_FIXED_TIME = (1980, 1, 1, 0, 0, 0)  # what a zip says of the hour would differ each time
 
 
 def render(task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]) -> str:
@@ -83,17 +83,23 @@ def write_zip(
     """
     missing = [task.name for task in TASKS if task.name not in texts]
     refuse_partial(missing, left_out, str(path))
+    entries = {}
     for task in TASKS:
         if task.name in texts:
-            place = places.get(task.name, f"{task.name}.jsonl")
-            check_file(task, texts[task.name], tests[task.name], str(place))
+            name = f"{task.name}.jsonl"
+            entries[name] = texts[task.name]
+            check_file(task, entries[name], tests[task.name], str(places.get(task.name, name)))
+    write_entries(path, entries)
+
+
+def write_entries(path: str | Path, entries: Mapping[str, str]) -> None:
+    """Write the zip of {name: text}; the same texts give the same zip, byte for byte."""
     with atomic_path(path) as temporary:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            for task in TASKS:
-                if task.name in texts:
-                    entry = zipfile.ZipInfo(f"{task.name}.jsonl", _FIXED_TIME)
-                    entry.compress_type = zipfile.ZIP_DEFLATED
-                    archive.writestr(entry, texts[task.name])
+            for name, text in entries.items():
+                entry = zipfile.ZipInfo(name, _FIXED_TIME)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, text)
 
 
 def refuse_partial(missing: Sequence[str], left_out: Sequence[str], place: str) -> None:
