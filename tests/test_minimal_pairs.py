@@ -16,7 +16,7 @@ from test_encoder_parity import FAMILIES, hugging_face, random_values
 
 from deberta_ds.analysis import minimal_pairs, published
 from deberta_ds.analysis.sentence_scores import cut_work, masked_scores, queries_of
-from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences
+from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.errors import UserError
 from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.pretrained import LoadedModel, load_backbone
@@ -27,7 +27,7 @@ from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.records import read_metrics
 from deberta_ds.report.pairs_page import pairs_page
 from deberta_ds.tokenizer import piece_starts_word
-from deberta_ds.train.minimal_pairs import outcome, score_minimal_pairs
+from deberta_ds.train.minimal_pairs import score_minimal_pairs
 
 PAIRS = [
     MinimalPair("The quick foxes jump over it.", "The quick foxes jumps over it.", "a", "one"),
@@ -197,7 +197,7 @@ def test_a_constant_model_gets_exactly_half():
 
 def test_a_tie_counts_half_and_rounding_is_a_tie():
     scores = np.array([[-3.0, -4.0], [-4.0, -3.0], [-5.0, -5.0], [-5.0, -5.0 - 1e-7], [0.0, 0.0]])
-    assert minimal_pairs.outcomes(scores).tolist() == [1, 0, 0.5, 0.5, 0.5]
+    assert outcomes(scores).tolist() == [1, 0, 0.5, 0.5, 0.5]
 
 
 def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
@@ -207,7 +207,8 @@ def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
         model.masked_lm[0].weight.fill_(torch.nan)
     with pytest.raises(UserError, match=r"PLL by word: the score of 'The .* is no number"):
         minimal_pairs.score_pairs(model, PAIRS)
-    assert math.isnan(outcome(math.nan, 1.0)) and math.isnan(outcome(-math.inf, math.nan))
+    scores = np.array([[np.nan, 1.0], [-np.inf, np.nan], [np.inf, np.inf], [1.0, 0.0]])
+    assert np.isnan(outcomes(scores)).tolist() == [True, True, True, False]
 
 
 def test_every_piece_is_asked_once_in_each_reading():

@@ -23,7 +23,7 @@ from deberta_ds.analysis.sentence_scores import (
     original_scores,
     queries_of,
 )
-from deberta_ds.data.minimal_pairs import TIE, MinimalPair, encode_sentences
+from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.errors import UserError
 from deberta_ds.formats.pretrained import LoadedModel
 
@@ -140,13 +140,6 @@ def _over_ranks(run: Callable[[list[Work]], Iterator[tuple[Work, np.ndarray]]], 
     return [part for parts in dist.gather_objects(done) for part in parts]
 
 
-def outcomes(scores: np.ndarray) -> np.ndarray:
-    """Return per pair 1 (the good sentence has the higher score), 0, or 0.5 for a tie."""
-    good, bad = scores.T
-    tie = np.abs(good - bad) <= TIE * np.maximum(np.abs(good), np.abs(bad))
-    return np.where(tie, 0.5, (good > bad).astype(float))
-
-
 def summarize(scored: PairScores, pairs: list[MinimalPair]) -> dict:
     """Return {scorer: accuracy, interval, ties, and the same by phenomenon and paradigm}."""
     return {name: _summary(outcomes(scores), pairs) for name, scores in scored.scores.items()}
@@ -169,18 +162,17 @@ def _summary(outcome: np.ndarray, pairs: list[MinimalPair]) -> dict:
         "paradigms": paradigms}
 
 
-def resampled_means(by_paradigm: list[np.ndarray], draws: int = _DRAWS, seed: int = 0
-                    ) -> tuple[np.ndarray, np.ndarray]:
+def resampled_means(by_paradigm: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the means [paradigms] and bootstrap means [draws, paradigms] of outcomes.
 
     An outcome is 0, 0.5 or 1, so drawing its pairs anew is drawing the three counts anew.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     levels = np.array([0.0, 0.5, 1.0])
     columns = []
     for outcome in by_paradigm:
         shares = np.array([(outcome == level).sum() for level in levels]) / len(outcome)
-        columns.append(generator.multinomial(len(outcome), shares, size=draws) @ levels
+        columns.append(generator.multinomial(len(outcome), shares, size=_DRAWS) @ levels
                        / len(outcome))
     return np.array([outcome.mean() for outcome in by_paradigm]), np.stack(columns, axis=1)
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from deberta_ds import shipped
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError, naming
@@ -75,6 +77,16 @@ def sample_pairs(pairs: list[MinimalPair], per_paradigm: int, seed: int = 0) -> 
         order = random.Random(f"{seed} {paradigm}").sample(range(len(found)), len(found))
         chosen += [found[index] for index in sorted(order[:per_paradigm])]
     return chosen
+
+
+def outcomes(scores: np.ndarray) -> np.ndarray:
+    """Return per pair of scores [pairs, 2] 1 (the first, of the good sentence, is higher), 0, 0.5
+    for a tie, or NaN if a score is no number.
+    """
+    are_numbers = np.isfinite(scores).all(axis=1)
+    good, bad = np.where(are_numbers[:, None], scores, 0.0).T
+    tie = np.abs(good - bad) <= TIE * np.maximum(np.abs(good), np.abs(bad))
+    return np.where(are_numbers, np.where(tie, 0.5, good > bad), np.nan)
 
 
 def encode_sentences(sentences: list[str], tokenizer: Tokenizer, longest: int) -> list[list[int]]:

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import torch
 
 from deberta_ds import dist
 from deberta_ds.config import RunConfig
-from deberta_ds.data.minimal_pairs import TIE, encode_sentences, read_pairs, sample_pairs
+from deberta_ds.data.minimal_pairs import encode_sentences, outcomes, read_pairs, sample_pairs
 from deberta_ds.objectives.base import Objective
 from deberta_ds.tokenizer import Tokenizer
 
@@ -47,19 +48,7 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     model.train()
     by_rank = dist.gather_objects(scores)
     scores = [by_rank[number % ranks][number // ranks] for number in range(len(sentences))]
-    outcomes: dict[str, list[float]] = {}
-    for paradigm, good, bad in zip(paradigms, scores[::2], scores[1::2], strict=True):
-        outcomes.setdefault(paradigm, []).append(outcome(good, bad))
-    means = [sum(values) / len(values) for values in outcomes.values()]
+    won = outcomes(np.array(scores).reshape(-1, 2))
+    names = np.array(paradigms)
+    means = [float(won[names == name].mean()) for name in dict.fromkeys(paradigms)]
     return {"minimal_pairs": sum(means) / len(means)}
-
-
-def outcome(good: float, bad: float) -> float:
-    """Return 1 if the good sentence has the higher score, 0 if the bad one, 0.5 for a tie, NaN if
-    a score is no number.
-    """
-    if not (math.isfinite(good) and math.isfinite(bad)):
-        return math.nan
-    if abs(good - bad) <= TIE * max(abs(good), abs(bad)):
-        return 0.5
-    return float(good > bad)
