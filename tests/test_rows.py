@@ -10,11 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+from data_helpers import (
+    check_batch,
+    make_corpus,
+    random_documents,
+    tiny_tokenizer,
+    tokenizer_path,
+)
 
 from deberta_ds.config import MaskConfig, SourceConfig
 from deberta_ds.data import reading
-from deberta_ds.data.batch import check_batch, collate
+from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.files import xxh3

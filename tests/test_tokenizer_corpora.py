@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 import transformers
-from data_helpers import SENTENCES, tokenizer_path
+from data_helpers import SENTENCES, check_batch, tokenizer_path
 from tokenizer_cases import MAKERS, directory_of
 
 from deberta_ds.config import MaskConfig, SourceConfig
-from deberta_ds.data.batch import check_batch, collate
+from deberta_ds.data.batch import collate
 from deberta_ds.data.prep import encode, text
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
+from deberta_ds.data.masking import IGNORE
 
 
 @dataclass(frozen=True)
@@ -89,59 +89,3 @@ def collate(rows: list[Row]) -> Batch:
         num_targets=len(row_T),
         num_tokens=int(np.count_nonzero(segments_BL)),
     )
-
-
-def check_batch(batch: Batch, tokenizer) -> None:
-    """AssertionError naming the row and the broken invariant, if there is one (not for the masks
-    of "deberta_window", whose words are others).
-
-    Invariants: labels are -100 or an ordinary id; positions without a label keep their id; targets
-    form whole words, unless those are too long; segments are contiguous from 1, start with [CLS]
-    and end with [SEP]; padding only at the end, with [PAD]; positions count up from 0 in each
-    segment; the target index agrees.
-    """
-    word_start, special = tokenizer.word_starts(), tokenizer.is_special()
-    labels_BL = batch.labels.cpu().numpy()
-    inputs_BL = batch.input_ids.cpu().numpy()
-    segments_BL, positions_BL = batch.segments.cpu().numpy(), batch.positions.cpu().numpy()
-    for b, row in enumerate(batch.rows.tolist()):
-        labels, inputs = labels_BL[b], inputs_BL[b]
-        target = labels != IGNORE
-        _check(row, not special[labels[target]].any(), "a special token is a target")
-        _check(row, bool((inputs < tokenizer.size).all() and (inputs >= 0).all()), "id range")
-        original = np.where(target, labels, inputs)
-        _check(row, not (original == tokenizer.mask_id).any(), "[MASK] without a label")
-        _check_segments(row, original, segments_BL[b], positions_BL[b], tokenizer)
-        starts, lengths = word_spans(original, word_start, special[original])
-        hidden = np.add.reduceat(target, starts, dtype=np.int64) if len(starts) else lengths
-        # `target` is False between words, so that a word's sum reaches to the next word's start.
-        split = (hidden > 0) & (hidden < lengths)
-        split &= lengths <= min(LONGEST_WORD, int(target.sum()))
-        _check(row, not split.any(), "targets do not form whole words")
-        columns = np.flatnonzero(target)
-        stored = batch.target_positions[b, : len(columns)].cpu().numpy()
-        _check(row, np.array_equal(columns, stored), "target_positions disagree with labels")
-    _check(-1, batch.num_targets == int((labels_BL != IGNORE).sum()), "num_targets")
-    _check(-1, batch.num_tokens == int((segments_BL > 0).sum()), "num_tokens")
-    flat = np.take_along_axis(labels_BL, batch.target_positions.cpu().numpy(), 1).reshape(-1)
-    wanted = labels_BL[labels_BL != IGNORE]
-    _check(-1, np.array_equal(flat[batch.target_index.cpu().numpy()], wanted), "target_index")
-
-
-def _check_segments(row: int, original, segments, positions, tokenizer) -> None:
-    real = int((segments > 0).sum())
-    _check(row, bool((segments[:real] > 0).all()), "padding inside the row")
-    _check(row, bool((original[real:] == tokenizer.pad_id).all()), "padding that is not [PAD]")
-    steps = np.diff(segments[:real], prepend=0)
-    _check(row, real > 0 and set(steps.tolist()) <= {0, 1}, "segments are not contiguous from 1")
-    starts = np.flatnonzero(steps)
-    _check(row, bool((original[starts] == tokenizer.cls_id).all()), "segment without [CLS]")
-    ends = np.append(starts[1:], real) - 1
-    _check(row, bool((original[ends] == tokenizer.sep_id).all()), "segment without [SEP]")
-    expected = np.arange(real) - np.repeat(starts, ends + 1 - starts)
-    _check(row, np.array_equal(positions[:real], expected), "positions do not restart at 0")
-
-
-def _check(row: int, holds: bool, invariant: str) -> None:
-    if not holds:
-        raise AssertionError(f"row {row}: {invariant}")
