@@ -63,10 +63,10 @@ def in_turn(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
     return seconds
 
 
-def seconds_a_call(call: Callable[[], object], calls: int = 300) -> float:
+def seconds_a_call(call: Callable[[], object]) -> float:
     """Return the median seconds of a call."""
     found = []
-    for _ in range(calls):
+    for _ in range(300):
         started = time.perf_counter()
         call()
         found.append(time.perf_counter() - started)

@@ -174,7 +174,7 @@ def make_product(half: bool):
     return lambda: torch.mm(left, right, out=out)
 
 
-def make_step(model, loss, optimizer, device: str, half: bool):
+def make_step(loss, optimizer, device: str, half: bool):
     """Return a function that runs one training step, under bf16 autocast if `half`."""
 
     def step():
@@ -229,7 +229,7 @@ def _measure_group(options, group, arguments: tuple, result: dict) -> None:
         fused = {} if name == PEERS[0] else {"fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **fused)
         for kind, way in kinds_of(options.device).items():
-            step = make_step(model, loss, optimizer, options.device, kind == "bf16")
+            step = make_step(loss, optimizer, options.device, kind == "bf16")
             steps[f"{name}, {kind}"] = way(step)
             if options.device == "cpu":
                 steps[f"{PRODUCT}, {kind}"] = way(make_product(kind == "bf16"))

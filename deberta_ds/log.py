@@ -105,11 +105,10 @@ class RunLog:
             with naming(self.path.parent):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def info(self, text: str, **fields: Any) -> None:
-        """Print one line: the time, `text`, then the fields as key=value."""
+    def info(self, text: str) -> None:
+        """Print one line: the time, then `text`."""
         if self._is_main:
-            pairs = "".join(f" {key}={value}" for key, value in fields.items())
-            self._print(self._time() + f"  {text}{pairs}")
+            self._print(self._time() + f"  {text}")
             self._lines_until_header = 0
 
     def metrics(self, record: dict[str, Any]) -> None:

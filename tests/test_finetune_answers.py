@@ -246,7 +246,7 @@ def model_and_batch(squad, task=V2, max_length=40):
 
 def test_the_best_answer_is_that_of_a_loop_over_all_pairs(squad):
     model, examples, features = model_and_batch(squad)
-    batch = collate(features, pad_to=16)
+    batch = collate(features)
     with torch.no_grad():
         found = model(batch).scores
         scores_KL = model.scores(model.sums(batch), batch)

@@ -120,7 +120,7 @@ def test_two_runs_give_the_same_bits():
         torch.manual_seed(0)
         model, loss = our_loss(config, "rtd", 2, batch)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        step = make_step(model, loss, optimizer, "cuda", half=True)
+        step = make_step(loss, optimizer, "cuda", half=True)
         losses = [step().item() for _ in range(5)]
         ends.append((losses, [p.detach().cpu() for p in model.parameters()]))
     assert ends[0][0] == ends[1][0]

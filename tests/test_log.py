@@ -77,7 +77,7 @@ def test_console_fits_in_100_columns_and_is_aligned(tmp_path, kind):
     for step in range(1_249_960, 1_250_001):
         log.metrics(train_record(step, mfu=0.412, eta_seconds=3.3e5, masked_loss=4.2))
     log.metrics(eval_record(1_250_000, minimal_pairs=0.618, **masked))
-    log.info("checkpoint saved", step=1_250_000)
+    log.info("checkpoint saved at step 1,250,000")
     text = stream.getvalue()
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100

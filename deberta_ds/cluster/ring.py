@@ -26,6 +26,7 @@ _SUSPICIOUS_INTERVALS = 2.5  # after which the hosts behind a silent one are wat
 _WIDER = 4  # times as many
 _MARGIN = 3  # times what this host's own write and read take
 _MOST_AT_ONCE = 32  # reads, each in a thread
+_NEAR, _FAR = 4, 4  # doors to knock at: of the next hosts, and all around the ring
 _LATELY = 10  # own writes and reads that are remembered
 
 
@@ -202,15 +203,15 @@ class Ring:
                 if watched.beat and watched.seen_at >= since
                 for rank, step in watched.beat.steps.items()}
 
-    def addresses(self, most: int = 8) -> dict[str, Host]:
+    def addresses(self) -> dict[str, Host]:
         """Return doors to knock at: of the next hosts and all suspicious ones, and of others all
         around the ring.
         """
         others = [watched.host for watched in self._others]
         suspicious = [watched.host for watched in self._others[:self._width]
                       if watched.is_suspicious]
-        near, far = others[:most // 2], others[most // 2:]
-        chosen = near + far[::max(1, len(far) // (most - most // 2))][:most - most // 2]
+        near, far = others[:_NEAR], others[_NEAR:]
+        chosen = near + far[::max(1, len(far) // _FAR)][:_FAR]
         return {host.addresses[host.first_rank]: host for host in chosen + suspicious}
 
     def _read_verdict(self) -> None:

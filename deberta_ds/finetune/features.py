@@ -276,12 +276,10 @@ class FeatureBatch:
         return replace(self, **tensors)
 
 
-def collate(
-    features: Sequence[Feature], weights: Sequence[float] | None = None, pad_to: int = 1
-) -> FeatureBatch:
-    """Return one batch; rows are padded to the longest, rounded up to a multiple of `pad_to`."""
+def collate(features: Sequence[Feature], weights: Sequence[float] | None = None) -> FeatureBatch:
+    """Return one batch; rows are padded to the longest."""
     rows = [(e, row) for e, feature in enumerate(features) for row in feature.sequences]
-    length = -(-max(len(row) for _, row in rows) // pad_to) * pad_to
+    length = max(len(row) for _, row in rows)
     ids_RL = torch.zeros(len(rows), length, dtype=torch.long)
     segments_RL = torch.zeros(len(rows), length, dtype=torch.int32)
     for r, (_, row) in enumerate(rows):

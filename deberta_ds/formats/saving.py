@@ -78,10 +78,9 @@ class Save:
             log.error("while a checkpoint was written", exc_info=True)
 
 
-def save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
-         tokenizer: dict[str, Path] | None = None) -> Path:
+def save(engine, out_dir: str | Path, step: int, record: dict, keep: int) -> Path:
     """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
-    return finish_save(begin_save(engine, out_dir, step, record, keep, tokenizer))
+    return finish_save(begin_save(engine, out_dir, step, record, keep))
 
 
 def begin_save(engine, out_dir: str | Path, step: int, record: dict, keep: int,

@@ -139,7 +139,6 @@ def _read(path: Path) -> dict[str, str]:
 
 def _keep(path: Path, known: dict[str, str]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(known, indent=1) + "\n")
     except OSError:
         pass  # a home that cannot be written: the next run checks again

@@ -95,7 +95,7 @@ def draw(chart: Chart) -> Drawing:
         marks=[x_of(x) for x in chart.marks],
         strokes=[stroke for line in chart.series for stroke in _strokes(line, x_of, y_of)],
         ends=[] if chart.legend else _ends(chart.series, y_of),
-        hover=json.dumps([_hover(line, chart.unit, x_of, y_of) for line in chart.series]),
+        hover=json.dumps([_hover(line, chart.unit, x_of) for line in chart.series]),
     )
 
 
@@ -224,7 +224,7 @@ def _ends(series: list[Series], y_of: Callable) -> list[tuple[float, Series]]:
     return [(round(top, 2), line) for top, _, line in wanted]
 
 
-def _hover(line: Series, unit: str, x_of: Callable, y_of: Callable) -> dict:
+def _hover(line: Series, unit: str, x_of: Callable) -> dict:
     points = summarize(line.points)[0]
     return {
         "label": line.label,

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from deberta_ds.report.pages import render
 from deberta_ds.report.tables import Cell, Table
 
-CHANCE = 0.5
-
 
 @dataclass(frozen=True)
 class Bar:
