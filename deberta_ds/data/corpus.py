@@ -253,13 +253,14 @@ class Corpus:
 
     def rows_of(self, shard: str, document: int) -> list[int]:
         """Return the rows that hold pieces of a document of a shard."""
-        paths = self._paths([info.name for info, _ in self._shards].index(shard))
+        number = [info.name for info, _ in self._shards].index(shard)
+        paths = self._paths(number)
         ends = map_array(paths.ends)
         begin, end = int(ends[document - 1]) if document else 0, int(ends[document])
         starts = map_array(paths.pieces)[:, 0]
         pieces = np.flatnonzero((starts >= begin) & (starts < end))
         rows = map_array(paths.starts).searchsorted(pieces, side="right") - 1
-        return sorted({self.shard_rows[shard].start + row for row in rows.tolist()})
+        return sorted(set((int(self._cumulative[number]) + rows).tolist()))
 
     def place(self, index: int) -> str:
         """Return where row `index` lies, for messages: shard file and row in it."""

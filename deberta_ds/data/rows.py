@@ -120,18 +120,22 @@ class RowDataset:
             for source, count in zip(self.sources, counts, strict=True)
         }
 
+    def _place(self, g: int) -> tuple[int, int, int]:
+        """Return (source number, epoch of that source, position in the epoch's order) of row g."""
+        source, index = self._mixture.locate(g)
+        return source, *divmod(index + self.sources[source].first_row,
+                               self._corpora[source].num_rows)
+
     def locate(self, g: int) -> tuple[int, int]:
         """Return (source number, row of that corpus) of row g."""
-        source, index = self._mixture.locate(g)
-        rows = self._corpora[source].num_rows
-        epoch, position = divmod(index + self.sources[source].first_row, rows)
+        source, epoch, position = self._place(g)
         key = (source, epoch)
         permutation = self._permutations.get(key)
         if permutation is None:
             if len(self._permutations) >= _PERMUTATIONS_KEPT:
                 self._permutations.clear()
             order = self.sources[source].order or (self.seed, source)
-            permutation = Permutation(rows, (*order, epoch))
+            permutation = Permutation(self._corpora[source].num_rows, (*order, epoch))
             self._permutations[key] = permutation
         return source, permutation[position]
 
@@ -154,13 +158,12 @@ class RowDataset:
 
     def draw(self, g: int) -> int:
         """Return which stored draw row g takes: by its epoch, or by its place in the run."""
-        source, index = self._mixture.locate(g)
+        source, epoch, _ = self._place(g)
         replaced = self._replaced[source]
         if not replaced:
             return 0
         if self._draws_by == "course":
             return min(replaced.draws - 1, g * replaced.draws // max(1, self._rows_of_run))
-        epoch = (index + self.sources[source].first_row) // self._corpora[source].num_rows
         return epoch % replaced.draws
 
     def natural_row(self, row: int, eval_seed: int) -> Row:
