@@ -290,7 +290,7 @@ def test_an_engine_that_could_not_be_resumed_is_refused_before_the_first_step():
 
     engine = SimpleNamespace(optimizer=ZenFlowZeroOptimizer(), dp_world_size=1)
     with pytest.raises(CheckpointError, match="leads to ZenFlowZeroOptimizer.*plain ZeRO-0, 1"):
-        engine_state.check_engine(engine)
+        engine_state.check_restorable(engine)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")

@@ -209,6 +209,7 @@ def _deberta_window(
         marked[first:end] = [True] * (end - first)
         offset = max(offset + context, end)
     output, labels = ids.copy(), np.full(len(ids), IGNORE, dtype=np.int64)
+    # The official sum; 1 - random_share may round to another number, and change a row of a run.
     shown = mask.mask_share + (1.0 - mask.mask_share - mask.random_share)
     pool = range(len(word_start))  # special ids too
     count = 0

@@ -2,8 +2,8 @@
 
 One place knows DeepSpeed's private names (0.19.8), for saving and for loading: which buffers this
 rank has, which stretches of which parameters lie in them, and what must happen after they were
-written. A wrapper that is not known here is refused before the first step (`check_engine`), so no
-run trains what it could not resume.
+written. A wrapper that is not known here is refused before the first step (`check_restorable`), so
+no run trains what it could not resume.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Buffer:
     held: tuple[tuple[str, Piece], ...]
 
 
-def check_engine(engine) -> None:
+def check_restorable(engine) -> None:
     """Raise CheckpointError if the engine's state could not be saved and loaded."""
     _cut_of(engine)
     if engine.dp_world_size != dist.world_size():

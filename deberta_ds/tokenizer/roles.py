@@ -50,7 +50,6 @@ def check_roles(place: object, roles: Roles, settings: dict, ids: Mapping[str, i
         raise UserError(f"{place}: no token for {usual}; name it in tokenizer_config.json, or "
                         f"{_remedy(place)}")
     _check_distinct(place, roles)
-    return roles
 
 
 def _check_distinct(place: object, roles: Roles) -> None:

@@ -43,8 +43,8 @@ def continued(run: RunConfig, record: dict | None) -> Best:
 def metric_of(run: RunConfig) -> Metric | None:
     """Return the metric that `train.best` names, None if it is no score of this run."""
     key, _, corpus = run.train.best.partition("/")  # of one of several held-out corpora
-    several = run.data.eval if len(run.data.eval) > 1 and isinstance(run.data.eval, dict) else {}
-    if corpus and corpus not in several:
+    corpora = run.data.eval_corpora
+    if corpus and (len(corpora) < 2 or corpus not in corpora):
         return None
     of_all = [MINIMAL_PAIRS] if run.evaluate.minimal_pairs and not corpus else []
     metrics = [*objective_of(run).METRICS, *of_all]

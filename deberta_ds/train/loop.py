@@ -19,7 +19,7 @@ from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import ROW_RULES
 from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
-from deberta_ds.formats.engine_state import check_engine
+from deberta_ds.formats.engine_state import check_restorable
 from deberta_ds.formats.initialize import initial_tensors
 from deberta_ds.formats.saving import point_best, set_aside
 from deberta_ds.log import RunLog
@@ -91,7 +91,7 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors,
                                                    clip_rules_of(record))
     del tensors
-    check_engine(model_engine)
+    check_restorable(model_engine)
     if record:
         checkpoint.load(model_engine, found.path)
         if change := checkpoint.layout_changes(record, inputs.ds):
@@ -105,8 +105,8 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     dist.together(lambda: log.truncate(record["step"] if record else 0))
     trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog,
                       before + lost, found.begun_from)
-    event, place = ("resume", f"from {found.path}") if record else ("start", "from step 0")
-    trainer.log_event(event, place, lost_seconds=lost, world_size=dist.world_size())
+    event, detail = ("resume", f"from {found.path}") if record else ("start", "from step 0")
+    trainer.log_event(event, detail, lost_seconds=lost, world_size=dist.world_size())
     try:
         stopped = trainer.run_to_end()
     except UserError as error:

@@ -7,7 +7,7 @@ import torch
 
 from deberta_ds import dist
 from deberta_ds.config import RunConfig
-from deberta_ds.formats.engine_state import check_engine
+from deberta_ds.formats.engine_state import check_restorable
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of, first_weights
 from deberta_ds.train.preflight import preflight, room
@@ -32,7 +32,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, 
     if notes:
         print("\n".join(notes))
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
-    check_engine(model_engine)
+    check_restorable(model_engine)
     batch = next(batches_of(run, inputs, start=0, end=1))
     counts = count_over_ranks([batch], model_engine.device)
     loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
