@@ -5,16 +5,9 @@ A document goes if it shares a run of 13 words with an evaluation file (or a who
 at least 8): JSON lines (SuperGLUE, BLiMP), tables (GLUE), parquet, Arrow or text, with every field.
 """
 
-from options import (
-    add_cache,
-    add_input_options,
-    add_part,
-    add_workers,
-    positive,
-    read_options,
-)
+from options import add_cache, add_input_options, add_part, add_workers, read_options
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import parser_for, positive
 from deberta_ds.errors import exit_cleanly
 
 

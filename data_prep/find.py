@@ -5,9 +5,9 @@ find.py CORPUS --seq_len 512 --row 17 names the documents in row 17 (show.py and
 numbers); --document ID names the rows of a document: its id (--id_key), or SOURCE@PLACE.
 """
 
-from options import add_cache, natural, positive
+from options import add_cache
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import natural, parser_for, positive
 from deberta_ds.errors import UserError, exit_cleanly
 
 

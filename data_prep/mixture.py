@@ -10,9 +10,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from options import natural, positive, positive_number
-
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import natural, parser_for, positive, positive_number
 from deberta_ds.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:

@@ -4,24 +4,10 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from deberta_ds.command_line import checked, natural, positive
+
 if TYPE_CHECKING:
     from deberta_ds.data.prep.documents import ReadOptions
-
-
-def positive(text: str) -> int:
-    """Type of an option: a whole number above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a whole number above 0")
-    return value
-
-
-def natural(text: str) -> int:
-    """Type of an option: a whole number, 0 for what the option's help says."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
-    return value
 
 
 def seed(text: str) -> int:
@@ -34,26 +20,7 @@ def seed(text: str) -> int:
 
 def share(text: str) -> float:
     """Type of an option: a share in (0, 1)."""
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def positive_number(text: str) -> float:
-    """Type of an option: a finite number above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    """Type of an option: a share in [0, 1]."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0 .. 1")
-    return value
+    return checked(text, float, lambda value: 0 < value < 1, "between 0 and 1")
 
 
 def local(text: str) -> str:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Plan the rows of a tokenized corpus for one or more sequence lengths."""
 
-from options import add_cache, add_part, add_workers, positive
+from options import add_cache, add_part, add_workers
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import parser_for, positive
 from deberta_ds.errors import exit_cleanly
 
 

@@ -8,16 +8,9 @@ A run with objective.kind = "rtd_cached" then trains discriminators on them with
 Run the same command again after a crash and only what is missing is done.
 """
 
-from options import (
-    add_workers,
-    local,
-    positive,
-    positive_number,
-    seed,
-    share,
-)
+from options import add_workers, local, seed, share
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import parser_for, positive, positive_number
 from deberta_ds.errors import exit_cleanly
 
 

@@ -8,9 +8,7 @@ show.py --config RUN.toml, with overrides as for a run, or show.py CORPUS --toke
 import sys
 from typing import TYPE_CHECKING
 
-from options import natural, positive
-
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import natural, parser_for, positive
 from deberta_ds.errors import exit_cleanly
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 
 from pathlib import Path
 
-from options import add_cache, local, positive
+from options import add_cache, local
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import parser_for, positive
 from deberta_ds.errors import exit_cleanly
 
 

@@ -9,19 +9,9 @@ same command again after a crash and only what is missing is done.
 import sys
 from contextlib import ExitStack
 
-from options import (
-    add_cache,
-    add_input_options,
-    add_part,
-    add_workers,
-    fraction,
-    natural,
-    positive,
-    read_options,
-    share,
-)
+from options import add_cache, add_input_options, add_part, add_workers, read_options, share
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import fraction, natural, parser_for, positive
 from deberta_ds.errors import exit_cleanly
 
 FEW_DOCUMENTS = 20  # to hold out of a corpus that is small

@@ -6,17 +6,9 @@
     python data_prep/train_tokenizer.py --add_mask gpt2-directory --out mine
 """
 
-from options import (
-    add_cache,
-    add_input_options,
-    add_workers,
-    fraction,
-    positive,
-    positive_number,
-    read_options,
-)
+from options import add_cache, add_input_options, add_workers, read_options
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import fraction, parser_for, positive, positive_number
 from deberta_ds.errors import exit_cleanly
 
 KINDS = ("unigram", "byte_bpe", "bpe", "wordpiece")

@@ -8,6 +8,7 @@ import argparse
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 from deberta_ds.shipped import IS_INSTALLED, as_typed
@@ -44,7 +45,7 @@ class _Formatter(argparse.HelpFormatter):
         return f"{text} (default: {str(shown).replace('%', '%%')})"
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        # Types of numbers are functions that are named after what they take (data_prep/options.py).
+        # Types of numbers are functions that are named after what they take, as below.
         kind = getattr(action.type, "__name__", "")
         whole, broken = ("int", "positive", "natural"), ("float", "share", "fraction", "number")
         if kind.endswith(broken):
@@ -64,3 +65,34 @@ def fill(text: str, width: int, hanging: int = 0) -> str:
     """Return a text in lines of `width`, all but the first indented; no word is cut."""
     return textwrap.fill(text, width, subsequent_indent=" " * hanging, break_long_words=False,
                          break_on_hyphens=False)
+
+
+def checked(text: str, kind: type, holds: Callable[[float], bool], rule: str) -> int | float:
+    """Return an option's value as a number of `kind`; an error names the `rule` it breaks."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise argparse.ArgumentTypeError(f"{text} is not {rule}")
+    return value
+
+
+def positive(text: str) -> int:
+    """Type of an option: a whole number above 0."""
+    return checked(text, int, lambda value: value > 0, "a whole number above 0")
+
+
+def natural(text: str) -> int:
+    """Type of an option: a whole number, 0 for what the option's help says."""
+    return checked(text, int, lambda value: value >= 0, "a whole number from 0 on")
+
+
+def positive_number(text: str) -> float:
+    """Type of an option: a finite number above 0."""
+    return checked(text, float, lambda value: 0 < value < float("inf"), "a finite number above 0")
+
+
+def fraction(text: str) -> float:
+    """Type of an option: a share in [0, 1]."""
+    return checked(text, float, lambda value: 0 <= value <= 1, "in 0 .. 1")

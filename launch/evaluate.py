@@ -11,7 +11,7 @@ generator of MODEL has replaced, whatever run it comes from.
 import argparse
 import json
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import parser_for, positive
 from deberta_ds.errors import UserError, exit_cleanly
 
 
@@ -23,12 +23,11 @@ def main() -> None:
     parser.add_argument("--data", nargs="+",
                         help="packed corpora, scored together and each (default: data.eval)")
     parser.add_argument("--tokenizer", help="path of a tokenizer (default: the run's)")
-    parser.add_argument("--rows", type=int, help="how many rows, at least 1 (default: the run's)")
+    parser.add_argument("--rows", type=positive,
+                        help="how many rows, at least 1 (default: the run's)")
     parser.add_argument("--generator", metavar="MODEL",
                         help="score the discriminator on the replacements of this run or model")
     options = parser.parse_args()
-    if options.rows is not None and options.rows < 1:
-        parser.error(f"--rows {options.rows}: must be at least 1")
 
     import torch
 

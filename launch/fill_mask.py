@@ -5,7 +5,7 @@
 Of an exported discriminator its generator is used.
 """
 
-from deberta_ds.command_line import parser_for
+from deberta_ds.command_line import parser_for, positive
 from deberta_ds.errors import exit_cleanly
 
 
@@ -15,10 +15,8 @@ def main() -> None:
                         help="a run, a checkpoint, or anything that convert.py reads")
     parser.add_argument("texts", metavar="TEXT", nargs="+", help="with [MASK] in it, in quotes")
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
-    parser.add_argument("--top", type=int, default=5, help="proposals for each mask")
+    parser.add_argument("--top", type=positive, default=5, help="proposals for each mask")
     arguments = parser.parse_args()
-    if arguments.top < 1:
-        parser.error(f"--top {arguments.top}: must be at least 1")
 
     from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
 

@@ -16,8 +16,8 @@ import json
 import os
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.command_line import natural, parser_for
+from deberta_ds.errors import exit_cleanly
 
 
 def load(path: str):
@@ -41,13 +41,11 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="what is scored")
     parser.add_argument("--data", required=True, help="minimal pairs")
     parser.add_argument("--out", type=Path, help="directory for minimal_pairs.json and .html")
-    parser.add_argument("--sample", type=int, default=0, metavar="N",
+    parser.add_argument("--sample", type=natural, default=0, metavar="N",
                         help="score N pairs a paradigm, drawn with --seed (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of --sample")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options = parser.parse_args()
-    if options.sample < 0:
-        raise UserError(f"--sample {options.sample}: must be at least 1, or 0 for all")
 
     from deberta_ds import dist
     from deberta_ds.analysis import minimal_pairs, published

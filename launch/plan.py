@@ -9,8 +9,8 @@ launch/pretrain.py.
 
 import os
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.command_line import checked, parser_for, positive
+from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
@@ -22,21 +22,19 @@ def main() -> None:
     parser.add_argument("--gpu", required=True, metavar="NAME",
                         help="h200, h100, h100pcie, a100, l40s, rtx4090, ...; for another card, "
                              "or other figures, give those of its data sheet:")
-    parser.add_argument("--tflops", type=_positive_number, help="dense peak in the run's precision")
-    parser.add_argument("--memory_gb", type=_positive_number, help="its memory")
-    parser.add_argument("--link_gb_s", type=_positive_number,
+    parser.add_argument("--tflops", type=_sheet_number, help="dense peak in the run's precision")
+    parser.add_argument("--memory_gb", type=_sheet_number, help="its memory")
+    parser.add_argument("--link_gb_s", type=_sheet_number,
                         help="GB/s to the other cards of a node, in one direction (PCIe 4.0 x16: "
                              "32)")
-    parser.add_argument("--network_gb_s", type=_positive_number,
+    parser.add_argument("--network_gb_s", type=_sheet_number,
                         help="GB/s between nodes for each card (100 Gbit/s: 12.5)")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs a node (default: 8)")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts (default: 1)")
-    parser.add_argument("--mfu", type=float, default=0.4,
+    parser.add_argument("--gpus", type=positive, default=8, help="GPUs a node (default: 8)")
+    parser.add_argument("--nodes", type=positive, default=1, help="hosts (default: 1)")
+    parser.add_argument("--mfu", type=_share, default=0.4,
                         help="share of the cards' peak FLOP/s to expect (default: 0.4)")
     parser.add_argument("--html", metavar="FILE", help="also write a page with a picture")
     options, overrides = parser.parse_known_args()
-    if min(options.gpus, options.nodes) < 1 or not 0 < options.mfu <= 1:
-        raise UserError("--gpus and --nodes must be at least 1, --mfu above 0 and at most 1")
 
     # Nothing is computed here, and DeepSpeed, which checks its JSON, warns where it finds no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -91,11 +89,14 @@ def main() -> None:
         print(f"page: {options.html}")
 
 
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise ValueError
-    return value
+def _sheet_number(text: str) -> float:
+    """Type of an option: a figure of a data sheet. The limit keeps sums in their unit finite."""
+    return checked(text, float, lambda value: 0 < value < 1e9, "a number above 0 and below 1e9")
+
+
+def _share(text: str) -> float:
+    """Type of an option: a share in (0, 1]."""
+    return checked(text, float, lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 
 def table(choices: list, ranks: int) -> list[str]:

@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.command_line import checked, parser_for, positive
+from deberta_ds.errors import exit_cleanly
 
 
 def main() -> None:
@@ -21,8 +21,9 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
     parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
                         help="columns of the table to repeat beside the predictions")
-    parser.add_argument("--batch_rows", type=int, default=32, help="rows of one forward")
-    parser.add_argument("--max_length", type=int, help="tokens of one row (default: as trained)")
+    parser.add_argument("--batch_rows", type=positive, default=32, help="rows of one forward")
+    parser.add_argument("--max_length", type=_row_length, metavar="N",
+                        help="tokens of one row (default: as trained)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
 
@@ -31,10 +32,6 @@ def main() -> None:
     from deberta_ds.finetune.predict_file import predict_file
     from deberta_ds.train.engine import init_distributed
 
-    if given.batch_rows < 1:
-        raise UserError(f"--batch_rows {given.batch_rows}: must be at least 1")
-    if given.max_length is not None and given.max_length < 8:
-        raise UserError(f"--max_length {given.max_length}: must be at least 8")
     saved = load_finetuned(find_finetuned(given.model))
     device = init_distributed()
     count = predict_file(
@@ -44,6 +41,11 @@ def main() -> None:
     if dist.is_main():
         print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)
     dist.destroy()
+
+
+def _row_length(text: str) -> int:
+    """Type of an option: tokens that a row may have."""
+    return checked(text, int, lambda value: value >= 8, "a whole number from 8 on")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,23 @@ def test_help_shows_defaults_and_names_what_to_type(monkeypatch):
                      "python -m mpi4py.futures -m deberta_ds tokenize-corpus ...")
 
 
+@pytest.mark.parametrize(("kind", "value", "rule"), [
+    (command_line.positive, "0", "a whole number above 0"),
+    (command_line.positive, "1.5", "a whole number above 0"),
+    (command_line.natural, "-1", "a whole number from 0 on"),
+    (command_line.positive_number, "inf", "a finite number above 0"),
+    (command_line.positive_number, "many", "a finite number above 0"),
+    (command_line.fraction, "nan", "in 0 .. 1"),
+])
+def test_a_number_that_an_option_does_not_take_is_told_its_rule(capsys, kind, value, rule):
+    """plan.py --tflops 0 said "invalid _positive_number value"."""
+    parser = command_line.parser_for("A command.")
+    parser.add_argument("--size", type=kind)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--size={value}"])
+    assert f"error: argument --size: {value} is not {rule}\n" in capsys.readouterr().err
+
+
 def test_the_walk_finds_the_scripts():
     names = {name(path) for path in PYTHON + SHELL}
     assert {"launch/demo.py", "launch/pretrain.py", "data_prep/pack.py",

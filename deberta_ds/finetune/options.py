@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deberta_ds.command_line import positive
 from deberta_ds.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="run or checkpoint of ours, Hugging Face directory, random:PRESET or random:DIRECTORY")
     add("--data", default="", help="data of SuperGLUE or GLUE: directory, zip, or hub")
     add("--out", required=True, type=Path, help="results go to OUT/TASK/seed-N/")
-    add("--seeds", type=int, default=1, help="how many seeds: 1 .. N")
+    add("--seeds", type=positive, default=1, help="how many seeds: 1 .. N")
     add("--config", metavar="TOML",
         help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "
         "--all.epochs=3, --RTE.epochs=4 for one task")
@@ -70,8 +71,6 @@ def build_sweep(
     from deberta_ds.finetune.tasks import TASK_NAMES, task_named
     from deberta_ds.train.engine import init_distributed
 
-    if options.seeds < 1:
-        raise UserError(f"--seeds {options.seeds}: must be at least 1")
     for task in tasks:
         if task.predicted_by:
             raise UserError(

@@ -47,8 +47,8 @@ def _options_of(script: str) -> set[str]:
 
 def _numbers(command: Command) -> set[str]:
     """Return the options of a script that take numbers."""
-    return set(re.findall(r'"(--\w+)",[^()]*?type=(?:int|float|positive|natural|share|fraction)\b',
-                          _text(command.script)))
+    kinds = "int|float|positive|natural|positive_number|share|fraction"
+    return set(re.findall(rf'"(--\w+)",[^()]*?type=(?:{kinds})\b', _text(command.script)))
 
 
 @cache
