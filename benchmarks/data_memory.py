@@ -98,7 +98,7 @@ def commands(args, source: Path, model: Path) -> dict[str, list]:
         "stats": [PREP / "stats.py", corpus, *tokenizer],
         "find, a row": [PREP / "find.py", corpus, "--seq_len", 512, "--row", 3],
         "find, a document": [PREP / "find.py", corpus, "--seq_len", 512, "--document", name],
-        "take_down": [PREP / "take_down.py", corpus, "--documents", name, *tokenizer, "--out",
+        "take_down": [PREP / "take_down.py", corpus, "--document", name, *tokenizer, "--out",
                       root / "taken", *workers],
         "upload": [PREP / "upload.py", corpus, "--to", f"file://{root}/store"],
         "filter, all rules": [PREP / "filter.py", *text, "--filters",

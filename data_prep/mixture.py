@@ -6,6 +6,7 @@ the languages of a multilingual model (XLM-R and mT5 use about 3.3). With --afte
 those of a second stage that goes on where a run stopped: no row repeats.
 """
 
+import argparse
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -30,8 +31,10 @@ def main() -> None:
                         help="rows of the run; 0: one epoch in sum")
     parser.add_argument("--after", nargs="+", default=[], metavar="RUN",
                         help="out_dir or checkpoint of each earlier stage, oldest first")
-    parser.add_argument("--part", type=float, nargs=2, metavar=("FROM", "TO"),
-                        help="stretch of the shards, such as 0.9 1; default: all, or as before")
+    stretch = parser.add_mutually_exclusive_group()
+    stretch.add_argument("--stretch", type=float, nargs=2, metavar=("FROM", "TO"),
+                         help="of the shards, such as 0.9 1; default: all, or as before")
+    stretch.add_argument("--part", dest="stretch", type=float, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--cache", metavar="DIRECTORY",
                         help="where what lies at a URL is kept; default: where the last of "
                         "--after kept it, else ~/.cache/deberta_ds")
@@ -42,7 +45,7 @@ def main() -> None:
     from deberta_ds.data.stages import next_source
 
     stages = [_read_stage(path) for path in args.after]
-    part = tuple(args.part) if args.part else None
+    part = tuple(args.stretch) if args.stretch else None
     cache = stages[-1].cache if stages else Cache()
     if args.cache:
         cache = replace(cache, directory=args.cache)

@@ -4,6 +4,7 @@
 The result is another directory; what did not change in it is hard links to the old one's files.
 """
 
+import argparse
 from pathlib import Path
 
 from options import add_cache, add_workers
@@ -17,8 +18,11 @@ def main() -> None:
     parser.add_argument("corpus", help="corpus directory")
     parser.add_argument("--out", required=True, help="directory of the new corpus")
     parser.add_argument("--tokenizer", required=True, help="the corpus's tokenizer")
-    parser.add_argument("--documents", nargs="+", default=[], metavar="ID",
-                        help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument("--document", nargs="+", default=[], metavar="ID",
+                       help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
+    named.add_argument("--documents", dest="document", nargs="+", default=[],
+                       help=argparse.SUPPRESS)
     parser.add_argument("--documents_from", metavar="FILE", help="a file with one of them a line")
     add_workers(parser)
     add_cache(parser)
@@ -29,13 +33,13 @@ def main() -> None:
     from deberta_ds.errors import naming
     from deberta_ds.tokenizer import Tokenizer
 
-    names = list(args.documents)
+    names = list(args.document)
     if args.documents_from:
         with naming(args.documents_from):
             names += Path(args.documents_from).read_text("utf-8").splitlines()
     names = [name for name in names if name]
     if not names:
-        raise UserError("no documents named; give --documents or --documents_from")
+        raise UserError("no documents named; give --document or --documents_from")
     tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))
     with output(args.out, cache=args.cache) as out:
         done = take_down(fetch(args.corpus, cache=args.cache), names, out, tokenizer,

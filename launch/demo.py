@@ -196,10 +196,10 @@ def export(demo: Demo) -> None:
 
 def fine_tune(demo: Demo, launcher: tuple[str, ...]) -> None:
     real = os.environ.get("SUPERGLUE_DIR")
-    sizes = () if real else ("--any-size",)
+    sizes = () if real else ("--any_size",)
     seconds = demo.run(*launcher, "launch/superglue.py", "--tasks", "RTE", "CB",
                        "--model", OUT / "hf", "--data", real or "tests/fixtures/superglue",
-                       "--out", OUT / "superglue", "--seeds", "1", "--skip-test", *sizes,
+                       "--out", OUT / "superglue", "--seeds", "1", "--skip_test", *sizes,
                        "--config", "launch/runs/superglue/demo.toml")
     results = json.loads((OUT / "superglue/results.json").read_text())["tasks"]
     for name, task in results.items():

@@ -135,6 +135,10 @@ def test_the_scripts(corpus, tmp_path):
     printed = run("take_down.py", "--out", str(tmp_path / "new"), "--tokenizer", tokenizer_path(),
                   "--documents_from", str(tmp_path / "ids"), "--workers", "1")
     assert "1 documents taken out, 1 shards" in printed
+    for number, option in enumerate(("--document", "--documents")):  # the second as it was called
+        printed = run("take_down.py", "--out", str(tmp_path / str(number)), "--tokenizer",
+                      tokenizer_path(), option, name, "--workers", "1")
+        assert "1 documents taken out, 1 shards" in printed
     damaged = next((tmp_path / "new/documents").glob("*.parquet"))
     damaged.unlink()  # it may be a hard link
     damaged.write_bytes(b"x")

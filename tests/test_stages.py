@@ -146,7 +146,7 @@ def test_a_corpus_that_lies_elsewhere_now_repeats_no_row(corpora, tmp_path, caps
 def test_longer_rows_come_from_other_shards_or_are_refused(corpora, tmp_path):
     web = corpora[0]
     write_checkpoint(run_of([SourceConfig(path=web)]), tmp_path / "all")
-    with pytest.raises(UserError, match="would repeat tokens.*--part outside"):
+    with pytest.raises(UserError, match="would repeat tokens.*--stretch outside"):
         next_source(web, [read_stage(tmp_path / "all")], seq_len=128, part=(0.8, 1.0))
     write_checkpoint(run_of([SourceConfig(path=web, part=(0.0, 0.8))]), tmp_path / "most")
     stages = [read_stage(tmp_path / "most")]
@@ -188,6 +188,14 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     assert np.array_equal([dataset.locate(g) for g in range(20)],
                           [dataset_of(second).locate(g) for g in range(20)])
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
+
+
+def test_a_stretch_may_be_called_part_as_before(corpora):
+    printed = [subprocess.run(
+        [sys.executable, str(ROOT / "data_prep/mixture.py"), corpora[0], "--seq_len", str(SEQ_LEN),
+         option, "0.5", "1"], check=True, capture_output=True, text=True,
+    ).stdout for option in ("--stretch", "--part")]
+    assert "part = [0.5, 1.0]" in printed[0] and printed[0] == printed[1]
 
 
 def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path):
