@@ -7,13 +7,15 @@ Nothing is allocated and no GPU is needed. A card that is not listed: --gpu NAME
 launch/pretrain.py.
 """
 
+import argparse
 import os
 
 from deberta_ds.command_line import checked, parser_for, positive
 from deberta_ds.errors import exit_cleanly
 
 
-def main() -> None:
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the values of the run file that are overridden."""
     parser = parser_for(__doc__)
     parser.add_argument("--config", required=True, metavar="TOML", help="a run file")
     parser.add_argument("--deepspeed_config", default="ds_configs/zero1_bf16.json", metavar="JSON",
@@ -34,8 +36,11 @@ def main() -> None:
     parser.add_argument("--mfu", type=_share, default=0.4,
                         help="share of the cards' peak FLOP/s to expect (default: 0.4)")
     parser.add_argument("--html", metavar="FILE", help="also write a page with a picture")
-    options, overrides = parser.parse_known_args()
+    return parser.parse_known_args()
 
+
+def main() -> None:
+    options, overrides = parse()
     # Nothing is computed here, and DeepSpeed, which checks its JSON, warns where it finds no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deberta_ds import config, deepspeed_config

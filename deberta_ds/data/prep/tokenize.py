@@ -81,17 +81,10 @@ def tokenize_corpus(
     searches = [Findings(directory) for directory in leave_out]
     for search in searches:
         search.check(units, read)
-    description = {
-        "version": JOB_VERSION, "units": units_digest(units),
-        "tokenizer": tokenizer.sha256, "read": read.describe(),
-        "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
-        "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
-        "heldout_share": share,
-        "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
-    }
     if filters:
         filters_of(filters)  # a bad function or language is said before any work
-        description["filters"] = describe(filters)
+    description = _description(units, tokenizer, read, clean, share, drop_heldout, searches,
+                               filters)
     with ExitStack() as stack:
         finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part))
                     for target in reversed(targets)]
@@ -110,11 +103,7 @@ def tokenize_corpus(
                 print(f"left out: {line}", file=sys.stderr, flush=True)
             if filters:
                 write_report(out, filters, total)
-            for number, target in reversed(list(enumerate(targets))):
-                write_origins_manifest(target, {  # units done by older versions have none
-                    name: file for result in results if "origins" in result
-                    for name, file in result["origins"][number].items()})
-                write_manifest(target, _manifest(results, target == targets[0], tokenizer))
+            _write_manifests(results, targets, tokenizer)
     return {target: read_manifest(target)[0] for target in targets}
 
 
@@ -123,6 +112,21 @@ def _without_tally(result: dict, total: Tally | None) -> dict:
     if total:
         total.merge(Tally(**result.pop("filters")))
     return result
+
+
+def _description(units: list[list[Extent]], tokenizer: Tokenizer, read: ReadOptions,
+                 clean: CleanOptions, share: float, drop_heldout: bool, searches: list[Findings],
+                 filters: FilterRules | None) -> dict:
+    """Return what an earlier run's parts must have been made with to be kept."""
+    description = {
+        "version": JOB_VERSION, "units": units_digest(units),
+        "tokenizer": tokenizer.sha256, "read": read.describe(),
+        "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
+        "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
+        "heldout_share": share,
+        "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
+    }
+    return description | ({"filters": describe(filters)} if filters else {})
 
 
 def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
@@ -208,6 +212,14 @@ def _wanted(
 def is_held_out(text: str, share: float) -> bool:
     """Return whether a document belongs to the held-out part: a function of its text alone."""
     return xxhash.xxh3_64_intdigest(text.encode()) < share * 2**64
+
+
+def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokenizer) -> None:
+    for number, target in reversed(list(enumerate(targets))):
+        write_origins_manifest(target, {  # units done by older versions have none
+            name: file for result in results if "origins" in result
+            for name, file in result["origins"][number].items()})
+        write_manifest(target, _manifest(results, target == targets[0], tokenizer))
 
 
 def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manifest:
