@@ -56,7 +56,7 @@ def draw_skew(axes) -> None:
                 axes[1].add_patch(Rectangle((key, row), 1, 1, fc=color, ec="#90a4ae", lw=0.6))
                 for axis, x in ((axes[0], c), (axes[1], key)):
                     axis.text(x + 0.5, row + 0.5, f"{c - length + 1:+d}", ha="center",
-                              va="center", fontsize=7, color="white")  # fmt: skip
+                              va="center", fontsize=7, color="white")
     axes[0].set_xlim(-0.1, 2 * length - 0.9)
     axes[1].set_xlim(-1, length + 1)
     axes[1].add_patch(Rectangle((1, 1), 2, 2, fill=False, ec="#d32f2f", lw=2))
@@ -70,7 +70,7 @@ def draw_skew(axes) -> None:
 def draw_tiles(axis, length: int, pieces: list[int], title: str) -> None:
     """Draw the classes of all pairs of groups."""
     axis.imshow(tile_classes(length, pieces), cmap=COLORS, vmin=0, vmax=2,
-                extent=(0, length, length, 0))  # fmt: skip
+                extent=(0, length, length, 0))
     ticks = np.arange(0, length + 1, length // 4)
     axis.set_xticks(ticks)
     axis.set_yticks(ticks)
@@ -92,7 +92,7 @@ def draw_shares(axis) -> None:
     drawn = axis.bar(names, [100 - share for share in shares], bottom=shares, color=FAR)
     for bar, share in zip(drawn, shares, strict=True):
         axis.text(bar.get_x() + bar.get_width() / 2, share / 2, f"{share:.0f} %", ha="center",
-                  va="center", color="white", fontsize=8)  # fmt: skip
+                  va="center", color="white", fontsize=8)
     axis.set_title("tiles with a dense bias, by row length", fontsize=9)
     axis.set_box_aspect(1)
     axis.tick_params(labelsize=8)
@@ -112,7 +112,7 @@ def main() -> None:
     draw_tiles(figure.add_subplot(grid[1, 2:4]), 2048, packed, "packed: 300 + 212 + 900 + 636")
     draw_shares(figure.add_subplot(grid[1, 4:]))
     names = ((DENSE, "two dense bias tiles"), (FAR, "beyond the band: a row and a column vector"),
-             (SKIPPED, "never visited"))  # fmt: skip
+             (SKIPPED, "never visited"))
     handles = [Patch(color=color, label=label) for color, label in names]
     figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=8, frameon=False)
     options.out.parent.mkdir(parents=True, exist_ok=True)

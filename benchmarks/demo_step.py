@@ -117,7 +117,7 @@ def main() -> None:
     dataset = RowDataset(
         run.data.sources, tokenizer, seq_len=run.data.seq_len,
         seed=run.data.seed, mask=run.objective.mask,
-    )  # fmt: skip
+    )
     draws = Draws()
     ways = {
         PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),

@@ -75,13 +75,13 @@ def job_of(name: str, options):
 
     task = task_named(name)
     given = [f"--all.{key}={getattr(options, key)}" for key in
-             ("batch_rows", "epochs", "learning_rate")]  # fmt: skip
+             ("batch_rows", "epochs", "learning_rate")]
     given += ["--all.warmup_share=0.06", "--all.warmup_steps=0", "--all.max_length=128"]
     train, val = (read_split(task, options.data, split, any_size=options.any_size)
-                  for split in ("train", "val"))  # fmt: skip
+                  for split in ("train", "val"))
     job = Job(task=task, seed=options.seed, settings=resolve(task, load(None, given, TASK_NAMES)),
               start=open_start(options.model), train=train, val=val, tests={}, out=Path("."),
-              deepspeed=AUTOCAST if options.bf16 else {}, device=torch.device("cpu"))  # fmt: skip
+              deepspeed=AUTOCAST if options.bf16 else {}, device=torch.device("cpu"))
     rows = encode_split(job, train)
     return job, rows[: options.train_rows or len(rows)], encode_split(job, val)
 
@@ -127,11 +127,11 @@ def run_trainer(options, job, train, val, sampling: str) -> dict:
 
     def rows(features):
         return [{"input_ids": list(f.sequences[0]), "attention_mask": [1] * len(f.sequences[0]),
-                 "labels": f.label} for f in features]  # fmt: skip
+                 "labels": f.label} for f in features]
 
     torch.manual_seed(options.seed)
     network = AutoModelForSequenceClassification.from_pretrained(
-        options.model, num_labels=len(job.task.labels))  # fmt: skip
+        options.model, num_labels=len(job.task.labels))
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
             out, per_device_train_batch_size=options.batch_rows, num_train_epochs=options.epochs,
@@ -139,7 +139,7 @@ def run_trainer(options, job, train, val, sampling: str) -> dict:
             weight_decay=0.01, adam_epsilon=1e-6, report_to=[], save_strategy="no",
             logging_strategy="no", train_sampling_strategy=sampling, disable_tqdm=True,
             seed=options.seed,
-        )  # fmt: skip
+        )
         collator = DataCollatorWithPadding(AutoTokenizer.from_pretrained(options.model))
         trainer = Trainer(network, arguments, data_collator=collator, train_dataset=rows(train))
         began = time.process_time()

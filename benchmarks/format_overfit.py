@@ -200,7 +200,7 @@ def measure(name: str, scratch: Path) -> dict:
         tasks=(task,), num_seeds=1, start=open_start(f"random:{scratch / 'shape'}"),
         data=str(data), out=scratch / "out" / name, deepspeed={}, device=init_distributed(),
         settings=given, any_size=True, predict_test=False, keep_models=False, say=lambda text: None,
-    ))  # fmt: skip
+    ))
     return {"rows": result["train"][1], "score": result["score"], "metrics": result["metrics"],
             "baseline": result["baseline"], "best_step": result["best_step"]}
 

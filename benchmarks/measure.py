@@ -30,10 +30,10 @@ def interleaved_minimum(
         return _least(variants, rounds, _cpu_seconds)
     _least(variants, 1, _cuda_seconds)
     calls = {name: max(1, int(_EVENT_SECONDS / seconds))
-             for name, seconds in _least(variants, 1, _cuda_seconds).items()}  # fmt: skip
+             for name, seconds in _least(variants, 1, _cuda_seconds).items()}
     repeated = {name: _repeated(call, calls[name]) for name, call in variants.items()}
     return {name: seconds / calls[name]
-            for name, seconds in _least(repeated, rounds, _cuda_seconds).items()}  # fmt: skip
+            for name, seconds in _least(repeated, rounds, _cuda_seconds).items()}
 
 
 def _least(variants, rounds: int, seconds_of) -> dict[str, float]:

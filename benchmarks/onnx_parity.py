@@ -120,7 +120,7 @@ def measure_classifier(source: Path, data: Path, directory: Path) -> dict:
     onnx_files.write_network(network, directory, "int8")
     examples = read_split(task, data, "val", any_size=True).examples
     features = encode(task, examples, saved.tokenizer, max_length=saved.settings.max_length,
-                      window_overlap=saved.settings.window_overlap)  # fmt: skip
+                      window_overlap=saved.settings.window_overlap)
     model = finetuned_model(saved, torch.device("cpu"))
     files = {"fp32": onnx_files.MODEL, "int8": onnx_files.QUANTIZED}
     sessions = {name: onnx_files.open_session(directory / file) for name, file in files.items()}

@@ -47,7 +47,7 @@ KERNEL_PRODUCT_SHARE = 0.45  # of products inside Triton kernels of the project
 OPTIMIZER_BYTES = 74  # a parameter, of a ZeRO-1 step in bf16 on one GPU
 ATTENTION_DROPOUT = 0.1
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach",
-        "_unsafe_view", "lift_fresh", "resize_"}  # fmt: skip
+        "_unsafe_view", "lift_fresh", "resize_"}
 # (instructions of the loop, warps, pairs of a tile) of the sm_90 tiles at head size 64, compiled by
 # Triton 3.6; tests/workers/fused_compile.py shows how to get the machine code. "key" is of rows
 # within the band; "far" are pairs beyond it.
@@ -66,7 +66,7 @@ LOOPS = {
 # Instructions an element of kernels between products, by Triton 3.6 (tests/workers/
 # kernel_compile.py): the loop's, or the whole kernel's where there is none, by a thread's elements.
 ELEMENTWISE = {"biased_gelu": 28, "biased_gelu_gradients": 35, "residual_norm": 59,
-               "residual_norm_gradients": 54}  # fmt: skip
+               "residual_norm_gradients": 54}
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def count_step(run: RunConfig) -> Count:
         part, count.part = count.part, "around attention"
         context = fused.fused_path(*tensors, geometry=options["geometry"], segments_BL=segments,
                              query_positions_BQ=query_positions_BQ, dropout=ATTENTION_DROPOUT,
-                             seed=1, keep_terms=options["keep_terms"])  # fmt: skip
+                             seed=1, keep_terms=options["keep_terms"])
         count.part = part
         return context
 
@@ -190,7 +190,6 @@ def count_step(run: RunConfig) -> Count:
 
     keep = dropout.Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
-    # fmt: off
     stand_ins = ((encoder, "attend", attend),
                  (elementwise, "kernels", lambda *_: fused_norm),
                  (dropout, "draw_keep", lambda _: keep),
@@ -199,7 +198,6 @@ def count_step(run: RunConfig) -> Count:
                  (embeddings, "loss_function", loss_function),
                  (chunked, "_sample", activations._first_words),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
-    # fmt: on
     _forget()
     activations.keep_reach(run.model)
     try:
@@ -306,7 +304,7 @@ def summarize(run: RunConfig, count: Count, card: Card) -> dict:
     tokens = run.train.micro_batch_rows * run.data.seq_len
     ideal = objective_of(run).flops_per_token(run) * tokens / card.peak
     total |= {"tokens_per_second": tokens / total["seconds"], "mfu": ideal / total["seconds"],
-              "launch_seconds": total["kernels"] * LAUNCH_SECONDS}  # fmt: skip
+              "launch_seconds": total["kernels"] * LAUNCH_SECONDS}
     return {"parts": table, "total": total}
 
 
@@ -325,11 +323,11 @@ def main() -> None:
     print(f"{'':36}{'kernels':>8}{'GB':>9}{'TFLOP':>9}{'ms':>9}")
     for name, row in [*rows[:24], ("everything", result["total"])]:
         print(f"{name:36}{row['kernels']:8}{row['bytes'] / 1e9:9.2f}{row['flops'] / 1e12:9.3f}"
-              f"{row['seconds'] * 1e3:9.2f}")  # fmt: skip
+              f"{row['seconds'] * 1e3:9.2f}")
     total = result["total"]
     print(f"{run.train.micro_batch_rows} x {run.data.seq_len} on {options.card}: "
           f"{total['tokens_per_second']:,.0f} tok/s, {total['mfu']:.1%} of the peak; the host "
-          f"needs {total['launch_seconds'] * 1e3:.0f} ms to launch it")  # fmt: skip
+          f"needs {total['launch_seconds'] * 1e3:.0f} ms to launch it")
     shape = f"{run.train.micro_batch_rows}x{run.data.seq_len}"
     path = RESULTS / f"step_cost-{run.name}-{shape}-{options.card}.json"
     write_atomic(path, json.dumps(result, indent=1) + "\n")

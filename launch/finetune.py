@@ -45,7 +45,7 @@ def main() -> None:
         task = task_named(given.task)
     init_from = {task.name: given.init_from} if given.init_from else {}
     plan = options.build_sweep(given, overrides, (task,), init_from, not given.no_save_model,
-                               val_share)  # fmt: skip
+                               val_share)
     results = sweep.run_all(plan)
     options.say("\n" + sweep.table(sweep.summarize(plan.tasks, results)))
     dist.destroy()

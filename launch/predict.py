@@ -37,7 +37,7 @@ def main() -> None:
     count = predict_file(
         saved, given.data, given.out, device, batch_rows=given.batch_rows, keep=given.keep,
         max_length=given.max_length or saved.settings.max_length,
-    )  # fmt: skip
+    )
     if dist.is_main():
         print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)
     dist.destroy()

@@ -30,7 +30,7 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd", 
                     + noise.gauss(0, 0.008),
                     "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12)
                     + noise.gauss(0, 0.006)})
-            )  # fmt: skip
+            )
         if step % eval_every == 0:
             records.append(
                 {"kind": "eval", "step": step, "seconds": seconds,
@@ -42,7 +42,7 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd", 
                     "discriminator_accuracy": 0.881 + 0.0173 * rise, "prior_accuracy": 0.881,
                     "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12),
                     "roc_auc": 0.5 + 0.27 * rise, "average_precision": 0.119 + 0.24 * rise})
-            )  # fmt: skip
+            )
         if step % 100 == 0:
             records.append(event(step, seconds, "save"))
         if step == resume:
@@ -87,13 +87,13 @@ def make_run(directory, records=None, name="demo", kind="rtd", extras=True, **ru
         "fingerprints": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
         "world_size": 2, "hardware": "AMD EPYC 9R14", "commit": "0123456789",
         "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},
-    }  # fmt: skip
+    }
     (directory / "config.json").write_text(json.dumps(config))
     if extras:
         stages = [("corpus", "docstrings of the standard library and packages", "11.2 MB", 14.2),
                   ("tokenizer", "SentencePiece unigram, 8k pieces", "8,001 pieces", 21.0),
                   ("pretraining", "RTD + GDES under ZeRO-3 on 2 ranks", "400 steps", 371.0),
-                  ("fine-tuning", "RTE and COPA <sample>", "0.60, 0.55", 64.5)]  # fmt: skip
+                  ("fine-tuning", "RTE and COPA <sample>", "0.60, 0.55", 64.5)]
         keys = ("stage", "what", "result", "seconds")
         rows = [dict(zip(keys, stage, strict=True)) for stage in stages]
         (directory / "summary.json").write_text(json.dumps(rows))
@@ -110,7 +110,7 @@ def make_sweep(directory, model="runs/demo/hf", tasks=("RTE", "CB"), seeds=3, **
     """Write results.json of a sweep; `changes` are further values at its top."""
     directory.mkdir(parents=True)
     labels = {"RTE": ["not_entailment", "entailment"],
-              "CB": ["contradiction", "neutral", "entailment"]}  # fmt: skip
+              "CB": ["contradiction", "neutral", "entailment"]}
     metrics = {"RTE": ["accuracy"], "CB": ["macro_f1", "accuracy"]}
     summary, runs = {}, []
     for number, task in enumerate(tasks):
@@ -126,7 +126,7 @@ def make_sweep(directory, model="runs/demo/hf", tasks=("RTE", "CB"), seeds=3, **
             runs.append({"task": task, "seed": seed, "score": value, "failed": seed == 1 and number,
                          "metrics": dict.fromkeys(names, value), "history": history,
                          "confusion": [[seed + 2] * len(classes)] * len(classes),
-                         "settings": {"epochs": 5, "learning_rate": 2e-5}})  # fmt: skip
+                         "settings": {"epochs": 5, "learning_rate": 2e-5}})
             runs[-1]["failed"] = bool(runs[-1]["failed"])
     whole = {"model": model, "data": "superglue", "tasks": summary, "mean": 0.6,
              "mean_of": len(tasks), "runs": runs} | changes

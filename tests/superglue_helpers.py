@@ -42,7 +42,7 @@ def tokenizer_path() -> str:
         model_type="unigram", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
         bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", byte_fallback=True,
         num_threads=1, hard_vocab_limit=False,
-    )  # fmt: skip
+    )
     return str(directory / "spm.model")
 
 
@@ -69,5 +69,5 @@ def tiny_start() -> Start:
     config = ModelConfig(
         vocab_size=tokenizer.size, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64,
         position_buckets=16, max_position=64,
-    )  # fmt: skip
+    )
     return Start("random:tiny", config, tokenizer, None)

@@ -125,7 +125,7 @@ def test_choice_of_implementation(card):
 @pytest.mark.parametrize("rows, length, geometry, wanted", [
     (2, 512, Geometry(512, 256), (False, False)), (2, 513, Geometry(512, 256), (True, False)),
     (2, 512, Geometry(64, 0), (True, False)), (33_000, 1, Geometry(512, 256), (False, True)),
-    (2, 40_000, Geometry(40_000, 0), (True, True))])  # fmt: skip
+    (2, 40_000, Geometry(40_000, 0), (True, True))])
 def test_what_the_choice_is_told(monkeypatch, rows, length, geometry, wanted):
     """Long rows, or short ones beyond a short table's reach; more than a launch can have."""
     told = []
@@ -178,7 +178,7 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
         return selfcheck.check(torch.device("cpu"), dtype, 16, long, function)
 
     for wrong, named in ((lambda c: c * 1.1, "off by 1.0e-01"), (lambda c: c * torch.nan, "nan"),
-                         (lambda c: c[:, :1], "RuntimeError")):  # fmt: skip
+                         (lambda c: c[:, :1], "RuntimeError")):
         verdict = check(partial(fused, wrong=wrong))
         assert not verdict.passed and named in verdict.text
     assert not kernel_check.results_file().exists()

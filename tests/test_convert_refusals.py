@@ -242,7 +242,7 @@ def test_a_choice_of_a_v1_model_is_a_classifier_of_one_score(tmp_path):
     (edit(**{"classifier.weight": torch.randn(3, 32)}), "classifier.weight has shape .3, 32.*2 l"),
     (edit(**{"pooler.dense.weight": torch.randn(16, 32)}), "pooler.dense.weight has shape .16,"),
     (edit(**{"classifier.weight": torch.randn(2, 32).to(torch.float8_e4m3fn)}), "not floats of"),
-], ids=["labels", "pooler", "float8"])  # fmt: skip
+], ids=["labels", "pooler", "float8"])
 def test_heads_of_another_shape_are_one_clear_error(tmp_path, spoil, message):
     source = _fine_tuned(tmp_path / "source", "ForSequenceClassification",
                          id2label={"0": "A", "1": "B"}, label2id={"A": 0, "B": 1})

@@ -31,7 +31,7 @@ LISTED = {
     "_embedding_bag_backward", "put", "histc", "median", "nanmedian", "kthvalue", "cumsum",
     "grid_sampler_2d_backward", "grid_sampler_3d_backward", "index_put", "_index_put_impl",
     "scatter_add", "index_add", "index_copy", "scatter", "scatter_reduce", "bincount",
-}  # fmt: skip
+}
 
 
 def complaint(function, args, kwargs) -> str:
@@ -97,7 +97,7 @@ def step_of(kind: str, absolute: bool):
     config = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
                          intermediate_size=64, max_position=64, position_buckets=8,
                          conv_kernel=3 if kind == "mlm" else 0, absolute_input=absolute,
-                         relative_attention=not absolute)  # fmt: skip
+                         relative_attention=not absolute)
     if kind == "mlm":
         model = MlmModel(config, 190)
     else:

@@ -33,7 +33,7 @@ ARTICLES = ["The old bridge of Arrow was built in 1802 by Anna Moor. It fell in 
             "one, the Long Bridge, took its place.",
             "A kettle holds 2.5 litres of water; the U.S. one holds a little less than half.",
             "Zo\u00eb sang \u201cthe winter\u201d at Lake K\u00f6ln \U0001f3bb in May, "
-            "and an-other song in June."]  # fmt: skip
+            "and an-other song in June."]
 QUESTIONS = [  # (article, question, answers)
     (0, "Who built the bridge?", ["Anna Moor", "Anna Moor."]), (0, "When did it fall?", ["1911"]),
     (0, "What took its place?", ["the Long Bridge", "Long Bridge", "a new one, the Long Bridge"]),
@@ -43,7 +43,7 @@ QUESTIONS = [  # (article, question, answers)
     (1, "Why?", []), (2, "Where did she sing?", ["Lake K\u00f6ln \U0001f3bb", "at Lake K\u00f6ln"]),
     (2, "What did she sing?", ["\u201cthe winter\u201d", "the winter"]),
     (2, "Which song?", ["an-other song"]),
-]  # fmt: skip
+]
 
 
 def document(version: str) -> dict:
@@ -59,7 +59,7 @@ def document(version: str) -> dict:
         if texts or version == "v2.0":
             paragraphs[article]["qas"].append(entry)
     data = [{"title": "Bridges", "paragraphs": paragraphs[:1]},
-            {"title": "Other", "paragraphs": paragraphs[1:]}]  # fmt: skip
+            {"title": "Other", "paragraphs": paragraphs[1:]}]
     return {"version": version, "data": data}
 
 
@@ -152,7 +152,7 @@ def test_torchmetrics_agrees_on_v1_1(squad):
             [{"prediction_text": guess, "id": e.id}
              for e, guess in zip(examples, guesses, strict=True)],
             [{"answers": {"text": list(e.gold), "answer_start": [0] * len(e.gold)}, "id": e.id}
-             for e in examples])  # fmt: skip
+             for e in examples])
         found = metrics.score(V1, examples, guesses)
         assert found["f1"] == pytest.approx(float(theirs["f1"]) / 100, abs=1e-6)
         assert found["em"] == pytest.approx(float(theirs["exact_match"]) / 100, abs=1e-6)
@@ -168,7 +168,7 @@ def test_the_official_files_the_hubs_and_own_tables_give_the_same_examples(squad
     assert [e.gold for e in examples_of(squad, V1)] == [e.gold for e in wanted if e.gold]
     rows = [{"id": f"q{n}", "title": "t", "context": ARTICLES[a], "question": q, "answers": {
         "text": texts, "answer_start": [ARTICLES[a].index(text) for text in texts]}}
-        for n, (a, q, texts) in enumerate(QUESTIONS)]  # fmt: skip
+        for n, (a, q, texts) in enumerate(QUESTIONS)]
     (tmp_path / "squad_v2").mkdir()
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(str(tmp_path / "squad_v2" / "validation-00000-of-00001.parquet"))
@@ -187,7 +187,7 @@ def test_the_official_files_the_hubs_and_own_tables_give_the_same_examples(squad
         start = 'start = "at"\n' if name == "a.csv" else ""
         (tmp_path / "task.toml").write_text(
             'name = "mine"\nkind = "spans"\ntexts = ["question", "context"]\nlabel = "answers"\n'
-            f'train = "{name}"\nval = "{name}"\n{start}')  # fmt: skip
+            f'train = "{name}"\nval = "{name}"\n{start}')
         task, _, said = load_own_task(tmp_path / "task.toml")
         assert said == "mine: 11 questions, 2 without an answer" and task.no_answer
         assert task.metrics == ("f1_v2", "em_v2")
@@ -271,7 +271,7 @@ def test_the_best_answer_is_that_of_a_loop_over_all_pairs(squad):
     margins = found[:, answers.MARGIN].tolist()
     assert 0 < sum(margin > middle for margin in margins) < len(margins)
     assert guesses == ["" if margin > middle else text for margin, text in
-                       zip(margins, always, strict=True)]  # fmt: skip
+                       zip(margins, always, strict=True)]
 
 
 def test_a_loss_that_is_not_finite_is_no_index_error(squad):
@@ -331,9 +331,9 @@ def test_transformers_answers_as_we_do(squad, tmp_path):
     model, examples, features = model_and_batch(squad, max_length=128)
     start = tiny_start()
     save_finetuned(tmp_path, V2, Settings(max_answer_tokens=5), start.config,
-                   dict(model.state_dict()), start.tokenizer, -3.5)  # fmt: skip
+                   dict(model.state_dict()), start.tokenizer, -3.5)
     theirs, report = AutoModelForQuestionAnswering.from_pretrained(
-        tmp_path, output_loading_info=True)  # fmt: skip
+        tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     saved = load_finetuned(tmp_path)
     assert saved.threshold == -3.5 and saved.task == V2
@@ -352,7 +352,7 @@ def test_transformers_answers_as_we_do(squad, tmp_path):
             output = theirs.eval()(**inputs)
         first, last = output.start_logits[0], output.end_logits[0]
         pairs = [(float(first[i] + last[j]), i, j) for i in range(len(inside)) if inside[i]
-                 for j in range(i, min(i + 5, len(inside))) if inside[j]]  # fmt: skip
+                 for j in range(i, min(i + 5, len(inside))) if inside[j]]
         score, i, j = max(pairs)
         none = float(first[0] + last[0])
         assert inputs.input_ids[0].tolist() == list(feature.sequences[0])
@@ -369,7 +369,7 @@ def test_transformers_answers_as_we_do(squad, tmp_path):
     ({"answers": [{"text": " ", "answer_start": 3}]}, "an answer must be a text, found ' '"),
     ({"answers": []}, "the question has no answer, but SQuAD-v1.1 has one everywhere"),
     ({"question": ""}, 'field "question" is empty'), ({"id": None}, None),
-])  # fmt: skip
+])
 def test_a_wrong_answer_is_named_with_its_place(tmp_path, change, message):
     whole = document("v1.1")
     whole["data"][0]["paragraphs"][0]["qas"][1] |= change

@@ -23,11 +23,11 @@ from deberta_ds.model.init import init_parameters
 
 FIRST_VERSION = Path(__file__).parent / "fixtures" / "finetuned_0_1_0"
 V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False,
-      "key_bias": False}  # fmt: skip
+      "key_bias": False}
 SHAPES = {"v3": {}, "v2 convolution": {"conv_kernel": 3}, "v1": V1,
           "absolute": {"relative_attention": False, "position_terms": (), "absolute_input": True,
                        "relative_norm": False, "share_position_projections": False,
-                       "position_buckets": 0}}  # fmt: skip
+                       "position_buckets": 0}}
 
 
 def saved_model(directory, name, shape="v3"):
@@ -38,7 +38,7 @@ def saved_model(directory, name, shape="v3"):
     model = build_model(task, start, Settings(), 1).eval()
     init_parameters(model, 0.2, 3)
     save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)  # fmt: skip
+                   start.tokenizer)
     examples = sample(name).examples[:6]
     # Rows beyond the 64 distances of the relative table, too; not beyond 64 absolute positions.
     length = 64 if start.config.absolute_input else 128
@@ -79,7 +79,7 @@ def test_a_head_on_cls_alone_gives_the_scores_and_gradients_of_whole_rows(shape,
     init_parameters(model, 0.2, 3)
     length = 64 if start.config.absolute_input else 200  # beyond the short rows of attention
     batch = collate(encode(task, sample(name).examples[:4], start.tokenizer, max_length=length,
-                           window_overlap=16))  # fmt: skip
+                           window_overlap=16))
     assert start.config.absolute_input or (batch.segments_RL == 0).any()
     found = {}
     for whole in (False, True):
@@ -98,7 +98,7 @@ def test_transformers_classifies_as_we_do_from_the_texts_alone(tmp_path, shape):
 
     examples, _, scores = saved_model(tmp_path, "CB", shape)
     theirs, report = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path, output_loading_info=True)  # fmt: skip
+        tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     inputs = encoded_by_transformers(tmp_path, [example.sequences[0] for example in examples])
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_directories_of_version_0_1_0_are_read(tmp_path, name):
     saved = load_finetuned(directory)
     assert saved.task.labels == task_named(name).labels
     features = encode(saved.task, sample(name, "val").examples[:3], saved.tokenizer,
-                      max_length=128, window_overlap=16)  # fmt: skip
+                      max_length=128, window_overlap=16)
     with torch.no_grad():
         found = finetuned_model(saved, torch.device("cpu"))(collate(features)).scores
     wanted = torch.tensor(json.loads((directory / "scores.json").read_text()))

@@ -21,7 +21,7 @@ from deberta_ds.model.init import init_parameters
 def encoded(name, examples=None, max_length=256, window_overlap=32):
     examples = sample(name).examples if examples is None else examples
     return encode(task_named(name), examples, tiny_start().tokenizer,
-                  max_length=max_length, window_overlap=window_overlap)  # fmt: skip
+                  max_length=max_length, window_overlap=window_overlap)
 
 
 def model_of(name, seed=1) -> TaskModel:
@@ -94,10 +94,10 @@ def long_record(copies: int = 12):
     (example, _) = sample("ReCoRD").examples
     text, query = example.sequences[0]
     spans = [TextSpan(0, s.start + c * (len(text) + 1), s.end + c * (len(text) + 1))
-             for c in range(copies) for s in example.spans]  # fmt: skip
+             for c in range(copies) for s in example.spans]
     passage = "\n".join([text] * copies)
     return dataclasses.replace(example, sequences=((passage, query),), spans=tuple(spans),
-                               names=example.names * copies)  # fmt: skip
+                               names=example.names * copies)
 
 
 def test_long_record_passages_score_every_mention():
@@ -115,7 +115,7 @@ def test_long_record_passages_score_every_mention():
 def test_a_mention_longer_than_the_overlap_is_scored_too():
     text = "Anna " + "van " * 60 + "Brandt came."
     example = Example((0, 0), ((text, "It was @placeholder."),), None,
-                      (TextSpan(0, 0, len(text) - 6),), (text[:-6],), (text[:-6],))  # fmt: skip
+                      (TextSpan(0, 0, len(text) - 6),), (text[:-6],), (text[:-6],))
     (feature,) = encoded("ReCoRD", [example], max_length=40, window_overlap=8)
     assert len(feature.sequences) > 2 and len(feature.spans) == 1
     assert model_of("ReCoRD")(collate([feature])).scores.isfinite().all()
@@ -125,7 +125,7 @@ def test_highlights_at_the_end_are_seen():
     text = "Filler words are here. " * 60 + "\n@highlight\nParis won the cup"
     start = text.index("Paris")
     example = Example((0, 0), ((without_highlight_marks(text), "@placeholder won."),), None,
-                      (TextSpan(0, start, start + 5),), ("Paris",), ("Paris",))  # fmt: skip
+                      (TextSpan(0, start, start + 5),), ("Paris",), ("Paris",))
     (feature,) = encoded("ReCoRD", [example], max_length=64, window_overlap=16)
     row, _, low, high = feature.spans[-1]
     assert row == len(feature.sequences) - 1 and "Paris" in shown(feature, row, low, high)

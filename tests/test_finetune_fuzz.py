@@ -16,7 +16,7 @@ from deberta_ds.finetune.tasks import TASKS, task_named
 
 STRANGE = (None, True, 0, -1, 10**30, 1.5, float("nan"), "", " ", "\ud800", "\x00", "\u200b",
            "x" * 5000, [], [[]], {}, {"text": 3}, "\u2028", "@placeholder", "@highlight",
-           "'s")  # fmt: skip
+           "'s")
 
 
 def damaged_value(value, dice: random.Random):
@@ -30,7 +30,7 @@ def damaged_value(value, dice: random.Random):
         place = dice.randrange(len(value))
         part = damaged_value(value[place], dice)
         return dice.choice([value[:place] + value[place + 1 :], value + [part],
-                            value[:place] + [part] + value[place + 1 :]])  # fmt: skip
+                            value[:place] + [part] + value[place + 1 :]])
     return dice.choice(STRANGE)
 
 
@@ -41,7 +41,7 @@ def damaged_bytes(data: bytes, dice: random.Random) -> bytes:
         data[:place] + data[place + dice.randrange(40) :], b"\xef\xbb\xbf" + data,
         data.decode().encode("utf-16"), data.replace(b"\n", b"\r\n"), data.replace(b"\n", b"\r"),
         b"[" * 100_000, data + b"\n" + b"9" * 6000, data + data, b"", b"\n\n\n", b"null\n", b"[]\n",
-    ])  # fmt: skip
+    ])
 
 
 def read(task, root, split: str) -> None:
@@ -127,7 +127,7 @@ def test_no_damage_of_a_squad_file_is_a_traceback(version, tmp_path):
 def damaged_bytes_of_binary(data: bytes, dice: random.Random) -> bytes:
     place = dice.randrange(len(data))
     return dice.choice([data[:place], data[:place] + bytes(3) + data[place + 3 :],
-                        data[:place] + data[place + 9 :], b"", b"PK", b"PAR1"])  # fmt: skip
+                        data[:place] + data[place + 9 :], b"", b"PK", b"PAR1"])
 
 
 def test_directories_in_the_place_of_files_and_odd_pairs(tmp_path):

@@ -38,7 +38,7 @@ OFFICIAL = {
     "RTE/train.tsv": ["index\tsentence1\tsentence2\tlabel", "0\tA.\tB.\tentailment"],
     "WNLI/train.tsv": ["index\tsentence1\tsentence2\tlabel", "0\tIt fell.\tThe cup fell.\t1"],
     "AX/AX.tsv": ["index\tsentence1\tsentence2", "0\tA.\tB.", "1\tC.\tD."],
-}  # fmt: skip
+}
 WANTED = {
     ("CoLA", "train"): ([("The cat sat.",), ("Cat the sat.",)], [1, 0]),
     ("CoLA", "val"): ([("A dog ran.",), ('Ran "a dog.',)], [1, 0]),
@@ -152,7 +152,7 @@ def test_metrics_are_scipys_and_sklearns(seed):
     many, guesses = dice.integers(0, 2, (30, 4)), dice.integers(0, 2, (30, 4))
     examples, predictions = labelled(map(tuple, many)), [tuple(row) for row in guesses]
     for average, found in (("micro", metrics.pooled_f1(examples, predictions)),
-                           ("macro", metrics.macro_f1(examples, predictions, "abcd"))):  # fmt: skip
+                           ("macro", metrics.macro_f1(examples, predictions, "abcd"))):
         wanted = sklearn_metrics.f1_score(many, guesses, average=average, zero_division=0)
         assert found == pytest.approx(wanted)
     wanted = sklearn_metrics.accuracy_score(many, guesses)
@@ -181,7 +181,7 @@ def test_the_zip_has_the_leaderboards_files_and_labels(tmp_path):
     with zipfile.ZipFile(file) as archive:
         texts = {name: archive.read(name).decode() for name in archive.namelist()}
     assert set(texts) == {"AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv",
-                          "QQP.tsv", "RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"}  # fmt: skip
+                          "QQP.tsv", "RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"}
     assert texts["CoLA.tsv"] == "index\tprediction\n0\t0\n1\t1\n2\t1\n"
     assert texts["STS-B.tsv"] == "index\tprediction\n0\t1.25\n1\t3.0\n2\t0.1\n"
     assert texts["MNLI-mm.tsv"].splitlines()[1] == "0\tcontradiction"
@@ -195,7 +195,7 @@ def test_wrong_zips_are_refused(tmp_path):
         glue_submission.write_zip(file, {k: v for k, v in good.items() if k != "QQP"}, TESTS)
     for text, message in ((lines_of(task_named("RTE")), "prediction must be 0 or 1"),
                           (good["CoLA"].splitlines()[0] + "\n", "1 predictions, the test set asks"),
-                          ("[]\n", "CoLA.jsonl:1: not a prediction")):  # fmt: skip
+                          ("[]\n", "CoLA.jsonl:1: not a prediction")):
         with pytest.raises(UserError, match=message):
             glue_submission.write_zip(file, good | {"CoLA": text}, TESTS)
     file.write_bytes(b"PK")
@@ -225,6 +225,6 @@ def test_submit_py_makes_and_checks_the_zip(official, tmp_path):
         [sys.executable, str(script), "--suite", "GLUE", "--data", str(official), "--any_size",
          "--run", str(out), "--zip", str(tmp_path / "g.zip"), "--leave_out", *others],
         capture_output=True, text=True, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(script.parent.parent)})  # fmt: skip
+        env=os.environ | {"PYTHONPATH": str(script.parent.parent)})
     assert done.returncode == 0, done.stderr
     assert "1 files, checked" in done.stdout

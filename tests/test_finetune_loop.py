@@ -36,7 +36,7 @@ def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
     starter = [sys.executable]
     if ranks > 1:
         starter += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-                    "--master_port", str(port)]  # fmt: skip
+                    "--master_port", str(port)]
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*starter, str(ROOT / "launch" / script), *arguments]
@@ -47,7 +47,7 @@ def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
 
 def common(out: Path, *more: str) -> list[str]:
     return ["--model", "random:tiny", "--tokenizer", tokenizer_path(), "--data", str(SAMPLE),
-            "--any_size", "--out", str(out), *more]  # fmt: skip
+            "--any_size", "--out", str(out), *more]
 
 
 def predictions(directory: Path) -> list[dict]:
@@ -92,7 +92,7 @@ def test_lower_layers_learn_slower(process_group, tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     given = ("--all.epochs=1", "--all.batch_rows=36", "--all.train_rows=36", "--all.dropout=0.0",
              "--all.warmup_share=0.0", "--all.weight_decay=0.0", "--all.learning_rate=1e-3",
-             "--all.layer_decay=0.5", "--all.clip_norm=0.0")  # fmt: skip
+             "--all.layer_decay=0.5", "--all.clip_norm=0.0")
     sweep.run_all(plan(tmp_path, given=given, num_seeds=1))
     after = load_finetuned(tmp_path / "CB" / "seed-1" / "model").weights
 
@@ -120,7 +120,7 @@ def agree(one: Path, other: Path, tolerance: float = 3e-4) -> None:
 
 
 SHARED = ("--tasks", "RTE", "ReCoRD", "CB", *QUICK,
-          "--CB.sift_weight=1.0", "--CB.sift_noise=0.0", "--CB.sift_step=0.1")  # fmt: skip
+          "--CB.sift_weight=1.0", "--CB.sift_noise=0.0", "--CB.sift_step=0.1")
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +137,14 @@ def alone(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("ranks", "stage", "extra"), [
     (2, 3, "--all.micro_batch_rows=1"), (2, 2, "--all.evals_per_epoch=1"),
     (3, 1, "--all.eval_batch_rows=2"),
-])  # fmt: skip
+])
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
     whose inner gradient must leave the partitions alone. Nothing is doubled, nothing is lost."""
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
     done = launch(*common(tmp_path), *SHARED, extra, "--deepspeed_config",
-                  str(tmp_path / "ds.json"), ranks=ranks, script="superglue.py")  # fmt: skip
+                  str(tmp_path / "ds.json"), ranks=ranks, script="superglue.py")
     assert done.returncode == 0, done.stderr
     for name in ("RTE", "ReCoRD", "CB"):
         agree(alone / name / "seed-1", tmp_path / name / "seed-1", 1e-3)
@@ -159,7 +159,7 @@ def plan(tmp_path, tasks=("CB",), given=QUICK, **changes) -> sweep.Sweep:
         tasks=tuple(task_named(name) for name in tasks), num_seeds=2, start=tiny_start(),
         data=str(SAMPLE), out=tmp_path, deepspeed={}, device=torch.device("cpu"), settings=tables,
         any_size=True, say=said.append,
-    )  # fmt: skip
+    )
     return dataclasses.replace(found, **changes)
 
 
@@ -205,7 +205,7 @@ def test_rows_longer_than_the_absolute_positions_are_named_before_training(proce
     """An IndexError in the first step, deep in torch."""
     shape = {"relative_attention": False, "position_terms": (), "absolute_input": True,
              "relative_norm": False, "share_position_projections": False, "position_buckets": 0,
-             "max_position": 28}  # fmt: skip
+             "max_position": 28}
     start = dataclasses.replace(tiny_start(),
                                 config=dataclasses.replace(tiny_start().config, **shape))
     with pytest.raises(UserError, match=r"has 28 absolute positions. Set --CB.max_length=28"):
@@ -227,7 +227,7 @@ def test_the_result_is_the_score_of_the_kept_weights(process_group, tmp_path):
 
 def test_a_diverged_run_is_counted_and_the_sweep_goes_on(process_group, tmp_path):
     bad = ("--all.learning_rate=10.0", "--all.weight_decay=10.0", "--all.clip_norm=0.0",
-           "--all.epochs=6", "--all.batch_rows=6", "--all.warmup_share=0.0")  # fmt: skip
+           "--all.epochs=6", "--all.batch_rows=6", "--all.warmup_share=0.0")
     results = sweep.run_all(plan(tmp_path, given=bad))
     assert [result["failed"] for result in results] == [True, True]
     for result in results:
@@ -256,7 +256,7 @@ def fake_results() -> list[dict]:
             continue
         for seed, value in ((1, 0.5), (2, 0.7), (3, 0.6)):
             diagnostics = {"AX-b": {"matthews": 0.1}, "AX-g": {"gender_parity": 0.9,
-                           "accuracy": 0.5}} if task.name == "RTE" else {}  # fmt: skip
+                           "accuracy": 0.5}} if task.name == "RTE" else {}
             confusion = {"confusion": [[2] * len(task.labels)] * len(task.labels)}
             results.append({
                 "task": task.name, "seed": seed, "score": value, "failed": seed == 1,
@@ -264,7 +264,7 @@ def fake_results() -> list[dict]:
                 "diagnostics": diagnostics, "settings": {"epochs": 1},
                 "history": [{"epoch": 1.0, "step": 1, "loss": 1.0}
                             | dict.fromkeys(task.metrics, value)],
-            } | (confusion if task.head != "mentions" else {}))  # fmt: skip
+            } | (confusion if task.head != "mentions" else {}))
     return results
 
 
@@ -286,7 +286,7 @@ def test_an_nli_head_is_kept_row_by_row_by_label_name(tmp_path):
     start, settings = tiny_start(), Settings()
     mnli = build_model(task_named("MNLI"), start, settings, 1)
     save_finetuned(tmp_path, task_named("MNLI"), settings, start.config,
-                   dict(mnli.state_dict()), start.tokenizer)  # fmt: skip
+                   dict(mnli.state_dict()), start.tokenizer)
     saved = load_finetuned(tmp_path)
     assert find_finetuned(tmp_path) == tmp_path
     rte = build_model(task_named("RTE"), start, settings, 2)
@@ -318,7 +318,7 @@ def test_init_from_runs_and_the_backbone_is_the_other_tasks(process_group, tmp_p
     source = tmp_path / "cb" / "CB" / "seed-1"
     said: list[str] = []
     results = sweep.run_all(plan(tmp_path / "rte", ("RTE",), num_seeds=1, say=said.append,
-                                 init_from={"RTE": str(source)}))  # fmt: skip
+                                 init_from={"RTE": str(source)}))
     assert results[0]["init_from"].endswith("model")
     assert any("labels kept: entailment" in line for line in said)
     assert set(results[0]["diagnostics"]) == {"AX-b", "AX-g"}
@@ -338,7 +338,7 @@ def test_starts_that_cannot_be(tmp_path):
     start = tiny_start()
     model = build_model(task_named("RTE"), start, Settings(), 1)
     save_finetuned(tmp_path, task_named("RTE"), Settings(), start.config,
-                   dict(model.state_dict()), start.tokenizer)  # fmt: skip
+                   dict(model.state_dict()), start.tokenizer)
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match="damaged or truncated"):

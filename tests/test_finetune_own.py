@@ -96,13 +96,13 @@ def train(path: Path, out: Path, *overrides: str) -> dict:
         tasks=(task,), num_seeds=1, start=tiny_start(), data=".", out=out, deepspeed={},
         device=torch.device("cpu"), settings=load(None, overrides, (*TASK_NAMES, task.name)),
         val_share=own.val_share, say=lambda text: None,
-    )  # fmt: skip
+    )
     (result,) = sweep.run_all(plan)
     return result
 
 
 @pytest.mark.parametrize("kind", ["classification", "multilabel", "regression", "choice", "tags",
-                                  "spans"])  # fmt: skip
+                                  "spans"])
 def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_group, tmp_path, kind):
     rows = rows_of(kind)
     # Ranks of equal numbers cannot be learned, so a regression is not scored by Spearman here.
@@ -115,7 +115,7 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
     table.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
     out = tmp_path / "predictions.jsonl"
     count = predict_file(saved, table, out, torch.device("cpu"), batch_rows=5, max_length=64,
-                         keep=["id"])  # fmt: skip
+                         keep=["id"])
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert count == len(lines) == 32 and [line["id"] for line in lines] == list(range(32))
     for line, row in zip(lines, rows, strict=True):
@@ -133,13 +133,13 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
             assert line["prediction"] == wanted
     with pytest.raises(UserError, match="--keep idd: no such column; there are words"):
         predict_file(saved, table, out, torch.device("cpu"), batch_rows=5, max_length=64,
-                     keep=["idd"])  # fmt: skip
+                     keep=["idd"])
 
 
 @pytest.mark.parametrize(("kind", "head"), [
     ("multilabel", "AutoModelForSequenceClassification"), ("regression",
     "AutoModelForSequenceClassification"), ("tags", "AutoModelForTokenClassification"),
-])  # fmt: skip
+])
 def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head):
     import transformers
 
@@ -149,7 +149,7 @@ def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head)
     theirs = getattr(transformers, head).from_pretrained(model).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     scores = [json.loads(line)["scores"] for line in
-              (model.parent / "val_predictions.jsonl").read_text().splitlines()]  # fmt: skip
+              (model.parent / "val_predictions.jsonl").read_text().splitlines()]
     for row, wanted in zip(rows, scores, strict=True):
         texts = [" ".join(row["words"])] if kind == "tags" else [row["words"], row["extra"]]
         inputs = tokenizer(*texts, return_tensors="pt", return_offsets_mapping=True)
@@ -160,7 +160,7 @@ def test_transformers_gives_the_same_scores(process_group, tmp_path, kind, head)
             starts = [len(" ".join(row["words"][:n])) + (n > 0) for n in range(len(row["words"]))]
             ends = [end for _, end in offsets]
             found = torch.stack([found[next(i for i, end in enumerate(ends) if end > start)]
-                                 for start in starts]).flatten()  # fmt: skip
+                                 for start in starts]).flatten()
         torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-4, atol=2e-5)
     problem = {"multilabel": "multi_label_classification", "regression": "regression"}
     assert theirs.config.problem_type == problem.get(kind)
@@ -203,7 +203,7 @@ def test_class_weights_multiply_what_an_example_adds_to_the_loss(process_group, 
     assert losses[""] == pytest.approx(animal + thing, abs=2e-5)
     assert losses["{animal = 3.0}"] == pytest.approx(3 * animal + thing, abs=4e-5)
     balanced = sum(part * 16 / (2 * counts[name]) for name, part in
-                   (("animal", animal), ("thing", thing)))  # fmt: skip
+                   (("animal", animal), ("thing", thing)))
     assert losses["balanced"] == pytest.approx(balanced, abs=4e-5)
 
 
@@ -213,19 +213,19 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
     task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
     model = build_model(task, start, Settings(), 1)
     save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)  # fmt: skip
+                   start.tokenizer)
     table, out = tmp_path / "new.csv", tmp_path / "one.jsonl"
     table.write_text("id,words,extra\n" + "".join(
-        f"{n},{' '.join(WORDS[: 1 + n % 9])},x\n" for n in range(90)))  # fmt: skip
+        f"{n},{' '.join(WORDS[: 1 + n % 9])},x\n" for n in range(90)))
     processes = start_ranks(2, ["--model", str(tmp_path / "model"), "--data", str(table), "--out",
                                 str(tmp_path / "two.jsonl"), "--keep", "id", "--batch_rows", "8"],
-                            tmp_path / "log", PREDICT)  # fmt: skip
+                            tmp_path / "log", PREDICT)
     monkeypatch.setattr("deberta_ds.finetune.predict_file.BLOCK_ROWS", 7)  # blocks change nothing
     predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"), batch_rows=8,
-                 max_length=256, keep=["id"])  # fmt: skip
+                 max_length=256, keep=["id"])
     assert wait_for_ranks(processes, 120) == [0, 0], (tmp_path / "log").read_text()
     one, two = ([json.loads(line) for line in file.read_text().splitlines()]
-                for file in (out, tmp_path / "two.jsonl"))  # fmt: skip
+                for file in (out, tmp_path / "two.jsonl"))
     assert [line["id"] for line in two] == [str(n) for n in range(90)]
     for first, second in zip(one, two, strict=True):
         assert first["prediction"] == second["prediction"]
@@ -239,7 +239,7 @@ def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_who
     task = load_own_task(write_task(tmp_path, "classification", rows_of("classification")))[0]
     model = build_model(task, start, Settings(), 1)
     save_finetuned(tmp_path / "model", task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)  # fmt: skip
+                   start.tokenizer)
     table, out = tmp_path / "new.jsonl", tmp_path / "out" / "new.jsonl"
     table.write_text("".join(json.dumps({"words": " ".join(WORDS[: 1 + n % 9]), "extra": "x",
                                          "n": n}) + "\n" for n in range(30)))
@@ -269,7 +269,7 @@ def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_who
     for wrong, said in ((out.parent, "is a directory"), (table, "is the table that is predicted")):
         with pytest.raises(UserError, match=f"--out .*: {said}"):  # not after hours, and not lost
             predict_file(load_finetuned(tmp_path / "model"), table, wrong, torch.device("cpu"),
-                         batch_rows=4, max_length=64)  # fmt: skip
+                         batch_rows=4, max_length=64)
     table.write_text('{"words": "a", "extra": "b", "start": 1, "n": 2}\n')
     with pytest.raises(UserError, match="--keep start: predictions have a value of that name"):
         predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
@@ -283,13 +283,13 @@ def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_pa
     task, commands = re.findall(r"```\n(.*?)```", text, re.DOTALL)[:2]
     (tmp_path / "tickets.toml").write_text(task)
     lines = [f'{n},{WORDS[n % 5]},"a long, {WORDS[n % 3]} text",{("mail", "phone")[n % 2]}'
-             for n in range(24)]  # fmt: skip
+             for n in range(24)]
     for name in ("train.csv", "val.csv", "new.csv"):
         (tmp_path / name).write_text("\n".join(["id,title,body,queue", *lines]) + "\n")
     start, settings = tiny_start(), Settings()
     model = build_model(task_named("RTE"), start, settings, 1)
     save_finetuned(tmp_path / "runs/base/hf", task_named("RTE"), settings, start.config,
-                   dict(model.state_dict()), start.tokenizer)  # fmt: skip
+                   dict(model.state_dict()), start.tokenizer)
     for number, command in enumerate(commands.splitlines()):
         _, script, *words = command.split()
         words = [str(tmp_path / word) if re.search(r"[/.]", word) else word for word in words]

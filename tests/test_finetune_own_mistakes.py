@@ -42,7 +42,7 @@ MISTAKES = [
      "class_weights: no label 'animl'; did you mean animal"),
     ({"kind": "tags", "settings": 'class_weights = "balanced"', "texts": ["words"]},
      "only a classification with one label"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "message"), MISTAKES)
@@ -76,7 +76,7 @@ def test_skipped_test_tables_are_not_read(tmp_path):
     (tmp_path / "broken.jsonl").write_text("{")
     task, own, _ = load_own_task(path)
     plan = sweep.Sweep(tasks=(task,), num_seeds=1, start=None, data=".", out=tmp_path, deepspeed={},
-                       device=torch.device("cpu"), predict_test=False)  # fmt: skip
+                       device=torch.device("cpu"), predict_test=False)
     assert sweep.read_task(plan, task)[2] == {}
     with pytest.raises(UserError, match="broken.jsonl"):
         sweep.read_task(dataclasses.replace(plan, predict_test=True), task)

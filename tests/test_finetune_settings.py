@@ -41,7 +41,7 @@ def test_settings_are_checked_and_later_ones_win(tmp_path):
             settings_of("RTE", file)
     for override, message in (("--epochs=1", "a setting is written --all.epochs="),
                               ("--RTTE.epochs=1", r"\[RTTE\] is not a table .* did you mean RTE"),
-                              ("epochs", "not an option")):  # fmt: skip
+                              ("epochs", "not an option")):
         with pytest.raises(UserError, match=message):
             settings_of("RTE", None, override)
     with pytest.raises(UserError, match="no such settings file"):
@@ -57,7 +57,7 @@ def test_the_metric_that_chooses_must_be_one_of_the_tasks():
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Settings)
-                                  if field.type in (int, float)])  # fmt: skip
+                                  if field.type in (int, float)])
 def test_no_setting_takes_nonsense(name):
     """NaN and infinity passed `x <= 0`, and a run trained to its end with them."""
     for value in ("nan", "inf", "-inf", "-5", "1e400", "99999999999999999999999", '"x"', "[]"):
@@ -80,7 +80,7 @@ def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(path):
         if task.name in ("RTE", "COPA", "WiC"):
             examples = sample(task.name).examples
             encode(task, examples, tiny_start().tokenizer, max_length=settings.max_length,
-                   window_overlap=settings.window_overlap)  # fmt: skip
+                   window_overlap=settings.window_overlap)
 
 
 def test_there_is_a_preset_for_every_size():

@@ -22,7 +22,7 @@ def model_and_batch(name: str, sift: Sift | None, **shape):
     model = TaskModel(task_named(name), Backbone(config), 0.0, sift)
     init_parameters(model, 0.1, 3)
     features = encode(task_named(name), sample(name).examples, start.tokenizer,
-                      max_length=128, window_overlap=16)  # fmt: skip
+                      max_length=128, window_overlap=16)
     return model.train(), collate(features[:8])
 
 
@@ -119,7 +119,7 @@ def test_the_ascent_leaves_no_gradient_and_evaluation_is_plain():
 
 ABSOLUTE = {"relative_attention": False, "position_terms": (), "absolute_input": True,
             "relative_norm": False, "share_position_projections": False, "position_buckets": 0,
-            "max_position": 256}  # fmt: skip
+            "max_position": 256}
 
 
 @pytest.mark.parametrize("shape", [{}, ABSOLUTE], ids=["relative", "absolute"])

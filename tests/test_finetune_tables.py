@@ -23,7 +23,7 @@ def test_every_kind_of_table_gives_the_same_examples(tmp_path):
     import pyarrow.parquet
 
     rows = [{"words": f'He said "{n}", twice\nor so', "extra": "x", "label": n % 3 == 0}
-            for n in range(9)]  # fmt: skip
+            for n in range(9)]
     path = write_task(tmp_path, "classification", rows)
     wanted = read_split(load_own_task(path)[0], ".", "train").examples
     assert {example.label for example in wanted} == {0, 1}
@@ -79,7 +79,7 @@ def test_a_table_has_the_columns_of_superglue_or_of_glue():
 @pytest.mark.parametrize(("value", "found"), [
     (1, (1, "number")), ("B", (1, "letter")), ("moon", (2, "text")), ("AB", None), ("", None),
     (3, None), (-1, None), ("D", None), (None, None), (True, None), (7, (0, "text")),
-])  # fmt: skip
+])
 def test_which_answer_a_label_of_a_choice_names(value, found):
     assert chosen(value, ["7", "dog", "moon"]) == found
 
@@ -101,7 +101,7 @@ def test_conll_columns_are_sentences(tmp_path):
     with pytest.raises(UserError, match=r"wide.txt:2: 'rejects' has 1 columns; either all tokens"):
         list(read_table(wide))
     path = write_task(tmp_path, "tags", [], train="train.conll", val="train.conll",
-                      texts=["tokens"], label="tags")  # fmt: skip
+                      texts=["tokens"], label="tags")
     task, _, _ = load_own_task(path)
     assert task.labels == ("O", "B-ORG", "B-PER")
     first, _ = read_split(task, ".", "train").examples
@@ -113,7 +113,7 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "train").write_text("en:Rome\tB-LOC\nen::\tO\nen:a:b\tO\n\nen:He\tO\n")
     path = write_task(tmp_path, "tags", [], train="train", val="train", texts=["tokens"],
-                      label="tags")  # fmt: skip
+                      label="tags")
     task, _, said = load_own_task(path)
     assert said == "mine: 2 labels: O (3), B-LOC (1)"
     wanted = read_split(task, ".", "train").examples
@@ -121,12 +121,12 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     names = ["O", "B-PER", "B-LOC"]
     features = datasets.Features({
         "tokens": datasets.List(datasets.Value("string")),
-        "ner_tags": datasets.List(datasets.ClassLabel(names=names))})  # fmt: skip
+        "ner_tags": datasets.List(datasets.ClassLabel(names=names))})
     table = datasets.Dataset.from_dict({"tokens": [["Rome", ":", "a:b"], ["He"]],
                                         "ner_tags": [[2, 0, 0], [0]]}, features=features)
     table.to_parquet(str(tmp_path / "train.parquet"))
     path = write_task(tmp_path, "tags", [], train="train.parquet", val="train.parquet",
-                      texts=["tokens"], label="ner_tags", labels=names)  # fmt: skip
+                      texts=["tokens"], label="ner_tags", labels=names)
     found = read_split(load_own_task(path)[0], ".", "train").examples
     assert [e.label for e in found] == [(2, 0, 0), (0,)]
     wikiann = "en:Rome\tB-LOC\nen:.\tO\n"
@@ -153,7 +153,7 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     (["B-PER", "L-PER", "U-LOC", "U-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
     (["B-PER", "M-PER", "E-PER", "S-LOC"], [("PER", 0, 3), ("LOC", 3, 4)]),  # BMES
     (["O", "O"], []), ([], []),
-])  # fmt: skip
+])
 def test_spans_are_those_of_conlleval(tags, spans):
     assert spans_of(tags) == spans
 
@@ -163,7 +163,7 @@ def test_span_f1_is_seqevals():
     dice = random.Random(2)
     gold = [tuple(dice.randrange(5) for _ in range(8)) for _ in range(40)]
     guess = [tuple(tag if dice.random() < 0.7 else dice.randrange(5) for tag in row)
-             for row in gold]  # fmt: skip
+             for row in gold]
     found = span_f1([Example((n,), (("x",),), row) for n, row in enumerate(gold)], guess, labels)
     assert 0.2 < found < 0.9
     metrics = pytest.importorskip("seqeval.metrics")
@@ -191,7 +191,7 @@ def test_swag_race_and_conll_are_read_in_their_own_formats(tmp_path):
     (example,) = read_split(recipe("swag", tmp_path), ".", "train").examples
     assert example.sequences[1] == ("He sits.", "He eats, then runs.") and example.label == 1
     row = {"example_id": "high1.txt", "article": "It rained all day.", "question": "What fell?",
-           "options": ["Snow.", "Rain.", "Hail.", "Dust."], "answer": "B"}  # fmt: skip
+           "options": ["Snow.", "Rain.", "Hail.", "Dust."], "answer": "B"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
     (example,) = read_split(recipe("race", tmp_path), ".", "train").examples
     assert example.sequences[3] == ("It rained all day.", "What fell? Dust.") and example.label == 1
@@ -224,7 +224,7 @@ def test_races_own_directory_is_read_as_the_hubs_table(tmp_path):
                             ({"answers": ["B", "E"]}, "a letter from A to D"),
                             ({"options": [["a"], ["a"]]}, "has 1 answers, not 4"),
                             ({"options": 3}, "not a RACE document .*TypeError"),
-                            ({"article": " "}, '"article" is empty')):  # fmt: skip
+                            ({"article": " "}, '"article" is empty')):
         file.with_name("9.txt").write_text(json.dumps(document | change))
         with pytest.raises(UserError, match=f"9.txt.*{message}"):
             read_split(task, ".", "train")

@@ -113,7 +113,7 @@ def kernels(monkeypatch):
 def test_the_host_waits_once_a_step_at_its_end(kind, kernels):
     config = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
                          intermediate_size=64, max_position=64, position_buckets=8,
-                         conv_kernel=3 if kind == "mlm" else 0)  # fmt: skip
+                         conv_kernel=3 if kind == "mlm" else 0)
     if kind == "mlm":
         model = MlmModel(config, 190)
     else:

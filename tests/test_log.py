@@ -24,7 +24,7 @@ def train_record(step, **more):
         "discriminator_loss": 0.07, "discriminator_gain": 0.03 - 0.05 / (1 + 0.05 * step),
         "learning_rate": 5e-4, "grad_norm": 1.25, "tokens_per_second": 12_345.6,
         "flops_per_second": 41.7e9, "mfu": None, "eta_seconds": 754.0, **more,
-    }  # fmt: skip
+    }
 
 
 def eval_record(step, **more):
@@ -33,7 +33,7 @@ def eval_record(step, **more):
         "generator_accuracy": 0.3125, "generator_perplexity": 60.3, "unigram_accuracy": 0.054,
         "discriminator_loss": 0.31, "discriminator_accuracy": 0.917, "prior_accuracy": 0.897,
         "discriminator_gain": 0.02, "roc_auc": 0.742, "average_precision": 0.331, **more,
-    }  # fmt: skip
+    }
 
 
 def event_record(step, event):
@@ -159,5 +159,5 @@ def test_numbers_for_humans():
     values = {(0.742, "share"): "74.2%", (-0.0213, "gain"): "−0.0213", (0.0, "gain"): "0",
               (1204.5, "tenths"): "1,204.5", (None, "share"): "–", (5e-4, "rate"): "5.0e−4",
               (3.4121, "number"): "3.412", (1.5 * 2**30, "bytes"): "1.50 GiB",
-              (0.0231, "points"): "+2.31 pts", (7.5e12, "number"): "7.50T"}  # fmt: skip
+              (0.0231, "points"): "+2.31 pts", (7.5e12, "number"): "7.50T"}
     assert {key: format_value(*key) for key in values} == values

@@ -35,7 +35,7 @@ GOOD = '{"kind": "train", "step": 1, "loss": 2.5}'
         ("[" * 200_000, "not a record"),
         ('{"kind": "train", "step": ' + "1" * 9_000 + "}", "not a record"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_line_is_named(tmp_path, line, rule):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{GOOD}\n{line}\n")

@@ -19,7 +19,7 @@ from deberta_ds.report.rundata import read_run
 from deberta_ds.report.samples import filled_masks
 
 SECTIONS = ["Learning curves", "What was learned", "Course of the run", "Where the time went",
-            "Evaluation", "SuperGLUE", "From raw text to scores", "Configuration"]  # fmt: skip
+            "Evaluation", "SuperGLUE", "From raw text to scores", "Configuration"]
 
 
 def read_page(tmp_path, *directories, write=report.write_runs):
@@ -76,7 +76,7 @@ def test_a_masked_lm_run_has_no_discriminator_and_needs_no_extras(tmp_path, old_
 def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
     runs = [make_run(tmp_path / "a", name="a"),
             make_run(tmp_path / "b", name="b", optim={"lr": 1e-3}),
-            make_run(tmp_path / "c", name="c", kind="mlm")]  # fmt: skip
+            make_run(tmp_path / "c", name="c", kind="mlm")]
     text, page = read_page(tmp_path, *runs)
     assert page.headings[0] == "3 runs compared" and page.headings.count("Evaluation") == 3
     assert "What differs" in page.headings and "optim.lr" in page.text
@@ -159,7 +159,7 @@ def test_finished_is_not_green_when_nothing_was_learned(tmp_path):
         if record["kind"] == "eval":
             record |= {"generator_accuracy": 0.0541, "discriminator_gain": -0.001, "roc_auc": 0.5,
                        "average_precision": 0.119, "discriminator_accuracy": 0.881,
-                       "discriminator_loss": 0.37, "minimal_pairs": 0.5}  # fmt: skip
+                       "discriminator_loss": 0.37, "minimal_pairs": 0.5}
     text, page = read_page(tmp_path, make_run(tmp_path / "bad", records))
     assert "Finished, but nothing was learned" in page.text and 'pill good' not in text
     partly = make_records()
@@ -241,7 +241,7 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
              "metrics": {"accuracy": 0.0}, "baseline": None, "error": "nan"} for seed in (1, 2)]
     zero = dict.fromkeys(("median", "min", "max"), 0.0)
     tasks = {"RTE": {"score": zero, "metrics": {"accuracy": zero}, "baseline": None, "seeds": 2,
-                     "failed": 2, "diagnostics": {}}}  # fmt: skip
+                     "failed": 2, "diagnostics": {}}}
     sweep = make_sweep(tmp_path / "a", tasks=(), **{"runs": runs, "mean": 0.0, "mean_of": 1})
     whole = json.loads((sweep / "results.json").read_text()) | {"tasks": tasks}
     (sweep / "results.json").write_text(json.dumps(whole))
@@ -282,7 +282,7 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
         ("superglue/results.json", "\xff", "results.json: "),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_damaged_input_is_named(tmp_path, file, content, words):
     run = make_run(tmp_path / "demo")
     (run / file).write_bytes(content.encode("latin-1"))

@@ -45,7 +45,7 @@ def hostile_run(directory, text, kind="rtd"):
                    **{text: {text: [text]}})
     config = json.loads((run / "config.json").read_text())
     config |= {"origins": {f"{text}.{text}": text, "name": text}, "versions": {text: text},
-               "hardware": text, "commit": text, "fingerprints": {text: text}}  # fmt: skip
+               "hardware": text, "commit": text, "fingerprints": {text: text}}
     (run / "config.json").write_text(json.dumps(config))
     (run / "summary.json").write_text(json.dumps(
         [{"stage": text, "what": text, "result": text, "seconds": 1}]))
@@ -61,7 +61,7 @@ def hostile_sweep(directory, text):
     spread = whole["tasks"]["RTE"]["score"]
     for task in whole["tasks"].values():
         task |= {"labels": [text, text], "metrics": {text: spread},
-                 "diagnostics": {text: {text: spread}}}  # fmt: skip
+                 "diagnostics": {text: {text: spread}}}
     for run in whole["runs"]:
         run["settings"] = {text: text}
         run["history"] = [{"epoch": 1.0, text: 0.5}, {"epoch": 2.0, text: 0.6}]
@@ -88,7 +88,7 @@ def pages(tmp_path_factory):
         for name, write, inputs in (
             ("run", report.write_runs, [run]), ("both", report.write_runs, [run, other]),
             ("sweep", report.write_sweep, [run / "superglue", other / "superglue"]),
-        ):  # fmt: skip
+        ):
             found[name, number] = root / f"{name}-{number}.html"
             write(found[name, number], inputs)
     return found

@@ -10,7 +10,7 @@ from deberta_ds.model import flops  # noqa: E402
 
 SMALL = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=1",
          "--model.intermediate_size=128", "--model.vocab_size=20480", "--data.seq_len=512",
-         "--objective.generator_layers=2"]  # fmt: skip
+         "--objective.generator_layers=2"]
 
 
 def table(rows: int) -> tuple:

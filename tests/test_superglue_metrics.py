@@ -27,7 +27,7 @@ GOLDEN_BASELINES = {
     "BoolQ": {"accuracy": 62.17}, "CB": {"macro_f1": 22.22, "accuracy": 50.0},
     "COPA": {"accuracy": 55.0}, "MultiRC": {"f1a": 59.95, "em": 0.84},
     "RTE": {"accuracy": 52.71}, "WiC": {"accuracy": 50.0}, "WSC": {"accuracy": 63.46},
-}  # fmt: skip
+}
 
 
 @needs_real
@@ -126,7 +126,7 @@ def test_an_absent_class_still_counts_in_cb():
 
 def test_a_question_without_a_true_answer_counts_in_em():
     examples = [Example((0, q, a), (("t", "q"),), label)
-                for q, a, label in ((0, 0, 0), (0, 1, 0), (1, 2, 1), (1, 3, 0))]  # fmt: skip
+                for q, a, label in ((0, 0, 0), (0, 1, 0), (1, 2, 1), (1, 3, 0))]
     assert metrics.exact_match(examples, [0, 0, 1, 1]) == 0.5
     assert metrics.exact_match(examples, [0, 1, 1, 0]) == 0.5
 
@@ -153,7 +153,7 @@ PUBLISHED = {
                        "ReCoRD": (90.6, 90.0), "RTE": 88.2, "WiC": 69.9, "WSC": 89.0}, 84.55),
     "DeBERTa 1.5B": ({"BoolQ": 90.4, "CB": (94.9, 97.2), "COPA": 96.8, "MultiRC": (88.2, 63.7),
                       "ReCoRD": (94.5, 94.1), "RTE": 93.2, "WiC": 76.4, "WSC": 95.9}, 89.9),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -19,7 +19,7 @@ def test_directory_task_zip_and_combined_zip_give_the_same_examples(name, tmp_pa
     wanted = read_split(task, SAMPLE, "test", any_size=True).examples
     inside = f"{name}/{name if task.predicted_by else 'test'}.jsonl"
     for archive, prefix in ((tmp_path / "a" / f"{name}.zip", ""),
-                            (tmp_path / "b" / "combined.zip", "data/")):  # fmt: skip
+                            (tmp_path / "b" / "combined.zip", "data/")):
         archive.parent.mkdir()
         with zipfile.ZipFile(archive, "w") as opened:
             opened.write(SAMPLE / inside, prefix + inside)
@@ -36,20 +36,20 @@ def _hub_rows(name: str) -> list[dict]:
              "idx": {"paragraph": line["idx"], "question": q["idx"], "answer": a["idx"]},
              "label": a["label"]}
             for line in lines for q in line["passage"]["questions"] for a in q["answers"]
-        ]  # fmt: skip
+        ]
     if name == "ReCoRD":
         rows = []
         for line in lines:
             text, entities = line["passage"]["text"], line["passage"]["entities"]
             spans = {"text": [text[e["start"] : e["end"] + 1] for e in entities],
                      "start": [e["start"] for e in entities],
-                     "end": [e["end"] + 1 for e in entities]}  # fmt: skip
+                     "end": [e["end"] + 1 for e in entities]}
             rows += [
                 {"passage": text, "query": qa["query"], "entities": sorted(set(spans["text"])),
                  "entity_spans": spans, "answers": sorted({a["text"] for a in qa["answers"]}),
                  "idx": {"passage": line["idx"], "query": qa["idx"]}}
                 for qa in line["qas"]
-            ]  # fmt: skip
+            ]
         return rows
     numbers = {"entailment": 0, "contradiction": 1, "neutral": 2, "not_entailment": 1}
     rows = []
@@ -115,7 +115,7 @@ BREAKS = [
     ("ReCoRD", lambda line: line["qas"][0].update(query="no gap"), "has no @placeholder"),
     ("ReCoRD", lambda line: line["qas"][0].update(answers=[]), "no answer of query"),
     ("ReCoRD", lambda line: line["passage"].update(entities=[]), "no entities"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "damage", "message"), BREAKS)

@@ -213,14 +213,14 @@ def test_a_partial_zip_must_be_asked_for_by_name(tmp_path):
 def submit(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "launch" / "submit.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})  # fmt: skip
+                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
 
 
 def test_the_command_makes_checks_and_refuses(tmp_path):
     for name, text in texts().items():
         (tmp_path / f"{name}.jsonl").write_text(text)
     made = submit("--predictions", str(tmp_path), "--data", str(SAMPLE), "--any_size",
-                  "--zip", str(tmp_path / "out.zip"))  # fmt: skip
+                  "--zip", str(tmp_path / "out.zip"))
     assert made.returncode == 0, made.stderr
     assert "10 files, checked" in made.stdout
     short = submit("--check", str(tmp_path / "out.zip"), "--data", str(SAMPLE))
@@ -242,6 +242,6 @@ def test_a_zip_of_official_size_passes_all_but_record(tmp_path):
         nested = io.BytesIO(archive.read("MultiRC.jsonl"))
     assert counts == {"BoolQ.jsonl": 3245, "CB.jsonl": 250, "COPA.jsonl": 500,
                       "MultiRC.jsonl": 166, "RTE.jsonl": 3000, "WiC.jsonl": 1400,
-                      "WSC.jsonl": 146, "AX-b.jsonl": 1104, "AX-g.jsonl": 356}  # fmt: skip
+                      "WSC.jsonl": 146, "AX-b.jsonl": 1104, "AX-g.jsonl": 356}
     answers = [a for line in nested for q in questions(json.loads(line)) for a in q["answers"]]
     assert len(answers) == 9693

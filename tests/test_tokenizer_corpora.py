@@ -26,7 +26,7 @@ from deberta_ds.tokenizer.publish import add_special_tokens, special_token
 READ = ReadOptions("line")
 PIECES = {"byte_bpe": 620, "bpe": 620, "wordpiece": 380}
 RAW = (*SENTENCES, "  two  spaces\u00a0and a soft\u00adhyphen, cafe\u0301, \ufeffZ\u200bW ", "x▁y",
-       "tab\there 😀 नमस्ते")  # fmt: skip
+       "tab\there 😀 नमस्ते")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from deberta_ds.tokenizer.publish import add_special_tokens
 
 TEXTS = (*SENTENCES, "", " ", "  a  b\nc\t\td\r\n", "日本 x\u200by é e\u0301\u00a0z", "\ufeffx\x00",
          "don't (stop) it_is 12.5%", "\U0001f600😀 ไทย हिन्दी \U000e0001", "        indented = [1]",
-         "a [MASK] b<mask>, <s>c</s> [CLS]")  # fmt: skip
+         "a [MASK] b<mask>, <s>c</s> [CLS]")
 WITHOUT_NAMES = TEXTS[:-1]
 
 
@@ -146,7 +146,7 @@ def _broken(tmp_path, name: str, change) -> Tokenizer:
     ("roberta", lambda v: v["model"]["merges"].append(["q~", "~q"]), "cannot load it"),
     ("modernbert", lambda v: v["added_tokens"][-1].update(id=9000), r"'\[unused0\]' has id 9000"),
     ("unigram", lambda v: v["model"]["vocab"].insert(0, 3), "Unigram vocabulary is damaged"),
-])  # fmt: skip
+])
 def test_what_is_missing_or_damaged_is_one_error(tmp_path, name, change, message):
     with pytest.raises(UserError, match=message) as error:
         _broken(tmp_path, name, change)

@@ -34,7 +34,7 @@ def best_answers(scores_KL: Tensor, batch: FeatureBatch, max_answer_tokens: int)
     starts_RL = starts_RL.index_fill(1, torch.zeros_like(batch.example_R[:1]), 2 * NEVER)
     length, device = starts_RL.size(1), starts_RL.device
     found = [(starts_RL[:, : length - more] + ends_RL[:, more:]).max(-1)
-             for more in range(min(max_answer_tokens, length))]  # fmt: skip
+             for more in range(min(max_answer_tokens, length))]
     best_R, more_R = torch.stack([best.values for best in found], -1).max(-1)
     firsts_RD = torch.stack([best.indices for best in found], -1)
     first_R = firsts_RD.gather(1, more_R[:, None])[:, 0]
@@ -96,6 +96,6 @@ def write_official(
     """Write what the official scripts read: predictions.json, and null_odds.json for v2.0."""
     answers = {example.id: text for example, text in zip(examples, texts, strict=True)}
     odds = {example.id: round(float(numbers[MARGIN]), 6)
-            for example, numbers in zip(examples, scores, strict=True)}  # fmt: skip
+            for example, numbers in zip(examples, scores, strict=True)}
     for name, values in (("predictions.json", answers), ("null_odds.json", odds)):
         write_atomic(directory / name, json.dumps(values, indent=1, ensure_ascii=False) + "\n")

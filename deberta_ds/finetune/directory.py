@@ -54,9 +54,9 @@ _FORMAT = 2  # 0.1.0 wrote no number
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
 _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
             "regress": "ForSequenceClassification", "choice": "ForMultipleChoice",
-            "tags": "ForTokenClassification", "answer": "ForQuestionAnswering"}  # fmt: skip
+            "tags": "ForTokenClassification", "answer": "ForQuestionAnswering"}
 _PROBLEMS = {"classify": "single_label_classification", "regress": "regression",
-             "multilabel": "multi_label_classification"}  # fmt: skip
+             "multilabel": "multi_label_classification"}
 _QA = "qa_outputs."  # what that class calls the classifier
 
 
@@ -87,7 +87,7 @@ def _inside(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def save_finetuned(
     directory: Path, task: Task, settings: Settings, config: ModelConfig,
     weights: Mapping[str, Tensor], tokenizer: Tokenizer, threshold: float = 0.0,
-) -> None:  # fmt: skip
+) -> None:
     """Write the TaskModel weights of a fine-tuned model; a reader never sees a half-new one."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FACTS).unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def save_finetuned(
     if not find_tokenizer_files(directory):
         write_tokenizer_files(tokenizer.files, directory, settings.max_length)
     facts = {"format": _FORMAT, "task": dataclasses.asdict(task),
-             "settings": dataclasses.asdict(settings), "threshold": threshold}  # fmt: skip
+             "settings": dataclasses.asdict(settings), "threshold": threshold}
     write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -147,7 +147,7 @@ def load_finetuned(path: str | Path) -> Finetuned:
         return _load_first_version(path, facts)
     if facts["format"] != _FORMAT or not {"task", "settings"} <= facts.keys():
         raise UserError(f"{path / FACTS}: format {facts['format']!r} without a task, or from a "
-                        f"newer version; this version reads {_FORMAT}")  # fmt: skip
+                        f"newer version; this version reads {_FORMAT}")
     task = validate(Task, facts["task"], f"{path / FACTS}, task")
     settings = validate(Settings, facts["settings"], f"{path / FACTS}, settings")
     release = read_release(path)

@@ -169,7 +169,7 @@ class _Encoder:
         ids, places = self.tokens(context)
         if not ids:
             raise UserError(f"{example.place}: {context!r} gives no token, so no answer can be "
-                            "found in it; remove the line, or use another tokenizer")  # fmt: skip
+                            "found in it; remove the line, or use another tokenizer")
         offsets = np.array(places, dtype=np.int32).reshape(-1, 2)
         asked = self.plain(question)
         low = 2 + len(asked)
@@ -189,7 +189,7 @@ class _Encoder:
             position=position, sequences=tuple(rows), spans=tuple(spans), num_slots=2 * len(rows),
             label=-1, slot_labels=tuple(map(float, targets)), cut_tokens=0,
             offsets=tuple(offsets[start : start + room] for start in starts),
-        )  # fmt: skip
+        )
 
     def spans(self, example: Example, texts: tuple[str, ...], starts: list[int], room: int):
         """Return (row, slot, start, end) in tokens of the row; a mention once per whole window."""

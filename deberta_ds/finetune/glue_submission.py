@@ -32,7 +32,7 @@ def table_of(lines: str, place: str) -> str:
             rows.append(f"{value['idx']}\t{value['label']}")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{place}:{number}: not a prediction ({error}); run the task again"
-                            ) from error  # fmt: skip
+                            ) from error
     return "\n".join(rows) + "\n"
 
 
@@ -65,7 +65,7 @@ def _is_label(task: Task, label: str) -> bool:
 def write_zip(
     path: str | Path, texts: Mapping[str, str], tests: Mapping[str, Sequence[Example]],
     left_out: Sequence[str] = (), places: Mapping[str, object] = MappingProxyType({}),
-) -> None:  # fmt: skip
+) -> None:
     """Write the zip of {task name: text of its submission/TASK.jsonl}, every table checked.
 
     `places` are the files that the texts come from, for errors.
@@ -91,7 +91,7 @@ def check_zip(
             names = archive.namelist()
             if sorted(names) != sorted(wanted):
                 raise UserError(f"{path}: the files must be exactly {', '.join(wanted)}; found "
-                                f"{', '.join(names) or 'none'}")  # fmt: skip
+                                f"{', '.join(names) or 'none'}")
             texts = {name: archive.read(name).decode("utf-8") for name in names}
     except (*ZIP_DAMAGE, ValueError) as error:
         if isinstance(error, UserError):

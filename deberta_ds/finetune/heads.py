@@ -40,7 +40,7 @@ class TaskModel(nn.Module):
     """`backbone` and `head` of `task`; forward takes a FeatureBatch."""
 
     def __init__(self, task: Task, backbone: Backbone, dropout: float, sift: Sift | None = None,
-                 max_answer_tokens: int = 30):  # fmt: skip
+                 max_answer_tokens: int = 30):
         super().__init__()
         self.max_answer_tokens = max_answer_tokens
         self.backbone = backbone
@@ -71,7 +71,7 @@ class TaskModel(nn.Module):
         return adversarial_divergence(
             lambda vectors_RLC: flat(self.scores(vectors_RLC, batch)), sums_RLC, flat(scores),
             self.sift,
-        )  # fmt: skip
+        )
 
     def sums(self, batch: FeatureBatch) -> Tensor:
         """Return what the input block normalizes: word vectors (+ absolute positions)."""

@@ -127,7 +127,7 @@ def _record(rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
         ]
         # The Hub removes the newlines around @highlight; offsets are kept.
         line = {"source": "hub", "passage": {"text": row["passage"], "entities": entities},
-                "qas": [], "idx": row["idx"]["passage"]}  # fmt: skip
+                "qas": [], "idx": row["idx"]["passage"]}
         _, line = passages.setdefault(row["idx"]["passage"], (place, line))
         qa = {"query": row["query"], "idx": row["idx"]["query"]}
         if row["answers"]:

@@ -96,7 +96,7 @@ def _choice(line: Line, answers: list[str]) -> int:
     if found is None:
         line.fail(f'field "label" must be a number from 0 to {len(answers) - 1}, a letter from A '
                   f"to {_LETTERS[: len(answers)][-1]}, or the answer itself; found "
-                  f"{show(line.value.get('label'))}")  # fmt: skip
+                  f"{show(line.value.get('label'))}")
     return found[0]
 
 
@@ -139,10 +139,10 @@ def _answers(line: Line, labelled: bool) -> list[Example]:
     answers: list[tuple[str, int]] = []
     if labelled or "label" in line.value:
         answers = [(text, _answer_start(line, context, text, start))
-                   for text, start in _given_answers(line)]  # fmt: skip
+                   for text, start in _given_answers(line)]
         if labelled and not answers and not line.task.no_answer:
             line.fail(f"the question has no answer, but {line.task.name} has one everywhere; of an "
-                      "own task: train must have some without an answer, too")  # fmt: skip
+                      "own task: train must have some without an answer, too")
     spans = tuple(TextSpan(1, start, start + len(text)) for text, start in answers[:1])
     gold = tuple(text for text, _ in answers)
     name = line.value.get("id", line.index())
@@ -165,7 +165,7 @@ def _given_answers(line: Line) -> list[tuple[str, Any]]:
     if isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value):
         return [(part["text"], part.get("answer_start")) for part in value]
     line.fail(f"answers must be a text, a list of {{text, answer_start}}, or {{text: [...], "
-              f"answer_start: [...]}}; found {show(value)}")  # fmt: skip
+              f"answer_start: [...]}}; found {show(value)}")
 
 
 def _answer_start(line: Line, context: str, text: Any, start: Any) -> int:
@@ -173,7 +173,7 @@ def _answer_start(line: Line, context: str, text: Any, start: Any) -> int:
     name = line.task.texts[1]
     if not isinstance(text, str) or not text.strip():
         line.fail(f"an answer must be a text, found {show(text)}; a question without an answer has "
-                  "no entry at all")  # fmt: skip
+                  "no entry at all")
     found = context.find(text)
     if start is None and found >= 0:
         return found
@@ -183,9 +183,9 @@ def _answer_start(line: Line, context: str, text: Any, start: Any) -> int:
         return start
     if found < 0:
         line.fail(f'answer {show(text)} is nowhere in field "{name}"; an answer must be a piece of '
-                  "it, letter by letter")  # fmt: skip
+                  "it, letter by letter")
     line.fail(f'answer {show(text)} is not at character {show(start)} of field "{name}"; it is at '
-              f"{found} (characters are counted from 0, not bytes)")  # fmt: skip
+              f"{found} (characters are counted from 0, not bytes)")
 
 
 def _copa(line: Line, labelled: bool) -> list[Example]:

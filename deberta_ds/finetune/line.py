@@ -83,12 +83,12 @@ class Line:
             more = "" if self.task.name in TASK_NAMES else (
                 "; labels that train has not are named by labels = [...] in the task file")
             self.fail(f'field "{self.key}{where}" must be one of {wanted}, found {show(value)}'
-                      f"{more}")  # fmt: skip
+                      f"{more}")
         return values.index(value)
 
 
 _NAMES = {str: "a string", float: "a number", int: "an integer", bool: "true or false",
-          list: "a list", dict: "a JSON object"}  # fmt: skip
+          list: "a list", dict: "a JSON object"}
 
 
 def line_format(task: Task) -> str:

@@ -246,7 +246,7 @@ def weights_of_classes(task: Task, settings: Settings, rows: Sequence[Feature]) 
 
 
 def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int,
-          class_weights: Sequence[float] = ()):  # fmt: skip
+          class_weights: Sequence[float] = ()):
     """Make one update from the examples in `picked`; return their mean (loss, adversarial)."""
     world, rank = dist.world_size(), dist.rank()
     slots = shape.micro_rows * shape.accumulation
@@ -284,7 +284,7 @@ def _keep(job: Job, engine, threshold: float) -> None:
                 weights[name] = parameter.detach().to("cpu", torch.float32).clone()
     if dist.is_main():
         save_finetuned(job.out / "model", job.task, job.settings, job.start.config, weights,
-                       job.start.tokenizer, threshold)  # fmt: skip
+                       job.start.tokenizer, threshold)
     dist.barrier()
 
 

@@ -154,7 +154,7 @@ def spearman(examples: Sequence[Example], predictions: Sequence[Prediction]) -> 
 def tag_accuracy(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
     """Return the share of words with the right tag."""
     right = [a == b for example, guess in zip(examples, predictions, strict=True)
-             for a, b in zip(example.label, guess, strict=True)]  # fmt: skip
+             for a, b in zip(example.label, guess, strict=True)]
     return float(np.mean(right))
 
 
@@ -223,13 +223,13 @@ def f1_v2_of(example: Example, answer: str) -> float:
     """Return SQuAD v2.0's F1 of one answer, "" for none."""
     found = normalize(answer)
     return max(_token_f1(found, gold) if found and gold else float(found == gold)
-               for gold in _gold_v2(example))  # fmt: skip
+               for gold in _gold_v2(example))
 
 
 def exact_match_v2(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
     """Return SQuAD v2.0's share of exact answers; "" is right where there is none."""
     right = [normalize(answer) in _gold_v2(example)
-             for example, answer in zip(examples, predictions, strict=True)]  # fmt: skip
+             for example, answer in zip(examples, predictions, strict=True)]
     return float(np.mean(right))
 
 

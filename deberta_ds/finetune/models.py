@@ -82,9 +82,9 @@ def build_model(task: Task, start: Start, settings: Settings, seed: int) -> Task
     sift = None
     if settings.sift_weight > 0:
         sift = Sift(settings.sift_weight, settings.sift_step, settings.sift_noise,
-                    settings.sift_loss)  # fmt: skip
+                    settings.sift_loss)
     model = TaskModel(task, Backbone(config), settings.head_dropout, sift,
-                      settings.max_answer_tokens)  # fmt: skip
+                      settings.max_answer_tokens)
     if start.weights is None:
         init_parameters(model.backbone, config.init_std, seed)
     else:
@@ -98,10 +98,10 @@ def start_from(start: Start, saved: Finetuned, place: str) -> Start:
     mine = {name: getattr(start.config, name) for name in FREE}
     if dataclasses.replace(saved.config, **mine) != start.config:
         raise UserError(f"{place}: it was fine-tuned from a model of another shape than "
-                        f"{start.name}; pass --model {place} to start from it")  # fmt: skip
+                        f"{start.name}; pass --model {place} to start from it")
     if start.tokenizer.sha256 != saved.tokenizer.sha256:
         raise UserError(f"{place}: it was fine-tuned with another tokenizer than that of "
-                        f"{start.name}; pass --model {place} to start from it")  # fmt: skip
+                        f"{start.name}; pass --model {place} to start from it")
     return dataclasses.replace(start, weights=saved.backbone())
 
 
@@ -131,4 +131,4 @@ def keep_head(model: TaskModel, task: Task, saved: Finetuned) -> str:
             own[key][task.labels.index(label)] = head[key][saved.task.labels.index(label)]
     fresh = [label for label in task.labels if label not in shared]
     return (f"head of {saved.task.name}: kept {', '.join(kept) or 'no layer'}; labels kept: "
-            f"{', '.join(shared) or 'none'}; fresh: {', '.join(fresh) or 'none'}")  # fmt: skip
+            f"{', '.join(shared) or 'none'}; fresh: {', '.join(fresh) or 'none'}")

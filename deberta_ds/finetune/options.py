@@ -62,7 +62,7 @@ def underscored(text: str) -> str:
 def build_sweep(
     options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
     init_from: dict[str, str], keep_models: bool, val_share: float = 0.0,
-) -> "Sweep":  # fmt: skip
+) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
     from deberta_ds import deepspeed_config
     from deberta_ds.finetune import settings

@@ -87,12 +87,12 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     _check(own, path)
     head, layout, metrics = _FORMS[own.kind]
     files = {split: os.path.normpath(path.parent.resolve() / name) for split, name in
-             (("train", own.train), ("val", own.val), ("test", own.test)) if name}  # fmt: skip
+             (("train", own.train), ("val", own.val), ("test", own.test)) if name}
     task = Task(
         name=own.name, head=head, layout=layout, labels=(), texts=own.texts, choices=own.choices,
         metrics=own.metrics or metrics, files=files, columns={"label": own.label},
         may_be_blank=len(own.texts) > 1, settings=own.settings,
-    )  # fmt: skip
+    )
     if own.kind == "spans":
         task, said = _with_answers(task, own, Path(files["train"]), path)
     else:
@@ -102,7 +102,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
         _check_tags(own, labels, path)
         if len(labels) != 2 and (wrong := set(own.metrics) & set(_OF_TWO)):
             raise UserError(f"{path}: metrics: {sorted(wrong)[0]!r} is of two labels, and there "
-                            f"are {len(labels)}; take macro_f1 or matthews_multi")  # fmt: skip
+                            f"are {len(labels)}; take macro_f1 or matthews_multi")
     return task, own, said
 
 
@@ -118,30 +118,30 @@ def _with_answers(task: Task, own: OwnTask, train: Path, path: Path) -> tuple[Ta
             missing += not example.gold
             text = isinstance(row[own.label], str) and not own.start
             repeated += bool(text and example.gold) and (
-                example.sequences[0][1].count(example.gold[0]) > 1)  # fmt: skip
+                example.sequences[0][1].count(example.gold[0]) > 1)
     if count == missing:
         raise UserError(f"{train}: column {own.label!r} holds no answer in {count} rows; there is "
-                        "nothing to learn")  # fmt: skip
+                        "nothing to learn")
     metrics = own.metrics or (("f1_v2", "em_v2") if missing else ("f1", "em"))
     if missing and {"f1", "em"} & set(metrics):
         raise UserError(f"{train}: {missing} of {count} questions have no answer, which f1 and em "
-                        "cannot score; take f1_v2 and em_v2")  # fmt: skip
+                        "cannot score; take f1_v2 and em_v2")
     said = f"{own.name}: {count} questions, {missing} without an answer"
     if repeated:
         said += (f"; {repeated} answers occur more than once in their text and have no place: the "
-                 "first is taken (name a column of places with start = ...)")  # fmt: skip
+                 "first is taken (name a column of places with start = ...)")
     return replace(task, no_answer=missing > 0, metrics=metrics), said
 
 
 def _check(own: OwnTask, path: Path) -> None:
     if own.name in TASK_NAMES or not own.name.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"{path}: name = {own.name!r} must be letters, digits, - and _, and not a "
-                        "benchmark's task")  # fmt: skip
+                        "benchmark's task")
     if (own.kind == "choice") != bool(own.choices):
         raise UserError(f"{path}: choices are needed for kind = \"choice\", and for no other kind")
     if own.kind == "spans" and len(own.texts) != 2:
         raise UserError(f"{path}: spans are answers in a text; texts must name two columns, the "
-                        "question and the text that the answer lies in")  # fmt: skip
+                        "question and the text that the answer lies in")
     for name in (*own.texts, *own.choices):
         if name in _TAKEN:
             raise UserError(f"{path}: the column {name!r} cannot be a text or an answer: a row has "
@@ -153,10 +153,10 @@ def _check(own: OwnTask, path: Path) -> None:
     for name in own.metrics:
         if name not in METRIC_NAMES:
             raise UserError(f"{path}: metrics: {name!r} is not known{nearest(name, METRIC_NAMES)}; "
-                            f"there are {', '.join(METRIC_NAMES)}")  # fmt: skip
+                            f"there are {', '.join(METRIC_NAMES)}")
         if name not in _METRICS[own.kind]:
             raise UserError(f"{path}: metrics: {name!r} is not of kind = {own.kind!r}, which has "
-                            f"{', '.join(_METRICS[own.kind])}")  # fmt: skip
+                            f"{', '.join(_METRICS[own.kind])}")
     if len(set(own.labels)) < len(own.labels):
         raise UserError(f"{path}: labels names a label twice: {', '.join(own.labels)}")
     validate(Settings, dict(own.settings), f"{path}, [settings]")
@@ -207,7 +207,7 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
         labels = tuple(sorted(labels, key=lambda label: label != "O"))
     if len(labels) < (1 if own.kind == "multilabel" else 2):
         raise UserError(f"{train}: column {own.label!r} has {len(labels)} labels; at least two are "
-                        "needed to learn from")  # fmt: skip
+                        "needed to learn from")
     shown = [f"{label} ({counts[label]})" if counts else label for label in labels[:20]]
     more = f" and {len(labels) - 20} more" if len(labels) > 20 else ""
     return labels, f"{own.name}: {len(labels)} labels: {', '.join(shown)}{more}"
@@ -216,7 +216,7 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
 def _check_label(own: OwnTask, row: Mapping[str, Any], place: str, path: Path) -> None:
     if own.label not in row:
         raise UserError(f"{place}: no column {own.label!r} (label in {path}); there are "
-                        f"{', '.join(map(str, row))}")  # fmt: skip
+                        f"{', '.join(map(str, row))}")
 
 
 def _choices(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str]:
@@ -228,11 +228,11 @@ def _choices(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], st
         if lost := [name for name in own.choices if name not in row]:
             raise UserError(f"{place}: no column {lost[0]!r}; there are {', '.join(map(str, row))}")
         values = row[own.choices[0]] if len(own.choices) == 1 else [
-            row[name] for name in own.choices]  # fmt: skip
+            row[name] for name in own.choices]
         if not isinstance(values, list):
             raise UserError(f"{place}: column {own.choices[0]!r} must hold a list of answers; "
                             "answers in columns of their own are named one by one: choices = "
-                            '["answer1", "answer2"]')  # fmt: skip
+                            '["answer1", "answer2"]')
         count = count or len(values)
         value = choice_label(row.get(own.label))
         found = chosen(value, values)
@@ -240,12 +240,12 @@ def _choices(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], st
         doubtful += bool(found) and str(value) in values and values[found[0]] != str(value)
     if count < 2:
         raise UserError(f"{train}: {', '.join(own.choices)}: {count} answers to choose from; at "
-                        "least two are needed to learn from")  # fmt: skip
+                        "least two are needed to learn from")
     shown = ", ".join(f"{form} ({number})" for form, number in forms.items())
     said = f"{own.name}: {count} answers, the right one is said by {shown}"
     if doubtful:
         said += (f"; in {doubtful} rows the label is the text of another answer: the number or "
-                 "letter counts")  # fmt: skip
+                 "letter counts")
     return tuple(f"choice{number}" for number in range(count)), said
 
 
@@ -260,7 +260,7 @@ def _names(kind: str, value: Any, place: str) -> list[str]:
     for name in names:
         if not isinstance(name, str) or not name:
             raise UserError(f"{place}: label {name!r} is no name; labels are text, whole numbers "
-                            "or true and false")  # fmt: skip
+                            "or true and false")
     return names
 
 

@@ -37,7 +37,7 @@ _OWN_LINES = ("copa", "multirc", "record", "wic", "wsc")  # layouts that are no 
 def predict_file(
     saved: Finetuned, data: Path, out: Path, device: torch.device, *, batch_rows: int,
     max_length: int, keep: Sequence[str] = (),
-) -> int:  # fmt: skip
+) -> int:
     """Write a JSON line for each row of `data` to `out`; return how many.
 
     A line holds "idx", the columns in `keep`, "prediction" and, where there are classes, their
@@ -46,7 +46,7 @@ def predict_file(
     """
     if taken := [name for name in keep if name in _OURS]:
         raise UserError(f"--keep {taken[0]}: predictions have a value of that name; rename the "
-                        "table's column")  # fmt: skip
+                        "table's column")
     if out.is_dir():  # the rename at the end would fail
         raise UserError(f"--out {out}: is a directory; name a file to write")
     if out.exists() and data.exists() and out.samefile(data):
@@ -75,11 +75,11 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], batch_rows, max_lengt
         for place, row in block:
             if lost := [name for name in keep if name not in row]:
                 raise UserError(f"{place}: --keep {lost[0]}: no such column; there are "
-                                f"{', '.join(map(str, row))}")  # fmt: skip
+                                f"{', '.join(map(str, row))}")
         examples = list(_examples(saved.task, block, count))
         try:
             features = encode(saved.task, examples, saved.tokenizer, max_length=max_length,
-                              window_overlap=saved.settings.window_overlap)  # fmt: skip
+                              window_overlap=saved.settings.window_overlap)
         except TooLongError as error:
             raise UserError(f"{error}. Set --max_length {error.needed}") from None
         _check_positions(saved, features, data)
@@ -109,7 +109,7 @@ def _examples(task: Task, block: Iterable[Row], first: int) -> Iterator[Example]
 def _lines(
     saved: Finetuned, examples: Sequence[Example], scores: Sequence[np.ndarray],
     block: Sequence[Row], keep: Sequence[str],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     task = saved.task
     guesses = predictions_of(task, examples, scores, saved.threshold)
     rows = dict(block)

@@ -133,7 +133,7 @@ def check_splits(jobs: Sequence[Job]) -> None:
             else:
                 if positions is not None and longest > positions:
                     problems.append(f"{split.source}: the longest row has {longest} tokens, but "
-                                    f"{too_few}. {option}{positions} to cut it")  # fmt: skip
+                                    f"{too_few}. {option}{positions} to cut it")
     if problems:
         raise UserError("texts do not fit:\n  " + "\n  ".join(problems))
 
@@ -143,10 +143,10 @@ def _check_split(job: Job, split: Split) -> int:
     features = encode_split(job, split)
     cut = sum(feature.cut_tokens > 0 for feature in features)
     windowed = sum(len(f.sequences) > len(e.sequences)
-                   for f, e in zip(features, split.examples, strict=True))  # fmt: skip
+                   for f, e in zip(features, split.examples, strict=True))
     if cut or windowed:
         job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
-                f"{job.settings.max_length} tokens, {windowed} read in windows")  # fmt: skip
+                f"{job.settings.max_length} tokens, {windowed} read in windows")
     return max(len(row) for feature in features for row in feature.sequences)
 
 
@@ -156,7 +156,7 @@ def encode_split(job: Job, split: Split) -> list[Feature]:
     return encode(
         split.task, split.examples, job.start.tokenizer,
         max_length=settings.max_length, window_overlap=settings.window_overlap,
-    )  # fmt: skip
+    )
 
 
 def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
@@ -226,5 +226,5 @@ def _write_predictions(
          "label": example.gold if example.names or example.id else example.label,
          "prediction": guess, "scores": [round(float(value), 5) for value in values]}
         for example, guess, values in zip(examples, guesses, scores, strict=True)
-    ]  # fmt: skip
+    ]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -144,6 +144,6 @@ def _check_class_weights(task: Task, weights: dict[str, float] | str) -> None:
     for label, weight in weights.items() if isinstance(weights, dict) else ():
         if label not in task.labels:
             raise ConfigError(f"{place}: no label {label!r}{nearest(label, task.labels)}; there "
-                              f"are {', '.join(task.labels)}")  # fmt: skip
+                              f"are {', '.join(task.labels)}")
         if weight < 0:
             raise ConfigError(f"{place}: {label} = {weight}: must be at least 0")

@@ -74,7 +74,7 @@ def run_all(sweep: Sweep) -> list[dict]:
                 init_from=init_from, keep_model=sweep.keep_models, say=sweep.say,
             )
             for seed in range(1, sweep.num_seeds + 1)
-        ]  # fmt: skip
+        ]
     unfinished = {job.task.name: job for job in jobs if finished(job) is None}
     check_splits(list(unfinished.values()))
     for job in unfinished.values():
@@ -94,7 +94,7 @@ def _diverged(job: Job, error: DivergedError) -> dict:
     job.say(f"{job.task.name} seed {job.seed}: {error}; counted as failed")
     zero = dict.fromkeys(job.task.metrics, 0.0)
     result = job.identity() | {"metrics": zero, "score": 0.0, "baseline": None, "failed": True,
-                               "error": str(error), "history": [], "diagnostics": {}}  # fmt: skip
+                               "error": str(error), "history": [], "diagnostics": {}}
     if dist.is_main():
         write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
     dist.barrier()
@@ -168,11 +168,11 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
                 for name in [diagnostic.name]
                 if name in names
             },
-        }  # fmt: skip
+        }
     suite, main = suite_of(list(summary))
     medians = [row["score"]["median"] for name, row in summary.items() if name in main]
     return {"tasks": summary, "mean": statistics.fmean(medians or [0.0]), "mean_of": len(medians),
-            "suite": suite, "suite_tasks": len(main)}  # fmt: skip
+            "suite": suite, "suite_tasks": len(main)}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -189,7 +189,7 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
             name, _percent(row["baseline"]), _percent(other["score"]["median"] if other else None),
             _percent(score["median"]), _percent(score["min"]), _percent(score["max"]),
             f"{row['failed']}/{row['seeds']}", _medians(row["metrics"]),
-        ))  # fmt: skip
+        ))
         for diagnostic, values in row["diagnostics"].items():
             text = f"{_medians(values)}  (by the {name} model)"
             rows.append((diagnostic, "", "", "", "", "", "", text))

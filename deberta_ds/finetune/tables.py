@@ -33,7 +33,7 @@ Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
 
 def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int = 0
-               ) -> Iterator[Row]:  # fmt: skip
+               ) -> Iterator[Row]:
     """Yield the rows of a table, told apart by its ending; UserError names the file and the line.
 
     `headless` are the columns of a .tsv without a header; up to `skip_broken` of its rows may have
@@ -48,7 +48,7 @@ def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: in
     kind = path.suffix.lower()
     if kind not in (*KINDS, ""):
         raise UserError(f"{path}: unknown kind of table; the ending must be one of "
-                        f"{' '.join(KINDS)}")  # fmt: skip
+                        f"{' '.join(KINDS)}")
     with naming(path):
         if kind == ".csv":
             yield from _csv(path)
@@ -68,7 +68,7 @@ def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: in
                 elif kind == "":
                     raise UserError(f"{path}:1: a file without an ending is read as WikiANN's, "
                                     "whose lines are LANGUAGE:TOKEN, a tab, TAG; give it an ending "
-                                    f"that says what it is, of {' '.join(KINDS)}")  # fmt: skip
+                                    f"that says what it is, of {' '.join(KINDS)}")
                 else:
                     yield from _json_lines(lines)
 
@@ -81,7 +81,7 @@ def text_lines(file: BinaryIO, source: str) -> Iterator[tuple[str, str]]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{place}: not UTF-8 text ({error.reason}); save the file as UTF-8"
-                            ) from error  # fmt: skip
+                            ) from error
         yield place, text.removesuffix("\n").removesuffix("\r")
 
 
@@ -91,7 +91,7 @@ def json_of(place: str, line: str) -> Any:
         return parse_json(line)
     except ValueError as error:
         raise UserError(f"{place}: not a JSON object ({error}); a line cut short means a download "
-                        "that stopped") from error  # fmt: skip
+                        "that stopped") from error
 
 
 def _json_lines(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
@@ -121,7 +121,7 @@ def _object(place: str, value: Any) -> dict[str, Any]:
 def _is_squad(value: Any) -> bool:
     articles = value.get("data") if isinstance(value, dict) else None
     return (isinstance(articles, list) and bool(articles) and isinstance(articles[0], dict)
-            and "paragraphs" in articles[0])  # fmt: skip
+            and "paragraphs" in articles[0])
 
 
 def squad_rows(place: str, articles: list) -> Iterator[Row]:
@@ -133,14 +133,14 @@ def squad_rows(place: str, articles: list) -> Iterator[Row]:
                 for q, qa in enumerate(paragraph["qas"]):
                     where = f"{place.rpartition(':')[0]}: data[{a}].paragraphs[{p}].qas[{q}]"
                     row = {"id": qa["id"], "title": article.get("title", ""),
-                           "context": paragraph["context"], "question": qa["question"]}  # fmt: skip
+                           "context": paragraph["context"], "question": qa["question"]}
                     if "answers" in qa:
                         row["answers"] = list(qa["answers"])
                     yield where, row
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"after {where}: not a SQuAD document ({type(error).__name__}: {error}); "
                         "it is {data: [{paragraphs: [{context, qas: [{id, question, answers}]}]}]}"
-                        ) from error  # fmt: skip
+                        ) from error
 
 
 def _race(directory: Path) -> Iterator[Row]:
@@ -159,10 +159,10 @@ def _race(directory: Path) -> Iterator[Row]:
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not a RACE document ({type(error).__name__}: {error}); it is "
                             "{article, questions: [...], options: [[...]], answers: [...], id}"
-                            ) from error  # fmt: skip
+                            ) from error
         for number, (question, choices, answer) in enumerate(asked):
             row = {"example_id": name, "article": article, "question": question,
-                   "options": choices}  # fmt: skip
+                   "options": choices}
             yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
 
 
@@ -176,7 +176,7 @@ def _csv(path: Path) -> Iterator[Row]:
                 row = next(reader, None)
             except csv.Error as error:
                 raise UserError(f"{path}:{reader.line_num}: {error}; a quote may be missing"
-                                ) from error  # fmt: skip
+                                ) from error
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}: after line {reader.line_num}: not UTF-8 text "
                                 f"({error.reason}); save the file as UTF-8") from error
@@ -196,7 +196,7 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _tsv(path: Path, lines: Iterator[tuple[str, str]], headless: tuple[str, ...],
-         skip_broken: int) -> Iterator[Row]:  # fmt: skip
+         skip_broken: int) -> Iterator[Row]:
     header = list(headless) or next(lines, ("", ""))[1].split("\t")
     _check_header(path, header)
     skipped, blank = 0, ""
@@ -254,7 +254,7 @@ def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, list[str]]:
         features = parse_json((metadata or {})[b"huggingface"])["info"]["features"]
         inner = {name: feature.get("feature", feature) for name, feature in features.items()}
         return {name: list(feature["names"]) for name, feature in inner.items()
-                if feature.get("_type") == "ClassLabel"}  # fmt: skip
+                if feature.get("_type") == "ClassLabel"}
     except (KeyError, TypeError, ValueError, AttributeError):  # written by something else
         return {}
 

@@ -18,7 +18,7 @@ from deberta_ds.validation import nearest
 
 Layout = Literal["texts", "choices", "tags", "answers", "copa", "multirc", "record", "wic", "wsc"]
 HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "answer", "words",
-                   "spans", "mentions"]  # fmt: skip
+                   "spans", "mentions"]
 
 
 class NoSplitError(UserError):
@@ -169,13 +169,13 @@ TASKS: tuple[Task, ...] = (
         hub="axg",
         hub_labels=("entailment", "not_entailment"), predicted_by="RTE",
     ),
-)  # fmt: skip
+)
 
 # Table columns: huggingface/datasets datasets/glue/glue.py, which reads the official files; counts:
 # the same files (QQP: its train table has rows that are cut off, which that reader drops, too).
 # Settings: of base in microsoft/DeBERTa experiments/glue/{cola,sst2,mrpc,stsb,qqp,qnli}.sh.
 _OFFICIAL = {"epochs": 6, "batch_rows": 32, "learning_rate": 2e-5, "warmup_steps": 100,
-             "head_dropout": 0.15, "max_length": 128}  # fmt: skip
+             "head_dropout": 0.15, "max_length": 128}
 _GLUE_ONLY: tuple[Task, ...] = (
     Task(
         name="CoLA", head="classify", labels=("unacceptable", "acceptable"), values=_NUMBERS,
@@ -248,14 +248,14 @@ _GLUE_ONLY: tuple[Task, ...] = (
         hub="ax", hub_repository="nyu-mll/glue",
         hub_labels=("entailment", "neutral", "contradiction"), predicted_by="MNLI",
     ),
-)  # fmt: skip
+)
 
 # The official JSON files (rajpurkar.github.io/SQuAD-explorer). microsoft/DeBERTa has no script for
 # them; settings: the middle of the DeBERTa paper's grid for base models (table 10).
 _SQUAD_LINE = ('{"id": "...", "question": "...", "context": "...", '
-               '"answers": {"text": ["..."], "answer_start": [0]}}')  # fmt: skip
+               '"answers": {"text": ["..."], "answer_start": [0]}}')
 _SQUAD_SETTINGS = {"epochs": 3, "batch_rows": 32, "learning_rate": 2e-5, "warmup_steps": 500,
-                   "max_length": 384, "window_overlap": 128}  # fmt: skip
+                   "max_length": 384, "window_overlap": 128}
 SQUAD: tuple[Task, ...] = (
     Task(
         name="SQuAD-v1.1", head="answer", layout="answers", labels=("start", "end"),
@@ -271,7 +271,7 @@ SQUAD: tuple[Task, ...] = (
         files={"train": "train-v2.0.json", "val": "dev-v2.0.json"}, hub="squad_v2",
         hub_repository="rajpurkar/squad_v2", settings=_SQUAD_SETTINGS,
     ),
-)  # fmt: skip
+)
 
 GLUE = (*_GLUE_ONLY[:-2], next(task for task in TASKS if task.name == "RTE"), *_GLUE_ONLY[-2:])
 SUITES = {"SuperGLUE": TASKS, "GLUE": GLUE}
@@ -286,13 +286,13 @@ def task_named(name: str) -> Task:
         if task.name.lower() == name.lower():
             return task
     raise UserError(f"unknown task {name!r}{nearest(name, TASK_NAMES)}; "
-                    f"the tasks are {', '.join(TASK_NAMES)}")  # fmt: skip
+                    f"the tasks are {', '.join(TASK_NAMES)}")
 
 
 def suite_of(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return (name, main tasks) of the suite that most of the tasks belong to; none: themselves."""
     mains = {title: tuple(task.name for task in tasks if task.predicted_by is None)
-             for title, tasks in SUITES.items()}  # fmt: skip
+             for title, tasks in SUITES.items()}
     title = max(mains, key=lambda title: len(set(mains[title]) & set(names)))
     if not set(mains[title]) & set(names):
         return "own tasks", tuple(names)

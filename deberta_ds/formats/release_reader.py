@@ -29,8 +29,9 @@ from deberta_ds.formats.ours import (
 )
 from deberta_ds.formats.relative_rows import with_unread_rows
 from deberta_ds.formats.release import Network, Release, check_network, derive_words
-from deberta_ds.formats.tensors import read_json, read_tensors, weight_file
+from deberta_ds.formats.tensors import read_tensors, weight_file
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files, open_tokenizer
+from deberta_ds.json_files import read_json
 from deberta_ds.tokenizer import Tokenizer
 
 SIDE_FILE = "pretraining_heads.safetensors"

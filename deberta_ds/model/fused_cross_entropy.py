@@ -34,7 +34,7 @@ _PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole ve
 def _logits(
     HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Return the logits [BT,BN] of rows t and ids n in fp32; -inf for ids out of range."""
     acc = tl.zeros([BT, BN], tl.float32)
     for c0 in range(0, C, BK):
@@ -58,7 +58,7 @@ def _forward_kernel(
     T, VALID, inverse_temperature, SEPARATE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of logits: logsumexp and largest logit of every row, and the label's own logit.
 
     MASS, DRAW_MASS (of logits / temperature, if SEPARATE), BEST and BEST_ID are [K,T].
@@ -94,7 +94,7 @@ def _gradient_kernel(
     HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID, first, count,
     pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of the logits of ids [first, first + count): D_LOGITS [T,pitches x _PITCH], and of
     the bias.
 
@@ -129,7 +129,7 @@ def _gradient_kernel(
 def _draw_kernel(
     HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
     C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+):
     """One row: the id of its tile where the cumulative probability first exceeds INSIDE."""
     t = tl.program_id(0)
     n = tl.load(TILE + t) * BN + tl.arange(0, BN)
@@ -180,7 +180,7 @@ def fused_linear_cross_entropy(
         return _FusedLinearCrossEntropy.apply(
             hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
             labels_T.contiguous(), uniforms_T, temperature, valid,
-        )  # fmt: skip
+        )
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -248,7 +248,7 @@ def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: T
         _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
             hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, 1 / temperature,
             SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS),
-        )  # fmt: skip
+        )
     return outputs
 
 
@@ -279,7 +279,7 @@ def loss_gradient(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T
     _gradient_kernel[(width // _GRADIENT_IDS,)](
         hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, *outputs, len(hidden_TC),
         valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS),
-    )  # fmt: skip
+    )
     return outputs
 
 
@@ -303,7 +303,7 @@ def draw_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Tenso
         _draw_kernel[(len(tile_T),)](
             hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, 1 / temperature,
             C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS,
-        )  # fmt: skip
+        )
     return sampled_T
 
 

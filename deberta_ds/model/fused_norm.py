@@ -39,7 +39,7 @@ def _kept(element, key, second_key, threshold, keep_scale):
 def _norm_kernel(
     UPDATE, HIDDEN, WEIGHT, BIAS, TOTAL, OUT, MEAN, INVERSE, key, second_key, threshold,
     keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
+):
     """One row: TOTAL = dropout(UPDATE) + HIDDEN in its own dtype, OUT its norm."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ def _norm_gradient_kernel(
     GRAD, OTHER, TOTAL, MEAN, INVERSE, WEIGHT, D_UPDATE, D_HIDDEN, PARTS, R, key, second_key,
     threshold, keep_scale, TWO: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     DROPOUT: tl.constexpr,
-):  # fmt: skip
+):
     """Rows p, p + P, ... of part p; PARTS [P,2,C] are its sums for weight and bias.
 
     With TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_HIDDEN, and
@@ -128,7 +128,7 @@ def _normal(x):
 @triton.jit(do_not_specialize=["R"])
 def _gelu_kernel(
     X, BIAS, OUT, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):  # fmt: skip
+):
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     place, inside, x = _tile(X, BIAS, r, c, R, C)
@@ -139,7 +139,7 @@ def _gelu_kernel(
 @triton.jit(do_not_specialize=["R"])
 def _gelu_gradient_kernel(
     GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):  # fmt: skip
+):
     """Tiles p, p + P, ... of rows; PARTS [P,C] are their sums for the bias."""
     part = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -158,7 +158,7 @@ def _gelu_gradient_kernel(
 @custom_op("deberta_ds::residual_norm", mutates_args=())
 def _norm(update: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float, key: int,
           second_key: int, threshold: int, keep_scale: float
-          ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+          ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the norm, the sum that was normalized, and its rows' means and inverse deviations.
 
     update, hidden: contiguous, of one shape. key, second_key, threshold: `Keep`'s, as int32.
@@ -169,7 +169,7 @@ def _norm(update: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon:
         _norm_kernel[(means.numel(),)](
             update, hidden, weight, bias, total, out, means, inverses, key, second_key, threshold,
             keep_scale, epsilon, **_row_constants(hidden, threshold),
-        )  # fmt: skip
+        )
     return outputs
 
 
@@ -187,7 +187,7 @@ def _empty_norm(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _norm_gradients(grad: Tensor, other: Tensor | None, total: Tensor, means: Tensor,
                     inverses: Tensor, weight: Tensor, like_update: Tensor, key: int,
                     second_key: int, threshold: int, keep_scale: float
-                    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                    ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of update (empty without dropout) and hidden, and PARTS.
 
     grad, other: of the norm's two uses. like_update: any tensor of the update's dtype.
@@ -198,13 +198,13 @@ def _norm_gradients(grad: Tensor, other: Tensor | None, total: Tensor, means: Te
             grad, grad if other is None else other, total, means, inverses, weight, *outputs,
             means.numel(), key, second_key, threshold, keep_scale, TWO=other is not None,
             **_row_constants(total, threshold),
-        )  # fmt: skip
+        )
     return outputs
 
 
 @_norm_gradients.register_fake
 def _(grad, other, total, means, inverses, weight, like_update, key, second_key, threshold,
-      keep_scale):  # fmt: skip
+      keep_scale):
     return _empty_gradients(total, like_update, threshold)
 
 
@@ -219,7 +219,7 @@ def _row_constants(hidden: Tensor, threshold: int) -> dict:
     size = hidden.shape[-1]
     block = triton.next_power_of_2(size)
     return {"C": size, "BLOCK": block, "DROPOUT": threshold != 0,
-            "num_warps": min(max(block // 256, 1), 16)}  # fmt: skip
+            "num_warps": min(max(block // 256, 1), 16)}
 
 
 class _ResidualNorm(Function):

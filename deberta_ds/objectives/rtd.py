@@ -55,7 +55,7 @@ DETECTION_METRICS = (
     Metric("average_precision", "Average precision",
            "Area under the precision-recall curve of the replaced tokens.", "number",
            "discriminator", ("chance", lambda r: 1 - r["prior_accuracy"])),
-)  # fmt: skip
+)
 METRICS = (*masked_metrics("generator", "Generator", on_console="gen.loss"), *DETECTION_METRICS)
 HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
 RENAMED: dict[str, str] = {}

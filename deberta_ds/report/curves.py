@@ -38,7 +38,7 @@ def groups(runs: list[Run]) -> list[Group]:
               _charts([metric for metric in declared if not metric.is_loss], runs)),
         Group("Course of the run", "What the hardware and the optimizer did.", 3,
               [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
-    ]  # fmt: skip
+    ]
     return [group for group in found if group.charts]
 
 

@@ -21,7 +21,8 @@ from deberta_ds.finetune.directory import FACTS, find_finetuned, is_finetuned
 from deberta_ds.formats.checkpoint import newest, read_run_file
 from deberta_ds.formats.convert import Summary
 from deberta_ds.formats.hf import GENERATOR_DIRECTORY
-from deberta_ds.formats.tensors import SAFETENSORS, read_json
+from deberta_ds.formats.tensors import SAFETENSORS
+from deberta_ds.json_files import read_json
 from deberta_ds.numbers import format_value
 from deberta_ds.objectives.build import OBJECTIVES
 from deberta_ds.records import METRICS_FILE, read_metrics

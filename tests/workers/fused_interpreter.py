@@ -104,7 +104,7 @@ def read_mask_back() -> list[float]:
     q, k = (torch.randn(1, 2, length, 64, generator=generator) for _ in range(2))
     v = torch.eye(length).expand(1, 2, length, length)
     context = attend(q, k, v, None, None, geometry=V3, segments=ones(length), dropout=rate,
-                     seed=seed, mode="fused")  # fmt: skip
+                     seed=seed, mode="fused")
     words = dropout_words(seed, 1, 2, length, length, torch.device("cpu"))
     kept = keep_pairs(*words, drop_threshold(rate))
     return [(context.transpose(1, 2).ne(0) ^ kept).sum().item()]

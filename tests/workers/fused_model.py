@@ -29,7 +29,7 @@ CASES = {  # settings, recompute, autocast, training
     "rtd, terms kept, recomputed": (dict(keep_position_terms=True), "all", False, True),
     "mlm with a convolution under autocast": (dict(conv_kernel=3), "cheap", True, True),
     "evaluation": (dict(), None, False, False),
-}  # fmt: skip
+}
 
 
 def batch_of_a_packed_row():

@@ -21,7 +21,7 @@ SINGLE, HALF, OLD = torch.float32, torch.bfloat16, torch.float16
 # dtypes of update and state, rows, columns
 CASES = ((SINGLE, SINGLE, 37, 40), (SINGLE, SINGLE, 1, 3), (SINGLE, SINGLE, 50, 7),
          (HALF, HALF, 37, 40), (HALF, SINGLE, 33, 300), (HALF, HALF, 3, 520),
-         (OLD, OLD, 20, 64), (OLD, SINGLE, 20, 33))  # fmt: skip
+         (OLD, OLD, 20, 64), (OLD, SINGLE, 20, 33))
 
 
 def same_mask(rows: int, size: int) -> bool:
@@ -68,7 +68,7 @@ def main() -> None:
         error, where = elementwise.compare(CPU, update, state, size)
         line = {"dtype": str(update)[6:], "rows": rows, "size": size, "error": error,
                 "of": where, "same_mask": same_mask(rows, size),
-                "repeats": repeats(state, rows, size)}  # fmt: skip
+                "repeats": repeats(state, rows, size)}
         print(json.dumps(line), flush=True)
     nothing = torch.zeros(0, 8, requires_grad=True)
     ones = torch.ones(8)

@@ -30,7 +30,7 @@ def settings(stage: int) -> dict:
     return {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
             "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": zero}  # fmt: skip
+            "zero_optimization": zero}
 
 
 def run(stage: int, fused: bool) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ def main() -> None:
         errors = [(a - b).norm().item() / max(b.norm().item(), 1e-2 * scale)
                   for a, b in zip(found, right, strict=True)]
         print(json.dumps({"stage": stage, "losses": found[0].tolist(), "loss_error": errors[0],
-                          "error": max(errors)}), flush=True)  # fmt: skip
+                          "error": max(errors)}), flush=True)
 
 
 if __name__ == "__main__":

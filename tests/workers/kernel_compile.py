@@ -33,7 +33,7 @@ KERNELS = {
     "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
-}  # fmt: skip
+}
 
 
 def compile_kernel(name: str, architecture: int):

@@ -53,7 +53,7 @@ def fused_path(
         results = ops.fused_attention(
             *planes, key_table, query_table, *facts, seed or 0, geometry.reach, scale,
             float(dropout), picked, keep_terms,
-        )  # fmt: skip
+        )
     return results[0][..., :size]
 
 

@@ -29,7 +29,7 @@ def _query_step(
     q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias,
     scale, keep_scale, threshold, acc,
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Return dQ with one block of keys added, and the score gradients [i, j] of the block."""
     d = tl.arange(0, D)
     in_keys = j < NK
@@ -61,7 +61,7 @@ def query_kernel(
     HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, DROPOUT: tl.constexpr,
     FAR: tl.constexpr, PICKED: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One block of queries: DQ [B,NQ,H,D] of the pairs beyond the band, D_KEY_ENDS [2,B,H,NQ].
 
     Of PICKED queries all pairs, and D_KEY_PLANE. Also DELTA, as `delta_kernel`, for the key kernel.
@@ -78,7 +78,7 @@ def query_kernel(
     i, in_rows, q, segment_i, position_i, words_i, base, end, first, last = query_block(
         head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_WORDS, b, bh, q_n,
         tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, PICKED, BM, D,
-    )  # fmt: skip
+    )
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
@@ -99,12 +99,12 @@ def query_kernel(
             bias = near_bias(
                 KEY_PLANE, QUERY_PLANE, i, position_i, base, end, j, base_j, end_j, width,
                 HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, False,
-            )  # fmt: skip
+            )
             acc, d_scores = _query_step(
                 q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i,
                 words_i, bias, scale, keep_scale, threshold, acc,
                 HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
-            )  # fmt: skip
+            )
             if HAS_KEY_TERM:
                 before, after = j[None, :] < base[:, None], j[None, :] >= end[:, None]
                 tl.store(
@@ -123,11 +123,11 @@ def query_kernel(
             bias = far_bias(
                 KEY_ENDS + wide * NQ, QUERY_ENDS + wide * NK, is_low, i, NQ, j, NK, planes,
                 HAS_KEY_TERM, HAS_QUERY_TERM,
-            )  # fmt: skip
+            )
             acc, d_scores = _query_step(
                 q, grad, lse, delta, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i,
                 words_i, bias, scale, keep_scale, threshold, acc, True, DROPOUT, D, PRECISION,
-            )  # fmt: skip
+            )
             sums = tl.sum(d_scores, 1)
             low += tl.where(is_low, sums, 0.0)
             high += tl.where(is_low, 0.0, sums)
@@ -155,7 +155,7 @@ def _key_step(
     k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, g_n, i, NQ, segment_j, words_j, bias,
     scale, keep_scale, threshold, acc_k, acc_v,
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Return dK and dV / keep_scale with one block of queries added; score gradients [j, i]."""
     d = tl.arange(0, D)
     in_rows = i < NQ
@@ -193,7 +193,7 @@ def key_kernel(
     HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, DROPOUT: tl.constexpr,
     FAR: tl.constexpr, PICKED: tl.constexpr, WHOLE: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One block of keys: content part of DK, DV [B,NK,H,D], D_QUERY_PLANE, D_QUERY_ENDS [2,B,H,NK].
 
     For PICKED queries D_QUERY_PLANE is the score gradient [B,H,NK,NQ] instead, because queries may
@@ -249,12 +249,12 @@ def key_kernel(
         bias = near_bias(
             KEY_PLANE, QUERY_PLANE, i, position_i, base_i, end_i, j, base, end, width,
             HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, True,
-        )  # fmt: skip
+        )
         acc_k, acc_v, d_scores = _key_step(
             k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, H * D, i, NQ, segment_j, words_j,
             bias, scale, keep_scale, threshold, acc_k, acc_v,
             HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
-        )  # fmt: skip
+        )
         if HAS_QUERY_TERM:
             gradient = d_scores.to(D_QUERY_PLANE.dtype.element_ty)
             if PICKED:
@@ -280,12 +280,12 @@ def key_kernel(
             bias = far_bias(
                 QUERY_ENDS + wide * NK, KEY_ENDS + wide * NQ, is_low, j, NK, i, NQ, planes,
                 HAS_QUERY_TERM, HAS_KEY_TERM,
-            )  # fmt: skip
+            )
             acc_k, acc_v, d_scores = _key_step(
                 k, v, Q, GRAD, LSE, DELTA, Q_SEGMENT, Q_WORDS, q_n, H * D, i, NQ, segment_j,
                 words_j, bias, scale, keep_scale, threshold, acc_k, acc_v, True, DROPOUT, D,
                 PRECISION,
-            )  # fmt: skip
+            )
             sums = tl.sum(d_scores, 1)
             low += tl.where(is_low, sums, 0.0)
             high += tl.where(is_low, 0.0, sums)

@@ -70,7 +70,7 @@ def near_bias(
     KEY_PLANE, QUERY_PLANE, i, position_i, base_i, end_i, j, base_j, end_j, width,
     HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, PICKED: tl.constexpr,
     ROWS_ARE_KEYS: tl.constexpr,
-):  # fmt: skip
+):
     """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored."""
     if HAS_KEY_TERM:
         key_term = _key_tile(KEY_PLANE, i, j, base_i, end_i, width, PICKED)
@@ -92,7 +92,7 @@ def near_bias(
 def far_bias(
     OWN_ENDS, OTHER_ENDS, is_low, own, own_count, other, other_count, planes,
     HAS_OWN: tl.constexpr, HAS_OTHER: tl.constexpr,
-):  # fmt: skip
+):
     """Return the bias [own, other] of a block of columns before (is_low) or behind the band.
 
     ENDS: terms with the table's first row, then `planes` x count further those with its last row.

@@ -44,7 +44,7 @@ def skewed_plane_of(D_PLANE, bh, rows, SPAN, NK):
 def query_block(
     Q, SEGMENT, POSITION, START, STOP, WORDS, b, bh, q_n, i0, NQ, NK, SPAN,
     DROPOUT: tl.constexpr, PICKED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+):
     """Return what forward and backward know of queries [i0, i0 + BM).
 
     That is: their numbers, which exist, vectors, segments, positions, dropout words, the first band

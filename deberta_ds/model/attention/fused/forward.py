@@ -24,7 +24,7 @@ def _step(
     q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale, threshold,
     peak, total, acc,
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Take one block of keys into the running softmax."""
     d = tl.arange(0, D)
     in_keys = j < NK
@@ -58,7 +58,7 @@ def forward_kernel(
     HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, DROPOUT: tl.constexpr,
     FAR: tl.constexpr, PICKED: tl.constexpr,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ]."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -71,7 +71,7 @@ def forward_kernel(
     i, in_rows, q, segment_i, position_i, words_i, base, end, first, last = query_block(
         head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_WORDS, b, bh, q_n,
         tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, PICKED, BM, D,
-    )  # fmt: skip
+    )
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
         first, last, base, end, BN, FAR and not PICKED
     )
@@ -85,11 +85,11 @@ def forward_kernel(
         bias = near_bias(
             KEY_PLANE, QUERY_PLANE, i, position_i, base, end, j, base_j, end_j, width,
             HAS_KEY_TERM, HAS_QUERY_TERM, PICKED, False,
-        )  # fmt: skip
+        )
         peak, total, acc = _step(
             q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale,
             threshold, peak, total, acc, HAS_KEY_TERM or HAS_QUERY_TERM, DROPOUT, D, PRECISION,
-        )  # fmt: skip
+        )
     if FAR and not PICKED:
         planes = tl.num_programs(1).to(tl.int64)
         for number in range(low_blocks + high_blocks):
@@ -99,11 +99,11 @@ def forward_kernel(
             bias = far_bias(
                 KEY_ENDS + wide * NQ, QUERY_ENDS + wide * NK, is_low, i, NQ, j, NK, planes,
                 HAS_KEY_TERM, HAS_QUERY_TERM,
-            )  # fmt: skip
+            )
             peak, total, acc = _step(
                 q, K, V, K_SEGMENT, K_WORDS, k_n, v_n, j, NK, segment_i, words_i, bias, scale,
                 threshold, peak, total, acc, True, DROPOUT, D, PRECISION,
-            )  # fmt: skip
+            )
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
     acc = acc * (keep_scale / safe)[:, None]

@@ -62,7 +62,7 @@ def fused_attention(
         q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), out, lse,
         *query_facts, key_facts[0], *words, *_numbers(q, k, v, band, scale, dropout),
         **_constants(q, key_table, query_table, dropout, band, picked, tile),
-    )  # fmt: skip
+    )
     if keep:
         results[4:] = [terms[0].plane, terms[1].plane, terms[0].ends, terms[1].ends]
     return results
@@ -70,12 +70,12 @@ def fused_attention(
 
 @fused_attention.register_fake
 def _(q, k, v, key_table, query_table, query_facts, key_facts, seed, reach, _scale, dropout,
-      _picked, keep):  # fmt: skip
+      _picked, keep):
     band = make_band(reach, k.shape[2])
     results = _empty_results(q, k, key_table, query_table, dropout, band, keep)
     if keep:
         made = [_empty_term(x, table, k.shape[2], band)
-                for x, table in ((q, key_table), (k, query_table))]  # fmt: skip
+                for x, table in ((q, key_table), (k, query_table))]
         results[4:] = [made[0].plane, made[1].plane, made[0].ends, made[1].ends]
     return results
 
@@ -90,7 +90,7 @@ def _empty_results(q, k, key_table, query_table, dropout, band, keep) -> list[Te
         q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
         *words, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
         q.new_empty(0, **single),
-    ]  # fmt: skip
+    ]
 
 
 @torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
@@ -139,13 +139,13 @@ def fused_attention_backward(
         backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
             *shared, out, dq, d_key.plane, d_key.ends, *query_facts, *facts,
             **_constants(*settings, tile),
-        )  # fmt: skip
+        )
     tile = _tile(q, k, "key", picked, band)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
         *shared, dk, dv, d_key.plane, written, d_query.ends, *query_facts[:2],
         *key_facts[3:5] if whole else key_facts[1:3], *facts,
         WHOLE=whole, **_constants(*settings, tile),
-    )  # fmt: skip
+    )
     d_tables = [q.new_empty(0), q.new_empty(0)]
     if key_table is not None or whole:
         d_tables[0] = _collect(d_key, q, key_table, dq, query_facts[1:], k, band, picked, whole)
@@ -219,7 +219,7 @@ def _term(
     planes.plane_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         x, table, plane, ends, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
         PICKED=picked, FAR=band.far, **_product_constants(x, tile),
-    )  # fmt: skip
+    )
     return _Term(plane, ends)
 
 
@@ -247,7 +247,7 @@ def _empty_ends(x: Tensor, band: Band) -> Tensor:
 
 
 def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band: Band,
-             picked: bool, content: bool) -> Tensor:  # fmt: skip
+             picked: bool, content: bool) -> Tensor:
     """Add the term's share to dx [B,rows,H,D], and return the table's gradient [C,H,D].
 
     content: the products of the score gradients and the keys, too.
@@ -259,7 +259,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
         d_term.plane, k if table is None else table, k, dx, d_term.ends, *facts,
         *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
         PICKED=picked, FAR=band.far, **_product_constants(x, tile),
-    )  # fmt: skip
+    )
     if table is None:
         return x.new_empty(0)
     tile = tiles.choose_product(_capability(x), size, "table")
@@ -270,7 +270,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     planes.table_gradient_kernel[(blocks, heads, splits)](
         d_term.plane, x, parts, *facts, *x.stride()[:3], batch, rows, keys, heads, band.span,
         PICKED=picked, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile),
-    )  # fmt: skip
+    )
     d_table = parts.sum(0)
     if band.far:
         d_table[:: len(table) - 1] += torch.einsum("ebhr,bhrd->ehd", d_term.ends.to(x.dtype), x)
@@ -285,7 +285,7 @@ def _spread(d_scores: Tensor, d_plane: Tensor, positions: Tensor, band: Band) ->
         d_scores, d_plane, positions, queries, keys, heads, band.span,
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 def _capability(x: Tensor) -> tuple[int, int]:

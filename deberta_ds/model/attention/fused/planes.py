@@ -52,7 +52,7 @@ def plane_kernel(
     X, TABLE, PLANE, ENDS, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
     PICKED: tl.constexpr, FAR: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """PLANE [B,H,rows,width]; with FAR, ENDS [2,B,H,N]: the terms with the table's end rows."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -104,7 +104,7 @@ def row_gradient_kernel(
     D_PLANE, TABLE, OTHER, DX, D_ENDS, POSITION, START, STOP, o_b, o_h, o_n, N, NK, H, SPAN,
     TERM: tl.constexpr, CONTENT: tl.constexpr, PICKED: tl.constexpr, FAR: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Add the TERM's share to DX [B,N,H,D]: the plane's gradient times the table.
 
     With CONTENT the product with the vectors OTHER of the columns, too; DX holds what pairs beyond
@@ -164,7 +164,7 @@ def table_gradient_kernel(
     D_PLANE, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H, SPAN,
     PICKED: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One block of table rows of one head: its part of D_TABLE [splits,C,H,D] in fp32.
 
     The rows of the batch are cut into chunks, and split s of S takes the chunks s, s + S, ...
@@ -210,7 +210,7 @@ def table_gradient_kernel(
 def spread_kernel(
     D_SCORES, D_PLANE, POSITION, NQ, NK, H, SPAN,
     BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Score gradients [B,H,NK,NQ] of picked queries to D_PLANE: queries at one column are summed.
 
     A product with a one-hot matrix instead of a scatter: the order of every sum is fixed.
