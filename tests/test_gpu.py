@@ -27,6 +27,28 @@ def test_attention_in_bf16(size, queries, keep):
         assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
 
 
+@pytest.mark.parametrize("heads", [1, 2, 16])  # Triton would compile 1 and 16 otherwise
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_rows_within_the_relative_table(size, heads):
+    from attention_cases import V3, Case, relative_errors, run
+
+    segments = torch.tensor([[1] * 200 + [2] * 80 + [0] * 20, [1] * 300])
+    case = Case(V3, segments, dropout=0.1, heads=heads, size=size)
+    truth = run(case, "reference", torch.float64)
+    assert max(relative_errors(run(case, "fused", torch.bfloat16, "cuda"), truth)) < 1.5e-2
+
+
+@pytest.mark.parametrize("width", [100, 384, 768, 1536])
+@pytest.mark.parametrize(("update", "hidden"), [
+    (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16), (torch.float32, torch.float32)])
+def test_layer_norm_and_gelu(update, hidden, width):
+    from deberta_ds.model import elementwise, kernel_check
+
+    error, where = elementwise.compare(torch.device("cuda"), update, hidden, width)
+    assert error <= kernel_check.TOLERANCES[update], where
+
+
 @pytest.mark.parametrize("terms", ["key", "query", "none"])
 def test_single_terms_in_fp16(terms):
     from attention_cases import SMALL_BUCKETS, Case, relative_errors, run
