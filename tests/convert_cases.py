@@ -2,14 +2,13 @@
 
 import json
 
-import pytest
 import torch
+import transformers
 from export_cases import FAMILIES
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.formats import configs
 
-transformers = pytest.importorskip("transformers")
 MS_FILES = ("pytorch_model.bin", "model_config.json")
 
 

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from convert_cases import MS_FILES, microsoft_directory, transformers_model
 from export_cases import FAMILIES, make_release, same_networks
 from safetensors.torch import load_file
@@ -18,8 +19,6 @@ from deberta_ds.formats import configs
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.release import build_backbone
 from deberta_ds.formats.release_reader import SIDE_FILE, read_release
-
-transformers = pytest.importorskip("transformers")
 
 
 def same_tensors(first, second, names=None):

@@ -12,6 +12,7 @@ import deberta_v1_files as public
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from export_cases import same_networks
 from safetensors.torch import load_file
 
@@ -23,8 +24,6 @@ from deberta_ds.formats.convert import convert
 from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.formats.release_reader import read_release
 from deberta_ds.tokenizer import Tokenizer
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.data.batch import Batch
@@ -20,8 +21,6 @@ from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
-
-transformers = pytest.importorskip("transformers")
 
 BASE = ModelConfig(vocab_size=300, hidden_size=48, num_layers=3, num_heads=4, intermediate_size=96,
                    max_position=512, hidden_dropout=0.0, attention_dropout=0.0,

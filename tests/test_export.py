@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from data_helpers import SENTENCES, tiny_tokenizer, tokenizer_path
 from export_cases import (
     FAMILIES,
@@ -31,8 +32,6 @@ from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
 from deberta_ds.objectives.build import build_model, objective_of
-
-transformers = pytest.importorskip("transformers")
 
 
 def test_every_parameter_has_one_name_on_each_side():

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from export_cases import FAMILIES, make_release, with_classifier
 from test_finetune_directory import saved_model
 
@@ -19,7 +20,6 @@ from deberta_ds.formats.release_reader import read_release
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-transformers = pytest.importorskip("transformers")
 
 BERT = {"relative_attention": False, "position_terms": (), "absolute_input": True,
         "relative_norm": False, "share_position_projections": False, "position_buckets": 0}
