@@ -40,7 +40,7 @@ def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
 def check(lines: list[dict]) -> None:
     for line in lines:
         print(line["name"], line["dtype"], [f"{error:.0e}" for error in line["errors"]])
-        assert max(line["errors"]) < TOLERANCES[line["dtype"]], line["name"]
+        assert all(e < TOLERANCES[line["dtype"]] for e in line["errors"]), line["name"]
 
 
 def test_interpreter_equals_the_reference():
@@ -59,7 +59,7 @@ def test_large_scores_in_fp16_do_not_overflow_into_nan():
     *lines, largest = run_worker("large_scores.py", timeout=120)
     for line in lines:
         print(line)
-        assert max(a / b for a, b in zip(line["ours"], line["theirs"], strict=True)) < 0.7
+        assert all(a < 0.7 * b for a, b in zip(line["ours"], line["theirs"], strict=True))
     context, *gradients = largest["ours"]  # its softmax is one-hot: the gradients vanish
     assert context < 1e-2 and all(error < 10 for error in gradients)  # NaN is in no range
 

@@ -1,5 +1,7 @@
 """The gather-free path against the reference in float64: context and every gradient."""
 
+import math
+
 import pytest
 import torch
 from attention_cases import HOLES, PACKED, SMALL_BUCKETS, V1, V3, Case, relative_errors, run
@@ -156,4 +158,11 @@ def test_bf16_error_is_not_above_that_of_hugging_face():
     theirs = relative_errors(run_layer(False, torch.bfloat16), truth)
     ours = relative_errors(run_layer(True, torch.bfloat16), truth)
     print("relative bf16 errors, ours then Hugging Face:", ours, theirs)
+    assert max(theirs) < math.inf
     assert all(mine <= other * 1.02 for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_nan_in_any_tensor_is_no_small_error():
+    """max() of 0.0 and NaN is 0.0, so a kernel could return NaN for all gradients but the first."""
+    exact, broken = torch.ones(2), torch.tensor([1.0, torch.nan])
+    assert relative_errors([exact, broken], [exact.double()] * 2) == [0.0, math.inf]

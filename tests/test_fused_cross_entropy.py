@@ -19,13 +19,14 @@ TOLERANCES = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}
 
 def test_interpreter_equals_the_chunked_function():
     lines = run_worker("fused_cross_entropy.py", timeout=120)
-    assert max(lines.pop(0)) < 1e-6  # a masked LM's head with vocabulary_loss = "fused"
+    # A masked LM's head with vocabulary_loss = "fused"; not by max(), which passes over NaN.
+    assert all(error < 1e-6 for error in lines.pop(0))
     first = lines.pop(0)
     assert first["check"] < 1e-2 and first["poison"] == [True, True]
     assert len(lines) == 5
     for line in lines:
         print(line)
-        assert max(line["errors"]) < TOLERANCES[line["dtype"]]
+        assert all(error < TOLERANCES[line["dtype"]] for error in line["errors"])
         assert line["dtypes_kept"] and line["same_correct"] and line["repeats"]
         assert line["same_draws"]
 

@@ -59,13 +59,13 @@ def test_ten_steps_agree_with_the_formula(name, schedule):
         for key, p in model.named_parameters():
             p.grad = gradients[key][step].clone()
         optimizer.step()
-    worst = 0.0
+    errors = []
     for key, p in model.named_parameters():
         decay = DECAY if key in ("dense.weight", "table") else 0.0
         wanted = reference(before[key], gradients[key], name, optim, decay)
-        worst = max(worst, ((p - wanted).abs().max() / wanted.abs().max()).item())
-    print(f"{name}: largest relative difference after {STEPS} steps {worst:.1e}")
-    assert worst <= 1e-6
+        errors.append(((p - wanted).abs().max() / wanted.abs().max()).item())
+    print(f"{name}: largest relative difference after {STEPS} steps {max(errors):.1e}")
+    assert all(error <= 1e-6 for error in errors)  # max() would pass over NaN
 
 
 def test_official_schedule_starts_at_zero_and_drops_after_warm_up():

@@ -81,7 +81,8 @@ def main() -> None:
         scale = max(x.norm().item() for x in right[1:])
         errors = [(a.double() - b.double()).norm().item() / max(b.norm().item(), 1e-3 * scale)
                   for a, b in zip(found, right, strict=True)]
-        print(json.dumps({"name": name, "error": max(errors), "tensors": len(errors)}), flush=True)
+        worst = torch.tensor(errors).max().item()  # NaN if one is, unlike Python's max()
+        print(json.dumps({"name": name, "error": worst, "tensors": len(errors)}), flush=True)
 
 
 if __name__ == "__main__":

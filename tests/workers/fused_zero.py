@@ -67,7 +67,7 @@ def main() -> None:
         errors = [(a - b).norm().item() / max(b.norm().item(), 1e-2 * scale)
                   for a, b in zip(found, right, strict=True)]
         print(json.dumps({"stage": stage, "losses": found[0].tolist(), "loss_error": errors[0],
-                          "error": max(errors)}), flush=True)
+                          "error": torch.tensor(errors).max().item()}), flush=True)
 
 
 if __name__ == "__main__":
