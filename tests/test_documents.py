@@ -305,15 +305,15 @@ def test_damaged_and_empty_tables_are_named(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     with pyarrow.ipc.new_file(str(tmp_path / "t.arrow"), table.schema) as writer:
         writer.write_table(table)
-    for name in ("t.parquet", "t.arrow"):
+    for name, at in (("t.parquet", 20), ("t.arrow", -60)):
         data = (tmp_path / name).read_bytes()
-        for damaged in (data[: len(data) // 2], data[:20] + b"x" * 40 + data[60:], b"", b"x" * 99):
-            (tmp_path / name).write_bytes(damaged)
+        for bad in (data[: len(data) // 2], data[:at] + b"x" * 40 + data[at + 40:], b"", b"x" * 99):
+            (tmp_path / name).write_bytes(bad)
             with pytest.raises(UserError, match=name):
                 texts_of([tmp_path / name])
-                raise UserError(f"{name}: harmless damage")
+    (tmp_path / name).write_bytes(data[:20] + b"x" * 40 + data[60:])  # the footer has it again
     pyarrow.parquet.write_table(table.slice(0, 0), tmp_path / "none.parquet")
-    assert texts_of([tmp_path / "none.parquet"]) == []
+    assert texts_of([tmp_path / name, tmp_path / "none.parquet"]) == TEXTS * 50
 
 
 def test_files_of_unknown_kinds_are_named(tmp_path, capsys):
