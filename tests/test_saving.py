@@ -105,12 +105,17 @@ def operations_of_last_rank(path, world_size: int, monkeypatch) -> list[str]:
     """Return what the last rank of a cluster does to the disk for its part of a save."""
     global WATCHED
     real_stat = os.stat
+
+    def watched_stat(*arguments, **options):
+        if WATCHED is not None:  # an empty list, too
+            WATCHED.append("stat")
+        return real_stat(*arguments, **options)
+
     with monkeypatch.context() as patch:
         patch.setattr(dist, "world_size", lambda: world_size)
         patch.setattr(dist, "rank", lambda: world_size - 1)
         patch.setattr(dist, "is_main", lambda: False)
-        patch.setattr(os, "stat", lambda *a, **k: (WATCHED or []).append("stat") or real_stat(
-            *a, **k))
+        patch.setattr(os, "stat", watched_stat)
         size = replicated(SHAPES, world_size).groups[0].size
         one, WATCHED = saving.Save(path, 2, keep=1), []
         one.attempt(lambda: saving._write_my_files(
