@@ -122,20 +122,27 @@ def test_a_finished_job_is_left_alone_and_another_one_refused(text_file, tmp_pat
 
 
 @pytest.mark.multi
-def test_kills_at_random_moments_leave_no_corpus_and_restart_gives_the_same_bytes(
+def test_kills_within_the_work_leave_no_corpus_and_a_restart_gives_the_same_bytes(
     text_file, tmp_path
 ):
     arguments = [sys.executable, str(SCRIPTS / "tokenize_corpus.py"), str(text_file),
-                 "--tokenizer", tokenizer_path(), "--unit_bytes", "20000", "--workers", "2"]
+                 "--tokenizer", tokenizer_path(), "--unit_bytes", "1000", "--workers", "2"]
     subprocess.run([*arguments, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
-    generator = random.Random(0)
-    out = tmp_path / "killed"
-    for _ in range(3):
-        process = subprocess.Popen([*arguments, "--out", str(out)], start_new_session=True,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(generator.uniform(0.3, 1.2))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    out, log, finished = tmp_path / "killed", tmp_path / "log", 0
+    for more in random.Random(0).sample(range(1, 20), 3):  # units, of some 150
+        with open(log, "wb") as file:
+            process = subprocess.Popen([*arguments, "--out", str(out)], start_new_session=True,
+                                       stdout=file, stderr=file)
+        try:
+            deadline = time.monotonic() + 120
+            while (now := len(list(out.glob(".units/*.json")))) < finished + more:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.001)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        finished = len(list(out.glob(".units/*.json")))
+        assert finished >= now and not (out / "manifest.json").exists()
     subprocess.run([*arguments, "--out", str(out)], check=True, capture_output=True)
     assert tree(out) == tree(tmp_path / "whole")
 
