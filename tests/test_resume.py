@@ -1,16 +1,18 @@
-"""kill -9 at a moment nobody chose, resume on two ranks under ZeRO-3: bit-identical to the end."""
+"""kill -9, at a moment nobody chose and within a save; resume under ZeRO-3: bit-identical."""
 
 import os
 import random
 import shutil
+import signal
 import time
 
 import pytest
 import rank_helpers
 import torch
-from launching import ROOT, deepspeed_json, make_run, torchrun
+from launching import ROOT, deepspeed_json, losses, make_run, torchrun
 
-from deberta_ds.formats.checkpoint import list_steps, load_whole_state, step_of
+from deberta_ds.cluster import process
+from deberta_ds.formats.checkpoint import list_finished, list_steps, load_whole_state, step_of
 from deberta_ds.records import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -28,24 +30,48 @@ def eval_scores(out) -> list[dict]:
             for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "eval"]
 
 
-def start_and_kill(command, out) -> None:
-    """Start the run on two ranks and kill both at a random moment.
+def start_and_kill(command, out, is_time) -> int:
+    """Start the run on two ranks, kill both as soon as is_time(out, ranks); return the step of the
+    newest whole checkpoint.
 
     Not under torchrun: its ranks have sessions of their own and outlive its process group.
     """
-    ranks = rank_helpers.start(2, command, out.parent / "killed.log")
-    chance = random.Random(f"{out.parent.name} resume")
-    last = chance.randint(5, 9)
+    log = out.parent / "killed.log"
+    ranks = rank_helpers.start(2, command, log)
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        if (out / "metrics.jsonl").exists():
-            text = (out / "metrics.jsonl").read_text()
-            if f'"step": {last},' in text:
-                break
-        assert all(rank.is_alive() for rank in ranks), "it ended before it could be killed"
-        time.sleep(0.01)
-    time.sleep(chance.random() * 0.3)
-    rank_helpers.kill(ranks)
+    try:
+        while not is_time(out, ranks):
+            assert all(rank.is_alive() for rank in ranks), "it ended before it could be killed"
+            assert time.monotonic() < deadline, f"not killed in time\n{log.read_text()[-4000:]}"
+            time.sleep(0.002)
+    finally:
+        rank_helpers.kill(ranks)
+    return step_of(list_finished(out)[-1])
+
+
+def at_random(out, _ranks) -> bool:
+    """Return True somewhere in the 0.3 s behind a step and a finished save."""
+    if not list_finished(out) or max(losses(out), default=0) < 4:
+        return False
+    time.sleep(random.random() * 0.3)
+    return True
+
+
+def while_saving(out, ranks) -> bool:
+    """Return whether a save goes on behind a finished one; rank 0, which would end it, is frozen.
+    """
+    def is_unfinished() -> bool:
+        return bool(done := list_finished(out)) and list_steps(out)[-1] != done[-1]
+
+    if not is_unfinished():
+        return False
+    os.kill(ranks[0].pid, signal.SIGSTOP)
+    while process.look(ranks[0].pid).state != "T":
+        time.sleep(0.001)
+    if is_unfinished():
+        return True
+    os.kill(ranks[0].pid, signal.SIGCONT)  # the manifest came first
+    return False
 
 
 @pytest.mark.parametrize("log_every", [1, 7, 10] if "FULL_TABLE" in os.environ else [7])
@@ -84,21 +110,28 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_the
     assert train_lines(out) == whole
 
 
-def test_killed_run_resumes_bit_identically(tmp_path):
-    ds = deepspeed_json(tmp_path / "zero3.json", 3)
-    whole = make_run(tmp_path / "a", dropout=0.1, steps="12", eval_every="12", save_every="4")
-    killed = make_run(tmp_path / "b", dropout=0.1)
-    # Both read the same corpus path, so that the two runs have one identity.
-    killed.write_text(whole.read_text().replace(str(tmp_path / "a/out"), str(tmp_path / "b/out")))
-    torchrun(2, ROOT / "launch/pretrain.py", "--config", whole, "--deepspeed_config", ds)
-    command = ["--config", str(killed), "--deepspeed_config", str(ds)]
-    start_and_kill(command, tmp_path / "b/out")
-    assert list_steps(tmp_path / "b/out"), "a checkpoint was due before the kill"
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(run file, DeepSpeed file) of a run that nothing has broken off."""
+    root = tmp_path_factory.mktemp("whole")
+    run_file = make_run(root, dropout=0.1, steps="12", eval_every="12", save_every="2")
+    ds = deepspeed_json(root / "zero3.json", 3)
+    torchrun(2, ROOT / "launch/pretrain.py", "--config", run_file, "--deepspeed_config", ds)
+    return run_file, ds
+
+
+@pytest.mark.parametrize("moment", [at_random, while_saving])
+def test_killed_run_resumes_bit_identically(whole, tmp_path, moment):
+    (run_file, ds), out = whole, tmp_path / "out"
+    command = ["--config", str(run_file), "--deepspeed_config", str(ds), f"--out_dir={out}"]
+    step = start_and_kill(command, out, moment)
+    assert step < 12 and (moment is at_random or step_of(list_steps(out)[-1]) > step)
     text = rank_helpers.run(2, command, tmp_path / "resumed.log")
-    assert "resume at step" in text
-    assert train_lines(tmp_path / "b/out") == train_lines(tmp_path / "a/out")
-    assert eval_scores(tmp_path / "b/out") == eval_scores(tmp_path / "a/out")
-    first, _ = load_whole_state(tmp_path / "a/out/checkpoints/step-00000012")
-    second, _ = load_whole_state(tmp_path / "b/out/checkpoints/step-00000012")
+    assert f"resume at step {step}" in text
+    unbroken = run_file.parent / "out"
+    assert train_lines(out) == train_lines(unbroken)
+    assert eval_scores(out) == eval_scores(unbroken)
+    first, _ = load_whole_state(unbroken / "checkpoints/step-00000012")
+    second, _ = load_whole_state(out / "checkpoints/step-00000012")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
