@@ -47,7 +47,7 @@ LAUNCHERS = {
     "timeout": ["timeout", "1000"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--nproc_per_node=2"],
-    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={_free_port()}"],
+    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus=2"],  # and a port, free at the time
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "--bind-to", "none",
                "--mca", "odls_base_sigkill_timeout", "60"],
     "srun": ["srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--kill-on-bad-exit=1"],
@@ -203,12 +203,14 @@ def send(number: signal.Signals, target: str, launcher: int, mark: str) -> None:
 
 
 def trial(launcher: str, what: str, workers: int, work: Path,
-          commands: Mapping[str, list[str]] = LAUNCHERS) -> Trial:
+          commands: dict[str, list[str]] = LAUNCHERS) -> Trial:
     """Run one job and signal it; leaves nothing running."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     # Under "twice" the first step boundary must not come before the second Ctrl-C.
     slow = ["--train.global_batch_rows=64"] if what == "Ctrl-C twice" else []
+    if launcher == "deepspeed":
+        commands = commands | {launcher: [*commands[launcher], f"--master_port={_free_port()}"]}
     process, mark = start(launcher, work, workers, commands, *slow)
     out, log = work / "out", work / "log"
     try:
