@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,8 +170,15 @@ def test_a_rank_that_is_killed_before_the_ranks_meet_does_not_leave_the_others_w
     arguments.append("--train.watchdog_seconds=6")
     processes = rank_helpers.start(3, arguments, root / "log")
     processes[2].kill()  # it may not even have begun, so the others cannot meet
-    files = [Path("/dev/shm"), "deberta_ds-*/1"]
-    while not any(f" {processes[1].pid} " in f.read_text() for f in files[0].glob(files[1])):
+
+    def has_begun(pid: int) -> bool:
+        for path in Path("/dev/shm").glob("deberta_ds-*/1"):
+            with suppress(FileNotFoundError):  # of another job, which has ended
+                if f" {pid} " in path.read_text():
+                    return True
+        return False
+
+    while not has_begun(processes[1].pid):
         assert processes[1].is_alive()
         time.sleep(0.05)
     started = time.monotonic()
