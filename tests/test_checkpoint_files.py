@@ -14,6 +14,7 @@ import pytest
 import rank_helpers
 import torch
 from launching import ENVIRONMENT, NVME_REASON, ROOT, make_run
+from small_disk import small_disk
 
 from deberta_ds.config import load as load_config
 from deberta_ds.formats import checkpoint, engine_state, saving
@@ -293,15 +294,12 @@ def test_an_engine_that_could_not_be_resumed_is_refused_before_the_first_step():
         engine_state.check_restorable(engine)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 @pytest.mark.slow
 def test_full_disk_is_one_error_and_leaves_the_old_checkpoints(tmp_path):
     run_file, disk = make_run(tmp_path), tmp_path / "disk"
     config = tmp_path / "zero3.json"
     config.write_text('{"zero_optimization": {"stage": 3}}')
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "none", str(disk)], check=True)
-    try:
+    with small_disk(disk, "9m") as resize:
         arguments = ["--config", str(run_file), "--deepspeed_config", str(config),
                      f"--out_dir={disk}/out", "--train.save_every=2", "--train.steps=8"]
         processes = rank_helpers.start(2, arguments, tmp_path / "log")
@@ -311,9 +309,6 @@ def test_full_disk_is_one_error_and_leaves_the_old_checkpoints(tmp_path):
         whole = [p.name for p in checkpoint.list_steps(disk / "out")]
         assert whole == ["step-00000002", "step-00000004"]
         assert checkpoint.find(disk / "out", "auto").path.name == "step-00000004"
-        more_room = ["mount", "-o", "remount,size=60m", str(disk)]
-        subprocess.run(more_room, check=True)
+        resize("60m")
         text = rank_helpers.run(2, arguments, tmp_path / "log2")
         assert "resume at step 4" in text
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
