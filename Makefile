@@ -24,7 +24,7 @@ lint: setup
 setup: $(STAMP)
 
 # torch first: installed alone, so that the build you chose (CPU or CUDA) is the one that stays.
-$(STAMP): constraints.txt setup.py
+$(STAMP): constraints.txt setup.py Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: $(PYTHON) is older than 3.11; call make with PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
