@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -122,13 +123,17 @@ def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server
 
 
 def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
-    """5 ms for each file operation: one after another, 56 rows a second need 5 of 3 operations."""
-    operations = []
+    """5 ms for each file operation: one after another, 240 rows of 3 operations need 3.6 s."""
+    operations, waiting, most = [], set(), 0
 
     def slow(function):
         def wait(*arguments):
+            nonlocal most
             operations.append(function)
+            waiting.add(threading.get_ident())
+            most = max(most, len(waiting))
             time.sleep(0.005)
+            waiting.remove(threading.get_ident())
             return function(*arguments)
         return wait
 
@@ -136,13 +141,11 @@ def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
     monkeypatch.setattr(reading.os, "pread", slow(os.pread))
     monkeypatch.setattr(reading.SmallFiles, "room_bytes", 0)  # as for the plans of a large corpus
     dataset = open_dataset(dataset.sources[0].path)
-    start = time.perf_counter()
     found = global_rows(dataset, 1, 0, 1, steps=10)  # 240 rows, micro-batches of one
-    seconds = time.perf_counter() - start
     for name in FIELDS:
         assert torch.equal(expected[name], found[name])
-    assert len(operations) >= 3 * 240  # which is 3.6 s without threads
-    assert seconds < 0.5 * 0.005 * len(operations)
+    assert len(operations) >= 3 * 240
+    assert most > 8  # at once; not timed, as the machine may be busy
 
 
 LEAVES_EARLY = """
