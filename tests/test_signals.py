@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def listener(*words: str, ignored: int = 0) -> subprocess.Popen:
 
     child = subprocess.Popen([sys.executable, "-c", LISTENER, *words], env=ENVIRONMENT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=handlers)
-    assert child.stdout.readline() == "ready\n"
+    assert select.select([child.stdout], [], [], 60)[0] and child.stdout.readline() == "ready\n"
     return child
 
 
@@ -104,7 +105,7 @@ def test_an_orphan_notices_that_its_launcher_is_gone(tmp_path, level):
     assert started.stdout.readline() == "ready\n"
     os.kill(pids[2 - level], signal.SIGKILL)
     reason = started.stdout.readline()
-    started.wait()
+    started.wait(timeout=60)
     name = ("torchrun", "deepspeed")[level - 1]
     assert reason == f"the end of its launcher ({name}, pid {pids[2 - level]})\n"
 
@@ -115,7 +116,7 @@ def test_a_run_under_timeout_notices_when_that_is_killed():
     assert started.stdout.readline() == "ready\n"
     started.kill()
     assert started.stdout.readline() == f"the end of its launcher (timeout, pid {started.pid})\n"
-    started.wait()
+    started.wait(timeout=60)
 
 
 def test_a_process_is_its_id_and_its_start():
@@ -215,6 +216,7 @@ def test_the_lock_of_another_machine_is_judged_by_its_heartbeats(tmp_path, monke
     writer = subprocess.Popen([sys.executable, "-c", text])
     try:
         while not beats.exists():
+            assert writer.poll() is None
             time.sleep(0.01)
         if alive:
             with pytest.raises(UserError, match="on elsewhere"):
@@ -349,6 +351,7 @@ def test_a_console_that_is_full_and_never_read_does_not_hold_a_stop(tmp_path):
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with child:
         while not ready.exists():
+            assert child.poll() is None
             time.sleep(0.01)
         time.sleep(0.5)  # to fill 64 KiB
         child.send_signal(signal.SIGTERM)
