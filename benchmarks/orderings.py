@@ -33,10 +33,10 @@ from deberta_ds.records import read_metrics
 FINETUNING = {"MNLI": (3, 1), "CB": (10, 3), "RTE": (4, 1), "WiC": (4, 1)}  # epochs, seeds
 CLAIMS = (("gdes", "es"), ("es", "nes"), ("gdes", "nes"), ("nes", "mlm"), ("gdes", "mlm"),
           ("mlm", "mlm-noemd"), ("mlm", "mlm-nop2c"), ("mlm", "mlm-noc2p"), ("mlm", "mlm-bert"),
-          *((arm, "mlm") for arm in ("mlm-fall",)),
-          *((f"mlm-half-{part}", "mlm-half") for part in ("fall", "wsd", "betas", "lr")),
-          *((f"gdes-third-{part}", "gdes-third") for part in ("lambda", "hot", "deep")),
-          ("cached-third", "gdes-third"), ("cached-third", "plain-third"), ("cached", "gdes"))
+          ("mlm-fall", "mlm"),
+          *((f"mlm-half-{part}", "mlm-half") for part in ("betas", "wsd", "all")),
+          *((f"gdes-third-{part}", "gdes-third") for part in ("fall", "lambda")),
+          ("cached-third", "gdes-third"))
 COSTS = {"tokens, millions": ("tokens_seen", 1e6), "minutes": ("seconds", 60)}
 LOSSES = ("masked_loss", "generator_loss")  # their masks differ, so they do not compare
 _NAME = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
