@@ -37,10 +37,11 @@ def make_checkpoint(directory):
     """Write what a card reads of a run: run.json of its checkpoint, and metrics.jsonl."""
     step = directory / "checkpoints" / "step-00000040"
     step.mkdir(parents=True)
-    run = {"objective": {"kind": "rtd"}, "train": {"steps": 50, "global_batch_rows": 8},
+    run = {"objective": {"kind": "rtd", "mask": {"rate": 0.3, "final_rate": 0.15}},
+           "train": {"steps": 50, "global_batch_rows": 8},
            "data": {"seq_len": 64, "sources": [{"path": "gone | <b>", "weight": 3.0},
                                                {"path": "other", "weight": 1.0}]},
-           "optim": {"name": "adamw", "lr": 1e-3}}
+           "optim": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.999], "schedule": "wsd"}}
     (step / "run.json").write_text(json.dumps(RUN_RECORD | {
         "step": 40, "rows_seen": 320, "tokens_seen": 20480, "config": run,
         "fingerprints": {"gone | <b>": "ab12", "other": "cd34"}, "versions": {"torch": "2.13.0"},
@@ -58,6 +59,8 @@ def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
                         "tags": ["deberta_ds", "deberta-v2", "replaced-token-detection"]}
     assert "| gone \\| &lt;b> | 75.0% | – | – | `ab12` |" in text
     assert "20,480 tokens in 320 rows" in text and "| sha256 of the tokenizer | ef56 |" in text
+    assert "| masked share of the tokens | 0.3, at the end 0.15 |" in text
+    assert "| learning rate | 0.001, schedule wsd |" in text
     assert "On held-out rows at step 40." in text and "0.444" in text and "0.556" not in text
     assert "generator in `generator/`" in text and 'load_masked_lm("me/mine")' in text
     assert "This is a discriminator" in text and "no missing, no unexpected keys" in text

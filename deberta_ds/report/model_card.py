@@ -156,12 +156,16 @@ def _of_checkpoint(directory: Path) -> Training:
     for source, share in zip(run["data"]["sources"], shares, strict=True):
         training.data.append(_corpus(source["path"], share / sum(shares),
                                      record["fingerprints"].get(source["path"], "")))
-    objective, train = run["objective"], run["train"]
+    objective, train, optim = run["objective"], run["train"], run["optim"]
+    mask = objective["mask"]
+    falls = f", at the end {mask['final_rate']}" if mask.get("final_rate") else ""  # 0.1.0: none
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
         ("rows in a step", f"{train['global_batch_rows']:,}"),
         ("tokens in a row", f"{run['data']['seq_len']:,}"),
-        ("optimizer", run["optim"]["name"]), ("learning rate", run["optim"]["lr"]),
+        ("masked share of the tokens", f"{mask['rate']}{falls}"),
+        ("optimizer", f"{optim['name']}, betas {optim['betas']}"),
+        ("learning rate", f"{optim['lr']}, schedule {optim['schedule']}"),
         ("sha256 of the tokenizer", record["tokenizer_sha256"]),
         ("versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())))]
     metrics = directory.parent.parent / METRICS_FILE
