@@ -58,7 +58,7 @@ def test_generator(preset):
 def test_discriminator(preset):
     config = ModelConfig(**MODELS[preset])
     unused = config.max_position * config.hidden_size
-    count = count_parameters(on_meta(Discriminator, config, "gdes", 0))
+    count = count_parameters(on_meta(Discriminator, config, "gdes"))
     assert count == RTD_HEADED[preset] - unused
 
 

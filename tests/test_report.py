@@ -258,7 +258,7 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
         ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": 1e999}\n', '"loss" must be a num'),
         ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": true}\n', '"loss" must be a numb'),
         ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 5000), "line 1"),
-        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 300), '"step" must be a'),
+        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 300), "too large a number"),
         ("metrics.jsonl", '{"kind": "event", "step": 1}\n', 'which "event"'),
         ("metrics.jsonl", "[" * 100_000, "metrics.jsonl, line 1"),
         ("metrics.jsonl", "\n\n", "metrics.jsonl, line 1"),
