@@ -155,8 +155,9 @@ def derive_words(release: Release) -> None:
     for table, place in (("words", "word table"), ("positions", "position table")):
         delta = main.tensors.get(f"{table}.delta")
         name = f"{table}.weight"
-        if f"trunk.input.{name}" in main.tensors:  # positions that are added to the input
-            name = f"trunk.input.{name}"
+        added = f"trunk.input.{name}"  # positions, where they are added to the input
+        if any(added in network.tensors for network in release.networks().values()):
+            name = added
         whole = main.tensors.get(name)
         base = generator.tensors.get(name) if generator else None
         if delta is None:
