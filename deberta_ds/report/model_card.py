@@ -159,12 +159,14 @@ def _of_checkpoint(directory: Path) -> Training:
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
     falls = f", at the end {mask['final_rate']}" if mask.get("final_rate") else ""  # 0.1.0: none
+    masked = [("masked share of the tokens", f"{mask['rate']}{falls}")]
+    if objective["kind"] == "rtd_cached":
+        masked = []  # the stored replacements have theirs
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
         ("rows in a step", f"{train['global_batch_rows']:,}"),
         ("tokens in a row", f"{run['data']['seq_len']:,}"),
-        ("masked share of the tokens", f"{mask['rate']}{falls}"),
-        ("optimizer", f"{optim['name']}, betas {optim['betas']}"),
+        *masked, ("optimizer", f"{optim['name']}, betas {optim['betas']}"),
         ("learning rate", f"{optim['lr']}, schedule {optim['schedule']}"),
         ("sha256 of the tokenizer", record["tokenizer_sha256"]),
         ("versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())))]
