@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import interleaved_minimum, save
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.errors import exit_cleanly, first_line
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 HIDDEN, VOCAB = 768, 128_100
@@ -61,7 +61,8 @@ def main() -> None:
         try:
             results[name] = {"loss": run().item()}
         except Exception as reason:  # a kernel that finds no room keeps no other from being timed
-            print(f"{name:16}{type(reason).__name__}: {str(reason)[:160]}")
+            results[name] = {"absent": f"{type(reason).__name__}: {first_line(reason)}"[:160]}
+            print(f"{name:16}{results[name]['absent']}")
             continue
         if options.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

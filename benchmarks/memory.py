@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from benchmarks import peers
 from benchmarks.measure import save
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.errors import exit_cleanly, first_line
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 LENGTHS = (2048, 4096, 8192)
@@ -80,7 +80,7 @@ def on_gpu(kind: str, name: str, length: str) -> dict:
     try:
         return {"peak_bytes": run_case(kind, name, int(length), "cuda")}
     except Exception as reason:  # no memory, or a kernel that finds no room
-        return {"absent": f"{type(reason).__name__}: {reason}".splitlines()[0][:160]}
+        return {"absent": f"{type(reason).__name__}: {first_line(reason)}"[:160]}
 
 
 def in_own_process(case: list[str]) -> dict:

@@ -87,15 +87,14 @@ def score(run: Run, options: argparse.Namespace) -> None:
     if options.common and "mlm" not in run.arm:
         printed(run.scores / "common.json", "launch/evaluate.py", "--run", run.path, "--generator",
                 options.common)
-    if options.nli and "MNLI" in options.tasks:
-        finetune(run, "MNLI", options.nli, "--any_size")
-    for task in FINETUNING if options.superglue else ():
-        if task in options.tasks and task != "MNLI":
-            finetune(run, task, options.superglue)
+    for task in options.tasks:
+        if data := options.nli if task == "MNLI" else options.superglue:
+            finetune(run, task, data)
 
 
-def finetune(run: Run, task: str, data: Path, *more: str) -> None:
+def finetune(run: Run, task: str, data: Path) -> None:
     epochs, seeds = FINETUNING[task]
+    more = ("--any_size",) if task == "MNLI" else ()  # of which a small one may be given
     once(run.scores / task / f"seed-{seeds}/result.json", "launch/finetune.py",
          "--task", task, "--model", run.path, "--data", data, "--skip_test", "--out", run.scores,
          "--deepspeed_config", "ds_configs/zero1_autocast_cpu.json", "--no_save_model",
@@ -241,7 +240,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=200, help="pairs a paradigm")
     parser.add_argument("--nli", type=Path, help="directory of MNLI/, which may be small")
     parser.add_argument("--superglue", type=Path)
-    parser.add_argument("--tasks", nargs="*", default=list(FINETUNING), help="fine-tuned on")
+    parser.add_argument("--tasks", nargs="*", choices=FINETUNING, default=list(FINETUNING),
+                        help="fine-tuned on")
     parser.add_argument("--name", default="orderings", help="of the table's results")
     parser.add_argument("--common", type=Path, help="whose generator all discriminators face")
     options = parser.parse_args()

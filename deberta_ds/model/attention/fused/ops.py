@@ -215,7 +215,7 @@ def _term(
     if table is None:
         return _empty_term(x, table, keys, band)
     plane, ends = _empty_term(x, table, keys, band)
-    tile = tiles.choose_product(_capability(x), x.shape[-1], "plane")
+    tile = tiles.choose_product(_capability(x.device), x.shape[-1], "plane")
     planes.plane_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         x, table, plane, ends, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
         PICKED=picked, FAR=band.far, **_product_constants(x, tile),
@@ -254,7 +254,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     """
     batch, heads, rows, size = x.shape
     keys = k.shape[2]
-    tile = tiles.choose_product(_capability(x), size, "rows")
+    tile = tiles.choose_product(_capability(x.device), size, "rows")
     planes.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         d_term.plane, k if table is None else table, k, dx, d_term.ends, *facts,
         *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
@@ -262,7 +262,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     )
     if table is None:
         return x.new_empty(0)
-    tile = tiles.choose_product(_capability(x), size, "table")
+    tile = tiles.choose_product(_capability(x.device), size, "table")
     blocks = triton.cdiv(len(table), tile.block_n)
     units = batch * triton.cdiv(rows, _CHUNK_ROWS)
     splits = min(units, triton.cdiv(_PROGRAMS, blocks * heads))
@@ -280,7 +280,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
 def _spread(d_scores: Tensor, d_plane: Tensor, positions: Tensor, band: Band) -> None:
     """Fill the plane's gradient from the score gradients [B,H,L,Q] of picked queries."""
     batch, heads, keys, queries = d_scores.shape
-    tile = tiles.choose_product(_capability(d_scores), 64, "spread")
+    tile = tiles.choose_product(_capability(d_scores.device), 64, "spread")
     planes.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
         d_scores, d_plane, positions, queries, keys, heads, band.span,
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
@@ -288,12 +288,8 @@ def _spread(d_scores: Tensor, d_plane: Tensor, positions: Tensor, band: Band) ->
     )
 
 
-def _capability(x: Tensor) -> tuple[int, int]:
-    return _capability_of(x.device)
-
-
 @lru_cache  # asked at nearly every launch
-def _capability_of(device: torch.device) -> tuple[int, int]:
+def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -303,7 +299,7 @@ def _precision(x: Tensor) -> str:
 
 def _tile(q: Tensor, k: Tensor, direction: str, picked: bool, band: Band) -> tiles.Tile:
     longest = max(q.shape[2], k.shape[2])
-    return tiles.choose(_capability(q), q.shape[-1], longest, direction, picked, band.far)
+    return tiles.choose(_capability(q.device), q.shape[-1], longest, direction, picked, band.far)
 
 
 def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
