@@ -81,7 +81,7 @@ REFUSED_INSIDE = {
     "zero_optimization.zenflow": "it changes what is computed",
     "zero_optimization.legacy_stage1": _REMOVED,
     "zero_optimization.leaf_module": "there are no experts here",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon here",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "ours is optim.name",
     "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer",

@@ -23,6 +23,7 @@ from deberta_ds.formats.engine_state import (
     aliases,
     base_optimizer,
     buffers,
+    is_on_disk,
     read_loss_scale,
 )
 from deberta_ds.formats.layout import CheckpointError, Layout, layout_from
@@ -39,14 +40,17 @@ def rank_file(rank: int) -> str:
 
 def describe_engine(engine, layout: Layout) -> dict:
     """Return the values of layout.json: all that is not in the ranks' files."""
-    entry = base_optimizer(engine).state.get(next(buffers(engine, layout)).weights, {})
-    scalars = {}
-    for key, value in entry.items():
-        if not per_element(value):
+    entries = _entries(engine, layout)
+    keys, without, scalars = [], {}, {}
+    for key, value in _of_all([entry for _, entry in entries]).items():
+        without[key] = [name for names, entry in entries if key not in entry for name in names]
+        if per_element(value):
+            keys.append(key)
+        else:
             kind = str(value.dtype).removeprefix("torch.") if torch.is_tensor(value) else ""
             scalars[key] = {"value": value.item() if kind else value, "tensor": kind}
     return layout.to_values() | {
-        "keys": [key for key, value in entry.items() if per_element(value)], "scalars": scalars,
+        "keys": keys, "scalars": scalars, "without": without,
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "loss_scale": read_loss_scale(engine), "aliases": aliases(engine),
         "buffers": {name: tuple(value.shape) for name, value in _kept_buffers(engine.module)}}
@@ -54,12 +58,14 @@ def describe_engine(engine, layout: Layout) -> dict:
 
 def described_tensors(engine, layout: Layout) -> list[tuple[str, torch.dtype, int]]:
     """Return (name, dtype, elements) of what `tensors_of_rank` will give."""
-    first = next(buffers(engine, layout)).weights
-    kinds = {MASTER: first.dtype}
-    kinds |= {key: value.dtype for key, value in base_optimizer(engine).state.get(first, {}).items()
-              if per_element(value)}
+    weights = next(buffers(engine, layout)).weights.dtype
+    entries = [entry for _, entry in _entries(engine, layout)]
+    if len(entries) != len(layout.groups):  # every rank has everything; or all are alike
+        entries = [_of_all(entries)] * len(layout.groups)
     described = [(f"{number}.{key}", kind, group.size)
-                 for number, group in enumerate(layout.groups) for key, kind in kinds.items()]
+                 for number, (group, entry) in enumerate(zip(layout.groups, entries, strict=True))
+                 for key, kind in ((MASTER, weights), *((key, value.dtype) for key, value
+                                                        in entry.items() if per_element(value)))]
     if dist.is_main():
         described += [(_BUFFER + name, value.dtype, value.numel())
                       for name, value in _kept_buffers(engine.module)]
@@ -89,14 +95,35 @@ def _stretch_of_replica(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     state = base_optimizer(engine).state
     held = list(layout.held_by(dist.rank(), 0))
     first = next(iter(whole.values()))
-    keys = [key for key, value in state.get(first, {}).items() if per_element(value)]
+    entries = [entry for _, entry in _entries(engine, layout)]
+    keys = [key for key, value in _of_all(entries).items() if per_element(value)]
     for key in (MASTER, *keys):
         flat = first.new_zeros(layout.groups[0].size)
         for name, piece in held:
-            source = whole[name] if key == MASTER else state[whole[name]][key]
+            source = whole[name] if key == MASTER else state[whole[name]].get(key)
+            if source is None:  # of another kind of optimizer (`without` in layout.json)
+                continue
             flat[piece.offset:piece.offset + piece.count] = source.detach().reshape(-1)[
                 piece.start:piece.start + piece.count]
         yield f"0.{key}", flat
+
+
+def _entries(engine, layout: Layout) -> list[tuple[tuple[str, ...], dict]]:
+    """Return (parameters, their entry in the optimizer's state) of this rank's buffers.
+
+    On NVMe those of the first stand for all: such optimizers have one kind of entry.
+    """
+    state, found = base_optimizer(engine).state, buffers(engine, layout)
+    if is_on_disk(engine):
+        return [(tuple(layout.shapes), state.get(next(found).weights, {}))]
+    return [(tuple(name for name, _ in buffer.held) if layout.is_replicated
+             else layout.groups[number].names, state.get(buffer.weights, {}))
+            for number, buffer in enumerate(found)]
+
+
+def _of_all(entries: list[dict]) -> dict:
+    """Return the values of several entries of an optimizer's state, the first of each key."""
+    return {key: value for entry in reversed(entries) for key, value in entry.items()}
 
 
 def _kept_buffers(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
@@ -122,6 +149,9 @@ class SavedState:
         try:
             self.counters, self.aliases = dict(values["counters"]), dict(values["aliases"])
             self._keys, self._loss_scale = list(values["keys"]), dict(values["loss_scale"])
+            # {key: parameters that have none}; no file of version 0.1.0 or before Muon says so
+            self._without = {key: frozenset(names)
+                             for key, names in values.get("without", {}).items()}
             self._scalars = {
                 key: torch.tensor(found["value"], dtype=getattr(torch, found["tensor"]))
                 if found["tensor"] else found["value"] for key, found in values["scalars"].items()}
@@ -141,11 +171,12 @@ class SavedState:
 
     def state_keys(self, name: str) -> list[str]:
         """Return the optimizer's per-element tensors of a parameter, such as exp_avg."""
-        return self._keys
+        return [key for key in self._keys if name not in self._without.get(key, ())]
 
     def scalars(self, name: str) -> dict:
         """Return the optimizer's other values of a parameter, such as step."""
-        return self._scalars
+        return {key: value for key, value in self._scalars.items()
+                if name not in self._without.get(key, ())}
 
     def loss_scale(self) -> dict:
         """Return the fields of the fp16 loss scale; empty where there is none."""

@@ -34,6 +34,7 @@ from deberta_ds.train.deepspeed_check import (
     check_parts,
 )
 from deberta_ds.train.half_without_zero import mend_half_without_zero
+from deberta_ds.train.muon import Muon
 from deberta_ds.train.optim import build_optimizer
 
 # DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
@@ -121,6 +122,8 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
     check_engine(engine)
     mend_half_without_zero(engine)
     clip_networks_apart(engine)
+    if isinstance(optimizer, Muon):
+        optimizer.bind(engine)
     return engine
 
 

@@ -1,8 +1,8 @@
 """The optimizers.
 
-AdamW is PyTorch's. `AdamUncorrected` is the official XAdam: Adam without bias correction, decoupled
-weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py), which
-AdamW cannot express.
+AdamW is PyTorch's, Muon is in muon.py. `AdamUncorrected` is the official XAdam: Adam without bias
+correction, decoupled weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py),
+which AdamW cannot express.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from torch import nn
 
 from deberta_ds.config import OptimConfig
 from deberta_ds.model.decay import decay_groups
+from deberta_ds.train.muon import Muon
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset(),
@@ -30,13 +31,19 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = froz
     if apart:
         groups = _split(model, groups, "network",
                         {name: next(filter(name.startswith, apart), "") for name in names})
+    if optim.name == "muon":
+        matrices = {f"{prefix}.weight" for prefix, module in model.named_modules()
+                    if isinstance(module, nn.Linear) and module.out_features > 1}
+        groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
     settings = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
+    if optim.name == "muon":
+        return Muon(groups, **settings)
     return AdamUncorrected(groups, **settings)
 
 
-def _split(model: nn.Module, groups: list[dict], key: str, values: Mapping[str, float | str]
+def _split(model: nn.Module, groups: list[dict], key: str, values: Mapping[str, float | str | bool]
            ) -> list[dict]:
     """Return `groups` cut so that every group has one of the parameters' `values`, as `key`."""
     value_of = {id(p): values[name] for name, p in model.named_parameters()}
