@@ -81,7 +81,7 @@ REFUSED_INSIDE = {
     "zero_optimization.zenflow": "it changes what is computed",
     "zero_optimization.legacy_stage1": _REMOVED,
     "zero_optimization.leaf_module": "there are no experts here",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "ours is optim.name",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "for DeepSpeed's, not ours",
     "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer",
@@ -276,6 +276,20 @@ def precision(values: dict) -> str:
         if values.get(name, {}).get("enabled", False):
             return name
     return "fp32"
+
+
+def problems_with_optimizer(name: str, values: dict) -> list[str]:
+    """Return why optim.name cannot be under a checked JSON."""
+    section = values.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if section.get("device", "none") == "none":
+        return []
+    if name == "muon":
+        return ["optim.name = 'muon': its matrices are on the GPU; leave "
+                "zero_optimization.offload_optimizer out, or use adamw"]
+    if name != "adamw" and values.get("zero_force_ds_cpu_optimizer"):
+        return [f"optim.name = {name!r}: zero_force_ds_cpu_optimizer would replace it by "
+                "DeepSpeedCPUAdam; set that key to false"]
+    return []
 
 
 def product_precision(values: dict) -> str:

@@ -3,14 +3,17 @@
 import pytest
 import rank_helpers
 import torch
-from launching import deepspeed_json, make_run
+from launching import deepspeed_json, make_run, python
+from rank_helpers import PRETRAIN
 from torch import nn
 
 from deberta_ds.config import OptimConfig
 from deberta_ds.formats.checkpoint import newest
 from deberta_ds.formats.engine_state import MASTER
+from deberta_ds.formats.layout import Piece
 from deberta_ds.formats.saved_state import SavedState
-from deberta_ds.train.muon import orthogonal
+from deberta_ds.train import muon
+from deberta_ds.train.muon import Muon, _Matrix, orthogonal
 from deberta_ds.train.optim import build_optimizer
 
 STEPS, DECAY = 6, 0.1
@@ -76,6 +79,56 @@ def test_steps_agree_with_the_formula_and_all_else_is_adamw():
 
 
 SMALL_GROUPS = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20_000}
+def test_many_matrices_are_worked_on_in_parts(monkeypatch):
+    """One flat buffer of five matrices, two at a time, as five of one's own."""
+    torch.manual_seed(0)
+    weights, gradients = torch.randn(5, 8, 24), torch.randn(5, 8, 24)
+    alone = [nn.Parameter(w.clone()) for w in weights]
+    flat = nn.Parameter(weights.reshape(-1).clone())
+    held = [_Matrix((8, 24), Piece(0, 0, n * 192, 0, 192), False) for n in range(5)]
+    monkeypatch.setattr(muon, "_AT_ONCE", 400)
+    for params in (alone, [flat]):
+        for p, g in zip(params, gradients if len(params) == 5 else [gradients.reshape(-1)],
+                        strict=True):
+            p.grad = g.clone()
+        optimizer = Muon([{"params": params, "matrices": True}], 0.95, lr=0.1)
+        if params[0] is flat:
+            before = flat.clone()
+            optimizer.step()  # DeepSpeed's trial
+            assert torch.equal(flat, before)
+            optimizer._held = {flat: held}
+            optimizer.state.clear()
+        optimizer.step()
+    assert torch.allclose(torch.stack(alone).flatten(), flat, atol=1e-6)
+
+
+def test_16_bits_will_do():
+    """As on a GPU: singular values away from zero come near 1 all the same."""
+    torch.manual_seed(0)
+    matrices = torch.randn(2, 48, 16)
+    got = orthogonal(matrices.bfloat16())
+    assert got.dtype == torch.bfloat16
+    sizes = torch.linalg.svdvals(got.float())
+    assert ((sizes > 0.6) & (sizes < 1.3)).all()
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    assert (got.float() - left @ right).norm() < 0.35 * (left @ right).norm()
+
+
+@pytest.mark.parametrize("device", ["cpu", "none", None])
+def test_offload_is_refused(tmp_path, device):
+    """Its matrices would lie in the host's memory; null and "none" are no offload."""
+    section = {"device": device} if device else None
+    ds = deepspeed_json(tmp_path / "ds.json", 2, zero_optimization={
+        "stage": 2, "offload_optimizer": section})
+    run_file = make_run(tmp_path)
+    done = python(PRETRAIN, "--config", run_file, "--deepspeed_config", ds, "--optim.name=muon",
+                  "--train.steps=1", "--optim.warmup_steps=0", check=False)
+    if device == "cpu":
+        assert done.returncode == 2 and "offload_optimizer out, or use adamw" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+
+
 LAYOUTS = [("zero0", 1, 0, {}), ("zero1", 1, 1, {}), ("zero2 by two", 2, 2, {}),
            ("zero3 by two", 2, 3, {"zero_optimization": SMALL_GROUPS}),
            ("zero1 by three", 3, 1, {})]
@@ -99,7 +152,7 @@ def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
                          tmp_path / f"{name}.log")
         return SavedState(newest(tmp_path / name.split("+")[0]))
 
-    for name, ranks, stage, more in LAYOUTS:
+    for name, ranks, stage, more in LAYOUTS if kind == "mlm" else LAYOUTS[:4:3]:
         saved[name] = run(name, ranks, stage, more)
     run("moved", 2, 1, {}, "--train.stop_after=2")
     run("moved+", 1, 0, {}, "--train.stop_after=4")

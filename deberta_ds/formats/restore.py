@@ -35,8 +35,9 @@ def restore(engine, state: SavedState | DeepSpeedState) -> None:
     # What may fail comes first, on all ranks together: writing into an engine has collectives.
     dist.together(lambda: _open_files(layout, state))
     optimizer = base_optimizer(engine)
-    for buffer in buffers(engine, layout, writing=True):
-        _fill(buffer, optimizer, state)
+    for number, buffer in enumerate(buffers(engine, layout, writing=True)):
+        names = [name for name, _ in buffer.held] or layout.groups[number].names
+        _fill(buffer, names[0], optimizer, state)
     write_loss_scale(engine, state.loss_scale())
     for name, value in state.counters.items():
         setattr(engine, name, value)
@@ -66,19 +67,18 @@ def _check_parameters(shapes: dict, state: SavedState | DeepSpeedState) -> None:
                               f"{' ...' if len(differing) > 5 else ''}")
 
 
-def _fill(buffer: Buffer, optimizer: torch.optim.Optimizer, state: SavedState | DeepSpeedState
-          ) -> None:
-    """Write a buffer's weights and its entry in the optimizer's state."""
+def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,
+          state: SavedState | DeepSpeedState) -> None:
+    """Write a buffer's weights and its entry in the optimizer's state, which is that of `name`."""
     target = buffer.weights
     _copy(target.data, MASTER, buffer, state)
-    any_name = buffer.held[0][0] if buffer.held else next(iter(state.shapes))
     entry = {}
-    for key in state.state_keys(any_name):
+    for key in state.state_keys(name):
         entry[key] = torch.zeros_like(target.data)
         _copy(entry[key], key, buffer, state)
     on_device = any(group.get("fused") or group.get("capturable")
                     for group in optimizer.param_groups)
-    for key, value in state.scalars(any_name).items():
+    for key, value in state.scalars(name).items():
         if torch.is_tensor(value):  # a tensor of its own: the optimizer counts in place
             value = value.clone().to(target.device if on_device else "cpu")
         entry[key] = value

@@ -42,8 +42,8 @@ def describe_engine(engine, layout: Layout) -> dict:
     """Return the values of layout.json: all that is not in the ranks' files."""
     entries = _entries(engine, layout)
     keys, without, scalars = [], {}, {}
-    for key, value in _of_all([entry for _, entry in entries]).items():
-        without[key] = [name for names, entry in entries if key not in entry for name in names]
+    for key, value in _of_all([entry for *_, entry in entries]).items():
+        without[key] = [name for names, _, entry in entries if key not in entry for name in names]
         if per_element(value):
             keys.append(key)
         else:
@@ -58,14 +58,12 @@ def describe_engine(engine, layout: Layout) -> dict:
 
 def described_tensors(engine, layout: Layout) -> list[tuple[str, torch.dtype, int]]:
     """Return (name, dtype, elements) of what `tensors_of_rank` will give."""
-    weights = next(buffers(engine, layout)).weights.dtype
-    entries = [entry for _, entry in _entries(engine, layout)]
-    if len(entries) != len(layout.groups):  # every rank has everything; or all are alike
+    entries = [{MASTER: weights} | entry for _, weights, entry in _entries(engine, layout)]
+    if layout.is_replicated or is_on_disk(engine):  # one line of all; one kind of entry
         entries = [_of_all(entries)] * len(layout.groups)
-    described = [(f"{number}.{key}", kind, group.size)
+    described = [(f"{number}.{key}", value.dtype, group.size)
                  for number, (group, entry) in enumerate(zip(layout.groups, entries, strict=True))
-                 for key, kind in ((MASTER, weights), *((key, value.dtype) for key, value
-                                                        in entry.items() if per_element(value)))]
+                 for key, value in entry.items() if key == MASTER or per_element(value)]
     if dist.is_main():
         described += [(_BUFFER + name, value.dtype, value.numel())
                       for name, value in _kept_buffers(engine.module)]
@@ -95,7 +93,7 @@ def _stretch_of_replica(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     state = base_optimizer(engine).state
     held = list(layout.held_by(dist.rank(), 0))
     first = next(iter(whole.values()))
-    entries = [entry for _, entry in _entries(engine, layout)]
+    entries = [entry for *_, entry in _entries(engine, layout)]
     keys = [key for key, value in _of_all(entries).items() if per_element(value)]
     for key in (MASTER, *keys):
         flat = first.new_zeros(layout.groups[0].size)
@@ -108,16 +106,17 @@ def _stretch_of_replica(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         yield f"0.{key}", flat
 
 
-def _entries(engine, layout: Layout) -> list[tuple[tuple[str, ...], dict]]:
-    """Return (parameters, their entry in the optimizer's state) of this rank's buffers.
+def _entries(engine, layout: Layout) -> list[tuple[tuple[str, ...], Tensor, dict]]:
+    """Return (parameters, weights, entry in the optimizer's state) of this rank's buffers.
 
-    On NVMe those of the first stand for all: such optimizers have one kind of entry.
+    On NVMe the first stands for all: such optimizers have one kind of entry.
     """
     state, found = base_optimizer(engine).state, buffers(engine, layout)
     if is_on_disk(engine):
-        return [(tuple(layout.shapes), state.get(next(found).weights, {}))]
+        weights = next(found).weights
+        return [(tuple(layout.shapes), weights, state.get(weights, {}))]
     return [(tuple(name for name, _ in buffer.held) if layout.is_replicated
-             else layout.groups[number].names, state.get(buffer.weights, {}))
+             else layout.groups[number].names, buffer.weights, state.get(buffer.weights, {}))
             for number, buffer in enumerate(found)]
 
 

@@ -8,8 +8,9 @@ the allocator in tests/test_plan.py):
                (stage 1 holds w P while it accumulates), one or two buckets
     stage 3    all of it / N, a bucket, and the weights gathered for the layers at work
 
-with P parameters, N GPUs, w bytes a weight. The update itself needs gradients in fp32 on top. The
-peak is what is held + the larger of (forward and backward) and (update).
+with P parameters, N GPUs, w bytes a weight (Muon's matrices, 4 bytes less, are counted as Adam's).
+The update itself needs gradients in fp32 on top. The peak is what is held + the larger of (forward
+and backward) and (update).
 """
 
 from dataclasses import dataclass, replace
@@ -83,7 +84,7 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
     stage, width = deepspeed_config.zero_stage(ds), weight_width(ds)
     part = -(-parameters // ranks)
     bucket = width * int(zero.get("reduce_bucket_size", BUCKET))
-    away = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    away = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     # From the second micro-batch on, stages 0 and 1 hold whole gradients and stage 2 its part.
     if stage == 0:
         flat = 4 * min(parameters, BUCKET) if ranks > 1 else 0
@@ -103,7 +104,7 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
         memory = Memory(width * parameters, optimizer, 0, work + buckets, update, 0)
     if away:
         memory = replace(memory, optimizer=0, update=0, offloaded=16 * part)
-    if zero.get("offload_param", {}).get("device", "none") != "none":
+    if (zero.get("offload_param") or {}).get("device", "none") != "none":
         memory = replace(memory, weights=0, offloaded=memory.offloaded + width * part)
     return memory
 
@@ -135,7 +136,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             if stage == 0 and precision != "fp32":
                 continue  # not offered: ds_configs/README.md
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
-            if deepspeed_config.problems_between(staged):
+            if deepspeed_config.problems_between(staged) \
+                    or deepspeed_config.problems_with_optimizer(run.optim.name, staged):
                 continue  # pretrain would refuse it
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.

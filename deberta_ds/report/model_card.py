@@ -162,11 +162,14 @@ def _of_checkpoint(directory: Path) -> Training:
     masked = [("masked share of the tokens", f"{mask['rate']}{falls}")]
     if objective["kind"] == "rtd_cached":
         masked = []  # the stored replacements have theirs
+    rules = f"{optim['name']}, "
+    if optim["name"] == "muon":
+        rules = f"muon, momentum {optim['momentum']}; all but matrices: adamw, "
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
         ("rows in a step", f"{train['global_batch_rows']:,}"),
         ("tokens in a row", f"{run['data']['seq_len']:,}"),
-        *masked, ("optimizer", f"{optim['name']}, betas {optim['betas']}"),
+        *masked, ("optimizer", rules + f"betas {optim['betas']}"),
         ("learning rate", f"{optim['lr']}, schedule {optim['schedule']}"),
         ("sha256 of the tokenizer", record["tokenizer_sha256"]),
         ("versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())))]

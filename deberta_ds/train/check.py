@@ -35,15 +35,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
                         f"{train.steps}")
-    zero = ds.get("zero_optimization", {})
-    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if optim.name == "muon" and offloads:
-        problems.append("optim.name = 'muon': needs the matrices on the GPU; leave "
-                        "zero_optimization.offload_optimizer out, or use adamw")
-    elif optim.name != "adamw" and "offload_optimizer" in zero:
-        if ds.get("zero_force_ds_cpu_optimizer"):
-            problems.append(f"optim.name = {optim.name!r}: zero_force_ds_cpu_optimizer would "
-                            "replace it by DeepSpeedCPUAdam; set that key to false")
+    problems += deepspeed_config.problems_with_optimizer(optim.name, ds)
     raise_problems(place, problems)
 
 

@@ -6,11 +6,12 @@ O(u) is near the orthogonal matrix closest to u (Newton-Schulz; Keller Jordan, 2
 gives an update the mean square that AdamW's has, so that AdamW's lr and decay do for both
 (Moonlight, arXiv 2502.16982, section 2.2).
 
-DeepSpeed's own Muon (0.19.8) is not used: it orthogonalises before it clips, so that the clipping
-norm sets the size of a step, and under ZeRO-3 once a micro-batch. Here all happens in `step`, after
-clipping: the momenta are cut as the weights are (so checkpoints and other world sizes know them),
-and a matrix whose pieces lie on several ranks is put together by a sum of what each has, in which
-all others have zeros; so the update is the same, bit for bit, however it was cut.
+DeepSpeed's own Muon (0.19.8) is not used: under ZeRO-1 to 3 it orthogonalises before it clips, so
+that the clipping norm sets the size of a step, and its momenta are not cut as the weights are. Here
+all happens in `step`, after clipping, and momenta lie as the weights lie: checkpoints and other
+world sizes know them. A matrix whose pieces lie on several ranks is put together by a sum of what
+each has, in which all others have zeros; one rank orthogonalises it, and the sum of that and zeros
+gives it to all.
 """
 
 import itertools
@@ -25,7 +26,6 @@ from deberta_ds import dist
 from deberta_ds.formats.engine_state import buffers, layout_of
 from deberta_ds.formats.layout import Layout, Piece
 
-MOMENTUM = 0.95
 _AT_ONCE = 1 << 25  # elements of the matrices that are worked on together
 _ROUNDS = 5
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic, by Jordan
@@ -43,18 +43,19 @@ class _Matrix:
 class Muon(torch.optim.AdamW):
     """Groups whose "matrices" is true are orthogonalised, the others are AdamW's."""
 
-    def __init__(self, groups: list[dict], **settings):
+    def __init__(self, groups: list[dict], momentum: float, **settings):
         super().__init__(groups, fused=True, **settings)
-        self._held: dict[int, list[_Matrix]] = {}  # by id of the flat buffer that they lie in
+        self._momentum = momentum
+        self._held: dict[Tensor, list[_Matrix]] | None = None  # by the flat buffer they lie in
 
     def bind(self, engine) -> None:
         """Learn which matrices lie where in ZeRO's flat buffers; these do not move before."""
-        layout = layout_of(engine)
+        layout, self._held = layout_of(engine), {}
         if layout.is_replicated:
             return
         for number, buffer in enumerate(buffers(engine, layout)):
             mine = dict(buffer.held)
-            self._held[id(buffer.weights)] = [
+            self._held[buffer.weights] = [
                 _Matrix(layout.shapes[name], mine.get(name), _is_cut(layout, name))
                 for name in layout.groups[number].names]
 
@@ -74,26 +75,27 @@ class Muon(torch.optim.AdamW):
         state = self.state[weights]
         if not state:
             state["exp_avg"] = torch.zeros_like(weights)
-        matrices = self._held.get(id(weights), [])
         if weights.dim() == 2:
             matrices = [_Matrix(weights.shape, Piece(0, 0, 0, 0, weights.numel()), False)]
-        if not matrices:  # DeepSpeed tries a step while it is built
+        elif self._held is None:  # DeepSpeed tries a step while it is built
             return
-        momentum = state["exp_avg"].lerp_(weights.grad, 1 - MOMENTUM)
-        direction = weights.grad.lerp(momentum, MOMENTUM).view(-1)
+        else:
+            matrices = self._held[weights]
+        average = state["exp_avg"].lerp_(weights.grad, 1 - self._momentum)
+        direction = weights.grad.lerp(average, self._momentum).view(-1)
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         for batch in _batches(matrices):
             whole = _put_together(direction, batch)
-            held = [number for number, matrix in enumerate(batch) if matrix.piece]
+            updates = _orthogonal_in_turn(whole) if batch[0].is_cut else orthogonal(whole)
             scale = -group["lr"] * 0.2 * math.sqrt(max(batch[0].shape))
-            for number, update in zip(held, orthogonal(whole[held]), strict=True):
-                piece = batch[number].piece
-                weights.view(-1)[piece.offset:piece.offset + piece.count].add_(
-                    update.reshape(-1)[piece.start:piece.start + piece.count], alpha=scale)
+            for matrix, update in zip(batch, updates, strict=True):
+                if piece := matrix.piece:
+                    weights.view(-1)[piece.offset:piece.offset + piece.count].add_(
+                        update.reshape(-1)[piece.start:piece.start + piece.count], alpha=scale)
 
 
 def _is_cut(layout: Layout, name: str) -> bool:
-    return len({piece.rank for piece in layout.pieces(name)}) > 1
+    return next(layout.pieces(name)).count < math.prod(layout.shapes[name])
 
 
 def _batches(matrices: list[_Matrix]) -> Iterator[list[_Matrix]]:
@@ -112,7 +114,8 @@ def _in_parts(items: list, size: int) -> Iterator[list]:
 
 def _put_together(flat: Tensor, matrices: list[_Matrix]) -> Tensor:
     """Return the whole matrices [N, rows, columns], of which `flat` has this rank's pieces."""
-    whole = flat.new_zeros(len(matrices), math.prod(matrices[0].shape))
+    kind = torch.bfloat16 if _has_bf16(flat.device) else flat.dtype
+    whole = flat.new_zeros(len(matrices), math.prod(matrices[0].shape), dtype=kind)
     for row, matrix in zip(whole, matrices, strict=True):
         if piece := matrix.piece:
             row[piece.start:piece.start + piece.count] = flat[
@@ -122,14 +125,29 @@ def _put_together(flat: Tensor, matrices: list[_Matrix]) -> Tensor:
     return whole.view(-1, *matrices[0].shape)
 
 
+def _has_bf16(device: torch.device) -> bool:
+    """Return whether to compute in bf16, as the author does; a processor may be slower in it."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _orthogonal_in_turn(matrices: Tensor) -> Tensor:
+    """As `orthogonal`, of matrices that every rank has: each takes its share of them."""
+    updates = torch.zeros_like(matrices)
+    share = slice(dist.rank(), None, dist.world_size())
+    if len(mine := matrices[share]):
+        updates[share] = orthogonal(mine)
+    dist.sum_within(updates)
+    return updates
+
+
 def orthogonal(matrices: Tensor) -> Tensor:
     """Return the matrices [N, rows, columns] with singular values near 1, by five rounds."""
     a, b, c = _COEFFICIENTS
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    if x.is_cuda:  # as the author does; on a processor bf16 may be slower
-        x = x.bfloat16()
+    exact = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=exact)
+    x = x / (norms + 1e-7).to(x.dtype)
     for _ in range(_ROUNDS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if matrices.shape[-2] > matrices.shape[-1] else x).to(matrices.dtype)
+    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x

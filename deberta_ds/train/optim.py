@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = froz
     if apart:
         groups = _split(model, groups, "network",
                         {name: next(filter(name.startswith, apart), "") for name in names})
-    if optim.name == "muon":
+    if optim.name == "muon":  # a single row, which scores a token, is no matrix
         matrices = {f"{prefix}.weight" for prefix, module in model.named_modules()
                     if isinstance(module, nn.Linear) and module.out_features > 1}
         groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = froz
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     if optim.name == "muon":
-        return Muon(groups, **settings)
+        return Muon(groups, optim.momentum, **settings)
     return AdamUncorrected(groups, **settings)
 
 
