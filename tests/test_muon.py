@@ -138,7 +138,9 @@ LAYOUTS = [("zero0", 1, 0, {}), ("zero1", 1, 1, {}), ("zero2 by two", 2, 2, {}),
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlm", "rtd"])
 def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
-    """Six steps of each layout, and one that changes its layout twice: the same weights."""
+    """Six steps of each layout, and of one that changes twice: the same weights; one that stops
+    and goes on in its own layout has the same bits.
+    """
     run_file = make_run(tmp_path, steps="6", save_every="2", log_every="1", eval_every="6",
                         global_batch_rows="12")
     saved = {}
@@ -154,6 +156,12 @@ def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
 
     for name, ranks, stage, more in LAYOUTS if kind == "mlm" else LAYOUTS[:4:3]:
         saved[name] = run(name, ranks, stage, more)
+    small_groups = {"zero_optimization": SMALL_GROUPS}
+    run("again", 2, 3, small_groups, "--train.stop_after=3")
+    again, whole = run("again+", 2, 3, small_groups), saved["zero3 by two"]
+    for name in whole.shapes:
+        for key in (MASTER, *whole.state_keys(name)):
+            assert torch.equal(again.read(name, key), whole.read(name, key)), (name, key)
     run("moved", 2, 1, {}, "--train.stop_after=2")
     run("moved+", 1, 0, {}, "--train.stop_after=4")
     saved["moved"] = run("moved++", 2, 3, {})
