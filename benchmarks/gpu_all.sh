@@ -41,5 +41,7 @@ else
     --generator-layers 24 --shapes 8x512 --rounds 4 --ours-only
   part 80 "the masked LM head" "$python" -m benchmarks.cross_entropy --device cuda
   part 80 "memory" "$python" -m benchmarks.memory --device cuda
+  part 25 "an update of v3-base, Muon beside AdamW" "$python" -m benchmarks.optimizer_step \
+    --config launch/runs/v3_base.toml --device cuda
 fi
 finish

@@ -113,7 +113,8 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
     `rate_shares` are the parameters whose learning rate is a share of the schedule's; parameters
     whose names begin with a prefix in `apart` are clipped by a norm of their own.
     """
-    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart)
+    products = torch.bfloat16 if deepspeed_config.product_precision(ds) == "bf16" else None
+    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart, products)
     ds = with_autocast_modules(ds)
     if deepspeed_config.zero_stage(ds) == 3 and local_device().type == "cpu":
         ds = keep_nothing_gathered(ds)

@@ -40,12 +40,23 @@ class _Matrix:
     is_cut: bool  # over several ranks
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A matrix, and this rank's flat buffers in which its piece lies."""
+
+    matrix: _Matrix
+    direction: Tensor
+    weights: Tensor
+
+
 class Muon(torch.optim.AdamW):
     """Groups whose "matrices" is true are orthogonalised, the others are AdamW's."""
 
-    def __init__(self, groups: list[dict], momentum: float, **settings):
+    def __init__(self, groups: list[dict], momentum: float, products: torch.dtype | None = None,
+                 **settings):
+        """`products`: the type of Newton-Schulz (the author's is bf16), None: the weights' own."""
         super().__init__(groups, fused=True, **settings)
-        self._momentum = momentum
+        self._momentum, self._products = momentum, products
         self._held: dict[Tensor, list[_Matrix]] | None = None  # by the flat buffer they lie in
 
     def bind(self, engine) -> None:
@@ -62,72 +73,71 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         assert closure is None
-        mine = [(p, group, p.grad) for group in self.param_groups if group["matrices"]
+        mine = [(group, p, p.grad) for group in self.param_groups if group["matrices"]
                 for p in group["params"] if p.grad is not None]
-        for weights, *_ in mine:
+        for _, weights, _ in mine:
             weights.grad = None  # AdamW passes them over
         super().step()
-        for weights, group, gradient in mine:
+        for _, weights, gradient in mine:
             weights.grad = gradient
-            self._update(weights, group)
+        for group in self.param_groups:
+            self._update([p for of_group, p, _ in mine if of_group is group], group)
 
-    def _update(self, weights: Tensor, group: dict) -> None:
-        state = self.state[weights]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(weights)
-        if weights.dim() == 2:
-            matrices = [_Matrix(weights.shape, Piece(0, 0, 0, 0, weights.numel()), False)]
-        elif self._held is None:  # DeepSpeed tries a step while it is built
-            return
-        else:
-            matrices = self._held[weights]
-        average = state["exp_avg"].lerp_(weights.grad, 1 - self._momentum)
-        direction = weights.grad.lerp(average, self._momentum).view(-1)
-        weights.mul_(1 - group["lr"] * group["weight_decay"])
-        for batch in _batches(matrices):
-            whole = _put_together(direction, batch)
-            updates = _orthogonal_in_turn(whole) if batch[0].is_cut else orthogonal(whole)
-            scale = -group["lr"] * 0.2 * math.sqrt(max(batch[0].shape))
-            for matrix, update in zip(batch, updates, strict=True):
-                if piece := matrix.piece:
-                    weights.view(-1)[piece.offset:piece.offset + piece.count].add_(
-                        update.reshape(-1)[piece.start:piece.start + piece.count], alpha=scale)
+    def _update(self, tensors: list[Tensor], group: dict) -> None:
+        """Move the matrices of a group: each a tensor, or flat ones with many."""
+        parts = []
+        for weights in tensors:
+            state = self.state[weights]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(weights)
+            if weights.dim() == 2:
+                held = [_Matrix(weights.shape, Piece(0, 0, 0, 0, weights.numel()), False)]
+            elif self._held is None:  # DeepSpeed tries a step while it is built
+                continue
+            else:
+                held = self._held[weights]
+            average = state["exp_avg"].lerp_(weights.grad, 1 - self._momentum)
+            direction = weights.grad.lerp(average, self._momentum)
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            parts += [_Part(matrix, direction.view(-1), weights.view(-1)) for matrix in held
+                      if matrix.piece or matrix.is_cut]
+        for batch in _batches(parts):
+            whole = _put_together(batch, self._products or batch[0].weights.dtype)
+            updates = _orthogonal_in_turn(whole) if batch[0].matrix.is_cut else orthogonal(whole)
+            rate = -group["lr"] * 0.2 * math.sqrt(max(batch[0].matrix.shape))
+            for part, update in zip(batch, updates, strict=True):
+                if piece := part.matrix.piece:
+                    part.weights[piece.offset:piece.offset + piece.count].add_(
+                        update.reshape(-1)[piece.start:piece.start + piece.count], alpha=rate)
 
 
 def _is_cut(layout: Layout, name: str) -> bool:
     return next(layout.pieces(name)).count < math.prod(layout.shapes[name])
 
 
-def _batches(matrices: list[_Matrix]) -> Iterator[list[_Matrix]]:
-    """Yield matrices of one shape at a time; cut ones on every rank, in the same order."""
-    chosen = [matrix for matrix in matrices if matrix.piece or matrix.is_cut]
-    for (shape, _), alike in itertools.groupby(
-            sorted(chosen, key=lambda matrix: (matrix.shape, matrix.is_cut)),
-            key=lambda matrix: (matrix.shape, matrix.is_cut)):
-        yield from _in_parts(list(alike), max(1, _AT_ONCE // math.prod(shape)))
+def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
+    """Yield the parts of matrices of one shape; cut ones on every rank, in the same order."""
+
+    def kind(part: _Part) -> tuple:
+        return part.matrix.shape, part.matrix.is_cut
+
+    for (shape, _), found in itertools.groupby(sorted(parts, key=kind), key=kind):
+        alike, size = list(found), max(1, _AT_ONCE // math.prod(shape))
+        for start in range(0, len(alike), size):
+            yield alike[start:start + size]
 
 
-def _in_parts(items: list, size: int) -> Iterator[list]:
-    for start in range(0, len(items), size):
-        yield items[start:start + size]
-
-
-def _put_together(flat: Tensor, matrices: list[_Matrix]) -> Tensor:
-    """Return the whole matrices [N, rows, columns], of which `flat` has this rank's pieces."""
-    kind = torch.bfloat16 if _has_bf16(flat.device) else flat.dtype
-    whole = flat.new_zeros(len(matrices), math.prod(matrices[0].shape), dtype=kind)
-    for row, matrix in zip(whole, matrices, strict=True):
-        if piece := matrix.piece:
-            row[piece.start:piece.start + piece.count] = flat[
+def _put_together(parts: list[_Part], dtype: torch.dtype) -> Tensor:
+    """Return the whole matrices [N, rows, columns], of which this rank may have a piece."""
+    first = parts[0]
+    whole = first.weights.new_zeros(len(parts), math.prod(first.matrix.shape), dtype=dtype)
+    for row, part in zip(whole, parts, strict=True):
+        if piece := part.matrix.piece:
+            row[piece.start:piece.start + piece.count] = part.direction[
                 piece.offset:piece.offset + piece.count]
-    if matrices[0].is_cut:
+    if first.matrix.is_cut:
         dist.sum_within(whole)
-    return whole.view(-1, *matrices[0].shape)
-
-
-def _has_bf16(device: torch.device) -> bool:
-    """Return whether to compute in bf16, as the author does; a processor may be slower in it."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return whole.view(-1, *first.matrix.shape)
 
 
 def _orthogonal_in_turn(matrices: Tensor) -> Tensor:
@@ -149,5 +159,5 @@ def orthogonal(matrices: Tensor) -> Tensor:
     x = x / (norms + 1e-7).to(x.dtype)
     for _ in range(_ROUNDS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if matrices.shape[-2] > matrices.shape[-1] else x

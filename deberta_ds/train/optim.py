@@ -16,12 +16,13 @@ from deberta_ds.train.muon import Muon
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset(),
-                    rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = ()
-                    ) -> torch.optim.Optimizer:
+                    rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = (),
+                    products: torch.dtype | None = None) -> torch.optim.Optimizer:
     """Return the run's optimizer over `model`; parameters named by `fixed` do not move.
 
     A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate);
     its "network" is the prefix among `apart` of its parameters' names, or "" (clipping.py).
+    `products` is the type in which an optimizer multiplies matrices; None: that of the weights.
     """
     groups = decay_groups(model, optim.weight_decay, fixed)
     names = [name for name, _ in model.named_parameters()]
@@ -39,7 +40,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = froz
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     if optim.name == "muon":
-        return Muon(groups, optim.momentum, **settings)
+        return Muon(groups, optim.momentum, products, **settings)
     return AdamUncorrected(groups, **settings)
 
 
