@@ -34,9 +34,12 @@ FINETUNING = {"MNLI": (3, 1), "CB": (10, 3), "RTE": (4, 1), "WiC": (4, 1)}  # ep
 CLAIMS = (("gdes", "es"), ("es", "nes"), ("gdes", "nes"), ("nes", "mlm"), ("gdes", "mlm"),
           ("mlm", "mlm-noemd"), ("mlm", "mlm-nop2c"), ("mlm", "mlm-noc2p"), ("mlm", "mlm-bert"),
           ("mlm-fall", "mlm"),
-          *((f"mlm-half-{part}", "mlm-half") for part in ("betas", "wsd", "all")),
-          *((f"gdes-third-{part}", "gdes-third") for part in ("fall", "lambda")),
-          ("cached-third", "gdes-third"))
+          *((f"mlm-half-{part}", "mlm-half")
+            for part in ("betas", "wsd", "all", "muon", "allmuon", "b16")),
+          ("mlm-half-allmuon", "mlm-half-all"),
+          *((f"gdes-third-{part}", "gdes-third") for part in ("fall", "lambda", "muon")),
+          ("cached-third", "gdes-third"), ("cached-third", "cached-plain"),
+          ("cached-hot", "cached-third"), ("deep-quarter", "deep-half"))
 COSTS = {"tokens, millions": ("tokens_seen", 1e6), "minutes": ("seconds", 60)}
 LOSSES = ("masked_loss", "generator_loss")  # their masks differ, so they do not compare
 _NAME = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")

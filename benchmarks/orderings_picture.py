@@ -63,7 +63,8 @@ def draw_scores(axis, name: str, runs: list[Run], colors: dict) -> None:
     margin = max(0.5, 0.15 * (max(values) - min(values)))
     axis.set_ylim(min(values) - margin, max(values) + margin)
     axis.set_xlim(-0.5, len(arms) - 0.5)
-    axis.set_xticks(range(len(arms)), arms, fontsize=8, rotation=15 if len(arms) > 4 else 0)
+    many = {"rotation": 30, "ha": "right"} if len(arms) > 4 else {}
+    axis.set_xticks(range(len(arms)), arms, fontsize=8, **many)
     axis.set_title(f"{name}, %", fontsize=10)
     axis.grid(axis="y", alpha=0.3)
 

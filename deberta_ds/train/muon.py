@@ -1,4 +1,4 @@
-"""Muon for the matrices of linear layers, AdamW for all else; exact under every ZeRO stage.
+"""Muon for the matrices of linear layers, AdamW for all else, under every ZeRO stage.
 
     m = b m + (1-b) g;  u = (1-b) g + b m;  w -= lr (0.2 sqrt(max(rows, columns)) O(u) + decay w)
 
