@@ -42,7 +42,8 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
     init_parameters(model, run.model.init_std, 0)
     # One gradient of a table that is looked up and predicts arrives late: so no static graph.
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = build_optimizer(model, run.optim, apart=objective_of(run).clipped_apart(run))
+    optimizer = build_optimizer(model, run.optim, apart=objective_of(run).clipped_apart(run),
+                                products=torch.bfloat16 if half else None)
     divisors = divisors_of(batch)
 
     def step() -> tuple[float, float, float]:

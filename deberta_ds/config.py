@@ -179,7 +179,7 @@ class OptimConfig:
     lr: float = option("peak learning rate", gt=0, le=10)
     name: Literal["adamw", "muon", "adam_uncorrected"] = option(
         "muon: for matrices, adamw for all else; adam_uncorrected: the official XAdam", "adamw")
-    momentum: _Decay = option("of muon's moving average; what follows is Adam's", 0.95)
+    momentum: _Decay = option("of muon's moving average of gradients", 0.95)
     betas: tuple[_Decay, _Decay] = option("of Adam's two moving averages", (0.9, 0.98))
     eps: float = option("of Adam's denominator", 1e-6, gt=0, le=1)
     weight_decay: float = option("decoupled; biases and norms do not decay", 0.01, ge=0, le=10)

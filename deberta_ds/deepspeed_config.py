@@ -81,7 +81,7 @@ REFUSED_INSIDE = {
     "zero_optimization.zenflow": "it changes what is computed",
     "zero_optimization.legacy_stage1": _REMOVED,
     "zero_optimization.leaf_module": "there are no experts here",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "for DeepSpeed's, not ours",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "it is for DeepSpeed's own",
     "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer",
@@ -279,8 +279,12 @@ def precision(values: dict) -> str:
 
 
 def problems_with_optimizer(name: str, values: dict) -> list[str]:
-    """Return why optim.name cannot be under a checked JSON."""
-    section = values.get("zero_optimization", {}).get("offload_optimizer") or {}
+    """Return why optim.name cannot go with a checked JSON."""
+    zero = values.get("zero_optimization", {})
+    section = zero.get("offload_optimizer") or {}
+    if name != "adamw" and zero_stage(values) and not values.get("zero_allow_untested_optimizer",
+                                                                 True):
+        return [f"optim.name = {name!r}: zero_allow_untested_optimizer must be true; delete it"]
     if section.get("device", "none") == "none":
         return []
     if name == "muon":

@@ -78,6 +78,7 @@ def main() -> None:
         f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
         f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "
         f"{options.mfu:.0%}", *offloaded(choices, options.gpus),
+        *["muon: its products and sums are not in the times"] * (run.optim.name == "muon"),
     ]
     print("\n".join(facts))
     for line in table(choices, ranks):

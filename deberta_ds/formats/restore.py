@@ -37,7 +37,8 @@ def restore(engine, state: SavedState | DeepSpeedState) -> None:
     optimizer = base_optimizer(engine)
     for number, buffer in enumerate(buffers(engine, layout, writing=True)):
         names = [name for name, _ in buffer.held] or layout.groups[number].names
-        _fill(buffer, names[0], optimizer, state)
+        # A parameter that never had a gradient may lack what the others of its buffer have.
+        _fill(buffer, max(names, key=lambda name: len(state.state_keys(name))), optimizer, state)
     write_loss_scale(engine, state.loss_scale())
     for name, value in state.counters.items():
         setattr(engine, name, value)

@@ -35,6 +35,7 @@ from deberta_ds.planner.communication import (
 )
 from deberta_ds.planner.gathering import gathered
 from deberta_ds.planner.gpus import Gpu
+from deberta_ds.validation import raise_problems
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,9 +115,10 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     """Return every ZeRO stage x recomputation for `run` on `nodes` x `gpus` of a kind.
 
     `ds` gives precision, buckets and offload; its stage is replaced, by those that go with the
-    rest of it. Times lack what offload costs. Raises UserError if the batch does not divide, or
-    the card has no bf16.
+    rest of it. Times lack what offload and Muon cost. Raises UserError if the batch does not
+    divide, the optimizer cannot go with the JSON, or the card has no bf16.
     """
+    raise_problems("optimizer", deepspeed_config.problems_with_optimizer(run.optim.name, ds))
     ranks = gpus * nodes
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
     precision = deepspeed_config.precision(ds)
@@ -136,8 +138,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
             if stage == 0 and precision != "fp32":
                 continue  # not offered: ds_configs/README.md
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
-            if deepspeed_config.problems_between(staged) \
-                    or deepspeed_config.problems_with_optimizer(run.optim.name, staged):
+            if deepspeed_config.problems_between(staged):
                 continue  # pretrain would refuse it
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.

@@ -164,7 +164,7 @@ def _of_checkpoint(directory: Path) -> Training:
         masked = []  # the stored replacements have theirs
     rules = f"{optim['name']}, "
     if optim["name"] == "muon":
-        rules = f"muon, momentum {optim['momentum']}; all but matrices: adamw, "
+        rules = f"muon, momentum {optim.get('momentum', 0.95)}; all but matrices: adamw, "
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
         ("rows in a step", f"{train['global_batch_rows']:,}"),

@@ -6,10 +6,10 @@ O(u) is near the orthogonal matrix closest to u (Newton-Schulz; Keller Jordan, 2
 gives an update the mean square that AdamW's has, so that AdamW's lr and decay do for both
 (Moonlight, arXiv 2502.16982, section 2.2).
 
-DeepSpeed's own Muon (0.19.8) is not used: under ZeRO-1 to 3 it orthogonalises before it clips, so
-that the clipping norm sets the size of a step, and its momenta are not cut as the weights are. Here
-all happens in `step`, after clipping, and momenta lie as the weights lie: checkpoints and other
-world sizes know them. A matrix whose pieces lie on several ranks is put together by a sum of what
+DeepSpeed's own Muon (0.19.8) is not used: its ZeRO-1 to 3 orthogonalise before they clip, so that
+the clipping norm sets the size of a step, and under 1 and 2 momenta are not cut as weights are.
+Here all happens in `step`, after clipping, and momenta lie as the weights lie: checkpoints and
+other world sizes know them. A matrix whose pieces lie on several ranks is put together by a sum of what
 each has, in which all others have zeros; one rank orthogonalises it, and the sum of that and zeros
 gives it to all.
 """
@@ -57,11 +57,11 @@ class Muon(torch.optim.AdamW):
         """`products`: the type of Newton-Schulz (the author's is bf16), None: the weights' own."""
         super().__init__(groups, fused=True, **settings)
         self._momentum, self._products = momentum, products
-        self._held: dict[Tensor, list[_Matrix]] | None = None  # by the flat buffer they lie in
+        self._held: dict[Tensor, list[_Matrix]] = {}  # by the flat buffer they lie in
 
     def bind(self, engine) -> None:
-        """Learn which matrices lie where in ZeRO's flat buffers; these do not move before."""
-        layout, self._held = layout_of(engine), {}
+        """Learn which matrices lie where in ZeRO's flat buffers; call before the first step."""
+        layout = layout_of(engine)
         if layout.is_replicated:
             return
         for number, buffer in enumerate(buffers(engine, layout)):
@@ -90,12 +90,8 @@ class Muon(torch.optim.AdamW):
             state = self.state[weights]
             if not state:
                 state["exp_avg"] = torch.zeros_like(weights)
-            if weights.dim() == 2:
-                held = [_Matrix(weights.shape, Piece(0, 0, 0, 0, weights.numel()), False)]
-            elif self._held is None:  # DeepSpeed tries a step while it is built
-                continue
-            else:
-                held = self._held[weights]
+            held = self._held[weights] if weights.dim() != 2 else [
+                _Matrix(weights.shape, Piece(0, 0, 0, 0, weights.numel()), False)]
             average = state["exp_avg"].lerp_(weights.grad, 1 - self._momentum)
             direction = weights.grad.lerp(average, self._momentum)
             weights.mul_(1 - group["lr"] * group["weight_decay"])
@@ -103,7 +99,7 @@ class Muon(torch.optim.AdamW):
                       if matrix.piece or matrix.is_cut]
         for batch in _batches(parts):
             whole = _put_together(batch, self._products or batch[0].weights.dtype)
-            updates = _orthogonal_in_turn(whole) if batch[0].matrix.is_cut else orthogonal(whole)
+            updates = _orthogonal_shared(whole) if batch[0].matrix.is_cut else orthogonal(whole)
             rate = -group["lr"] * 0.2 * math.sqrt(max(batch[0].matrix.shape))
             for part, update in zip(batch, updates, strict=True):
                 if piece := part.matrix.piece:
@@ -140,7 +136,7 @@ def _put_together(parts: list[_Part], dtype: torch.dtype) -> Tensor:
     return whole.view(-1, *first.matrix.shape)
 
 
-def _orthogonal_in_turn(matrices: Tensor) -> Tensor:
+def _orthogonal_shared(matrices: Tensor) -> Tensor:
     """As `orthogonal`, of matrices that every rank has: each takes its share of them."""
     updates = torch.zeros_like(matrices)
     share = slice(dist.rank(), None, dist.world_size())
