@@ -9,9 +9,9 @@ gives an update the mean square that AdamW's has, so that AdamW's lr and decay d
 DeepSpeed's own Muon (0.19.8) is not used: its ZeRO-1 to 3 orthogonalise before they clip, so that
 the clipping norm sets the size of a step, and under 1 and 2 momenta are not cut as weights are.
 Here all happens in `step`, after clipping, and momenta lie as the weights lie: checkpoints and
-other world sizes know them. A matrix whose pieces lie on several ranks is put together by a sum of what
-each has, in which all others have zeros; one rank orthogonalises it, and the sum of that and zeros
-gives it to all.
+other world sizes know them. A matrix whose pieces lie on several ranks is put together by a sum of
+what each has, in which all others have zeros; one rank orthogonalises it, and the sum of that and
+zeros gives it to all.
 """
 
 import itertools
