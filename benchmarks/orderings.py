@@ -38,8 +38,9 @@ CLAIMS = (("gdes", "es"), ("es", "nes"), ("gdes", "nes"), ("nes", "mlm"), ("gdes
             for part in ("betas", "wsd", "all", "muon", "allmuon", "b16")),
           ("mlm-half-allmuon", "mlm-half-all"),
           *((f"gdes-third-{part}", "gdes-third") for part in ("fall", "lambda", "muon")),
-          ("cached-third", "gdes-third"), ("cached-third", "cached-plain"),
-          ("cached-hot", "cached-third"), ("deep-quarter", "deep-half"))
+          *((f"cached-{one}", "gdes-third") for one in ("third", "plain", "hot")),
+          ("cached-third", "cached-plain"), ("cached-hot", "cached-third"),
+          ("deep-quarter", "deep-half"))
 COSTS = {"tokens, millions": ("tokens_seen", 1e6), "minutes": ("seconds", 60)}
 LOSSES = ("masked_loss", "generator_loss")  # their masks differ, so they do not compare
 _NAME = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")
