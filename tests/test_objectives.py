@@ -100,6 +100,13 @@ def test_padding_counts_for_nothing(rows, monkeypatch):
     assert torch.equal(counted[0], batch.segments != 0) and not counted[0][:, -20:].any()
 
 
+@pytest.mark.parametrize(("gain", "area", "dead"), [(3.5e-4, 0.504, True), (-1e-6, 0.5, True),
+                                                    (5e-4, 0.6, False), (0.06, 0.72, False)])
+def test_a_headline_says_that_a_discriminator_has_died(gain, area, dead):
+    said = rtd.headline({"discriminator_gain": gain, "roc_auc": area})
+    assert ("has died; start again with a lower optim.lr" in " ".join(said.split())) == dead
+
+
 def test_a_headline_needs_both_of_its_numbers():
     numbers = {"masked_accuracy": 0.3, "unigram_accuracy": 0.05}
     assert "30.0%" in masked_headline(numbers, "masked", "model")

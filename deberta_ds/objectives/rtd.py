@@ -58,6 +58,8 @@ DETECTION_METRICS = (
 )
 METRICS = (*masked_metrics("generator", "Generator", on_console="gen.loss"), *DETECTION_METRICS)
 HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
+# Six discriminators of 8 layers that 2e-3 killed: 4e-4 nats and .005 at most.
+_DEAD_GAIN, _DEAD_AREA = 1e-3, 0.02
 RENAMED: dict[str, str] = {}
 
 
@@ -251,6 +253,9 @@ def headline(scores: Numbers) -> str:
         verb = "beats" if gain > 0 else "does not yet beat"
         text += f" The discriminator {verb} its class prior ({format_value(gain, 'gain')} nats)"
         text += f"; its ROC-AUC is {area:.3f}." if area is not None else "."
+        if area is not None and abs(gain) < _DEAD_GAIN and abs(area - 0.5) < _DEAD_AREA:
+            text += (" It answers every token alike: if the learning rate's warm-up is over, it has "
+                     "died; start again with a lower optim.lr.")
     return text.strip()
 
 
