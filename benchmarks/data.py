@@ -218,9 +218,10 @@ def measure_scaling(args) -> dict:
 
 def measure_loader(args) -> dict:
     """Tokens a second that one loader worker delivers at 512."""
-    from deberta_ds.config import MaskConfig, SourceConfig
+    from deberta_ds.config import SourceConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset
+    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     text, model = novels(args)
@@ -256,9 +257,10 @@ def measure_shards(args) -> dict:
     """
     import numpy as np
 
-    from deberta_ds.config import MaskConfig, SourceConfig
+    from deberta_ds.config import SourceConfig
     from deberta_ds.data import reading
     from deberta_ds.data.rows import RowDataset
+    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     with suppress(ValueError, OSError):  # as where the hard limit is that of systemd

@@ -22,10 +22,11 @@ def measure_order(args) -> dict:
     """Shards from 1, 2, 3 workers and MPI, byte by byte; rows at worlds 1..4 and workers 0..2."""
     import torch
 
-    from deberta_ds.config import MaskConfig, SourceConfig
+    from deberta_ds.config import SourceConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset
     from deberta_ds.files import xxh3
+    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     text, model = novels(args)

@@ -5,9 +5,10 @@ tests/test_options.py holds that the page is current.
 
 from pathlib import Path
 
-from deberta_ds.config import MASK_DEFAULTS, run_options
+from deberta_ds.config import run_options
 from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.finetune.settings import Settings
+from deberta_ds.objective_config import MASK_DEFAULTS
 from deberta_ds.options import Option, options_of, shown_default
 from deberta_ds.presets import MODELS
 

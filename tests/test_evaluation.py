@@ -11,10 +11,10 @@ from launching import make_run
 from report_cases import make_records
 
 from deberta_ds import config
-from deberta_ds.config import MaskConfig
 from deberta_ds.data.rows import ROW_RULES, eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.model.init import init_parameters
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.records import corpora_of

@@ -10,10 +10,11 @@ import pytest
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
-from deberta_ds.config import MaskConfig, SourceConfig, from_dict
+from deberta_ds.config import SourceConfig, from_dict
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.objectives.build import build_model
 
 V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False,

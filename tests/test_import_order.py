@@ -8,8 +8,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
-    {"errors", "files", "shipped", "splitmix", "options", "model_config", "json_files",
-     "toml_files", "validation", "config", "presets", "deepspeed_config", "command_line"},
+    {"errors", "files", "shipped", "splitmix", "options", "model_config", "objective_config",
+     "json_files", "toml_files", "validation", "config", "presets",
+     "deepspeed_config", "command_line"},
     {"cpu", "native", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},

@@ -14,11 +14,12 @@ import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.cluster import process
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
 from deberta_ds.data import reading
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
+from deberta_ds.objective_config import MaskConfig
 
 FIELDS = ("rows", "input_ids", "labels", "segments", "positions")
 
@@ -150,7 +151,8 @@ def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
 
 LEAVES_EARLY = """
 import sys
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from deberta_ds.config import MaskConfig
 from deberta_ds.data.masking import LONGEST_WORD, cut_long_words, mask_row, word_spans
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.tokenizer import starts_official_word
 
 VOCAB, MASK = 200, 199

@@ -1,6 +1,7 @@
 """RTD: who trains which table, what the discriminator sees, and samples that belong to a row."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import rank_helpers
@@ -8,10 +9,11 @@ import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from launching import ROOT, make_run
 
-from deberta_ds.config import MaskConfig, ModelConfig, ObjectiveConfig, SourceConfig
+from deberta_ds.config import ModelConfig, ObjectiveConfig, SourceConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import masked_headline
 from deberta_ds.objectives.rtd import RtdModel, replace_targets
@@ -32,8 +34,8 @@ def rows(tmp_path_factory):
     return [dataset[g] for g in range(6)]
 
 
-def model_of(sharing: str) -> RtdModel:
-    objective = ObjectiveConfig(kind="rtd", embedding_sharing=sharing)
+def model_of(sharing: str, **options) -> RtdModel:
+    objective = ObjectiveConfig(kind="rtd", embedding_sharing=sharing, **options)
     model = RtdModel(CONFIG, CONFIG, objective, sampling_seed=3, valid_vocab=tiny_tokenizer().size)
     init_parameters(model, 0.05, seed=1)
     return model
@@ -88,6 +90,22 @@ def test_replacements_do_not_depend_on_the_batch(rows):
     assert torch.equal(together, alone) and torch.equal(together, backwards)
     changed = together != collate(rows).input_ids
     assert torch.equal(changed, collate(rows).labels >= 0)  # every [MASK], and nothing else
+
+
+def test_a_temperature_is_that_of_the_step_s_place_in_the_run(rows):
+    divisors = {"targets": torch.tensor(9.0), "tokens": torch.tensor(9.0)}
+
+    def seen(share, **temperatures):
+        model, inputs = model_of("gdes", **temperatures), []
+        model.discriminator.register_forward_hook(lambda _, given, __: inputs.append(given[1]))
+        model(replace(collate(rows), share_of_run=share), divisors)
+        return inputs[0]
+
+    falling = {"temperature": 4.0, "final_temperature": 0.5}
+    for share, temperature in ((0.0, 4.0), (0.5, 2.25), (1.0, 0.5), (1.5, 0.5)):
+        assert torch.equal(seen(share, **falling), seen(share, temperature=temperature)), share
+    assert not torch.equal(seen(0.0, **falling), seen(1.0, **falling))
+    assert collate(rows).share_of_run == 1.0  # evaluations
 
 
 def test_padding_counts_for_nothing(rows, monkeypatch):

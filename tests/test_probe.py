@@ -14,12 +14,12 @@ from launching import ROOT
 
 from deberta_ds.analysis.common_generator import score_discriminator, score_rows
 from deberta_ds.analysis.probe import features, probe, read_examples
-from deberta_ds.config import MaskConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train.evaluate import evaluate

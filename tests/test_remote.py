@@ -21,13 +21,14 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
 
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
 from deberta_ds.data import remote
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import BLOCK_BYTES, Cache, RemoteCorpus, upload
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
+from deberta_ds.objective_config import MaskConfig
 
 
 class FaultyFileSystem(LocalFileSystem):

@@ -16,13 +16,14 @@ from launching import ROOT
 
 from deberta_ds.analysis import replacements
 from deberta_ds.analysis.replacements import Recipe, replace_corpus
-from deberta_ds.config import ConfigError, MaskConfig, SourceConfig, load
+from deberta_ds.config import ConfigError, SourceConfig, load
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.records import read_metrics

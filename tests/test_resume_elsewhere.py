@@ -6,6 +6,9 @@ from launching import deepspeed_json, make_run
 
 from deberta_ds.records import read_metrics
 
+# Functions of a step's place in the run.
+FALLING = ("--objective.mask.rate=0.3", "--objective.mask.final_rate=0.15",
+           "--objective.temperature=2.0", "--objective.final_temperature=0.5")
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
@@ -21,7 +24,7 @@ def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path, kind):
 
     def run(name: str, ranks: int, stage: int, *options: str) -> str:
         command = ["--config", str(run_file), "--deepspeed_config", str(configs[stage]),
-                   f"--objective.kind={kind}", f"--out_dir={tmp_path / name}", *options]
+                   f"--objective.kind={kind}", f"--out_dir={tmp_path / name}", *FALLING, *options]
         return rank_helpers.run(ranks, command, tmp_path / f"{name}-{stage}.log")
 
     run("whole", 1, 1)

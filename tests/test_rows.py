@@ -18,12 +18,13 @@ from data_helpers import (
     tokenizer_path,
 )
 
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.files import xxh3
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.tokenizer import Tokenizer
 
 SEQ_LEN = 64
@@ -283,7 +284,8 @@ def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypat
 MANY_FILES = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer

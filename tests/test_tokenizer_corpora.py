@@ -9,7 +9,7 @@ import transformers
 from data_helpers import SENTENCES, check_batch, tokenizer_path
 from tokenizer_cases import MAKERS, directory_of
 
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.prep import encode, text
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
@@ -20,6 +20,7 @@ from deberta_ds.data.prep.train_fast import train_fast
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
 from deberta_ds.formats.tokenizer_files import find_tokenizer_files, write_tokenizer_files
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens, special_token
 

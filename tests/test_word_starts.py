@@ -5,8 +5,8 @@ import pytest
 from tokenizer_cases import MAKERS, directory_of
 from word_boundaries import compare_words
 
-from deberta_ds.config import MaskConfig
 from deberta_ds.data.masking import LONGEST_WORD, mask_row
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.tokenizer import Tokenizer
 
 # Written for this test: the same sentence or so, with punctuation, digits and a foreign word.

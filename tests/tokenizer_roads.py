@@ -152,8 +152,9 @@ def tokenize(road: Road) -> str:
 
 def masks(road: Road) -> str:
     """Words of the text, found by a pattern, are masked whole: not one shows a piece of itself."""
-    from deberta_ds.config import MaskConfig, SourceConfig
+    from deberta_ds.config import SourceConfig
     from deberta_ds.data.rows import RowDataset
+    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     shown = road.run("data_prep/show.py", road.root / "corpus/train", "--tokenizer",

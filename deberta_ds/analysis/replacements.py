@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.prep.units import job, run_units
@@ -21,6 +21,7 @@ from deberta_ds.data.rows import RowDataset
 from deberta_ds.data.shards import MANIFEST, token_dtype
 from deberta_ds.errors import UserError
 from deberta_ds.formats.pretrained import LoadedModel, load_backbone
+from deberta_ds.objective_config import MaskConfig
 from deberta_ds.objectives.rtd import replace_targets
 
 VERSION = 1

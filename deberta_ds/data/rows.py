@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deberta_ds.config import MaskConfig, SourceConfig
+from deberta_ds.config import SourceConfig
 from deberta_ds.data.batch import Row
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
@@ -25,6 +25,7 @@ from deberta_ds.data.permutation import Permutation
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.data.replaced import Replacements
 from deberta_ds.errors import UserError
+from deberta_ds.objective_config import MaskConfig
 
 ROW_RULES = 3
 _PERMUTATIONS_KEPT = 4096

@@ -121,7 +121,8 @@ class RtdModel(nn.Module):
         """
         generator_sum, num_correct, input_ids_BL = replace_targets(
             self.words, self.generator, batch, seed=self.sampling_seed,
-            temperature=self.objective.temperature, valid_vocab=self.valid_vocab)
+            temperature=self.objective.temperature_at(batch.share_of_run),
+            valid_vocab=self.valid_vocab)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
         replaced_BL, real_BL = input_ids_BL != original_BL, batch.segments > 0
         logits_BL = self.discriminator(self.words, input_ids_BL, batch)

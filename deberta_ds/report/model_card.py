@@ -160,6 +160,11 @@ def _of_checkpoint(directory: Path) -> Training:
     mask = objective["mask"]
     falls = f", at the end {mask['final_rate']}" if mask.get("final_rate") else ""  # 0.1.0: none
     masked = [("masked share of the tokens", f"{mask['rate']}{falls}")]
+    if objective["kind"] == "rtd":
+        last = objective.get("final_temperature")
+        masked.append(("temperature of the generator's samples",
+                       f"{objective.get('temperature', 1.0)}"
+                       + (f", at the end {last}" if last else "")))
     if objective["kind"] == "rtd_cached":
         masked = []  # the stored replacements have theirs
     rules = f"{optim['name']}, "

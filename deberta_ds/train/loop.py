@@ -7,6 +7,7 @@ and the dropout are functions of it, so a checkpoint holds no generator state an
 import math
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -193,7 +194,8 @@ class Trainer:
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
             with self.work.loading():
-                micro = [next(batches) for _ in range(per_step)]
+                share = self.step / max(1, train.steps - 1)
+                micro = [replace(next(batches), share_of_run=share) for _ in range(per_step)]
             stop = bool(self.stop_request or self.log.problem)
             result = train_step(self.engine, micro, step=self.step, seed=train.seed,
                                 ceiling=self.spikes.ceiling(), stop=stop,
