@@ -46,6 +46,8 @@ def main() -> None:
 
     stages = [_read_stage(path) for path in args.after]
     part = tuple(args.stretch) if args.stretch else None
+    if part and not 0 <= part[0] < part[1] <= 1:
+        raise UserError(f"--stretch {part[0]} {part[1]}: must be FROM TO with 0 <= FROM < TO <= 1")
     cache = stages[-1].cache if stages else Cache()
     if args.cache:
         cache = replace(cache, directory=args.cache)

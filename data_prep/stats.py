@@ -23,12 +23,16 @@ def main() -> None:
     from deberta_ds.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))
-    for path in (fetch(path, cache=args.cache) for path in args.corpus):
+    paths = [fetch(path, cache=args.cache) for path in args.corpus]
+    names = [Path(path).name for path in paths]
+    for path in paths:
         stats = corpus_stats(path, tokenizer)
         print(stats_text(stats, tokenizer, args.top), end="\n\n")
         if args.pictures:
             Path(args.pictures).mkdir(parents=True, exist_ok=True)
-            out = Path(args.pictures) / f"{Path(path).name}.png"
+            own_name = names.count(Path(path).name) == 1
+            name = Path(path).name if own_name else str(path).strip("./").replace("/", "-")
+            out = Path(args.pictures) / f"{name}.png"
             stats_picture(stats, tokenizer, out)
             print(f"picture: {out}\n")
 

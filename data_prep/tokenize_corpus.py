@@ -6,13 +6,16 @@ data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of
 same command again after a crash and only what is missing is done.
 """
 
+import itertools
+import os
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 from options import add_cache, add_input_options, add_part, add_workers, read_options, share
 
 from deberta_ds.command_line import fraction, natural, parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.errors import UserError, exit_cleanly
 
 FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
 
@@ -86,6 +89,11 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
     from deberta_ds.tokenizer import Tokenizer
 
+    for name, target in itertools.product(args.inputs, filter(None, (out, heldout_out))):
+        where = Path(os.path.realpath(target))
+        if os.path.isdir(name) and Path(os.path.realpath(name)) in (where, *where.parents):
+            raise UserError(f"{target}: lies in the input {name}, of which it would be a part "
+                            "when the job goes on; choose a directory outside")
     read = read_options(args)
     manifests = tokenize_corpus(
         plan_units(args.inputs, read, args.unit_bytes), out,

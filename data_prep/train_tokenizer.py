@@ -8,7 +8,7 @@
 
 from options import add_cache, add_input_options, add_workers, read_options
 
-from deberta_ds.command_line import fraction, parser_for, positive, positive_number
+from deberta_ds.command_line import fraction, natural, parser_for, positive, positive_number
 from deberta_ds.errors import exit_cleanly
 
 KINDS = ("unigram", "byte_bpe", "bpe", "wordpiece")
@@ -31,6 +31,8 @@ def main() -> None:
                         help="take each language (--label_key, --label_from_directory) in "
                         "proportion to its characters to the power of 1/T: 1 as they are, 3.3 as "
                         "XLM-R; reads all of the input once to count and once to sample")
+    parser.add_argument("--max_bad", type=natural, default=0,
+                        help="unreadable documents to leave out and name before giving up")
     parser.add_argument("--character_coverage", type=fraction, default=0.9995,
                         help="rarer characters are spelled in bytes (wordpiece: unknown)")
     parser.add_argument("--threads", type=positive, default=2,
@@ -67,10 +69,10 @@ def train(args, out: str):
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)
     recipe = {"pieces": args.pieces, "sample_bytes": args.sample_bytes, "read": read,
-              "character_coverage": args.character_coverage}
+              "character_coverage": args.character_coverage, "max_bad": args.max_bad}
     if args.temperature is not None:
         recipe["languages"] = languages_of(units, read, args.sample_bytes, args.temperature,
-                                           args.workers)
+                                           args.workers, args.max_bad)
     if args.kind == "unigram":
         return train_tokenizer(units, out, threads=args.threads, **recipe)
     return train_fast(units, out, kind=args.kind, **recipe)

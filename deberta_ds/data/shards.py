@@ -220,15 +220,18 @@ class ShardWriter:
 
     def _write(self) -> None:
         if self._pending:
-            self._file.write(np.concatenate(self._pending, dtype=self._dtype, casting="unsafe"))
+            with naming(self._path):
+                self._file.write(np.concatenate(self._pending, dtype=self._dtype,
+                                                casting="unsafe"))
         self._pending, self._pending_tokens = [], 0
 
     def finish(self) -> ShardInfo:
         """Complete both files and return their sizes and checksums."""
         self._write()
-        self._file.seek(0)
-        self._file.write(npy_header(self._dtype, self.tokens))
-        self._file.close()
+        with naming(self._path):
+            self._file.seek(0)
+            self._file.write(npy_header(self._dtype, self.tokens))
+            self._file.close()
         digest, size = xxh3(self._temporary), self._temporary.stat().st_size
         ends = np.array(self._ends, dtype="<i8")
         save_array(self._ends_path, ends)

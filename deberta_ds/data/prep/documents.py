@@ -110,6 +110,14 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
         more = ", ..." if len(passed_over) > 5 else ""
         print(f"note: {len(passed_over)} files of unknown kind passed over: "
               f"{', '.join(passed_over[:5])}{more}", file=sys.stderr, flush=True)
+    named: dict[str, str] = {}
+    for extent, _ in extents:
+        place = extent.source if "://" in extent.path or extent.kind == "stream" else \
+            os.path.realpath(extent.path)
+        if place in named:
+            raise UserError(f"{extent.path}: named twice among the inputs (as {named[place]}); "
+                            "name it once")
+        named[place] = extent.path
     if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
     total = sum(size for _, size in extents)

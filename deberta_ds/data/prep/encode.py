@@ -2,7 +2,8 @@
 
 A long document is encoded in parts whose ids concatenate to those of the whole. SentencePiece
 starts afresh at every space, so that any space will do. Of another tokenizer nothing is assumed: a
-seam is taken only where the text behind it, encoded alone, gives the ids it has in its context.
+seam is taken only where the text behind it, encoded as behind other text, gives the ids it has in
+its context.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,12 +51,21 @@ def _parts_by_seam(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray
     begin, starts_document = 0, True
     while len(text) - begin > ENCODE_CHARACTERS:
         window = text[begin : begin + ENCODE_CHARACTERS]
-        ids = tokenizer.encode_array(window)
+        ids = _encode(tokenizer, window, starts_document)
         place, kept = _seam(tokenizer, window, ids)
         yield ids[:kept], starts_document
         starts_document = place == len(window)
         begin += place
-    yield tokenizer.encode_array(text[begin:]), starts_document
+    yield _encode(tokenizer, text[begin:], starts_document), starts_document
+
+
+def _encode(tokenizer: Tokenizer, text: str, starts_document: bool) -> np.ndarray:
+    """Return the ids of text at the beginning of its document, where normalizers take a space away
+    or put one, or behind other text.
+    """
+    if starts_document:
+        return tokenizer.encode_array(text)
+    return np.array(tokenizer.encode_after(text), dtype=np.int32)
 
 
 def _seam(tokenizer: Tokenizer, window: str, ids: np.ndarray) -> tuple[int, int]:
@@ -68,7 +78,7 @@ def _seam(tokenizer: Tokenizer, window: str, ids: np.ndarray) -> tuple[int, int]
     spaces = [place for place in near if window[place].isspace()]
     behind = [place + 1 for place in spaces]  # where a space at the front gives one more piece
     for place in [*spaces[:_TRIES], *behind[:_TRIES], *near[:_TRIES]]:
-        tail = tokenizer.encode_array(window[place:])
+        tail = _encode(tokenizer, window[place:], starts_document=False)
         if len(tail) and np.array_equal(ids[-len(tail):], tail):
             return place, len(ids) - len(tail)
     return len(window), len(ids)

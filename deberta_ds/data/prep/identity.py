@@ -2,7 +2,8 @@
 
     corpus/
       documents/NAME.parquet   row i is document i of tokens/NAME.npy: its source (input file), its
-                               place there (byte offset or row), its id (--id_key) and its label
+                               place there (byte offset or row), its id (--id_key), its label and
+                               its characters before tokenizing (of one in parts: at the first)
       documents/manifest.json  size and xxh3-128 of each; written before the corpus's own manifest
 
 They take no part in the corpus's fingerprint: equal shards are equal, whatever they came from.
@@ -27,18 +28,21 @@ from deberta_ds.files import atomic_path, write_atomic, xxh3
 
 DIRECTORY = "documents"
 _SCHEMA = pa.schema([("source", pa.string()), ("place", pa.int64()), ("id", pa.string()),
-                     ("label", pa.string())])
+                     ("label", pa.string()), ("characters", pa.int64())])
 _GROUP_DOCUMENTS = 1 << 15
 _AGAIN = "copy it again from its source, or make the corpus again"
 
 
 class Origin(NamedTuple):
-    """Where a document came from. `id` is "" without --id_key."""
+    """Where a document came from. `id` is "" without --id_key; a corpus of 0.1.0 has no
+    `characters`.
+    """
 
     source: str
     place: int
     id: str
     label: str
+    characters: int | None = None
 
     @property
     def name(self) -> str:
@@ -58,11 +62,11 @@ class OriginWriter:
     def append(self, origin: Origin) -> None:
         self._extend([[value] for value in origin])
 
-    def extend(self, documents: list[Document]) -> None:
+    def extend(self, documents: list[Document], characters: list[int]) -> None:
         self._extend([[document.path for document in documents],
                       [document.where for document in documents],
                       [document.id for document in documents],
-                      [document.label for document in documents]])
+                      [document.label for document in documents], characters])
 
     def _extend(self, columns: list[list]) -> None:
         for pending, column in zip(self._pending, columns, strict=True):

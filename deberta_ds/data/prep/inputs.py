@@ -1,11 +1,13 @@
 """Opening inputs: local or remote (fsspec), plain or compressed, or streamed from the Hub."""
 
 import bz2
-import gzip
 import io
 import lzma
 import os
 import re
+import zlib
+from collections.abc import Callable
+from functools import partial
 
 import zstandard
 
@@ -14,6 +16,7 @@ from deberta_ds.errors import UserError, first_line, refuse_pipe
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _REMOTE_BYTES = 1 << 22
+_MOST_BYTES = 1 << 22
 _LONGEST_WINDOW = 1 << 31  # of zstd --long=31
 
 
@@ -21,14 +24,9 @@ def open_bytes(path: str):
     """Open for reading bytes, decompressing by suffix; local files without detour."""
     refuse_pipe(path)
     raw = _open_remote(path) if "://" in path else open(path, "rb")
-    if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.endswith(".zst"):
-        return io.BufferedReader(_ZstdFile(raw), 1 << 20)
-    if path.endswith(".xz"):
-        return lzma.LZMAFile(raw)
-    if path.endswith(".bz2"):
-        return bz2.BZ2File(raw)
+    frame = _FRAMES.get(os.path.splitext(path)[1])
+    if frame:
+        return io.BufferedReader(_Frames(raw, frame), 1 << 20)
     return _open_lz4(raw, path) if path.endswith(".lz4") else raw
 
 
@@ -79,28 +77,41 @@ def _open_lz4(raw, path: str):
     return lz4.frame.LZ4FrameFile(raw)
 
 
-class _ZstdFile(io.RawIOBase):
-    """A .zst file of any number of frames; unlike zstandard.open it notices a missing end."""
+class _Frames(io.RawIOBase):
+    """A compressed file of one frame or more, as `cat a.xz b.xz` makes it.
 
-    def __init__(self, raw):
-        self._raw, self._ready = raw, b""
-        self._frame, self._inside = _zstd_frame(), False
+    The readers of zstandard, lzma and bz2 take what is damaged behind the first frame for its end.
+    """
+
+    def __init__(self, raw, new_frame: Callable):
+        self._raw, self._ready = raw, memoryview(b"")
+        self._new_frame, self._frame = new_frame, new_frame()
+        self._inside, self._is_empty = False, True
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self._ready:
+            # lzma and bz2 give no more than they are asked for; a block of zeros is 2 GB to bz2.
+            limit = (_MOST_BYTES,) if hasattr(self._frame, "needs_input") else ()
+            if limit and not (self._frame.needs_input or self._frame.eof):
+                self._ready = memoryview(self._frame.decompress(b"", *limit))
+                continue
             chunk = b""
             if self._frame.eof:
                 chunk = self._frame.unused_data
-                self._frame, self._inside = _zstd_frame(), False
+                self._frame, self._inside = self._new_frame(), False
             chunk = chunk or self._raw.read(1 << 17)
             if not chunk:
-                if self._inside:
-                    raise EOFError("the last zstd frame has no end")
+                if self._inside or self._is_empty:
+                    raise EOFError("it has no end" if self._inside else "nothing is in it")
                 return 0
-            self._ready, self._inside = self._frame.decompress(chunk), True
+            if not self._inside:
+                chunk = chunk.lstrip(b"\0")  # gzip and xz may be padded
+            if chunk:
+                self._ready = memoryview(self._frame.decompress(chunk, *limit))
+                self._inside, self._is_empty = True, False
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
@@ -112,6 +123,10 @@ class _ZstdFile(io.RawIOBase):
 
 def _zstd_frame():
     return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
+
+
+_FRAMES = {".gz": partial(zlib.decompressobj, zlib.MAX_WBITS | 16), ".zst": _zstd_frame,
+           ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
 
 
 def line_number(path: str, offset: int) -> int:

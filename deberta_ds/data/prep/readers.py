@@ -2,13 +2,12 @@
 
 import codecs
 import csv
-import gzip
 import io
 import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -34,8 +33,8 @@ def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
         with naming(extent.path):
             try:
                 yield from readers[extent.kind](extent, options)
-            except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError,
-                    zstandard.ZstdError, RuntimeError) as error:
+            except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError,
+                    RuntimeError) as error:
                 if isinstance(error, RuntimeError) and not str(error).startswith("LZ4"):
                     raise  # lz4 has no class of its own for damage
                 raise UserError(
@@ -167,7 +166,7 @@ def _break_rule(documents: str):
             pattern = re.compile(documents.removeprefix("match:"))
         except re.error as error:
             raise UserError(f"--documents {documents}: bad pattern ({error})") from error
-        return lambda line: pattern.match(line.decode("utf-8", "replace"))
+        return lambda line: pattern.match(line.decode("utf-8", "replace").rstrip("\r\n"))
     raise UserError(f"--documents {documents}: must be file, line, blank_line or match:PATTERN")
 
 
@@ -252,6 +251,9 @@ def _fields(record, label: str, options: ReadOptions) -> tuple[str, str, str, st
     name = record.get(options.id_key)
     if name is None or name == "":
         return "", f"no id under {options.id_key!r}; see --id_key", label, ""
+    if not isinstance(name, str | int) or isinstance(name, bool):  # two may read the same then
+        return "", (f"its id under {options.id_key!r} is neither text nor a whole number of at "
+                    "most 64 bits"), label, ""
     return text, "", label, str(name)
 
 
@@ -283,10 +285,12 @@ def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     csv.field_size_limit(min(options.max_document_bytes, 1 << 31 - 1))
     with (
         open_bytes(extent.path) as file,
-        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
+        io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text,
     ):
         rows = _cells(extent.path, text)
         header = next(rows, [])
+        if not _is_utf8(header):
+            raise UserError(f"{extent.path}: its header is not UTF-8; convert the file")
         wanted = _columns(options, header, extent.path)
         twice = [name for name in wanted if header.count(name) > 1]
         if twice:
@@ -295,10 +299,21 @@ def _read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
             if len(cells) == len(header):
                 record = dict(zip(header, cells, strict=True))
                 found, problem, named, name = _fields(record, label, options)
+                if not _is_utf8((found, named, name)):
+                    found, named, name, problem = "", label, "", "invalid UTF-8"
             else:  # as where a text has a comma and no quotation marks: part of it would be lost
                 found, named, name = "", label, ""
                 problem = f"{len(cells)} cells, the header names {len(header)}"
             yield Document(found, extent.path, row, extent.kind, named, problem, name)
+
+
+def _is_utf8(cells: Iterable[str]) -> bool:
+    """Return whether cells that were read with "surrogateescape" had no invalid byte."""
+    try:
+        "".join(cells).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _cells(path: str, text: io.TextIOWrapper) -> Iterator[list[str]]:
@@ -361,9 +376,24 @@ def arrow_batches(file) -> tuple[list[str], Iterator]:
 
 def _read_batch(batch, row: int, extent: Extent, options: ReadOptions) -> Iterator[Document]:
     directory = _directory_label(extent, options)
-    for offset, record in enumerate(batch.to_pylist()):
+    try:
+        records = batch.to_pylist()
+    except UnicodeDecodeError:  # in one of them
+        records = [_record(batch.slice(offset, 1)) for offset in range(batch.num_rows)]
+    for offset, record in enumerate(records):
+        if record is None:
+            yield Document("", extent.path, row + offset, extent.kind, directory, "invalid UTF-8")
+            continue
         text, problem, label, name = _fields(record, directory, options)
         yield Document(text, extent.path, row + offset, extent.kind, label, problem, name)
+
+
+def _record(row) -> dict | None:
+    """Return the one record of a batch; None if its text is invalid UTF-8."""
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError:
+        return None
 
 
 def _read_stream(extent: Extent, options: ReadOptions) -> Iterator[Document]:

@@ -15,9 +15,9 @@ import xxhash
 from tqdm import tqdm
 
 from deberta_ds.data.mixture import temperature_weights
-from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
+from deberta_ds.data.prep.clean import Cleaner, CleanOptions
+from deberta_ds.data.prep.documents import Extent, ReadOptions
 from deberta_ds.data.prep.readers import read_unit
-from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.data.prep.units import FORK
 from deberta_ds.errors import UserError
 from deberta_ds.splitmix import mix64
@@ -27,20 +27,32 @@ Languages = dict[str, tuple[int, float]]  # {label: (characters there, character
 
 
 def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
-                 languages: Languages | None = None) -> Iterator[str]:
+                 languages: Languages | None = None, max_bad: int = 0) -> Iterator[str]:
     """Yield about `sample_bytes` of normalised text: evenly from the start of every unit, or what
-    `languages` says.
+    `languages` says. UserError if there is none, or for more than `max_bad` unreadable documents;
+    others are named on stderr.
     """
-    if languages:
-        yield from _by_language(units, read, languages)
-        return
+    cleaner, is_empty = Cleaner(CleanOptions(max_bad=max_bad), is_read=True), True
+    pieces = _by_language(units, read, languages, cleaner) if languages else \
+        _evenly(units, read, sample_bytes, cleaner)
+    for piece in pieces:
+        is_empty = False
+        yield piece
+    for line in cleaner.problems:
+        print(f"left out: {line}", file=sys.stderr, flush=True)
+    if is_empty:
+        raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
+
+
+def _evenly(units: list[list[Extent]], read: ReadOptions, sample_bytes: int, cleaner: Cleaner
+            ) -> Iterator[str]:
     quota, spent = sample_bytes / len(units), 0.0
     for number, unit in enumerate(units):
         allowed = (number + 1) * quota
         for document in read_unit(unit, read):
             if spent >= allowed:
                 break
-            for piece in _pieces(_text(document)):  # a document may be a whole file
+            for piece in _pieces(cleaner.texts([document])[0]):  # a document may be a whole file
                 if spent >= allowed:
                     break
                 spent += len(piece.encode())
@@ -48,7 +60,7 @@ def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions
 
 
 def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int,
-                 temperature: float, workers: int = 1) -> Languages:
+                 temperature: float, workers: int = 1, max_bad: int = 0) -> Languages:
     """Return how much there is of each language, and how much of it a sample of `sample_bytes`
     takes (of all bytes, if those are fewer). Reads all of the input; prints the shares.
     """
@@ -57,15 +69,14 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
                         "--label_from_directory")
     totals: dict[str, list[int]] = {}
     with ProcessPoolExecutor(workers, FORK) as pool:
-        counted = pool.map(partial(_count, read=read), units)
+        counted = pool.map(partial(_count, read=read, max_bad=max_bad), units)
         for counts in tqdm(counted, desc="counting languages", total=len(units), unit="unit",
                            disable=None):
             for label, (characters, size) in counts.items():
                 row = totals.setdefault(label, [0, 0])
                 row[:] = [row[0] + characters, row[1] + size]
     if not totals:
-        raise UserError(f"{units[0][0].path}: no text in it or in the other inputs; "
-                        "tokenize_corpus.py says what is wrong with them")
+        raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
     totals = dict(sorted(totals.items()))
     shares = temperature_weights([characters for characters, _ in totals.values()], temperature)
     mean = sum(share * size / characters for share, (characters, size) in zip(
@@ -79,36 +90,29 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
     return found
 
 
-def _count(unit: list[Extent], read: ReadOptions) -> dict[str, tuple[int, int]]:
+def _count(unit: list[Extent], read: ReadOptions, max_bad: int) -> dict[str, tuple[int, int]]:
     counts: dict[str, tuple[int, int]] = {}
+    cleaner = Cleaner(CleanOptions(max_bad=max_bad), is_read=True)
     for document in read_unit(unit, read):
-        if text := _text(document):
+        if text := cleaner.texts([document])[0]:
             characters, size = counts.get(document.label, (0, 0))
             counts[document.label] = characters + len(text), size + len(text.encode())
     return counts
 
 
-def _by_language(units: list[list[Extent]], read: ReadOptions, languages: Languages
-                 ) -> Iterator[str]:
+def _by_language(units: list[list[Extent]], read: ReadOptions, languages: Languages,
+                 cleaner: Cleaner) -> Iterator[str]:
     left = {label: list(counts) for label, counts in languages.items()}
     seeds = {label: xxhash.xxh3_64_intdigest(label.encode()) for label in languages}
     number = 0
     for document in (document for unit in units for document in read_unit(unit, read)):
-        for piece in _pieces(_text(document)):
+        for piece in _pieces(cleaner.texts([document])[0]):
             there, wanted = left[document.label]
             chance = mix64(seeds[document.label] + number) / 2**64
             copies = int(max(0.0, wanted / there) + chance)
             left[document.label] = [there - len(piece), wanted - copies * len(piece)]
             number += 1
             yield from [piece] * copies
-
-
-def _text(document: Document) -> str:
-    """Return the normalised text, "" of a bad document, which tokenize_corpus names and counts."""
-    try:
-        return "" if document.problem else normalise(document.text)
-    except BadTextError:
-        return ""
 
 
 def _pieces(text: str) -> Iterator[str]:

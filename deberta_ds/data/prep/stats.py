@@ -105,7 +105,8 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     tokens = max(1, int(stats.frequencies.sum()))
     in_bytes = sum(int(count) for piece, count in zip(pieces, stats.frequencies, strict=True)
                    if _BYTE_PIECE.fullmatch(piece)) / tokens
-    unknown = int(stats.frequencies[tokenizer.unk_id]) / tokens
+    unknown = 0.0 if tokenizer.unk_id is None else \
+        int(stats.frequencies[tokenizer.unk_id]) / tokens
     remedy = "another language or script than the tokenizer's? Train one on text like this"
     found = []
     if in_bytes > _MANY_BYTES:

@@ -110,7 +110,10 @@ def take_down_shard(
         if number in is_gone:
             row = labels.setdefault(origin.label, [0, 0, 0])
             is_new = (origin.source, origin.place) != before
-            row[:] = [row[0] + is_new, row[1] + len(tokenizer.decode(ids)), row[2] + len(ids)]
+            characters = origin.characters
+            if characters is None:
+                characters = len(tokenizer.decode(ids))
+            row[:] = [row[0] + is_new, row[1] + characters, row[2] + len(ids)]
             before = (origin.source, origin.place)
     if len(gone) == shard.documents:
         return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}

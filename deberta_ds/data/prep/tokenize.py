@@ -28,7 +28,11 @@ from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.data.prep.filtering import describe, filters_of, write_report
 from deberta_ds.data.prep.filters import Tally
 from deberta_ds.data.prep.findings import Findings
-from deberta_ds.data.prep.identity import OriginWriter, write_origins_manifest
+from deberta_ds.data.prep.identity import (
+    OriginWriter,
+    origins_path,
+    write_origins_manifest,
+)
 from deberta_ds.data.prep.readers import joined, read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION
 from deberta_ds.data.prep.units import Part, job, run_units
@@ -94,7 +98,8 @@ def tokenize_corpus(
                     for number, unit in enumerate(units)}
             total = Tally(filters.examples) if filters else None
             results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
-                                part=part, keep=partial(_without_tally, total=total))
+                                part=part, keep=partial(_without_tally, total=total),
+                                is_whole=partial(_has_files, targets=targets))
             if results is None:
                 return {}
             problems = [line for result in results for line in result["problems"]]
@@ -105,6 +110,20 @@ def tokenize_corpus(
                 write_report(out, filters, total)
             _write_manifests(results, targets, tokenizer)
     return {target: read_manifest(target)[0] for target in targets}
+
+
+def _has_files(result: dict, targets: list[str]) -> bool:
+    """Return whether all that a unit wrote is still there: the held-out corpus, or both, may have
+    been removed or be another directory since.
+    """
+    sizes = {}
+    for number, target in enumerate(targets):
+        for shard in result["shards"][number]:
+            sizes[Path(target, "tokens", f"{shard['name']}.npy")] = shard["bytes"]
+            sizes[Path(target, "ends", f"{shard['name']}.npy")] = shard["ends_bytes"]
+        for name, (size, _) in result.get("origins", [{}] * len(targets))[number].items():
+            sizes[origins_path(target, name)] = size
+    return all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
 
 
 def _without_tally(result: dict, total: Tally | None) -> dict:
@@ -136,6 +155,10 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
     if (len(targets) > 1 or drop) and not 0 < share < 1:
         raise UserError(f"held-out share {share}: must be between 0 and 1, and 0.01 is one of a "
                         "hundred documents")
+    if len(targets) > 1 and Path(os.path.realpath(targets[0])) in Path(
+            os.path.realpath(targets[1])).parents:
+        raise UserError(f"{targets[1]}: inside of {targets[0]}, which is a corpus of its own; put "
+                        "the held-out one beside it")
     if len(targets) > 1 and drop:
         raise UserError("held-out documents are either written or dropped; choose one")
 
@@ -281,8 +304,11 @@ class _Rolling:
         if 0 in lengths:  # such as of characters that the tokenizer removes
             owners = list(compress(owners, lengths))
             lengths = list(filter(None, lengths))
+        characters = list(map(len, texts))
         if owners != range(len(documents)):
             documents = [documents[owner] for owner in owners]
+            characters = [0 if owner == before else characters[owner]  # of a cut one: at its first
+                          for before, owner in zip([None, *owners], owners, strict=False)]
         begin = written = 0
         for label, run in itertools.groupby(documents, attrgetter("label")):
             end = begin + len(list(run))
@@ -294,9 +320,10 @@ class _Rolling:
             begin, written = end, written + len(whole)
         self._counts["empty"] += len(texts) - written
         self._counts["cut"] += len(documents) - written
-        self._append(ids, lengths, documents)
+        self._append(ids, lengths, documents, characters)
 
-    def _append(self, ids: np.ndarray, lengths: list[int], documents: list[Document]) -> None:
+    def _append(self, ids: np.ndarray, lengths: list[int], documents: list[Document],
+                characters: list[int]) -> None:
         """Add documents, which lie back to back in `ids`, to the shard, and begin another one where
         it is full.
         """
@@ -309,7 +336,7 @@ class _Rolling:
             full = ends[begin] + SHARD_TOKENS - self._writer.tokens
             stop = min(bisect.bisect_left(ends, full, begin + 1), len(lengths))
             self._writer.append_many(ids[ends[begin] : ends[stop]], lengths[begin:stop])
-            self._origins.extend(documents[begin:stop])
+            self._origins.extend(documents[begin:stop], characters[begin:stop])
             begin = stop
             if self._writer.tokens >= SHARD_TOKENS:
                 self._end_shard()

@@ -22,7 +22,7 @@ from deberta_ds.data.prep.words import UNSPACED
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer
-from deberta_ds.tokenizer.files import JSON
+from deberta_ds.tokenizer.files import JSON, MERGES, OTHER_MODELS, SPM, VOCAB, WORDPIECES
 from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
 
 KINDS = ("byte_bpe", "bpe", "wordpiece")
@@ -34,6 +34,7 @@ _UNSPACED = rf"(?:[{UNSPACED}]\p{{M}}*){{1,40}}"
 def train_fast(
     units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int, sample_bytes: int,
     read: ReadOptions, character_coverage: float = 0.9995, languages: Languages | None = None,
+    max_bad: int = 0,
 ) -> Tokenizer:
     """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
 
@@ -43,14 +44,18 @@ def train_fast(
     out = Path(out)
     if out.suffix in (".model", ".json") or out.is_file():
         raise UserError(f"{out}: --kind {kind} writes a directory; give the name of one")
+    other = [name for name in (SPM, VOCAB, MERGES, WORDPIECES, *OTHER_MODELS)
+             if (out / name).exists()]
+    if other:  # that one would be read, or the two be mixed
+        raise UserError(f"{out}: holds another tokenizer ({other[0]}); give another directory")
     fast, trainer = _untrained(kind, pieces)
+    sample = list(sample_texts(units, sample_bytes, read, languages, max_bad))
     if kind != "byte_bpe":
-        sample = sample_texts(units, sample_bytes, read, languages)
         alphabet = _alphabet(sample, character_coverage) + ([SPACE_MARK] if kind == "bpe" else [])
         trainer.initial_alphabet, trainer.limit_alphabet = alphabet, len(alphabet)
     if kind == "wordpiece":  # else their ids come in an order that differs from run to run
         trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
-    fast.train_from_iterator(sample_texts(units, sample_bytes, read, languages), trainer)
+    fast.train_from_iterator(sample, trainer)
     made = fast.get_vocab_size()
     if made != pieces:
         remedy = f"fewer with --pieces {made}, or give more text" if made < pieces else \

@@ -1,6 +1,7 @@
 """Train a SentencePiece unigram model with DeBERTa's special ids on a bounded sample."""
 
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from deberta_ds.data.prep.spm_rules import normalizer_tsv
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.files import SPM
 from deberta_ds.tokenizer.spm import RULES_NAME
 
 # In SentencePiece's messages.
@@ -34,6 +36,7 @@ def train_tokenizer(
     character_coverage: float = 0.9995,
     threads: int = 2,
     languages: Languages | None = None,
+    max_bad: int = 0,
 ) -> Tokenizer:
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
@@ -42,13 +45,19 @@ def train_tokenizer(
     bounded by `sample_bytes`, taken evenly from the start of every unit, or as `languages` says.
     UserError if the sample is too small for `pieces`.
     """
+    if not str(out) or Path(out).is_dir():
+        raise UserError(f"{out or '--out'}: a unigram model is one file; name it, such as "
+                        f"{Path(out, SPM)}")
+    if any(os.path.realpath(extent.path) == os.path.realpath(out)
+           for unit in units for extent in unit):
+        raise UserError(f"{out}: is one of the inputs; name another file")
     model = io.BytesIO()
     with TemporaryDirectory() as directory:
         rules = Path(directory) / "rules.tsv"
         write_atomic(rules, normalizer_tsv())
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_sample(units, sample_bytes, read, pieces, languages),
+                sentence_iterator=_sample(units, sample_bytes, read, pieces, languages, max_bad),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
@@ -95,12 +104,12 @@ def _finished(model: bytes) -> bytes:
 
 
 def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int,
-            languages: Languages | None) -> Iterator[str]:
+            languages: Languages | None, max_bad: int) -> Iterator[str]:
     """Yield sentences of about `sample_bytes` in all, and show how far that is."""
     size = 0
     with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
               disable=None) as bar:
-        for sentence in sample_texts(units, sample_bytes, read, languages):
+        for sentence in sample_texts(units, sample_bytes, read, languages, max_bad):
             bar.update(len(sentence.encode()))
             size += len(sentence.encode())
             yield sentence
