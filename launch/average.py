@@ -10,6 +10,7 @@ the higher the learning rate between them, the more an average changes.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from deberta_ds.command_line import parser_for
@@ -37,6 +38,9 @@ def main() -> None:
     from deberta_ds.formats.average import average, last_checkpoints
     from deberta_ds.formats.convert import check_out, write_release
 
+    if options.models and len({os.path.realpath(model) for model in options.models}) < len(
+            options.models):
+        parser.error("--models names a model twice")
     check_out(options.out)
     models = options.models or last_checkpoints(options.run, options.last or 3)
     source = "mean of " + ", ".join(map(str, models))

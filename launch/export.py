@@ -36,7 +36,7 @@ def main() -> None:
     if arguments.private and not arguments.push:
         parser.error("--private is for --push")
 
-    from deberta_ds.formats.convert import convert
+    from deberta_ds.formats.convert import convert, seal
     from deberta_ds.formats.hub import check_repository, push
     from deberta_ds.report.model_card import write_card
 
@@ -52,6 +52,7 @@ def main() -> None:
     for line in summary.findings():
         print(f"  {line}")
     card = write_card(arguments.run, Path(arguments.out), summary, arguments.push or "")
+    seal(Path(arguments.out))
     print(f"exported {arguments.run} to {arguments.out}; model card: {card}")
     if arguments.push:
         print(f"pushed to {push(Path(arguments.out), arguments.push, arguments.private)}")

@@ -21,6 +21,8 @@ def main() -> None:
     from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
 
     model = load_masked_lm(arguments.model, arguments.tokenizer)
+    if arguments.top > model.tokenizer.size:
+        parser.error(f"--top {arguments.top}: the tokenizer has {model.tokenizer.size:,} ids")
     for text in arguments.texts:
         print(text)
         for number, fillings in enumerate(fill_mask(model, text, arguments.top), start=1):

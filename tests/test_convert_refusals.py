@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from convert_cases import MS_FILES, microsoft_directory, transformers_model
 from data_helpers import tokenizer_path
+from export_cases import make_release
 from safetensors.torch import load_file, save_file
 
 from deberta_ds.errors import UserError
+from deberta_ds.formats import convert as module
 from deberta_ds.formats.convert import convert
+from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.release_reader import read_release, read_shapes
 
 ROOT = Path(__file__).parent.parent
@@ -164,6 +168,53 @@ def test_output_directory_of_others_is_not_touched(tmp_path, sound):
     with pytest.raises(UserError, match="not empty"):
         convert(sound, tmp_path / "out", "ours")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_conversion_replaces_what_it_wrote_and_nothing_else(tmp_path, sound):
+    out = tmp_path / "out"
+    convert(sound, out, "hf")
+    summary = convert(sound, out, "ours")
+    assert f"replaced: what {out} held, converted from {sound}" in summary.notes
+    (out / "LICENSE").write_text("mine")
+    with pytest.raises(UserError, match="LICENSE was changed or put there"):
+        convert(sound, out, "hf")
+    (out / "LICENSE").unlink()
+    (out / "model.json").write_text((out / "model.json").read_text() + "\n")
+    with pytest.raises(UserError, match="model.json was changed or put there"):
+        convert(sound, out, "hf")
+    convert(sound, tmp_path / "model", "ours")
+    for inside in (tmp_path / "model", tmp_path):
+        with pytest.raises(UserError, match="not empty|is what is converted"):
+            convert(tmp_path / "model", inside, "hf")
+    assert read_release(tmp_path / "model")
+
+
+def test_of_two_conversions_at_once_the_second_ends_with_an_error(tmp_path, sound, monkeypatch):
+    check = module._check
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(module, "_check", check)
+        assert command("--model", sound, "--out", tmp_path / "out", "--to", "ours").returncode == 0
+        return check(*arguments)
+
+    monkeypatch.setattr(module, "_check", meanwhile)
+    with pytest.raises(UserError, match="something else has been written there meanwhile"):
+        convert(sound, tmp_path / "out", "hf")
+    assert (tmp_path / "out" / "model.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_an_export_saved_again_in_another_precision_is_read(tmp_path, dtype):
+    """transformers leaves the file beside it, with the rows of the table that it reads alone."""
+    write_ours(make_release("v3"), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    before = read_release(tmp_path / "hf").main.tensors
+    transformers.AutoModel.from_pretrained(tmp_path / "hf", dtype=dtype).save_pretrained(
+        tmp_path / "hf")
+    after = read_release(tmp_path / "hf").main.tensors
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        torch.testing.assert_close(tensor.float(), before[name].float(), rtol=1e-2, atol=1e-3)
 
 
 def test_leftovers_of_a_killed_conversion_are_cleaned_up_by_the_next(tmp_path, sound):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -189,6 +190,38 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
         lock.this_process(0.0), pid=os.getppid(), started=process.look(os.getppid()).started))
     with pytest.raises(UserError, match="another job writes there"):
         sweep.run_all(plan(tmp_path))
+
+
+def test_another_start_or_test_table_is_not_taken_for_the_same(process_group, tmp_path):
+    result = tmp_path / "out" / "CB" / "seed-1" / "result.json"
+    sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+    start = tiny_start()
+    other = dataclasses.replace(start, weights={"a": torch.ones(2)})
+    with pytest.raises(UserError, match="this run had start_weights"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1, start=other))
+    values = json.loads(result.read_text())
+    result.write_text(json.dumps(values | {"tests": {"CB": "0"}}))
+    with pytest.raises(UserError, match="test.jsonl has changed since it was predicted"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+    result.write_text(json.dumps({key: value for key, value in values.items() if key not in (
+        "tests", "start_weights", "init_weights")}))  # as of an older version
+    shutil.rmtree(result.parent / "model")
+    said = []
+    sweep.run_all(plan(tmp_path / "out", num_seeds=1, say=said.append))
+    assert any("without its model, which was not kept" in line for line in said)
+    result.write_text("{")
+    with pytest.raises(UserError, match="not valid JSON.*to run this seed again"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+
+
+def test_a_run_that_has_not_ended_is_not_taken_for_a_model(process_group, tmp_path):
+    sweep.run_all(plan(tmp_path, num_seeds=1))
+    run = tmp_path / "CB" / "seed-1"
+    assert find_finetuned(run) == run / "model"
+    (run / "result.json").unlink()
+    with pytest.raises(UserError, match="this fine-tuning has not ended .no result.json."):
+        find_finetuned(run)
+    assert find_finetuned(run / "model") == run / "model"
 
 
 def test_texts_that_do_not_fit_end_a_sweep_before_its_first_run(process_group, tmp_path):

@@ -85,7 +85,7 @@ def test_models_without_the_heads_are_refused(model, rows, tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_features_are_pooled_states_of_one_text_at_a_time(model, pooling):
+def test_features_are_pooled_states_of_one_text_at_a_time(model, pooling, capsys):
     loaded, tokenizer = load_backbone(model), tiny_tokenizer()
     texts = [("A row holds words.", "Numbers like 42."), ("The lazy dog.", "A fox!"), ("It", "is")]
     found = features(loaded, texts, pooling)
@@ -96,7 +96,9 @@ def test_features_are_pooled_states_of_one_text_at_a_time(model, pooling):
             states = loaded.backbone(torch.tensor([ids]), torch.ones(1, len(ids)).int())[0]
         expected = states[0] if pooling == "cls" else states[1:-1].mean(0)
         assert row == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-5)
+    assert "were cut" not in capsys.readouterr().err
     assert features(loaded, [("word " * 200, "short")], pooling).shape == (1, 32)
+    assert "1 of 1 inputs were cut to the model's 64 positions" in capsys.readouterr().err
 
 
 def test_probe_separates_what_is_separable_and_not_what_is_noise():
@@ -116,6 +118,8 @@ def test_the_majority_of_equal_classes_is_the_first_by_name():
     states = np.random.default_rng(0).normal(size=(40, 3))
     found = probe(states, ["b", "a"] * 20, states[:4], ["a", "a", "a", "b"])
     assert found["majority"] == 0.75
+    with pytest.raises(UserError, match="1 of 4 labels are none of --train's, such as 'A'"):
+        probe(states, ["b", "a"] * 20, states[:4], ["a", "A", "a", "b"])
 
 
 def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
@@ -126,7 +130,8 @@ def test_rows_longer_than_a_model_s_positions_are_refused(model, rows):
 
 @pytest.mark.parametrize("line, message", [
     ('{"text": " ", "label": 1}', "line 2.*its text is empty"),
-    ("{", "line 2"), ('{"text": "a"}', "KeyError"), ('{"text": 3, "label": 1}', "line 2"),
+    ("{", "line 2"), ('{"text": "a"}', "line 2: no 'label' .found: text."),
+    ('{"text": 3, "label": 1}', "line 2"),
     ('{"text": "a", "label": true}', "the label must be"), ("", "2 classes|at least two classes")])
 def test_bad_examples_are_named(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"

@@ -7,6 +7,7 @@ chosen by cross-validation inside them.
 """
 
 import json
+import sys
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from deberta_ds.analysis.sentence_scores import cut_work
 from deberta_ds.data.prep.text import BadTextError, normalise
-from deberta_ds.errors import UserError, naming
+from deberta_ds.errors import UserError, listed, naming
 from deberta_ds.formats.pretrained import LoadedModel
 from deberta_ds.json_files import parse_json
 
@@ -34,12 +35,17 @@ def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[t
         place = f"{path}, line {number}"
         try:
             values = parse_json(line)
+            if lost := [key for key in (*keys, label) if key not in values]:
+                raise UserError(f"{place}: no {lost[0]!r} (found: {listed(list(values))}); see "
+                                "--text and --label")
             found = [values[key] for key in (*keys, label)]
             if not all(isinstance(text, str) for text in found[:-1]):
                 raise TypeError("not text")
             texts.append(tuple(normalise(text) for text in found[:-1]))
             if not any(texts[-1]):
                 raise ValueError("its text is empty")
+        except UserError:
+            raise
         except (ValueError, KeyError, TypeError, BadTextError) as error:
             raise UserError(f"{place}: must be a JSON object with text under {', '.join(keys)} and "
                             f"a label under {label} ({type(error).__name__}: {error})") from None
@@ -58,7 +64,10 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
     """Return the pooled last states of each input, fp32 [inputs, hidden]; long ones are cut."""
     if model.tokenizer is None:
         raise UserError("no tokenizer beside the model; put its files there")
-    ids = [_encode(model, text) for text in texts]
+    ids, cut = zip(*[_encode(model, text) for text in texts], strict=True)
+    if any(cut):
+        print(f"note: {sum(cut):,} of {len(cut):,} inputs were cut to the model's "
+              f"{model.model_config.max_position:,} positions", file=sys.stderr, flush=True)
     if empty := [text for text, found in zip(texts, ids, strict=True)
                  if len(found) == 1 + len(text)]:
         raise UserError(f"the tokenizer has no piece for {empty[0]!r} ({len(empty)} inputs of "
@@ -73,14 +82,18 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
     return found
 
 
-def _encode(model: LoadedModel, text: tuple) -> list[int]:
-    """Return [CLS] a [SEP] (b [SEP]); pieces are taken off the longer text until it fits."""
+def _encode(model: LoadedModel, text: tuple) -> tuple[list[int], bool]:
+    """Return [CLS] a [SEP] (b [SEP]), and whether it was cut: pieces are taken off the longer text
+    until it fits.
+    """
     tokenizer = model.tokenizer
     parts = [tokenizer.encode(part) for part in text]
     room = model.model_config.max_position - 1 - len(parts)
+    is_cut = sum(map(len, parts)) > room
     while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
-    return [tokenizer.cls_id, *(token for part in parts for token in [*part, tokenizer.sep_id])]
+    ids = [tokenizer.cls_id, *(token for part in parts for token in [*part, tokenizer.sep_id])]
+    return ids, is_cut
 
 
 def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: list) -> dict:
@@ -94,6 +107,9 @@ def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: 
     from sklearn.preprocessing import StandardScaler
 
     counts = {label: train_labels.count(label) for label in sorted(set(train_labels))}
+    if unknown := [label for label in test_labels if label not in counts]:
+        raise UserError(f"--test: {len(unknown):,} of {len(test_labels):,} labels are none of "
+                        f"--train's, such as {unknown[0]!r}; its classes: {listed(list(counts))}")
     folds = min(5, *counts.values())
     if folds < 2:
         alone = min(counts, key=counts.get)

@@ -131,9 +131,8 @@ def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
             for member in sorted(members, key=lambda member: member.name):
                 data = archive.extractfile(member).read()
                 yield f"{path}, {member.name}", member.name, data
-    except tarfile.TarError as error:
-        raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive "
-                        f"({error})") from None
+    except tarfile.TarError:
+        raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
 
 
 def _jsonl(place: str, stem: str, lines: list[str]) -> list[MinimalPair]:

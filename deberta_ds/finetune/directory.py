@@ -49,7 +49,7 @@ from deberta_ds.json_files import read_json
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.validation import validate
 
-FACTS = "finetuned.json"
+FACTS, RESULT = "finetuned.json", "result.json"
 _FORMAT = 2  # 0.1.0 wrote no number
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
 _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
@@ -186,9 +186,17 @@ def _tokenizer(files: dict[str, Path], path: Path) -> Tokenizer:
 
 
 def find_finetuned(path: str | Path) -> Path:
-    """Return the model directory at `path`: itself, or the model/ inside a run's directory."""
+    """Return the model directory at `path`: itself, or the model/ inside a run's directory.
+
+    UserError for a run that has not ended.
+    """
     path = Path(path)
-    return path if (path / FACTS).is_file() else path / "model"
+    if (path / FACTS).is_file():
+        return path
+    if (path / "model" / FACTS).is_file() and not (path / RESULT).is_file():
+        raise UserError(f"{path}: this fine-tuning has not ended (no {RESULT}); run its command to "
+                        f"the end, or name {path / 'model'} for the best weights so far")
+    return path / "model"
 
 
 def is_finetuned(path: str | Path) -> bool:

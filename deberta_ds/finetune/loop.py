@@ -21,6 +21,7 @@ import xxhash
 from deberta_ds import deepspeed_config, dist
 from deberta_ds.config import to_dict
 from deberta_ds.errors import UserError
+from deberta_ds.files import xxh3
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import best_threshold
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
@@ -30,6 +31,7 @@ from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task
+from deberta_ds.formats.tensors import SAFETENSORS
 from deberta_ds.train.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.train.half_without_zero import backward
 from deberta_ds.train.schedule import learning_rate
@@ -65,7 +67,9 @@ class Job:
             "seed": self.seed,
             "settings": to_dict(self.settings),
             "start": self.start.name,
+            "start_weights": self.start.digest,
             "init_from": self.init_from,
+            "init_weights": xxh3(Path(self.init_from) / SAFETENSORS) if self.init_from else "",
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
             "labels_and_texts": digest(self.task, self.train, self.val),

@@ -8,8 +8,11 @@ match, and what was kept and what is fresh is said.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import torch
+import xxhash
 from torch import Tensor
 
 from deberta_ds.config import ModelConfig
@@ -40,6 +43,15 @@ class Start:
     config: ModelConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor] | None  # of the backbone; None: random
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the weights: a run's newest checkpoint is another one tomorrow."""
+        found = xxhash.xxh3_128()
+        for name, tensor in sorted((self.weights or {}).items()):
+            found.update(name.encode())
+            found.update(tensor.contiguous().view(torch.uint8).numpy())
+        return found.hexdigest()
 
 
 def open_start(name: str, tokenizer: str | Path | None = None) -> Start:

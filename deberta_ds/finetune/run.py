@@ -22,10 +22,10 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import write_official
-from deberta_ds.finetune.directory import Finetuned, load_finetuned
+from deberta_ds.finetune.directory import RESULT, Finetuned, load_finetuned
 from deberta_ds.finetune.features import Feature, TooLongError, encode
 from deberta_ds.finetune.layouts import Example
-from deberta_ds.finetune.loop import Job, train
+from deberta_ds.finetune.loop import Job, digest, train
 from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
@@ -33,7 +33,6 @@ from deberta_ds.finetune.submission import render
 from deberta_ds.finetune.tasks import diagnostics_of
 from deberta_ds.json_files import read_json, typed
 
-RESULT = "result.json"
 _ONE_LABEL = ("classify", "choice", "words", "spans")
 
 
@@ -50,6 +49,9 @@ def run(job: Job) -> dict:
                     if not (job.out / "submission" / f"{name}.jsonl").is_file()]:
             job.say(f"  without predictions of {', '.join(lost)}: the test data was not there, or "
                     f"left out; delete {job.out / RESULT} to run it again, with them")
+        if job.keep_model and not (job.out / "model").is_dir() and "error" not in found:
+            job.say(f"  without its model, which was not kept; delete {job.out / RESULT} to run it "
+                    "again, and keep it")
         return found
     with lock.held(job.out, 0.0, across_hosts=False):
         return _run(job)
@@ -60,7 +62,8 @@ def _run(job: Job) -> dict:
     features = {"train": encode_split(job, job.train), "val": encode_split(job, job.val)}
     kept = train(job, features)
     result = job.identity() | kept | _predict(job, features["val"])
-    result |= {"world_size": dist.world_size(), "seconds": round(time.monotonic() - began, 1)}
+    result |= {"tests": _digests(job), "world_size": dist.world_size(),
+               "seconds": round(time.monotonic() - began, 1)}
     if dist.is_main():
         if not job.keep_model:
             shutil.rmtree(job.out / "model")
@@ -69,20 +72,31 @@ def _run(job: Job) -> dict:
     return result
 
 
+def _digests(job: Job) -> dict[str, str]:
+    return {name: digest(split.task, split) for name, split in job.tests.items()}
+
+
 def finished(job: Job) -> dict | None:
     """Return the result on disk, None if there is none; UserError if it is another run's."""
     if not (job.out / RESULT).is_file():
         return None
-    result = read_json(job.out / RESULT)
+    try:
+        result = read_json(job.out / RESULT)
+    except UserError as error:
+        raise UserError(f"{error}; delete {job.out} to run this seed again") from None
     _check_result(job, result)
     for key, value in job.identity().items():
-        if key == "labels_and_texts" and key not in result:
-            continue  # of 0.1.0
+        if key in ("labels_and_texts", "start_weights", "init_weights") and key not in result:
+            continue  # of older versions
         if result.get(key) != value:
             raise UserError(
                 f"{job.out / RESULT}: this run had {key} = {result.get(key)!r}, now it is "
                 f"{value!r}; choose another --out, or delete the directory to run it again"
             )
+    for name, found in _digests(job).items():
+        if (result.get("tests") or {}).get(name, found) != found:
+            raise UserError(f"{job.out / RESULT}: {job.tests[name].source} has changed since it "
+                            f"was predicted; delete {job.out / RESULT} to run it again")
     return result
 
 

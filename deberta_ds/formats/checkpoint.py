@@ -309,7 +309,10 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
     problems += [problem for name, entry in files.items()
                  if (problem := _file_problem(path / name, entry))]
     if problems:
-        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}")
+        others = [step.name for step in list_finished(path.parent.parent) if step != path]
+        remedy = f"name another one beside it ({listed(others[::-1])})" if others else \
+            "copy it again from its source"
+        raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
     run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
     state = open_state(path)
     _check_model(run, state, path)

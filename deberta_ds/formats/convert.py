@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 from deberta_ds import __version__
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
+from deberta_ds.errors import UserError, listed
+from deberta_ds.files import write_atomic, xxh3
 from deberta_ds.formats.hf import write_hugging_face
 from deberta_ds.formats.microsoft import write_microsoft
 from deberta_ds.formats.onnx_files import require_onnx, write_onnx
@@ -20,8 +20,10 @@ from deberta_ds.formats.read_back import check_hugging_face, check_tensors, chec
 from deberta_ds.formats.release import Network, Release
 from deberta_ds.formats.release_reader import check_table, read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
+from deberta_ds.json_files import read_json
 
 WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
+_EDITED_BYTES = 1 << 20
 RECORD = "conversion.json"  # marks a directory as ours to replace, and says where it came from
 
 
@@ -50,6 +52,8 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
     if onnx:
         require_onnx()  # before anything is read
     check_out(out)
+    if Path(source).resolve().is_relative_to(Path(out).resolve()):
+        raise UserError(f"{out}: is what is converted, or around it; name another directory")
     release = read_release(source, tokenizer)
     if opened := open_tokenizer(release.tokenizer_files):
         check_table(opened, release, source)
@@ -64,6 +68,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     a check fails.
     """
     _clean_up_after_killed(out)
+    before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         fresh.mkdir(parents=True)
@@ -75,6 +80,11 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         record = {"source": str(source), "format": to, "version": __version__, "notes": notes,
                   "checks": checks}
         write_atomic(fresh / RECORD, json.dumps(record, indent=1) + "\n")
+        seal(fresh)
+        if _state(out) != before:
+            raise UserError(f"{out}: something else has been written there meanwhile; run this "
+                            "again, or name another directory")
+        notes += _replaced(out)
         _replace(fresh, out)
     except UserError as error:
         raise UserError(str(error).replace(str(fresh), str(out))) from error
@@ -95,6 +105,48 @@ def check_out(out: str | Path) -> None:
     if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
         raise UserError(f"{out}: is not empty and was not written by this command (no {RECORD}); "
                         "name another directory")
+    if out.is_dir() and (changed := _changed(out)):
+        raise UserError(f"{out}: {listed(changed)} was changed or put there after the conversion "
+                        "that it holds; name another directory, or move it away")
+
+
+def seal(out: Path) -> None:
+    """Note in conversion.json what the directory holds, so that nothing else is replaced."""
+    record = read_json(out / RECORD)
+    write_atomic(out / RECORD, json.dumps(record | {"files": _files(out)}, indent=1) + "\n")
+
+
+def _files(out: Path) -> dict[str, str]:
+    """Return {file: its size, and a hash of a small one, which people edit}."""
+    found = {}
+    for path in sorted(out.rglob("*")):
+        if path.is_file() and path != out / RECORD:
+            size = path.stat().st_size
+            found[str(path.relative_to(out))] = f"{size} bytes" + (
+                f", xxh3 {xxh3(path)}" if size < _EDITED_BYTES else "")
+    return found
+
+
+def _changed(out: Path) -> list[str]:
+    """Return the files of an older conversion's directory that are not as it left them."""
+    if not (out / RECORD).is_file():
+        return []
+    known = read_json(out / RECORD).get("files")
+    if not isinstance(known, dict):
+        return []  # of an older version
+    return [name for name, state in _files(out).items() if known.get(name) != state]
+
+
+def _state(out: Path) -> tuple[int, int] | None:
+    record = out / RECORD
+    return (record.stat().st_ino, record.stat().st_mtime_ns) if record.is_file() else None
+
+
+def _replaced(out: Path) -> list[str]:
+    if not (out / RECORD).is_file():
+        return []
+    return [f"replaced: what {out} held, converted from "
+            f"{read_json(out / RECORD).get('source', 'another model')}"]
 
 
 def _clean_up_after_killed(out: Path) -> None:
@@ -145,7 +197,9 @@ def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
         checks += [f"{result.network}: {result.loaded_as}: no missing, no unexpected keys; hidden "
                    f"states differ by {result.relative_error:.1e} relative"
                    for result in check_hugging_face(release, out)]
-        if open_tokenizer(release.tokenizer_files):
+        if not open_tokenizer(release.tokenizer_files):
+            warnings = ["no tokenizer: the source has none; give its path with --tokenizer"]
+        else:
             differing = check_tokenizer(out)
             if differing:
                 warnings = [f"AutoTokenizer differs from the training tokenizer on {line}"

@@ -16,6 +16,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs
 from deberta_ds.formats.checkpoint import (
     RUN_FILE,
+    list_steps,
     load_whole_state,
     newest,
     read_run_file,
@@ -93,6 +94,10 @@ def read_checkpoint(path: Path) -> Release:
     directory = newest(path)
     state, run = load_whole_state(directory)
     release = release_of_state(state, run)
+    if directory != path:
+        skipped = [step.name for step in list_steps(path) if step.name > directory.name]
+        also = f" (newer, but unfinished: {', '.join(skipped)})" if skipped else ""
+        release.notes.append(f"read: the run's newest checkpoint, {directory.name}{also}")
     release.tokenizer_files = find_tokenizer_files(directory)
     if not release.tokenizer_files:  # version 0.1.0 did not keep it
         path = Path(run.data.tokenizer)

@@ -37,12 +37,17 @@ def with_unread_rows(tensors: dict[str, Tensor], config: ModelConfig, place: str
     if UNREAD_ROWS not in tensors:
         return tensors
     tensors = dict(tensors)
-    rows, table = tensors.pop(UNREAD_ROWS), tensors[TABLE].clone()
+    rows, table = tensors.pop(UNREAD_ROWS), tensors.get(TABLE)
     unread, _ = _unread_rows(config)
-    if tuple(rows.shape) != (len(unread), table.size(1)):
-        raise UserError(f"{place}: {UNREAD_ROWS} has shape {tuple(rows.shape)}, but the "
-                        f"configuration asks for {(len(unread), table.size(1))}")
-    table[unread] = rows
+    if table is None or table.ndim != 2:
+        return tensors  # which is said of every table
+    if tuple(rows.shape) != (len(unread), table.size(1)) or not rows.is_floating_point():
+        raise UserError(f"{place}: {UNREAD_ROWS} has shape {tuple(rows.shape)} and type "
+                        f"{rows.dtype}, but the configuration asks for numbers of "
+                        f"{(len(unread), table.size(1))}")
+    # transformers saves the table in another precision, and leaves these rows as they are.
+    table = table.to(torch.promote_types(table.dtype, rows.dtype), copy=True)
+    table[unread] = rows.to(table.dtype)
     return tensors | {TABLE: table}
 
 
