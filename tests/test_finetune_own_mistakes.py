@@ -91,3 +91,11 @@ def test_settings_in_a_task_file_are_checked(tmp_path):
         load_own_task(write_task(tmp_path, "classification", rows, "epoch = 3"))
     with pytest.raises(UserError, match="no such task file"):
         load_own_task(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("label", ["1_000", "1,5", "nan", "x"])
+def test_a_number_that_could_mean_another_is_refused(tmp_path, label):
+    rows = [{"words": "a cat", "extra": "b", "label": text} for text in ("1.5", "2", label, "-3e2")]
+    path = write_task(tmp_path, "regression", rows)
+    with pytest.raises(UserError, match="train.jsonl:3: .*number"):
+        read_split(load_own_task(path)[0], ".", "train")

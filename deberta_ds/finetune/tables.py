@@ -341,8 +341,8 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
 def _label(task: Task, value: Any) -> Any:
     """Return a label in the form of a line; what cannot be is left for the line's own check."""
     if task.head == "regress":
-        try:
-            return float(value)
+        try:  # to Python 1_000 is a number, to whoever wrote the table perhaps a slip
+            return value if isinstance(value, str) and "_" in value else float(value)
         except (TypeError, ValueError):
             return value
     if task.head in ("multilabel", "tags"):
