@@ -37,7 +37,8 @@ CLAIMS = (("gdes", "es"), ("es", "nes"), ("gdes", "nes"), ("nes", "mlm"), ("gdes
           *((f"mlm-half-{part}", "mlm-half")
             for part in ("betas", "wsd", "all", "muon", "allmuon", "b16")),
           ("mlm-half-allmuon", "mlm-half-all"),
-          *((f"gdes-third-{part}", "gdes-third") for part in ("fall", "lambda", "muon", "hot")),
+          *((f"gdes-third-{part}", "gdes-third")
+            for part in ("fall", "lambda", "muon", "hot", "all")),
           *((f"cached-{one}", "gdes-third") for one in ("third", "plain", "hot")),
           ("cached-third", "cached-plain"), ("cached-hot", "cached-third"),
           ("deep-quarter", "deep-half"))

@@ -57,13 +57,14 @@ def draw_scores(axis, name: str, runs: list[Run], colors: dict) -> None:
     if name.startswith("BLiMP"):
         values.append(50.0)
     if name == "probe":
-        values.append(100 * read(runs[0].scores / "probe.json")["majority"])
+        probed = next(found for run in runs if (found := read(run.scores / "probe.json")))
+        values.append(100 * probed["majority"])
     if name != "common ROC-AUC":
         axis.axhline(values[-1], color="black", ls=":", lw=1)
     margin = max(0.5, 0.15 * (max(values) - min(values)))
     axis.set_ylim(min(values) - margin, max(values) + margin)
     axis.set_xlim(-0.5, len(arms) - 0.5)
-    many = {"rotation": 30, "ha": "right"} if len(arms) > 4 else {}
+    many = {"rotation": 30, "ha": "right"} if len(arms) > 3 else {}
     axis.set_xticks(range(len(arms)), arms, fontsize=8, **many)
     axis.set_title(f"{name}, %", fontsize=10)
     axis.grid(axis="y", alpha=0.3)

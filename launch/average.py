@@ -41,8 +41,8 @@ def main() -> None:
     if options.models and len({os.path.realpath(model) for model in options.models}) < len(
             options.models):
         parser.error("--models names a model twice")
-    check_out(options.out)
     models = options.models or last_checkpoints(options.run, options.last or 3)
+    check_out(options.out, *models)
     source = "mean of " + ", ".join(map(str, models))
     summary = write_release(average(models), source, Path(options.out), options.to)
     for line in (*summary.notes, *summary.findings()):

@@ -51,8 +51,10 @@ def main() -> None:
     print(f"  kept aside: {aside} tensors that transformers' classes have no place for")
     for line in summary.findings():
         print(f"  {line}")
-    card = write_card(arguments.run, Path(arguments.out), summary, arguments.push or "")
-    seal(Path(arguments.out))
+    try:
+        card = write_card(arguments.run, Path(arguments.out), summary, arguments.push or "")
+    finally:
+        seal(Path(arguments.out))
     print(f"exported {arguments.run} to {arguments.out}; model card: {card}")
     if arguments.push:
         print(f"pushed to {push(Path(arguments.out), arguments.push, arguments.private)}")

@@ -1,11 +1,14 @@
 """The mean of models: weights, formats, refusals."""
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from export_cases import make_release, random_state, run_config
+from export_cases import make_release, random_state, run_config, same_networks
+from launching import ROOT
 
 from deberta_ds.errors import UserError
 from deberta_ds.formats.average import average, last_checkpoints
@@ -64,6 +67,15 @@ def test_it_is_written_as_any_model_is(tmp_path, to):
     found = read_release(tmp_path / "out")
     for key, tensor in mean.main.tensors.items():
         assert torch.equal(found.main.tensors[key], tensor), key
+
+
+def test_a_mean_does_not_take_the_place_of_one_of_its_models(tmp_path):
+    places, releases = write_models(tmp_path, 2)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "average.py"), "--models", *map(str, places),
+         "--out", str(places[0]), "--to", "ours"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "is what is converted" in done.stderr
+    same_networks(read_release(places[0]), releases[0])
 
 
 def test_one_model_twice_is_that_model(tmp_path):

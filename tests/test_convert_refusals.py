@@ -189,6 +189,22 @@ def test_a_conversion_replaces_what_it_wrote_and_nothing_else(tmp_path, sound):
     assert read_release(tmp_path / "model")
 
 
+def test_what_is_put_there_meanwhile_stays_and_links_are_followed(tmp_path, sound, monkeypatch):
+    out, check = tmp_path / "out", module._check
+    convert(sound, out, "hf")
+    monkeypatch.setattr(module, "_check", lambda *arguments: (
+        (out / "LICENSE").write_text("mine"), check(*arguments))[1])
+    with pytest.raises(UserError, match="LICENSE was changed or put there"):
+        convert(sound, out, "hf")
+    assert (out / "LICENSE").read_text() == "mine"
+    monkeypatch.undo()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for to in ("hf", "ours"):
+        convert(sound, tmp_path / "link", to)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "model.json").is_file()
+
+
 def test_of_two_conversions_at_once_the_second_ends_with_an_error(tmp_path, sound, monkeypatch):
     check = module._check
 

@@ -16,7 +16,7 @@ from superglue_helpers import SAMPLE, tiny_start, tokenizer_path
 
 from deberta_ds.cluster import lock, process
 from deberta_ds.errors import UserError
-from deberta_ds.finetune import sweep
+from deberta_ds.finetune import loop, sweep
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned, save_finetuned
 from deberta_ds.finetune.loop import stream
 from deberta_ds.finetune.models import build_model, keep_head, open_start
@@ -359,6 +359,10 @@ def test_init_from_runs_and_the_backbone_is_the_other_tasks(process_group, tmp_p
     model = build_model(task_named("WiC"), again, Settings(), 1)
     saved = load_finetuned(source / "model")
     assert torch.equal(model.backbone.words.weight, saved.weights["backbone.words.weight"])
+    shutil.rmtree(source)
+    loop._digest_of.cache_clear()  # as in another process
+    assert sweep.run_all(plan(tmp_path / "rte", ("RTE",), num_seeds=1,
+                              init_from={"RTE": str(source)}))[0] == results[0]
 
 
 def test_starts_that_cannot_be(tmp_path):

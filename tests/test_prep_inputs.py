@@ -28,6 +28,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from deberta_ds.data.prep.clean import CleanOptions
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.encode import encode_joined
+from deberta_ds.data.prep.inputs import open_bytes
 from deberta_ds.data.prep.pack import pack_corpus
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.stats import corpus_stats, stats_text
@@ -98,11 +99,23 @@ def test_all_frames_of_a_compressed_file_are_read_and_none_is_dropped(tmp_path, 
         read(path)
 
 
-def test_a_block_that_grows_a_millionfold_is_read_in_steps(tmp_path):
-    path = tmp_path / "zeros.txt.bz2"
-    path.write_bytes(bz2.compress(b"a" * (1 << 26)))
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
+def test_a_block_that_grows_a_millionfold_is_read_in_steps(tmp_path, suffix):
+    path = tmp_path / f"letters.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](b"a" * (1 << 26)))
     [document] = read(path, max_document_bytes=1000)
     assert "longer than 1000 bytes" in document.problem
+    with open_bytes(str(path)) as file:
+        sizes = [len(chunk) for chunk in iter(lambda: file.raw.read(1 << 30), b"")]
+        assert file.raw.tell() == sum(sizes) == 1 << 26 and max(sizes) <= 1 << 22
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_tables_that_are_not_read_in_order_may_be_compressed(tmp_path, suffix):
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "plain.parquet")
+    path = tmp_path / f"table.parquet{suffix}"
+    path.write_bytes(COMPRESS[suffix]((tmp_path / "plain.parquet").read_bytes()))
+    assert [document.text for document in read(path)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("bad", [2**65, 1.0, True, ["a"], {"a": 1}])
@@ -139,6 +152,9 @@ def test_a_pattern_ends_before_any_line_end(tmp_path):
         path.write_bytes(end.join(["Intro", "CHAPTER I", "abc", "CHAPTER II", "ghi", ""]).encode())
         found[name] = read(path, documents="match:CHAPTER [IVX]+$")
     assert len(found["lf"]) == len(found["crlf"]) == 3
+    path.write_text("one\ntwo\n\nthree\n\nfour\n")
+    for pattern in (r"\s+$", r"\n", r"^$", r"^\s*$"):
+        assert len(read(path, documents=f"match:{pattern}")) == 3, pattern
 
 
 def test_an_input_is_named_once(tmp_path):
@@ -150,6 +166,8 @@ def test_an_input_is_named_once(tmp_path):
         with pytest.raises(UserError, match="named twice"):
             plan_units(list(map(str, names)), ReadOptions())
     assert plan_units([str(tmp_path / "**" / "a.txt")], ReadOptions())
+    (path.parent / "same.txt").symlink_to(path)  # as of equal files in a cache of the Hub's
+    assert len(plan_units([str(path.parent)], ReadOptions())[0]) == 2
 
 
 def test_a_tokenizer_is_not_trained_on_nothing_or_over_something(tmp_path):

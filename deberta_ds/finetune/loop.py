@@ -31,7 +31,7 @@ from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.formats.tensors import SAFETENSORS
+from deberta_ds.formats.tensors import weight_file
 from deberta_ds.train.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.train.half_without_zero import backward
 from deberta_ds.train.schedule import learning_rate
@@ -69,12 +69,19 @@ class Job:
             "start": self.start.name,
             "start_weights": self.start.digest,
             "init_from": self.init_from,
-            "init_weights": xxh3(Path(self.init_from) / SAFETENSORS) if self.init_from else "",
+            "init_weights": _digest_of(self.init_from) if self.init_from else "",
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
             "labels_and_texts": digest(self.task, self.train, self.val),
             "precision": deepspeed_config.precision(self.deepspeed),
         }
+
+
+@lru_cache
+def _digest_of(directory: str) -> str:
+    """Return a hash of a model's weight file, as it was first seen; "" if it is gone."""
+    file = weight_file(Path(directory))
+    return xxh3(file) if file else ""
 
 
 def digest(task: Task, *splits: Split) -> str:

@@ -88,6 +88,8 @@ def finished(job: Job) -> dict | None:
     for key, value in job.identity().items():
         if key in ("labels_and_texts", "start_weights", "init_weights") and key not in result:
             continue  # of older versions
+        if key == "init_weights" and not value:
+            continue  # what it started from is gone
         if result.get(key) != value:
             raise UserError(
                 f"{job.out / RESULT}: this run had {key} = {result.get(key)!r}, now it is "

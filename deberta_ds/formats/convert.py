@@ -51,9 +51,7 @@ def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Pa
     """
     if onnx:
         require_onnx()  # before anything is read
-    check_out(out)
-    if Path(source).resolve().is_relative_to(Path(out).resolve()):
-        raise UserError(f"{out}: is what is converted, or around it; name another directory")
+    check_out(out, source)
     release = read_release(source, tokenizer)
     if opened := open_tokenizer(release.tokenizer_files):
         check_table(opened, release, source)
@@ -67,6 +65,8 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     The new directory is written beside `out`, checked, and only then moved into place. UserError if
     a check fails.
     """
+    if out.is_symlink():
+        out = out.resolve()
     _clean_up_after_killed(out)
     before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -84,6 +84,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         if _state(out) != before:
             raise UserError(f"{out}: something else has been written there meanwhile; run this "
                             "again, or name another directory")
+        check_out(out)  # it took minutes
         notes += _replaced(out)
         _replace(fresh, out)
     except UserError as error:
@@ -93,11 +94,13 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     return Summary(tuple(notes), tuple(checks), tuple(warnings))
 
 
-def check_out(out: str | Path) -> None:
-    """Raise UserError if `out` is a file, holds anything but an older conversion, or is where this
-    command runs: what is written takes the place of the whole directory.
+def check_out(out: str | Path, *sources: str | Path) -> None:
+    """Raise UserError if `out` is a file, holds anything but an older conversion, is where this
+    command runs, or holds a source: what is written takes the place of the whole directory.
     """
     out = Path(out)
+    if any(Path(source).resolve().is_relative_to(out.resolve()) for source in sources):
+        raise UserError(f"{out}: is what is converted, or around it; name another directory")
     if Path.cwd().is_relative_to(out.resolve()):
         raise UserError(f"{out}: is the working directory, or around it; name a new directory")
     if out.exists() and not out.is_dir():
@@ -120,7 +123,7 @@ def _files(out: Path) -> dict[str, str]:
     """Return {file: its size, and a hash of a small one, which people edit}."""
     found = {}
     for path in sorted(out.rglob("*")):
-        if path.is_file() and path != out / RECORD:
+        if path.is_file() and path != out / RECORD and path.name != ".DS_Store":
             size = path.stat().st_size
             found[str(path.relative_to(out))] = f"{size} bytes" + (
                 f", xxh3 {xxh3(path)}" if size < _EDITED_BYTES else "")

@@ -128,7 +128,8 @@ def _find_foreign(path: Path) -> dict[str, _Files]:
     if path.is_file() and not any((path.parent / name).is_file() for name in _CONFIG_NAMES):
         raise UserError(f"{path}: a file without {' or '.join(_CONFIG_NAMES)} beside it; name a "
                         "model directory, or the weight file in one")
-    if path.is_file() and path.suffix not in (".bin", ".safetensors", ".pt", ".pth"):
+    if path.is_file() and not path.name.endswith(
+            (".bin", ".safetensors", ".pt", ".pth", ".index.json")):
         raise UserError(f"{path}: no weight file (.safetensors or .bin); name the directory of a "
                         "model or a run")
     if path.is_dir() and not any((path / name).exists() for name in _CONFIG_NAMES):

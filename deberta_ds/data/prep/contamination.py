@@ -34,7 +34,7 @@ from deberta_ds.data.prep.findings import (
     input_files,
     save_found,
 )
-from deberta_ds.data.prep.inputs import open_bytes
+from deberta_ds.data.prep.inputs import open_bytes, open_seekable
 from deberta_ds.data.prep.readers import arrow_batches, read_unit
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import Part, job, run_units
@@ -130,7 +130,8 @@ def _strings(path: str, kind: str) -> Iterator[list[str]]:
     """Yield the texts of each example of an evaluation file."""
     if kind not in ("json", "text", "table", "parquet", "arrow"):
         raise UserError(f"{path}: evaluation files are JSON lines, tables, parquet, Arrow or text")
-    with naming(path), open_bytes(path) as file:
+    opened = open_seekable if kind in ("parquet", "arrow") else open_bytes
+    with naming(path), opened(path) as file:
         if kind in ("parquet", "arrow"):
             for batch in _batches_of(file, kind):
                 yield from (list(_texts_in(record)) for record in batch.to_pylist())

@@ -12,6 +12,7 @@ between lines that match a pattern. A line belongs to the byte range in which it
 
 import glob
 import hashlib
+import itertools
 import os
 import re
 import sys
@@ -19,7 +20,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, line_number, open_bytes, open_stream
+from deberta_ds.data.prep.inputs import (
+    COMPRESSED_SUFFIXES,
+    line_number,
+    open_seekable,
+    open_stream,
+)
 from deberta_ds.data.remote import file_system
 from deberta_ds.errors import UserError, naming
 
@@ -105,19 +111,13 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
                         f"{options.max_document_bytes}: sizes must be positive (unit_bytes 0: "
                         "chosen)")
     passed_over: list[str] = []
-    extents = [extent for name in inputs for extent in _whole_inputs(name, options, passed_over)]
+    given = [list(_whole_inputs(name, options, passed_over)) for name in inputs]
+    extents = list(itertools.chain.from_iterable(given))
     if passed_over:
         more = ", ..." if len(passed_over) > 5 else ""
         print(f"note: {len(passed_over)} files of unknown kind passed over: "
               f"{', '.join(passed_over[:5])}{more}", file=sys.stderr, flush=True)
-    named: dict[str, str] = {}
-    for extent, _ in extents:
-        place = extent.source if "://" in extent.path or extent.kind == "stream" else \
-            os.path.realpath(extent.path)
-        if place in named:
-            raise UserError(f"{extent.path}: named twice among the inputs (as {named[place]}); "
-                            "name it once")
-        named[place] = extent.path
+    _check_named_once(given)
     if not extents:
         raise UserError(f"no input files in {' '.join(inputs)}")
     total = sum(size for _, size in extents)
@@ -132,6 +132,19 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
             units[-1].append(part)
             room -= part_size
     return units
+
+
+def _check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
+    """Raise UserError if two inputs name one file; within one, names may be links to one."""
+    named: dict[str, tuple[int, str]] = {}
+    for number, extents in enumerate(given):
+        for extent, _ in extents:
+            place = extent.source if "://" in extent.path or extent.kind == "stream" else \
+                os.path.realpath(extent.path)
+            before, name = named.setdefault(place, (number, extent.path))
+            if before != number:
+                raise UserError(f"{extent.path}: named twice among the inputs (as {name}); name "
+                                "it once")
 
 
 def units_digest(units: list[list[Extent]]) -> str:
@@ -280,7 +293,7 @@ def _split(
 def _split_parquet(extent: Extent) -> Iterator[tuple[Extent, int]]:
     import pyarrow.parquet
 
-    with naming(extent.path), open_bytes(extent.path) as file:
+    with naming(extent.path), open_seekable(extent.path) as file:
         metadata = pyarrow.parquet.ParquetFile(file).metadata
     if not metadata.num_row_groups:
         yield replace(extent, end=0), 0

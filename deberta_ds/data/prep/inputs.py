@@ -7,7 +7,6 @@ import os
 import re
 import zlib
 from collections.abc import Callable
-from functools import partial
 
 import zstandard
 
@@ -28,6 +27,15 @@ def open_bytes(path: str):
     if frame:
         return io.BufferedReader(_Frames(raw, frame), 1 << 20)
     return _open_lz4(raw, path) if path.endswith(".lz4") else raw
+
+
+def open_seekable(path: str):
+    """As `open_bytes`, for formats that are not read in order: in memory if compressed."""
+    file = open_bytes(path)
+    if file.seekable():
+        return file
+    with file:
+        return io.BytesIO(file.read())
 
 
 def _open_remote(url: str):
@@ -86,14 +94,17 @@ class _Frames(io.RawIOBase):
     def __init__(self, raw, new_frame: Callable):
         self._raw, self._ready = raw, memoryview(b"")
         self._new_frame, self._frame = new_frame, new_frame()
-        self._inside, self._is_empty = False, True
+        self._inside, self._is_empty, self._given = False, True, 0
 
     def readable(self) -> bool:
         return True
 
+    def tell(self) -> int:
+        return self._given
+
     def readinto(self, buffer) -> int:
         while not self._ready:
-            # lzma and bz2 give no more than they are asked for; a block of zeros is 2 GB to bz2.
+            # All but zstd give no more than they are asked for; a block of zeros is 2 GB to bz2.
             limit = (_MOST_BYTES,) if hasattr(self._frame, "needs_input") else ()
             if limit and not (self._frame.needs_input or self._frame.eof):
                 self._ready = memoryview(self._frame.decompress(b"", *limit))
@@ -104,6 +115,11 @@ class _Frames(io.RawIOBase):
                 self._frame, self._inside = self._new_frame(), False
             chunk = chunk or self._raw.read(1 << 17)
             if not chunk:
+                if self._inside and (rest := self._frame.decompress(b"", *limit)):
+                    self._ready = memoryview(rest)
+                    continue
+                if self._frame.eof:
+                    continue
                 if self._inside or self._is_empty:
                     raise EOFError("it has no end" if self._inside else "nothing is in it")
                 return 0
@@ -114,6 +130,7 @@ class _Frames(io.RawIOBase):
                 self._inside, self._is_empty = True, False
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        self._given += count
         return count
 
     def close(self) -> None:
@@ -121,11 +138,33 @@ class _Frames(io.RawIOBase):
         super().close()
 
 
+class _GzipFrame:
+    """zlib's decompressor with the interface of those of lzma and bz2."""
+
+    def __init__(self):
+        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._zlib.unconsumed_tail
+
+    def decompress(self, data: bytes, limit: int) -> bytes:
+        return self._zlib.decompress(self._zlib.unconsumed_tail + data, limit)
+
+
 def _zstd_frame():
     return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
 
 
-_FRAMES = {".gz": partial(zlib.decompressobj, zlib.MAX_WBITS | 16), ".zst": _zstd_frame,
+_FRAMES = {".gz": _GzipFrame, ".zst": _zstd_frame,
            ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
 
 

@@ -16,7 +16,7 @@ import orjson
 import zstandard
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
-from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
+from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_seekable, open_stream
 from deberta_ds.data.prep.warc import read_records
 from deberta_ds.errors import UserError, naming
 
@@ -166,7 +166,7 @@ def _break_rule(documents: str):
             pattern = re.compile(documents.removeprefix("match:"))
         except re.error as error:
             raise UserError(f"--documents {documents}: bad pattern ({error})") from error
-        return lambda line: pattern.match(line.decode("utf-8", "replace").rstrip("\r\n"))
+        return lambda line: pattern.match(line.decode("utf-8", "replace").replace("\r\n", "\n"))
     raise UserError(f"--documents {documents}: must be file, line, blank_line or match:PATTERN")
 
 
@@ -340,7 +340,7 @@ def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
 
     if extent.start == extent.end:
         return
-    with open_bytes(extent.path) as file:
+    with open_seekable(extent.path) as file:
         parquet = pyarrow.parquet.ParquetFile(file)
         columns = _columns(options, parquet.schema_arrow.names, extent.path)
         row = sum(parquet.metadata.row_group(i).num_rows for i in range(extent.start))
@@ -351,7 +351,7 @@ def _read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
 
 
 def _read_arrow(extent: Extent, options: ReadOptions) -> Iterator[Document]:
-    with open_bytes(extent.path) as file:
+    with open_seekable(extent.path) as file:
         names, batches = arrow_batches(file)
         columns = _columns(options, names, extent.path)
         row = 0
