@@ -218,6 +218,7 @@ def measure_scaling(args) -> dict:
 
 def measure_loader(args) -> dict:
     """Tokens a second that one loader worker delivers at 512."""
+    from deberta_ds.batch_schedule import Stretch
     from deberta_ds.config import SourceConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset
@@ -237,9 +238,8 @@ def measure_loader(args) -> dict:
         for ngram, dataset in datasets.items():
             for workers in (0, 1):
                 batches = iter(build_loader(
-                    dataset, start_row=0, global_batch_rows=64, micro_batch_rows=64, rank=0,
-                    world_size=1, num_workers=workers, num_steps=160,
-                ))
+                    dataset, stretches=[Stretch(0, 64, 160)], micro_batch_rows=64, rank=0,
+                    world_size=1, num_workers=workers))
                 for _ in range(10):
                     next(batches)
                 clock = time.perf_counter if workers else time.process_time
@@ -319,6 +319,7 @@ def _write_corpus(path: Path, shards: list, tokenizer, rng) -> None:
 
 def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     """Return rows a second by micro-batch where each read and each opening takes 5 ms."""
+    from deberta_ds.batch_schedule import Stretch
     from deberta_ds.data import reading
     from deberta_ds.data.loader import build_loader
 
@@ -334,8 +335,8 @@ def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     rates = {}
     for micro in (1, 16):
         reading._open_files.clear()
-        batches = build_loader(open_rows(), start_row=0, global_batch_rows=16, rank=0,
-                               micro_batch_rows=micro, world_size=1, num_workers=0, num_steps=40)
+        batches = build_loader(open_rows(), stretches=[Stretch(0, 16, 40)], rank=0,
+                               micro_batch_rows=micro, world_size=1, num_workers=0)
         start = time.perf_counter()
         rows = sum(len(batch.rows) for batch in batches)
         rates[f"micro-batches of {micro}"] = round(rows / (time.perf_counter() - start))

@@ -22,6 +22,7 @@ def measure_order(args) -> dict:
     """Shards from 1, 2, 3 workers and MPI, byte by byte; rows at worlds 1..4 and workers 0..2."""
     import torch
 
+    from deberta_ds.batch_schedule import Stretch
     from deberta_ds.config import SourceConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset
@@ -48,9 +49,9 @@ def measure_order(args) -> dict:
         for workers in (0, 1, 2):
             steps: list = [[], [], []]
             for rank in range(world):
-                loader = build_loader(dataset, start_row=24, global_batch_rows=24, rank=rank,
+                loader = build_loader(dataset, stretches=[Stretch(24, 24, 3)], rank=rank,
                                       micro_batch_rows=24 // world, world_size=world,
-                                      num_workers=workers, num_steps=3)
+                                      num_workers=workers)
                 for step, batch in zip(steps, loader, strict=True):
                     step.append(torch.stack([batch.input_ids, batch.labels]))
             rows = torch.cat([part for step in steps for part in step], dim=1)

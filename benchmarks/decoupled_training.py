@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from deberta_ds import config
+from deberta_ds.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.files import write_atomic
@@ -48,8 +49,8 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
     optimizer = build_optimizer(model, run.optim)
     detector = list(model.discriminator.parameters())
     generator = [model.words.weight, *model.generator.parameters()]
-    loader = build_loader(dataset, start_row=0, global_batch_rows=rows, micro_batch_rows=rows,
-                          rank=0, world_size=1, num_workers=0, num_steps=run.train.steps)
+    loader = build_loader(dataset, stretches=[Stretch(0, rows, run.train.steps)],
+                          micro_batch_rows=rows, rank=0, world_size=1, num_workers=0)
     for step, batch in enumerate(loader):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)

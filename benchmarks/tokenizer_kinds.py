@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from deberta_ds import config
+from deberta_ds.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus
@@ -121,8 +122,8 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, 0)
     optimizer = build_optimizer(model, run.optim)
-    loader = build_loader(dataset, start_row=0, global_batch_rows=ROWS, micro_batch_rows=ROWS,
-                          rank=0, world_size=1, num_workers=0, num_steps=steps)
+    loader = build_loader(dataset, stretches=[Stretch(0, ROWS, steps)], micro_batch_rows=ROWS,
+                          rank=0, world_size=1, num_workers=0)
     for step, batch in enumerate(loader):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, steps)

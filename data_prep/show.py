@@ -66,12 +66,13 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveCon
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
     from deberta_ds import config, toml_files
+    from deberta_ds.batch_schedule import rows_of_run
     from deberta_ds.formats import shape
     from deberta_ds.validation import ConfigError, validate
 
     if args.config:
         run, _ = config.load(args.config, overrides, shape.complete)
-        return run.data, run.objective, run.train.steps * run.train.global_batch_rows
+        return run.data, run.objective, rows_of_run(run.train)
     values = {"data": {"sources": [{"path": args.corpus}], "tokenizer": args.tokenizer,
                        "seq_len": args.seq_len}, "objective": {"kind": "mlm"}}
     for override in overrides:

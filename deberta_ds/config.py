@@ -139,6 +139,10 @@ class TrainConfig:
     steps: int = option("updates of the whole run", ge=1, le=1 << 40)
     global_batch_rows: int = option("rows of one update, over all ranks", ge=1, le=1 << 22)
     micro_batch_rows: int = option("rows of one forward on one rank", ge=1, le=1 << 16)
+    first_batch_rows: int = option("rows of the first update, which grow to global_batch_rows; 0: "
+                                   "all updates have as many", 0, ge=0, le=1 << 22)
+    batch_growth_steps: int = option("steps in which they grow, in equal jumps of "
+                                     "first_batch_rows", 0, ge=0, le=1 << 40)
     seed: int = option("of the first weights and of dropout", 0, ge=0, le=_LARGEST)
     checkpoint_layers: int = option("recompute every n-th layer in backward; 0: none, 1: all", 0,
                                     ge=0, le=1000)
@@ -165,6 +169,14 @@ class TrainConfig:
                                  "0: never", 0.0, ge=0, le=1e6)
     stop_after: int = option("save and stop at this step, as before a time limit; 0: run to the "
                              "end", 0, ge=0, le=1 << 40)
+
+    def __post_init__(self):
+        if bool(self.first_batch_rows) != bool(self.batch_growth_steps):
+            raise ValueError("first_batch_rows and batch_growth_steps go together; set both, or "
+                             "leave both out")
+        if self.first_batch_rows and self.global_batch_rows % self.first_batch_rows:
+            raise ValueError(f"first_batch_rows = {self.first_batch_rows} must divide "
+                             f"global_batch_rows = {self.global_batch_rows}")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -228,7 +240,8 @@ class RunConfig:
 # A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
 IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed", "data.across_documents",
-                   "train.seed", "train.global_batch_rows", "optim.name", "init.words_only")
+                   "train.seed", "train.global_batch_rows", "train.first_batch_rows",
+                   "train.batch_growth_steps", "optim.name", "init.words_only")
 FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
 
 
@@ -273,17 +286,34 @@ def load(path: str | Path, overrides: list[str] = (), complete: Complete | None 
         try:
             set_value(values, key, value)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}; write it as a table, [section]") from None
+            raise ConfigError(f"{path}: {error}") from None
         origins[key] = "command line"
     _apply_defaults(values, origins, str(path))
     values = _without_compile(values, str(path))
     origins.pop("train.compile", None)
     if complete:
         complete(values, origins)
-    config = validate(RunConfig, values, str(path))
+    try:
+        config = validate(RunConfig, values, str(path))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("init.source", "init.from")) from None
+    _check_replaced(config, str(path))
     for key in flatten(to_dict(config)):
         origins.setdefault(key, "default")
     return config, origins
+
+
+def _check_replaced(run: RunConfig, place: str) -> None:
+    """Raise ConfigError for stored replacements that no objective reads.
+
+    Not a rule of RunConfig: an older version has saved such runs.
+    """
+    stored = [f"data.sources[{number}].replaced" for number, source in enumerate(run.data.sources)
+              if source.replaced]
+    stored += ["data.eval_replaced"] * bool(run.data.eval_replaced)
+    if stored and run.objective.kind != "rtd_cached":
+        raise ConfigError(f'{place}: {" and ".join(stored)}: for objective.kind = "rtd_cached" '
+                          f"alone, not {run.objective.kind!r}; leave it out")
 
 
 def _apply_defaults(values: dict, origins: dict, place: str) -> None:
@@ -303,8 +333,8 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     objective = values.get("objective")
     if isinstance(objective, dict) and objective.get("kind") in MASK_DEFAULTS:
         kind = objective["kind"]
-        objective.setdefault("mask", {})
-        _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
+        if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
+            _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
 
 
 def _without_compile(values: dict, run_file: str = "") -> dict:

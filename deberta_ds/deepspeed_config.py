@@ -256,6 +256,9 @@ def problems_between(values: dict) -> list[str]:
     if not 0 <= power <= _LARGEST_POWER:
         problems.append(f"fp16.initial_scale_power = {power}: must be 0 to {_LARGEST_POWER}; the "
                         "first loss scale is 2 to that power")
+    problems += [f"zero_optimization.{name} = {zero[name]}: must be above 0"
+                 for name in ("reduce_bucket_size", "allgather_bucket_size")
+                 if zero.get(name, 1) < 1]
     if zero.get("allgather_bucket_size", 0) % 2:
         problems.append("zero_optimization.allgather_bucket_size: must be even")
     if zero.get("zero_hpz_partition_size", 1) != 1 and stage != 3:
@@ -309,7 +312,7 @@ def _what_divides(micro_batch_rows: int, rows: int, world_size: int) -> str:
                                        + at_once) if total]
     micro = next((size for size in range(micro_batch_rows - 1, 0, -1)
                   if rows % (size * world_size) == 0), None)
-    ranks = next((count for count in range(world_size - 1, 0, -1)
+    ranks = next((count for count in range(min(world_size - 1, rows // micro_batch_rows), 0, -1)
                   if rows % (count * micro_batch_rows) == 0), None)
     smaller = f", or micro_batch_rows = {micro}" if micro else ""
     fewer = f", or {ranks} ranks" if ranks else ""
@@ -325,7 +328,7 @@ def accumulation_steps(run: RunConfig, world_size: int) -> int:
             f"train.global_batch_rows = {rows}: not divisible by micro_batch_rows x world size = "
             f"{train.micro_batch_rows} x {world_size} = {at_once}; "
             f"{_what_divides(train.micro_batch_rows, rows, world_size)}")
-    return train.global_batch_rows // at_once
+    return rows // at_once
 
 
 def resolve(run: RunConfig, values: dict, world_size: int) -> dict:

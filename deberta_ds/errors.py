@@ -157,6 +157,9 @@ def _report(error: BaseException) -> int:
     on_every_rank = getattr(error, "on_every_rank", False)
     if not (on_every_rank and os.environ.get("RANK", "0") != "0"):
         print(f"error: {as_typed(message)}", file=sys.stderr, flush=True)
+    dist = sys.modules.get("deberta_ds.dist")  # not imported here: it imports torch
+    if dist:
+        dist.abandon()
     return EXIT_USER_ERROR
 
 

@@ -23,9 +23,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     A last line that a kill or a crash of the host cut short, so that it has no end, is left out.
     """
-    lines, tail = _read_lines(Path(path))
-    lines += [tail] if tail and _is_whole(tail) else []
-    return [parse(Path(path), number, line) for number, line in enumerate(lines, start=1)]
+    return [parse(Path(path), number, line)
+            for number, line in enumerate(_whole_lines(Path(path)), start=1)]
 
 
 def corpora_of(record: dict[str, Any]) -> list[str]:
@@ -59,7 +58,7 @@ def truncate(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for number, line in enumerate(_read_lines(path)[0], start=1):
+    for number, line in enumerate(_whole_lines(path), start=1):
         record = parse(path, number, line)
         if record["kind"] == "event" or record["step"] <= step:
             kept.append(line + "\n")
@@ -75,13 +74,13 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
             for key, value in record.items()}
 
 
-def _read_lines(path: Path) -> tuple[list[str], str]:
-    """Return the whole lines, and the text after the last newline: "" in a file that ends well."""
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file; the last one may lack its end, if it lacks nothing else."""
     if not path.exists():
         raise UserError(f"{path}: no such file; give a directory a run has written to")
     with naming(path):
         *lines, tail = path.read_bytes().decode("utf-8").split("\n")
-    return lines, tail
+    return [*lines, tail] if tail and _is_whole(tail) else lines
 
 
 def _is_whole(text: str) -> bool:

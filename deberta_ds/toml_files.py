@@ -27,8 +27,10 @@ def read_toml(path: str | Path, what: str, example: str) -> dict:
 def parse_override(text: str) -> tuple[str, Any]:
     """Return (dotted key, TOML value) of "--section.key=value"; what is no TOML is a string."""
     key, separator, value = text.removeprefix("--").partition("=")
-    if not text.startswith("--") or not separator or not key:
+    if not text.startswith("--") or not separator or not all(key.split(".")):
         raise ConfigError(f"{text!r}: not an option; overrides are written --section.key=value")
+    if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows such bytes
+        raise ConfigError(f"{text!r}: is not UTF-8")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError):
@@ -40,8 +42,11 @@ def set_value(values: dict, key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})
+        if isinstance(values, list):
+            raise ConfigError(f"--{key}: {section} is a list; give it whole, as in the file")
         if not isinstance(values, dict):
-            raise ConfigError(f"--{key}: {section} is a value, not a section")
+            raise ConfigError(f"--{key}: {section} is a value, not a section; write it as a "
+                              "table, [section]")
     values[last] = value
 
 

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from deberta_ds import config, deepspeed_config
+from deberta_ds.batch_schedule import rows_of_run
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.numbers import format_count
 from deberta_ds.objectives.build import build_model
@@ -63,7 +64,7 @@ def rows(path: Path) -> list[str]:
     run, origins = config.load(path)
     preset = origins["model.hidden_size"].removeprefix("preset ")
     run = replace(run, model=replace(run.model, vocab_size=ROWS))
-    tokens = run.train.steps * run.train.global_batch_rows * run.data.seq_len
+    tokens = rows_of_run(run.train) * run.data.seq_len
     text = tokens * BYTES_A_TOKEN / 1e9
     parameters = format_count(count_parameters(on_meta(build_model, run)))
     found = []

@@ -49,6 +49,7 @@ def main() -> None:
     run, origins = config.load(options.config, overrides, shape.complete)
     ds = deepspeed_config.load(options.deepspeed_config)
 
+    from deberta_ds.batch_schedule import rows_of_run
     from deberta_ds.files import write_atomic  # heavy imports after the configs are known good
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.numbers import format_count
@@ -68,7 +69,7 @@ def main() -> None:
     ranks = options.gpus * options.nodes
     accumulation = deepspeed_config.accumulation_steps(run, ranks)
     parameters = count_parameters(on_meta(build_model, run))
-    tokens = run.train.steps * run.train.global_batch_rows * run.data.seq_len
+    tokens = rows_of_run(run.train) * run.data.seq_len
     facts = [
         f"{run.objective.kind} model of {format_count(parameters)} parameters, "
         f"{deepspeed_config.precision(ds)}, {format_count(tokens)} tokens in "
@@ -78,6 +79,9 @@ def main() -> None:
         f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
         f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "
         f"{options.mfu:.0%}", *offloaded(choices, options.gpus),
+        *[f"the batch grows from {run.train.first_batch_rows:,} to "
+          f"{run.train.global_batch_rows:,} rows in {run.train.batch_growth_steps:,} steps: the "
+          "days are of all, the rest of a full one"] * (run.train.first_batch_rows > 0),
         *["muon: its products and sums are not in the times"] * (run.optim.name == "muon"),
     ]
     print("\n".join(facts))

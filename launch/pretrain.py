@@ -33,13 +33,14 @@ def main() -> int:
 
     from deberta_ds import config, deepspeed_config
     from deberta_ds.cluster.environment import check_environment
+    from deberta_ds.cluster.launcher import rank_variables
     from deberta_ds.formats import shape
 
     if options.explain is not None:
         return explain(options.explain)
     if not (options.config and options.deepspeed_config):
         parser.error("--config and --deepspeed_config are needed")
-    check_environment(os.environ)
+    check_environment(os.environ | rank_variables(os.environ))
     run, origins = config.load(options.config, overrides,
                                partial(shape.complete, resume=options.resume))
     ds_values = deepspeed_config.load(options.deepspeed_config)
@@ -50,7 +51,7 @@ def main() -> int:
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"
     code = 0
     if options.check:
-        rehearsal.rehearse(run, ds_values, place=place, origins=origins)
+        rehearsal.rehearse(run, ds_values, resume=options.resume, place=place, origins=origins)
     else:
         code = loop.pretrain(run, ds_values, resume=options.resume, place=place, origins=origins)
     dist.destroy()

@@ -46,6 +46,26 @@ def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
     assert max(evaluations(out)) >= step + 8
 
 
+def test_a_best_of_other_rows_counts_no_more(tmp_path):
+    overrides = ["--train.best=generator_loss"]
+    then, _ = config.load(make_run(tmp_path), overrides)
+    saved = best.Best("generator_loss", 1.5, 10)
+    record = {"config": config.to_dict(then), "best": saved.state()}
+    assert best.continued(then, record) == (saved, "")
+    now, _ = config.load(make_run(tmp_path), [*overrides, "--train.eval_rows=8"])
+    found, note = best.continued(now, record)
+    assert found == best.Best("generator_loss") and "generator_loss = 1.5 at step 10" in note
+    other, _ = config.load(make_run(tmp_path), ["--train.best=roc_auc"])
+    assert best.continued(other, record) == (best.Best("roc_auc"), "")
+
+
+def test_a_directory_in_the_way_of_the_link_is_refused_at_the_start(tmp_path):
+    run, _ = config.load(make_run(tmp_path), ["--train.best=generator_loss"])
+    assert best.problems(run) == []
+    (tmp_path / "out/best").mkdir(parents=True)
+    assert "is in the way" in best.problems(run)[0]
+
+
 def test_what_is_better():
     metrics = {metric.key: metric for metric in rtd.METRICS}
     one = best.Best("roc_auc")
@@ -79,7 +99,8 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert "minimal_pairs/de" in problems(best="minimal_pairs/de", eval_corpus=several)
     assert "roc_auc/de" in problems(best="roc_auc/de")
     assert "train.best" in problems(patience=2)
-    saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2))}
+    saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2)),
+             "config": config.to_dict(run)}
     wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best="roc_auc"))
-    assert best.continued(wanted, saved).without == 2
-    assert best.continued(run, saved) == best.Best("") == best.continued(run, {})
+    assert best.continued(wanted, saved)[0].without == 2
+    assert best.continued(run, saved) == (best.Best(""), "") == best.continued(run, {})

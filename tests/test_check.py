@@ -46,6 +46,23 @@ def test_rows_without_a_target_are_called_so(tmp_path):
     assert len(failures) == 2 and "mask.rate" in failures[0] and "data.eval" in failures[1]
 
 
+def test_a_check_refuses_what_a_start_would(tmp_path):
+    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
+    command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
+    (tmp_path / "file").write_text("")
+    text = run_badly([*command, "--check", f"--out_dir={tmp_path / 'file' / 'out'}"],
+                     tmp_path / "file.log")
+    assert f"{tmp_path / 'file'} is a file; choose another directory" in text
+    assert wait(start(1, [*command, "--train.stop_after=1"], tmp_path / "log")) == [0]
+    for extra, said in ((["--resume", "never"], "holds checkpoints"),
+                        (["--train.global_batch_rows=4"], "is of another run"),
+                        (["--resume", str(tmp_path)], "not a whole checkpoint")):
+        assert said in run_badly([*command, "--check", *extra], tmp_path / "bad.log")
+    assert wait(start(1, [*command, "--check"], tmp_path / "good.log")) == [0]
+    assert "would go on from" in (tmp_path / "good.log").read_text()
+    assert "step-00000001, step 1\n" in (tmp_path / "good.log").read_text()
+
+
 def test_what_is_rarely_meant_is_said(tmp_path):
     run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
     arguments = ["--config", str(run_file), "--deepspeed_config", str(ds), "--check",
@@ -59,5 +76,5 @@ def test_what_is_rarely_meant_is_said(tmp_path):
     assert f"without model.vocab_size would have {fitting:,} rows" in text
     assert "one step sees rows twice" in text and "times; beyond a few epochs" in text
     epochs, fewer = (int(number.replace(",", "")) for number in re.search(
-        r"train is seen ([\d,]+) times; .*\(train.steps = ([\d,]+): 4 times\)", text).groups())
+        r"train is seen ([\d,]+) times; .*\(train.steps = ([\d,]+)[^:]*: 4 times\)", text).groups())
     assert fewer == max(1, 5000 * 4 // epochs)

@@ -79,6 +79,15 @@ def test_round_trip_through_json(run_file):
     ("--data.sources=[]", "must not be empty"),
     ("--model.preset=deberta-v3-bass", "did you mean deberta-v3-base?"),
     ("steps=3", "--section.key=value"),
+    ("--.steps=3", "--section.key=value"), ("--train.=3", "--section.key=value"),
+    ("--name=caf\udce9", "is not UTF-8"),
+    ("--objective.mask=0.3", "objective.mask"),
+    ("--init.from=5", "init.from = 5"),
+    ("--data.sources.0.path=x", "sources is a list; give it whole"),
+    ("--name.first=x", "name is a value, not a section"),
+    ('--data.sources=[{path = "a", replaced = "b"}]',
+     'data.sources[0].replaced: for objective.kind = "rtd_cached" alone'),
+    ("--data.eval_replaced=b", "eval_replaced must have the names of eval"),
 ])
 def test_each_problem_is_named(run_file, override, expected):
     with pytest.raises(ConfigError, match="(?s).*") as error:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deberta_ds.cluster.environment import check_environment
+from deberta_ds.cluster.environment import RANK_VARIABLES, check_environment
 from deberta_ds.errors import UserError
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -33,10 +33,12 @@ def test_nonsense_is_named_with_its_value(name, value):
 
 
 def test_a_rank_without_the_rest_is_named():
-    with pytest.raises(UserError, match="RANK is set but WORLD_SIZE is not"):
+    with pytest.raises(UserError, match="RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, "
+                                        "MASTER_PORT are not; set all five"):
         check_environment({"RANK": "0"})
-    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT must be set"):
-        check_environment({"RANK": "0", "WORLD_SIZE": "2"})
+    for name in RANK_VARIABLES[1:]:  # without LOCAL_RANK, DeepSpeed would ask MPI
+        with pytest.raises(UserError, match=f"RANK is set but {name} is not"):
+            check_environment({key: value for key, value in WHOLE.items() if key != name})
     with pytest.raises(UserError) as caught:
         check_environment({"RANK": "a", "WORLD_SIZE": "b", "MASTER_PORT": "c"})
     assert all(f"{name} = " in str(caught.value) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))

@@ -94,6 +94,15 @@ class Engine:
     def fp16_enabled(self):
         return False
 
+    def train_micro_batch_size_per_gpu(self):
+        return 1
+
+    def set_train_batch_size(self, rows):
+        pass
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        pass
+
 
 @pytest.fixture
 def kernels(monkeypatch):

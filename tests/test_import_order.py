@@ -10,7 +10,7 @@ PACKAGE = ROOT / "deberta_ds"
 LAYERS = [
     {"errors", "files", "shipped", "splitmix", "options", "model_config", "objective_config",
      "json_files", "toml_files", "validation", "config", "presets",
-     "deepspeed_config", "command_line"},
+     "batch_schedule", "deepspeed_config", "command_line"},
     {"cpu", "native", "dist", "log", "numbers", "records", "trackers", "tokenizer", "cluster"},
     {"data", "model"},
     {"objectives"},

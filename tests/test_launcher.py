@@ -9,6 +9,7 @@ import pytest
 from launching import ENVIRONMENT, ROOT
 
 from deberta_ds.cluster import launcher
+from deberta_ds.cluster.environment import check_environment
 from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.errors import UserError
 
@@ -20,6 +21,27 @@ def test_torchrun_and_deepspeed_are_left_alone():
 def test_no_launcher_is_one_rank():
     found = rank_variables({})
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("0", "1", "0")
+
+
+def test_one_rank_by_hand_needs_no_address():
+    found = {"RANK": "0", "WORLD_SIZE": "1"} | rank_variables({"RANK": "0", "WORLD_SIZE": "1"})
+    assert found["MASTER_ADDR"] == "127.0.0.1" and found["LOCAL_RANK"] == "0"
+    check_environment(found)
+
+
+def test_a_world_without_a_launcher_is_refused():
+    with pytest.raises(UserError, match="WORLD_SIZE = '4' is set, but RANK is not"):
+        rank_variables({"WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("environ, missing", [
+    ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"),
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+     "SLURM_STEP_NODELIST")])
+def test_variables_that_are_left_over_are_named(environ, missing):
+    with pytest.raises(UserError, match=f"has set some of its variables, but not {missing}"):
+        rank_variables(environ)
 
 
 def test_a_batch_script_without_srun_is_one_rank():

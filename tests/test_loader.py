@@ -13,6 +13,7 @@ import pytest
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
 
+from deberta_ds.batch_schedule import Stretch
 from deberta_ds.cluster import process
 from deberta_ds.config import SourceConfig
 from deberta_ds.data import reading
@@ -43,9 +44,8 @@ def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batc
     per_step = [[] for _ in range(steps)]
     for rank in range(world_size):
         loader = build_loader(
-            dataset, start_row=start_row, global_batch_rows=batch, micro_batch_rows=micro,
-            rank=rank, world_size=world_size, num_workers=workers, num_steps=steps,
-        )
+            dataset, stretches=[Stretch(start_row, batch, steps)], micro_batch_rows=micro,
+            rank=rank, world_size=world_size, num_workers=workers)
         batches = list(loader)
         per_rank = batch // world_size // micro
         assert len(batches) == steps * per_rank
@@ -66,12 +66,11 @@ def test_rows_do_not_depend_on_world_size_workers_or_micro_batch(dataset):
             assert torch.equal(expected[name], found[name]), (name, world_size, workers)
 
 
-def test_refuses_a_batch_that_does_not_divide(dataset):
+def test_refuses_a_batch_that_the_ranks_cannot_share(dataset):
     with pytest.raises(UserError, match="multiple"):
         build_loader(
-            dataset, start_row=0, global_batch_rows=10, micro_batch_rows=4, rank=0, world_size=1,
-            num_workers=0, num_steps=1,
-        )
+            dataset, stretches=[Stretch(0, 10, 1)], micro_batch_rows=4, rank=0, world_size=4,
+            num_workers=0)
 
 
 def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
@@ -81,9 +80,8 @@ def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     )
     (path / "tokens" / "00001-000.npy").unlink()
     loader = build_loader(
-        dataset, start_row=0, global_batch_rows=8, micro_batch_rows=8, rank=0, world_size=1,
-        num_workers=1, num_steps=20,
-    )
+        dataset, stretches=[Stretch(0, 8, 20)], micro_batch_rows=8, rank=0, world_size=1,
+        num_workers=1)
     with pytest.raises(UserError) as caught:
         list(loader)
     assert "00001-000.npy" in str(caught.value) and "Traceback" not in str(caught.value)
@@ -92,9 +90,8 @@ def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
 def test_workers_ignore_what_asks_a_run_to_stop_and_say_what_ended_them(dataset):
     before = set(multiprocessing.active_children())
     loader = build_loader(
-        dataset, start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
-        num_workers=1, num_steps=400,
-    )
+        dataset, stretches=[Stretch(0, 4, 400)], micro_batch_rows=4, rank=0, world_size=1,
+        num_workers=1)
     next(loader)
     worker, = set(multiprocessing.active_children()) - before
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -112,9 +109,8 @@ def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server
     multiprocessing.set_start_method("forkserver", force=True)
     try:
         loader = build_loader(
-            dataset, start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
-            num_workers=1, num_steps=4,
-        )
+            dataset, stretches=[Stretch(0, 4, 4)], micro_batch_rows=4, rank=0, world_size=1,
+            num_workers=1)
         next(loader)
         worker, = multiprocessing.active_children()
         assert process.look(worker.pid).parent == os.getpid()
@@ -153,13 +149,14 @@ LEAVES_EARLY = """
 import sys
 from deberta_ds.config import SourceConfig
 from deberta_ds.objective_config import MaskConfig
+from deberta_ds.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer
 dataset = RowDataset([SourceConfig(path=sys.argv[2])], Tokenizer(sys.argv[1]), seq_len=64, seed=0,
                      mask=MaskConfig())
-batches = build_loader(dataset, start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0,
-                       world_size=1, num_workers=2, num_steps=10**6)
+batches = build_loader(dataset, stretches=[Stretch(0, 4, 10**6)], micro_batch_rows=4, rank=0,
+                       world_size=1, num_workers=2)
 next(batches)
 raise SystemExit(3)
 """

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from deberta_ds import config
+from deberta_ds import config, objective_config
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.options import Option, describe, options_of
 from deberta_ds.toml_files import flatten
 
 ROOT = Path(__file__).resolve().parent.parent
-CLASSES = [value for value in vars(config).values()
+CLASSES = [value for value in {**vars(objective_config), **vars(config)}.values()
            if isinstance(value, type) and dataclasses.is_dataclass(value)
            and value is not Option] + [Settings]
 

@@ -87,6 +87,8 @@ def test_a_torn_last_line_is_left_out_and_cut_by_the_next_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{GOOD}\n{GOOD}")  # nothing is lost but the end of the line
     assert len(read_metrics(path)) == 2
+    records.truncate(path, json.loads(GOOD)["step"])
+    assert len(read_metrics(path)) == 2
     path.write_text(f"{GOOD}\n" + "\0" * 100)  # what a file system may leave after a power cut
     assert len(read_metrics(path)) == 1
     path.write_text(f'{GOOD}\n{{"kind": "event", "step": 9, "event": "save"}}\n{GOOD[:-5]}')

@@ -21,6 +21,7 @@ from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
 
+from deberta_ds.batch_schedule import Stretch
 from deberta_ds.config import SourceConfig
 from deberta_ds.data import remote
 from deberta_ds.data.corpus import Corpus
@@ -198,8 +199,8 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
     assert np.array_equal(first.input_ids, dataset(str(corpus))[0].input_ids)
     got = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
     assert 0 < got < sizes / 2
-    loader = {"start_row": 0, "global_batch_rows": 8, "micro_batch_rows": 4, "rank": 0,
-              "world_size": 1, "num_workers": 1, "num_steps": 4}
+    loader = {"stretches": [Stretch(0, 8, 4)], "micro_batch_rows": 4, "rank": 0,
+              "world_size": 1, "num_workers": 1}
     for one, other in zip(build_loader(dataset(url), **loader),
                           build_loader(dataset(str(corpus)), **loader), strict=True):
         for field in dataclasses.fields(one):
@@ -248,8 +249,8 @@ def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
     batches = [[batch.input_ids.numpy() for batch in build_loader(
         RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
                    mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
-        start_row=0, global_batch_rows=4, micro_batch_rows=4, rank=0, world_size=1,
-        num_workers=1, num_steps=3)] for path in (corpus, "s3://shop/web")]
+        stretches=[Stretch(0, 4, 3)], micro_batch_rows=4, rank=0, world_size=1,
+        num_workers=1)] for path in (corpus, "s3://shop/web")]
     assert np.array_equal(*batches)
     assert faults["cut"] and faults["delayed"] and faults["altered"]
 

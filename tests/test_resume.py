@@ -114,7 +114,8 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_the
 def whole(tmp_path_factory):
     """(run file, DeepSpeed file) of a run that nothing has broken off."""
     root = tmp_path_factory.mktemp("whole")
-    run_file = make_run(root, dropout=0.1, steps="12", eval_every="12", save_every="2")
+    run_file = make_run(root, dropout=0.1, steps="12", eval_every="12", save_every="2",
+                        first_batch_rows="2", batch_growth_steps="9")  # kills fall into its growth
     ds = deepspeed_json(root / "zero3.json", 3)
     torchrun(2, ROOT / "launch/pretrain.py", "--config", run_file, "--deepspeed_config", ds)
     return run_file, ds

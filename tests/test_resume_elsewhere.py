@@ -8,7 +8,8 @@ from deberta_ds.records import read_metrics
 
 # Functions of a step's place in the run.
 FALLING = ("--objective.mask.rate=0.3", "--objective.mask.final_rate=0.15",
-           "--objective.temperature=2.0", "--objective.final_temperature=0.5")
+           "--objective.temperature=2.0", "--objective.final_temperature=0.5",
+           "--train.first_batch_rows=2", "--train.batch_growth_steps=9")
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 

@@ -286,14 +286,15 @@ import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from deberta_ds.config import SourceConfig
 from deberta_ds.objective_config import MaskConfig
+from deberta_ds.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer
 sources = [SourceConfig(path=path) for path in sys.argv[2:]]
 dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
 for workers in (0, 2):
-    batches = build_loader(dataset, start_row=0, global_batch_rows=8, micro_batch_rows=4, rank=0,
-                           world_size=1, num_workers=workers, num_steps=20)
+    batches = build_loader(dataset, stretches=[Stretch(0, 8, 20)], micro_batch_rows=4, rank=0,
+                           world_size=1, num_workers=workers)
     print(sum(int(batch.input_ids.sum()) for batch in batches))
 """
 

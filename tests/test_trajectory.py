@@ -1,4 +1,8 @@
-"""One training trajectory everywhere: plain PyTorch, and ZeRO 0..3 on one rank and on two."""
+"""One training trajectory everywhere: plain PyTorch, and ZeRO 0..3 on one rank and on two.
+
+Its batch grows, so that one rank makes 1, 2, 3 and 4 micro-batches, and each of two ranks smaller
+ones as well.
+"""
 
 import pytest
 import rank_helpers
@@ -6,6 +10,7 @@ import torch
 from launching import ROOT, make_run
 
 from deberta_ds import config
+from deberta_ds.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.decay import decay_groups
@@ -16,6 +21,7 @@ from deberta_ds.train.schedule import learning_rate
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 TOLERANCE = 1e-5  # relative; fp32 sums in another order
+BATCHES = [2, 2, 4, 4, 6, 6, 8, 8, 8, 8]  # rows of each update
 
 
 def plain_trajectory(run) -> dict:
@@ -27,11 +33,11 @@ def plain_trajectory(run) -> dict:
     init_parameters(model, run.model.init_std, run.train.seed)
     optimizer = torch.optim.AdamW(decay_groups(model, run.optim.weight_decay), lr=run.optim.lr,
                                   betas=run.optim.betas, eps=run.optim.eps)
-    rows = run.train.global_batch_rows
     losses = {"generator": [], "discriminator": []}
-    loader = build_loader(dataset, start_row=0, global_batch_rows=rows, micro_batch_rows=rows,
-                          rank=0, world_size=1, num_workers=0, num_steps=run.train.steps)
-    for step, batch in enumerate(loader):
+    for step, rows in enumerate(BATCHES):
+        batch = next(build_loader(
+            dataset, stretches=[Stretch(sum(BATCHES[:step]), rows, 1)], micro_batch_rows=rows,
+            rank=0, world_size=1, num_workers=0))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
         optimizer.zero_grad()
@@ -54,7 +60,7 @@ def plain_trajectory(run) -> dict:
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory):
     root = tmp_path_factory.mktemp("trajectory")
-    run_file = make_run(root, steps="10")
+    run_file = make_run(root, steps="10", first_batch_rows="2", batch_growth_steps="6")
     run, _ = config.load(run_file)
     found = {"plain": plain_trajectory(run)}
     for ranks in (1, 2):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from deberta_ds.errors import UserError
 
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _ACCELERATORS = ("cuda", "cpu")  # what this project is tested on
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 _NO_GPU = ("", "-1", "NoDevFiles", "none", "void")
@@ -39,8 +40,10 @@ def _rank_problems(environ: Mapping[str, str]) -> list[str]:
         limit = numbers.get(size, 1 << 62) + (name == "LOCAL_WORLD_SIZE")
         if numbers.get(name, 0) >= limit:
             problems.append(f"{name} = {numbers[name]} does not fit {size} = {numbers[size]}")
-    if "RANK" in numbers and "WORLD_SIZE" not in environ:
-        problems.append("RANK is set but WORLD_SIZE is not; unset it, or use a launcher")
+    missing = [name for name in RANK_VARIABLES if name not in environ]
+    if "RANK" in environ and missing:
+        problems.append(f"RANK is set but {', '.join(missing)} {'are' if missing[1:] else 'is'} "
+                        "not; set all five, unset RANK, or use a launcher")
     return problems
 
 
@@ -52,10 +55,6 @@ def _address_problems(environ: Mapping[str, str]) -> list[str]:
     if host is not None and not _is_known_host(host):
         problems.append(f"MASTER_ADDR = {host!r}: no host of this name is known here; give the "
                         "address of the first rank's host")
-    if not alone and environ.get("RANK") is not None:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if missing:
-            problems.append(f"{' and '.join(missing)} must be set where WORLD_SIZE is above 1")
     return problems
 
 

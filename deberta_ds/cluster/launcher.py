@@ -19,9 +19,10 @@ from importlib import util
 from pathlib import PurePath
 
 from deberta_ds.cluster import process
+from deberta_ds.cluster.environment import RANK_VARIABLES
 from deberta_ds.errors import UserError
 
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_ALONE = dict(zip(RANK_VARIABLES, ("0", "1", "0", "127.0.0.1", "0"), strict=True))
 _PROGRAMS = {"deepspeed", "ds", "torchrun", "torchrun_elastic.py", "mpirun", "mpiexec", "orterun",
              "orted", "prterun", "prted", "mpiexec.hydra", "hydra_pmi_proxy", "slurmstepd"}
 _MODULES = {"deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run",
@@ -96,21 +97,36 @@ def _title(words: list[str]) -> str:
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the rank variables that `environ` lacks; raises UserError if they cannot be found."""
-    if "RANK" in environ:
+    if "RANK" in environ and environ.get("WORLD_SIZE") != "1":
         return {}
-    if "OMPI_COMM_WORLD_RANK" in environ:
+    if "RANK" in environ:
+        found = _ALONE
+    elif "OMPI_COMM_WORLD_RANK" in environ:
         found = _open_mpi(environ)
     elif "SLURM_STEP_NUM_TASKS" in environ:  # a task of srun; the batch script itself has no step
         found = _slurm(environ)
     elif "PMI_RANK" in environ:
         _need_mpi4py("an MPI launcher that is not Open MPI")
         found = {}
+    elif environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"WORLD_SIZE = {environ['WORLD_SIZE']!r} is set, but RANK is not and no "
+                        "launcher has started this process; unset it, or use a launcher")
     else:
-        found = dict(zip(_NAMES, ("0", "1", "0", "127.0.0.1", "0"), strict=True))
+        found = _ALONE
     return {name: value for name, value in found.items() if name not in environ}
 
 
+def _need(environ: Mapping[str, str], launcher: str, *names: str) -> None:
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise UserError(f"{launcher} has set some of its variables, but not {', '.join(missing)}: "
+                        "they are left over from another job or were cut; start the ranks with "
+                        f"{launcher}, or unset those that are there")
+
+
 def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+    _need(environ, "mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+          "OMPI_COMM_WORLD_LOCAL_SIZE")
     size = environ["OMPI_COMM_WORLD_SIZE"]
     found = {"LOCAL_RANK": environ["OMPI_COMM_WORLD_LOCAL_RANK"]}
     one_host = environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == size
@@ -123,6 +139,8 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    _need(environ, "srun", "SLURM_PROCID", "SLURM_LOCALID",
+          *["SLURM_STEP_NODELIST"] * ("MASTER_ADDR" not in environ))
     job = environ.get("SLURM_JOB_ID", "0")
     found = {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
              "LOCAL_RANK": environ["SLURM_LOCALID"], "MASTER_PORT": _port(job)}

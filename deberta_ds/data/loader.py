@@ -1,8 +1,8 @@
 """Which rank reads which rows, and the DataLoader that reads them ahead.
 
-Step k of rank r covers rows  start_row + k*G + r*G/W + (0 .. G/W - 1), cut into micro-batches in
-order. Rank, world size, micro-batch size and number of workers decide only who computes which row:
-the rows themselves are functions of their number.
+An update of G rows from row f on: rank r of W covers rows  f + r*G/W + (0 .. G/W - 1), cut into
+micro-batches in order. Rank, world size, micro-batch size and number of workers decide only who
+computes which row: the rows themselves are functions of their number.
 
 Where a row takes long to read (a network file system), threads read the next rows meanwhile: their
 numbers are known. Batches come from the workers as NumPy arrays: torch would pass each tensor as a
@@ -17,13 +17,16 @@ import atexit
 import signal
 import time
 import weakref
+from bisect import bisect
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from deberta_ds.batch_schedule import Stretch, micro_batches
 from deberta_ds.cluster import process, signals
 from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset
@@ -37,24 +40,21 @@ _ROWS_AHEAD = 64
 def build_loader(
     dataset: RowDataset,
     *,
-    start_row: int,
-    global_batch_rows: int,
+    stretches: list[Stretch],
     micro_batch_rows: int,
     rank: int,
     world_size: int,
     num_workers: int,
-    num_steps: int,
 ) -> Iterator[Batch]:
-    """Return an iterator over the micro-batches of `num_steps` steps, in order.
+    """Return an iterator over one rank's micro-batches of the updates in `stretches`, in order.
 
-    UserError if global_batch_rows is not a multiple of world_size * micro_batch_rows.
+    Of each update `batch_schedule.micro_batches`. UserError if the ranks cannot share one equally.
     """
-    if micro_batch_rows < 1 or global_batch_rows % (world_size * micro_batch_rows):
-        raise UserError(
-            f"global_batch_rows {global_batch_rows} is not a multiple of world_size {world_size} x "
-            f"micro_batch_rows {micro_batch_rows}; change one of the three"
-        )
-    rows = RankRows(start_row, global_batch_rows, micro_batch_rows, rank, world_size, num_steps)
+    for one in stretches:
+        if one.rows % world_size:
+            raise UserError(f"an update of {one.rows} rows is not a multiple of the {world_size} "
+                            "ranks; change one of the two")
+    rows = RankRows(stretches, micro_batch_rows, rank, world_size)
     loader = DataLoader(
         _Reader(dataset, rows),
         batch_size=None,  # an item is a micro-batch
@@ -73,20 +73,25 @@ def build_loader(
 class RankRows:
     """The row numbers of each micro-batch of one rank, in order."""
 
-    def __init__(self, start_row, global_batch_rows, micro_batch_rows, rank, world_size, num_steps):
-        self._micro, self._per_rank = micro_batch_rows, global_batch_rows // world_size
-        self._first = start_row + rank * self._per_rank
-        self._global, self._steps = global_batch_rows, num_steps
+    def __init__(self, stretches: list[Stretch], micro_batch_rows: int, rank: int,
+                 world_size: int):
+        self._stretches, self._rank, self._world_size = stretches, rank, world_size
+        self._counts = [micro_batches(one.rows, world_size, micro_batch_rows) for one in stretches]
+        totals = (one.steps * count for one, count in zip(stretches, self._counts, strict=True))
+        self._starts = [0, *accumulate(totals)]
 
     def __len__(self) -> int:
-        return self._steps * (self._per_rank // self._micro)
+        return self._starts[-1]
 
     def __getitem__(self, number: int) -> range:
         if not 0 <= number < len(self):
             raise IndexError(number)
-        step, offset = divmod(number, self._per_rank // self._micro)
-        first = self._first + step * self._global + offset * self._micro
-        return range(first, first + self._micro)
+        place = bisect(self._starts, number) - 1
+        stretch, count = self._stretches[place], self._counts[place]
+        step, part = divmod(number - self._starts[place], count)
+        of_a_rank = stretch.rows // self._world_size
+        first = stretch.first_row + step * stretch.rows + self._rank * of_a_rank
+        return range(first + part * of_a_rank // count, first + (part + 1) * of_a_rank // count)
 
 
 class _Reader:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deberta_ds import deepspeed_config
+from deberta_ds.batch_schedule import check_ranks, micro_batches, stretches
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -128,8 +129,11 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
                         "--deepspeed_config ds_configs/zero1_fp16.json")
     model = on_meta(build_model, run)
     parameters, tensors = count_parameters(model), len(list(model.parameters()))
-    tokens = run.train.global_batch_rows * run.data.seq_len
-    compute = tokens * objective_of(run).flops_per_token(run) / (ranks * peak_flops * mfu)
+    check_ranks(run.train, ranks, 0)
+    full, seq_len = run.train.global_batch_rows, run.data.seq_len
+    updates = stretches(run.train, 0, run.train.steps)
+    compute_row = seq_len * objective_of(run).flops_per_token(run) / (ranks * peak_flops * mfu)
+    rate, latency = bandwidth(gpu, gpus, nodes), latency_seconds(ranks)
     choices = []
     for name, layers, recompute in (("none", 0, "all"), ("cheap", 1, "cheap"), ("full", 1, "all")):
         train = replace(run.train, checkpoint_layers=layers, recompute=recompute)
@@ -142,16 +146,21 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
                 continue  # pretrain would refuse it
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.
-            seconds = compute * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
+            row_seconds = compute_row * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
             weights = gathered(activations.calls, staged["zero_optimization"], ranks) \
                 if stage == 3 else None
-            sent = traffic(parameters, staged, ranks, accumulation, weights)
-            rate, latency = bandwidth(gpu, gpus, nodes), latency_seconds(ranks)
-            step = step_seconds(sent, seconds, rate, staged, accumulation, latency=latency,
-                                host=host_seconds(tensors, ranks) if ranks > 1 else 0.0)
+            steps = {}  # by the rows of an update: seconds, and those of its communication
+            for rows in {full, *(one.rows for one in updates)}:
+                count = micro_batches(rows, ranks, run.train.micro_batch_rows)
+                sent = traffic(parameters, staged, ranks, count, weights)
+                steps[rows] = sending_seconds(sent, rate, latency), step_seconds(
+                    sent, rows * row_seconds, rate, staged, count, latency=latency,
+                    host=host_seconds(tensors, ranks) if ranks > 1 else 0.0)
+            sending, step = steps[full]
+            run_seconds = sum(one.steps * steps[one.rows][1] for one in updates)
             choices.append(Choice(stage, name, memory, memory.peak + RESERVED_BYTES < gpu.memory,
-                                  seconds, sending_seconds(sent, rate, latency), step,
-                                  tokens / step, run.train.steps * step / 86400))
+                                  full * row_seconds, sending, step, full * seq_len / step,
+                                  run_seconds / 86400))
     return choices
 
 

@@ -172,7 +172,7 @@ def _of_checkpoint(directory: Path) -> Training:
         rules = f"muon, momentum {optim.get('momentum', 0.95)}; all but matrices: adamw, "
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
-        ("rows in a step", f"{train['global_batch_rows']:,}"),
+        ("rows in a step", _rows_in_a_step(train)),
         ("tokens in a row", f"{run['data']['seq_len']:,}"),
         *masked, ("optimizer", rules + f"betas {optim['betas']}"),
         ("learning rate", f"{optim['lr']}, schedule {optim['schedule']}"),
@@ -182,6 +182,12 @@ def _of_checkpoint(directory: Path) -> Training:
     if metrics.is_file() and objective["kind"] in OBJECTIVES:
         _add_scores(training, read_metrics(metrics), record["step"], objective["kind"])
     return training
+
+
+def _rows_in_a_step(train: dict) -> str:
+    first = train.get("first_batch_rows")  # 0.1.0: none
+    grows = f"{first:,} growing in {train['batch_growth_steps']:,} steps to " if first else ""
+    return f"{grows}{train['global_batch_rows']:,}"
 
 
 def _corpus(path: str, share: float, fingerprint: str) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from deberta_ds.config import RunConfig
+from deberta_ds.config import RunConfig, from_dict
+from deberta_ds.formats.checkpoint import BEST
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric
 from deberta_ds.objectives.build import objective_of
 
@@ -34,10 +36,26 @@ class Best:
             else f"{self.score} was never measured"
 
 
-def continued(run: RunConfig, record: dict | None) -> Best:
-    """Return the best of a checkpoint's run.json, or a new one where it is of another score."""
+def continued(run: RunConfig, record: dict | None) -> tuple[Best, str]:
+    """Return the best of a checkpoint's run.json and "", or a new one where it is of another score.
+
+    Also of the same score of other rows, whose value would never be reached, or always; that is
+    worth a line of the log.
+    """
     saved = (record or {}).get("best") or {}
-    return Best(**saved) if saved.get("score") == run.train.best else Best(run.train.best)
+    if saved.get("score") != run.train.best:
+        return Best(run.train.best), ""
+    best, then = Best(**saved), from_dict(record["config"], "run.json")
+    if best.value is None or _what_is_scored(then) == _what_is_scored(run):
+        return best, ""
+    return Best(run.train.best), (f"WARNING: what train.best scores has changed: the best so far, "
+                                  f"{best}, counts no more")
+
+
+def _what_is_scored(run: RunConfig) -> tuple:
+    if run.train.best == MINIMAL_PAIRS.key:
+        return run.evaluate.minimal_pairs, run.evaluate.pairs_per_paradigm
+    return run.data.eval, run.data.eval_replaced, run.train.eval_rows
 
 
 def metric_of(run: RunConfig) -> Metric | None:
@@ -57,7 +75,10 @@ def problems(run: RunConfig) -> list[str]:
     if not train.best:
         return ["train.patience counts evaluations without a better train.best; name a score "
                 "there"] if train.patience else []
-    found = []
+    found, link = [], Path(run.out_dir) / BEST
+    if link.exists() and not link.is_symlink():
+        found.append(f"train.best: {link} is in the way of the link to the best checkpoint; rename "
+                     "it")
     if not run.data.eval:
         found.append(f"train.best = {train.best!r}: is a score of evaluations, and without "
                      "data.eval there are none; name a held-out corpus, or leave it out")

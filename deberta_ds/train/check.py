@@ -35,6 +35,9 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
                         f"{train.steps}")
+    if train.batch_growth_steps > train.steps:
+        problems.append(f"train.batch_growth_steps = {train.batch_growth_steps}: more than "
+                        f"train.steps = {train.steps}")
     problems += deepspeed_config.problems_with_optimizer(optim.name, ds)
     raise_problems(place, problems)
 

@@ -29,10 +29,12 @@ _LARGEST = (1 << 63) - 1
 MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
                 "get_accelerator")
 CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running compilers
+COMM_PARTS = ("cdb.all_gather_function",)  # after init_distributed
 ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
                 "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
-                "dynamic_loss_scale",
-                "get_global_grad_norm", "gradient_accumulation_steps", "zero_optimization_stage",
+                "dynamic_loss_scale", "set_train_batch_size", "train_micro_batch_size_per_gpu",
+                "set_gradient_accumulation_boundary", "get_global_grad_norm",
+                "zero_optimization_stage",
                 "zero_nvme_offload_optimizer", "dp_world_size", "gradient_clipping",
                 "clip_fp32_gradients")
 _WRAPPER = ("param_groups", "overflow", "optimizer.state")

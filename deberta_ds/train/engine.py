@@ -27,6 +27,7 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart
 from deberta_ds.train.deepspeed_check import (
+    COMM_PARTS,
     CPU_PARTS,
     check_engine,
     check_json,
@@ -74,6 +75,9 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
             f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
             "else MASTER_PORT), and start every rank"
         ) from error
+    if dist.uses_gloo():
+        check_parts("deepspeed.comm", deepspeed.comm.comm, COMM_PARTS)
+        deepspeed.comm.comm.cdb.all_gather_function = dist.gather_by_broadcasts
     warnings_here = check_machine(ds, device.type, place)
     if dist.is_main():
         log.show_choices()

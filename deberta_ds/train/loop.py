@@ -7,17 +7,17 @@ and the dropout are functions of it, so a checkpoint holds no generator state an
 import math
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 
-from deberta_ds import config, deepspeed_config, dist, native, trackers
+from deberta_ds import batch_schedule, config, deepspeed_config, dist, native, trackers
 from deberta_ds.cluster import ending, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
+from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import ROW_RULES
 from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_restorable
@@ -27,7 +27,7 @@ from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.train import best, engine, machine
-from deberta_ds.train.check import changed_values, check_identity
+from deberta_ds.train.check import changed_values
 from deberta_ds.train.clipping import clip_rules_of
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
@@ -36,8 +36,8 @@ from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import (
     Inputs,
     describe,
-    join_group,
-    open_inputs,
+    open_run,
+    read_record,
     versions,
     write_config,
 )
@@ -69,15 +69,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
 def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins: dict[str, str],
               stop_request: signals.StopRequest, watchdog: Watchdog) -> bool:
     """Train; return whether a signal stopped the run before its end."""
-    join_group(run, ds_values, place)
-    found = checkpoint.find(run.out_dir, resume)
-    record = read_record(found.path) if found.path else None
-    # An old run keeps its rows and its arithmetic.
-    native.follow(record["cpu_rules"] if record else native.RULES)
-    inputs = open_inputs(run, ds_values, place, record["row_rules"] if record else ROW_RULES)
-    if record:
-        check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
-                       str(found.path))
+    found, record, inputs = open_run(run, ds_values, place, resume)
     log = dist.together(lambda: RunLog(
         run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
         total_steps=run.train.steps, track=trackers.chosen(run.log)))
@@ -121,11 +113,6 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     return stopped
 
 
-def read_record(path: Path) -> dict:
-    """Return run.json of a checkpoint; call on every rank, as one alone may fail to read it."""
-    return dist.together(lambda: checkpoint.read_run_file(path))
-
-
 def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
 
@@ -136,14 +123,18 @@ def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))
 
 
-def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int):
-    """Return an iterator over this rank's micro-batches of steps `start` .. `end` - 1."""
-    train = run.train
-    return build_loader(
-        inputs.dataset, start_row=start * train.global_batch_rows,
-        global_batch_rows=train.global_batch_rows, micro_batch_rows=train.micro_batch_rows,
-        rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers,
-        num_steps=end - start)
+def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
+    """Return an iterator over this rank's micro-batches of each of the steps `start` .. `end` - 1.
+    """
+    stretches = batch_schedule.stretches(run.train, start, end)
+    loader = build_loader(
+        inputs.dataset, stretches=stretches, micro_batch_rows=run.train.micro_batch_rows,
+        rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers)
+    for one in stretches:
+        count = batch_schedule.micro_batches(one.rows, dist.world_size(),
+                                             run.train.micro_batch_rows)
+        for _ in range(one.steps):
+            yield [next(loader) for _ in range(count)]
 
 
 class Trainer:
@@ -162,9 +153,11 @@ class Trainer:
         self.started = time.monotonic()
         peak, how_fast = peak_of_a_rank(model_engine.device,
                                         deepspeed_config.product_precision(inputs.ds))
+        self.rows_of_run = batch_schedule.rows_of_run(run.train)
         if how_fast:
             log.info(how_fast)
-        self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size())
+        self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
+                                self._rows_seen())
         self.time_use = TimeUse(record["time_use"] if record else {}, lost_seconds)
         self.work = WorkMeter(model_engine.device)
         self.hosts = dist.gather_objects(socket.gethostname())
@@ -173,7 +166,10 @@ class Trainer:
         stop_request.resumes_from = f"step {self.step:,}"
         self.spikes = SpikeRule(run.train.spike_sigmas, record["recent_losses"] if record else [])
         self.bad_steps_in_a_row = 0
-        self.best, self.best_metric = best.continued(run, record), best.metric_of(run)
+        self.best, note = best.continued(run, record)
+        if note:
+            log.info(note)
+        self.best_metric = best.metric_of(run)
         self.saver = Saver(model_engine, run.out_dir, run.train, inputs.tokenizer.files)
         if self.best.value is not None and dist.is_main():  # a kill may have come between
             point_best(checkpoint.path_of(run.out_dir, self.best.step))
@@ -187,7 +183,6 @@ class Trainer:
         run, train = self.run, self.run.train
         end = min(train.steps, train.stop_after or train.steps)
         batches = batches_of(run, self.inputs, start=self.step, end=end)
-        per_step = self.engine.gradient_accumulation_steps()
         self.speed.start()
         while self.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
@@ -195,7 +190,7 @@ class Trainer:
             engine.set_learning_rate(self.engine, rate)
             with self.work.loading():
                 share = self.step / max(1, train.steps - 1)
-                micro = [replace(next(batches), share_of_run=share) for _ in range(per_step)]
+                micro = [replace(batch, share_of_run=share) for batch in next(batches)]
             stop = bool(self.stop_request or self.log.problem)
             result = train_step(self.engine, micro, step=self.step, seed=train.seed,
                                 ceiling=self.spikes.ceiling(), stop=stop,
@@ -231,7 +226,7 @@ class Trainer:
             self._log_end("end", f"{train.patience} evaluations without a better score: "
                           f"{self.best}")
         elif end < train.steps:
-            self._log_end("stop", f"train.stop_after = {end}; run again to go on")
+            self._log_end("stop", f"train.stop_after = {end}; leave it out to go on")
         else:
             self._log_end("end", "all steps done")
         return False
@@ -248,12 +243,14 @@ class Trainer:
         """As `log_event`, with where the time of the whole run went."""
         self.log_event(event, detail, **self.time_use.record(self._seconds()))
 
+    def _rows_seen(self) -> int:
+        return batch_schedule.rows_before(self.run.train, self.step)
+
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
 
     def _account(self, result: StepResult) -> None:
         """Add a good step to the running sums; pass over a bad one as train.on_spike says."""
-        self.speed.count_step(0.0 if result.problem else result.sums["tokens"])
         if result.problem:
             self._pass_over(result.problem)
             return
@@ -264,6 +261,7 @@ class Trainer:
         self.bad_steps_in_a_row = 0
         self.spikes.accept(result.loss)
         self.tokens_seen += int(result.sums["tokens"])
+        self.speed.count(result.sums["tokens"])
         for name, value in result.sums.items():
             self.since_line[name] = self.since_line.get(name, 0.0) + value
 
@@ -277,8 +275,8 @@ class Trainer:
             raise BadStepError(f"step {self.step}: {self.bad_steps_in_a_row} bad steps in a row "
                                f"({problem}); the run has diverged: resume from an older "
                                "checkpoint with a lower optim.lr")
-        rows = self.run.train.global_batch_rows
-        place = {"first_row": (self.step - 1) * rows, "last_row": self.step * rows - 1}
+        place = {"first_row": batch_schedule.rows_before(self.run.train, self.step - 1),
+                 "last_row": self._rows_seen() - 1}
         if self.run.train.on_spike == "skip":
             self.log_event("skip", f"no update: {problem}", **place)
             return
@@ -303,16 +301,14 @@ class Trainer:
             return
         total, self.since_line = self.since_line, {}
         norm = self.engine.get_global_grad_norm()
-        record = {"kind": "train", "step": self.step,
-                  "rows_seen": self.step * self.run.train.global_batch_rows,
+        record = {"kind": "train", "step": self.step, "rows_seen": self._rows_seen(),
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
-                  "epochs": self.step * self.run.train.global_batch_rows
-                  / sum(self.inputs.dataset.num_rows.values())}
+                  "epochs": self._rows_seen() / sum(self.inputs.dataset.num_rows.values())}
         record |= self.time_use.record(record["seconds"])
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
-        record |= self.speed.read(self.run.train.steps - self.step)
+        record |= self.speed.read(self._rows_seen(), self.rows_of_run)
         record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
         if slowest:
             record["slowest_share"] = slowest.share
@@ -344,7 +340,7 @@ class Trainer:
     def _save(self, is_best: bool) -> None:
         self.speed.pause()
         run = self.run
-        record = {"rows_seen": self.step * run.train.global_batch_rows,
+        record = {"rows_seen": self._rows_seen(),
                   "tokens_seen": self.tokens_seen, "since_line": self.since_line,
                   "best": self.best.state(),
                   "seconds": self._seconds(), "time_use": dict(self.time_use.seconds),

@@ -4,6 +4,7 @@ Between hosts each one swaps with the next and with the one before, in rounds of
 better swap counts: a slow host is slow in both, its neighbours in one only.
 """
 
+import os
 import shutil
 import statistics
 import time
@@ -55,6 +56,11 @@ def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str
     directory = Path(out_dir).absolute()
     while not directory.exists():
         directory = directory.parent
+    if not directory.is_dir():
+        raise UserError(f"out_dir = {out_dir}: {directory} is a file; choose another directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UserError(f"out_dir = {out_dir}: {directory} cannot be written; choose another "
+                        "directory")
     more = 2 if has_best else 1
     free, needed = shutil.disk_usage(directory).free, (keep + more) * STATE_BYTES * parameters
     warning = "WARNING: too little room: " if free < needed else ""

@@ -2,6 +2,7 @@
 
 import math
 import socket
+from dataclasses import replace
 
 import torch
 
@@ -11,29 +12,36 @@ from deberta_ds.formats.engine_state import check_restorable
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of, first_weights
 from deberta_ds.train.preflight import preflight, room
-from deberta_ds.train.setup import describe, prepare, versions
+from deberta_ds.train.setup import describe, open_run, versions
 from deberta_ds.train.spikes import BadStepError, find_bad_gradients
 from deberta_ds.train.step import count_over_ranks, seed_step
 
 
-def rehearse(run: RunConfig, ds_values: dict, *, place: str, origins: dict[str, str]) -> None:
+def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
+             origins: dict[str, str]) -> None:
     """Check a run and take its first micro-batch forward and backward; nothing is written.
 
+    Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
-    inputs = prepare(run, ds_values, place)
+    found, record, inputs = open_run(run, ds_values, place, resume)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
     lines = preflight(engine.local_device(), socket.gethostname(), versions())
-    lines.append(room(run.out_dir, inputs.num_parameters, run.train.keep, bool(run.train.best)))
+    lines += [f"WARNING: checkpoint passed over: {line}" for line in found.passed_over]
+    if found.path:
+        lines.append(f"would go on from {found.path}, step {record['step']:,}")
+    lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
+                                            bool(run.train.best))))
     if dist.is_main():
         print("\n".join(lines))
-    tensors, notes = first_weights(run)
+    tensors, notes = ({}, []) if record else first_weights(run)
     if notes:
         print("\n".join(notes))
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     check_restorable(model_engine)
-    batch = next(batches_of(run, inputs, start=0, end=1))
+    full = replace(run.train, first_batch_rows=0, batch_growth_steps=0)
+    batch = next(batches_of(replace(run, train=full), inputs, start=0, end=1))[0]
     counts = count_over_ranks([batch], model_engine.device)
     loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
 

@@ -2,15 +2,18 @@
 
 import json
 import platform
+from bisect import bisect
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from deberta_ds import __version__, config, cpu, deepspeed_config, dist, native
+from deberta_ds import __version__, batch_schedule, config, cpu, deepspeed_config, dist, native
+from deberta_ds.batch_schedule import check_ranks
 from deberta_ds.config import RunConfig
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
+from deberta_ds.formats.checkpoint import Found, find, read_run_file
 from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.numbers import counted, format_count
@@ -18,7 +21,7 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.toml_files import flatten
 from deberta_ds.train import engine, machine
-from deberta_ds.train.check import check_run
+from deberta_ds.train.check import check_identity, check_run
 from deberta_ds.train.engine import local_device
 from deberta_ds.train.minimal_pairs import Pairs, open_pairs
 
@@ -40,13 +43,32 @@ class Inputs:
     pairs: tuple[Pairs, list[str]]
 
 
-def prepare(run: RunConfig, ds_values: dict, place: str) -> Inputs:
-    """Join the process group, open the inputs of a new run and check it as a whole."""
-    join_group(run, ds_values, place)
-    return open_inputs(run, ds_values, place, ROW_RULES)
+def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
+             ) -> tuple[Found, dict | None, Inputs]:
+    """Join the process group, find where the run goes on, open its inputs and check them.
+
+    Returns what was found, its run.json (None at step 0) and the inputs. Raises UserError, on every
+    rank.
+    """
+    _join_group(run, ds_values, place)
+    found = find(run.out_dir, resume)
+    record = read_record(found.path) if found.path else None
+    check_ranks(run.train, dist.world_size(), record["step"] if record else 0)
+    # An old run keeps its rows and its arithmetic.
+    native.follow(record["cpu_rules"] if record else native.RULES)
+    inputs = _open_inputs(run, ds_values, place, record["row_rules"] if record else ROW_RULES)
+    if record:
+        check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
+                       str(found.path))
+    return found, record, inputs
 
 
-def join_group(run: RunConfig, ds_values: dict, place: str) -> None:
+def read_record(path: Path) -> dict:
+    """Return run.json of a checkpoint; call on every rank, as one alone may fail to read it."""
+    return dist.together(lambda: read_run_file(path))
+
+
+def _join_group(run: RunConfig, ds_values: dict, place: str) -> None:
     """Join the process group and check what can be checked without the inputs.
 
     `ds_values` is a checked DeepSpeed JSON, `place` names the run file in errors. Raises UserError,
@@ -59,8 +81,8 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> None:
         native.library()  # built before the first step, not in it
 
 
-def open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inputs:
-    """Open the inputs under the row rules `rules` and check the run as a whole; as `join_group`."""
+def _open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inputs:
+    """Open the inputs under the row rules `rules` and check the whole run; as `_join_group`."""
     tokenizer, dataset, held_out = dist.together(lambda: _open(run, rules))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
@@ -79,7 +101,7 @@ def _open(run: RunConfig, rules: int) -> tuple[Tokenizer, RowDataset, dict[str, 
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
         rules=rules, draws_by=run.objective.draws_by,
-        rows_of_run=run.train.steps * run.train.global_batch_rows, cache=cache)
+        rows_of_run=batch_schedule.rows_of_run(run.train), cache=cache)
     held_out = {
         name: eval_rows(path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
                         num_rows=run.train.eval_rows, across_documents=data.across_documents,
@@ -97,18 +119,22 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     products = deepspeed_config.product_precision(inputs.ds)
     if products != precision:
         precision += f" weights with {products} products"
-    rows = run.train.steps * run.train.global_batch_rows
+    rows = batch_schedule.rows_of_run(run.train)
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
+    first, full = run.train.first_batch_rows, run.train.global_batch_rows
+    if first:
+        lines.append(f"batch: {first:,} rows growing to {full:,} in "
+                     f"{run.train.batch_growth_steps:,} of {run.train.steps:,} steps")
     return lines + _warnings(run, inputs)
 
 
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     """Return what is allowed and rarely meant: rows nobody uses, rows seen very often."""
-    lines, rows = [], run.train.steps * run.train.global_batch_rows
+    lines, rows = [], batch_schedule.rows_of_run(run.train)
     fitting = padded_rows(inputs.tokenizer.size)
     unused = run.model.vocab_size - fitting
     if unused > fitting // 10:
@@ -119,10 +145,13 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
             f"{fitting:,} rows")
     for path, epochs in inputs.dataset.epochs(rows).items():
         if epochs > MANY_EPOCHS:
-            fewer = max(1, int(run.train.steps * FEW_EPOCHS / epochs))
+            fewer = bisect(range(run.train.steps), rows * FEW_EPOCHS / epochs,
+                           key=lambda step: batch_schedule.rows_before(run.train, step + 1)) or 1
+            warmup = max(run.optim.warmup_steps, run.train.batch_growth_steps)
+            shorter = " with a shorter warm-up" if fewer < warmup else ""
             lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; beyond a few epochs new "
-                         f"text teaches more than old text again (train.steps = {fewer:,}: "
-                         f"{FEW_EPOCHS} times)")
+                         f"text teaches more than old text again (train.steps = {fewer:,}{shorter}:"
+                         f" {FEW_EPOCHS} times)")
     available = sum(inputs.dataset.num_rows.values())
     if run.train.global_batch_rows > available:
         lines.append(f"WARNING: train.global_batch_rows = {run.train.global_batch_rows:,} is more "

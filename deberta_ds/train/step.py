@@ -74,7 +74,11 @@ def train_step(engine, batches: list, *, step: int, seed: int,
             loss, sums, _ = engine(batches[micro_step].to(engine.device), divisors)
         return loss, sums
 
+    # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
+    # one to DeepSpeed, which only adds up its samples wrongly.
+    engine.set_train_batch_size(share * engine.train_micro_batch_size_per_gpu())
     for micro_step in range(len(batches)):
+        engine.set_gradient_accumulation_boundary(micro_step + 1 == len(batches))
         loss, sums = run_micro_batch(micro_step)
         whole_loss += loss.detach() / share
         for name, value in sums.items():

@@ -5,8 +5,9 @@
 #
 # When a host is lost the others start again from the newest whole checkpoint, at the smaller world
 # size; a host that comes (back) is taken in the same way. train.global_batch_rows must be divisible
-# by micro_batch_rows x ranks at every world size that may occur. Ranks that end with 2 (an error
-# that would come again) or 75 (asked to stop; saved) are not started again.
+# by micro_batch_rows x ranks at every world size that may occur, train.first_batch_rows of a batch
+# that grows by the ranks. Ranks that end with 2 (an error that would come again) or 75 (asked to
+# stop; saved) are not started again.
 #
 # The rendezvous store is a process of its own, so that no compute host is special. The first
 # variable mends torch 2.13, whose agents wait for each other for ever when a host comes back.

@@ -14,7 +14,8 @@ def main() -> None:
     words = torch.zeros(run.model.vocab_size, run.model.hidden_size)
     words[7, 3] = torch.nan
     rehearsal.first_weights = lambda run: ({"words.weight": words}, [])
-    rehearsal.rehearse(run, deepspeed_config.load(sys.argv[2]), place=sys.argv[1], origins=origins)
+    rehearsal.rehearse(run, deepspeed_config.load(sys.argv[2]), resume="auto", place=sys.argv[1],
+                       origins=origins)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.formats.engine_state import base_optimizer, buffers, layout_of
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import prepare
+from deberta_ds.train.setup import open_run
 from deberta_ds.train.spikes import BadStepError
 from deberta_ds.train.step import train_step
 
@@ -27,14 +27,14 @@ BAD = "generator.head.dense.weight"
 
 
 def climb(run, ds_values: dict) -> dict:
-    inputs = prepare(run, ds_values, "test")
+    *_, inputs = open_run(run, ds_values, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train
     batches = batches_of(run, inputs, start=0, end=4)
     found = {"losses": [], "updated": [], "norms": []}
     for step in range(4):
         engine.set_learning_rate(model_engine, run.optim.lr)
-        micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
+        micro = next(batches)
         if step == 2:
             before = snapshot(model_engine)
             spike = train_step(model_engine, micro, step=step, seed=train.seed, ceiling=-1.0,

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from deberta_ds import config, native
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import prepare
+from deberta_ds.train.setup import open_run
 from deberta_ds.train.step import train_step
 
 
@@ -46,13 +46,12 @@ def measure(run, stage: int) -> dict:
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1_000_000}
-    inputs = prepare(run, {"zero_optimization": zero, "bf16": {"enabled": stage > 0}}, "test")
+    ds = {"zero_optimization": zero, "bf16": {"enabled": stage > 0}}
+    *_, inputs = open_run(run, ds, "test", "never")
     batches = batches_of(run, inputs, start=0, end=2)
-    accumulation = inputs.ds["gradient_accumulation_steps"]
 
     def step(number: int) -> None:
-        result = train_step(model_engine, [next(batches) for _ in range(accumulation)],
-                            step=number, seed=0)
+        result = train_step(model_engine, next(batches), step=number, seed=0)
         assert result.updated
 
     gc.collect()  # or the engine before this one would be freed inside the block

@@ -29,7 +29,7 @@ from deberta_ds.formats.saved_state import SavedState
 from deberta_ds.formats.saving import save as save_checkpoint
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import prepare
+from deberta_ds.train.setup import open_run
 from deberta_ds.train.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
@@ -66,7 +66,7 @@ def deepspeed_dict(kind: str, directory: Path) -> dict:
 
 
 def build(run, kind: str, directory: Path):
-    inputs = prepare(run, deepspeed_dict(kind, directory), "test")
+    *_, inputs = open_run(run, deepspeed_dict(kind, directory), "test", "never")
     return inputs, engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
 
 
@@ -75,7 +75,7 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
         inputs, model_engine = build(run, kind, directory)
         batches = batches_of(run, inputs, start=0, end=2)
         for step in range(2):
-            micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
+            micro = next(batches)
             engine.set_learning_rate(model_engine, 1e-3)
             train_step(model_engine, micro, step=step, seed=0)
         name = f"w{dist.world_size()}_{kind}"

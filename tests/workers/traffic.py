@@ -23,7 +23,7 @@ from deberta_ds import config
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import prepare
+from deberta_ds.train.setup import open_run
 from deberta_ds.train.step import train_step
 
 SENT: Counter = Counter()
@@ -94,13 +94,12 @@ def measure(run, case: dict) -> dict:
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     ds = {"zero_optimization": zero | case.get("zero", {}), "bf16": {"enabled": stage > 0}}
     ds |= case.get("ds", {})
-    inputs = prepare(run, ds, "test")
+    *_, inputs = open_run(run, ds, "test", "never")
     batches = batches_of(run, inputs, start=0, end=2)
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     for number in range(2):  # the first one learns the order of the modules
         SENT.clear()
-        train_step(model_engine, [next(batches) for _ in range(
-            inputs.ds["gradient_accumulation_steps"])], step=number, seed=0)
+        train_step(model_engine, next(batches), step=number, seed=0)
     parameters = count_parameters(model_engine.module) if stage < 3 else sum(
         parameter.ds_numel for parameter in model_engine.module.parameters())
     return {"sent": dict(SENT), "ds": inputs.ds, "parameters": parameters}

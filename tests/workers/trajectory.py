@@ -13,20 +13,20 @@ from deberta_ds.objectives.build import objective_of
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.schedule import learning_rate
-from deberta_ds.train.setup import prepare
+from deberta_ds.train.setup import open_run
 from deberta_ds.train.step import train_step
 
 
 def trajectory(run, ds_values: dict) -> dict:
     """Return {"generator", "discriminator": losses, "words", "delta": final tables}."""
-    inputs = prepare(run, ds_values, "test")
+    *_, inputs = open_run(run, ds_values, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train
     batches = batches_of(run, inputs, start=0, end=train.steps)
     losses = {"generator": [], "discriminator": []}
     for step in range(train.steps):
         engine.set_learning_rate(model_engine, learning_rate(run.optim, step, train.steps))
-        micro = [next(batches) for _ in range(model_engine.gradient_accumulation_steps())]
+        micro = next(batches)
         result = train_step(model_engine, micro, step=step, seed=train.seed)
         means = objective_of(run).means(run, result.sums)
         losses["generator"].append(means["generator_loss"])
