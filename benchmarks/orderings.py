@@ -41,7 +41,8 @@ CLAIMS = (("gdes", "es"), ("es", "nes"), ("gdes", "nes"), ("nes", "mlm"), ("gdes
             for part in ("fall", "lambda", "muon", "hot", "all")),
           *((f"cached-{one}", "gdes-third") for one in ("third", "plain", "hot")),
           ("cached-third", "cached-plain"), ("cached-hot", "cached-third"),
-          ("deep-quarter", "deep-half"))
+          ("deep-quarter", "deep-half"),
+          ("mlm-grow128", "mlm-batch128"), ("mlm-grow512", "mlm-batch512"))
 COSTS = {"tokens, millions": ("tokens_seen", 1e6), "minutes": ("seconds", 60)}
 LOSSES = ("masked_loss", "generator_loss")  # their masks differ, so they do not compare
 _NAME = re.compile(r"(?P<arm>.+)-s(?P<seed>\d+)")

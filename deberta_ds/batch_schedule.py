@@ -6,11 +6,11 @@ same update has the same rows.
 """
 
 import math
+from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 
 from deberta_ds.config import TrainConfig
-from deberta_ds.validation import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,30 +22,39 @@ class Stretch:
     steps: int
 
 
+@lru_cache(maxsize=8)
+def _whole_run(train: TrainConfig) -> tuple[list[int], list[Stretch]]:
+    """Return (first step of each, the stretches) of a run, in order."""
+    firsts, found, step, row = [], [], 0, 0
+    while step < train.steps:
+        rows, until = train.global_batch_rows, train.steps
+        if step < train.batch_growth_steps:
+            jumps = train.global_batch_rows // train.first_batch_rows - 1
+            number = 1 + step * jumps // train.batch_growth_steps  # of the stair
+            rows = number * train.first_batch_rows
+            # The first step of the next one; without jumps there is none.
+            until = min(until, -(-number * train.batch_growth_steps // max(jumps, 1)))
+        firsts.append(step)
+        found.append(Stretch(row, rows, until - step))
+        row, step = row + (until - step) * rows, until
+    return firsts, found
+
+
 def stretches(train: TrainConfig, start: int, end: int) -> list[Stretch]:
     """Return the stretches of steps `start` .. `end` - 1, in order."""
-    found, row, step = [], 0, 0
-    for rows, last in _stairs(train):
-        first, until = max(step, start), min(last, end)
-        if first < until:
-            found.append(Stretch(row + (first - step) * rows, rows, until - first))
-        row, step = row + (last - step) * rows, last
+    found = []
+    for first, one in zip(*_whole_run(train), strict=True):
+        skipped, steps = max(0, start - first), min(one.steps, end - first)
+        if skipped < steps:
+            found.append(Stretch(one.first_row + skipped * one.rows, one.rows, steps - skipped))
     return found
-
-
-@lru_cache(maxsize=8)
-def _stairs(train: TrainConfig) -> list[tuple[int, int]]:
-    """Return (rows of an update, the step before which there are that many), in order."""
-    first, full = train.first_batch_rows or train.global_batch_rows, train.global_batch_rows
-    jumps = full // first - 1
-    ends = [(number * first, -(-number * train.batch_growth_steps // jumps))
-            for number in range(1, jumps + 1)]
-    return [*ends, (full, train.steps)]
 
 
 def rows_before(train: TrainConfig, step: int) -> int:
     """Return the rows of all updates before `step`, which is where its own begin."""
-    return sum(one.rows * one.steps for one in stretches(train, 0, step))
+    firsts, found = _whole_run(train)
+    place = bisect(firsts, step) - 1
+    return found[place].first_row + (step - firsts[place]) * found[place].rows
 
 
 def rows_of_run(train: TrainConfig) -> int:
@@ -61,15 +70,14 @@ def micro_batches(rows: int, world_size: int, micro_batch_rows: int) -> int:
     return math.ceil(rows // world_size / micro_batch_rows)
 
 
-def check_ranks(train: TrainConfig, world_size: int, start: int) -> None:
-    """Raise ConfigError unless the rows of every update from step `start` on divide by the ranks.
+def problems_with_ranks(train: TrainConfig, world_size: int, start: int) -> list[str]:
+    """Return what is wrong if the ranks cannot share every growing update from step `start` on.
 
     The full batch is checked with the micro-batches (deepspeed_config.accumulation_steps).
     """
     for one in stretches(train, start, min(train.batch_growth_steps, train.steps)):
         if one.rows % world_size:
-            raise ConfigError(
-                f"train.first_batch_rows = {train.first_batch_rows}: an update of {one.rows} rows "
-                f"is still to come, and {world_size} ranks cannot share them equally; a new run "
-                "takes a first_batch_rows that they divide, this one fewer ranks until step "
-                f"{train.batch_growth_steps:,}")
+            return [f"train.first_batch_rows = {train.first_batch_rows}: {world_size} ranks cannot "
+                    f"share an update of {one.rows} equally; take a multiple of the ranks, or, "
+                    f"in a run that has begun, fewer ranks until step {train.batch_growth_steps:,}"]
+    return []

@@ -124,7 +124,11 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
         code = _run(main)
         sys.stdout.flush()
     except BaseException as error:
-        code = _report(error)
+        try:
+            code = _report(error)
+        finally:
+            if dist := sys.modules.get("deberta_ds.dist"):  # not imported here: it imports torch
+                dist.abandon()
     with suppress(OSError, ValueError):  # a device that is full, or a pipe that nobody reads
         sys.stdout.flush()
         sys.exit(code)
@@ -157,9 +161,6 @@ def _report(error: BaseException) -> int:
     on_every_rank = getattr(error, "on_every_rank", False)
     if not (on_every_rank and os.environ.get("RANK", "0") != "0"):
         print(f"error: {as_typed(message)}", file=sys.stderr, flush=True)
-    dist = sys.modules.get("deberta_ds.dist")  # not imported here: it imports torch
-    if dist:
-        dist.abandon()
     return EXIT_USER_ERROR
 
 

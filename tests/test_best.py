@@ -2,16 +2,19 @@
 
 import dataclasses
 import os
+from dataclasses import replace
 
 import pytest
 import rank_helpers
 from launching import deepspeed_json, make_run
 
 from deberta_ds import config
+from deberta_ds.data.rows import ROW_RULES
+from deberta_ds.errors import UserError
 from deberta_ds.formats.checkpoint import list_finished, newest, step_of
 from deberta_ds.objectives import rtd
 from deberta_ds.records import read_metrics
-from deberta_ds.train import best
+from deberta_ds.train import best, setup
 
 
 def evaluations(out) -> dict[int, float]:
@@ -48,22 +51,31 @@ def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
 
 def test_a_best_of_other_rows_counts_no_more(tmp_path):
     overrides = ["--train.best=generator_loss"]
-    then, _ = config.load(make_run(tmp_path), overrides)
-    saved = best.Best("generator_loss", 1.5, 10)
-    record = {"config": config.to_dict(then), "best": saved.state()}
-    assert best.continued(then, record) == (saved, "")
-    now, _ = config.load(make_run(tmp_path), [*overrides, "--train.eval_rows=8"])
-    found, note = best.continued(now, record)
-    assert found == best.Best("generator_loss") and "generator_loss = 1.5 at step 10" in note
-    other, _ = config.load(make_run(tmp_path), ["--train.best=roc_auc"])
-    assert best.continued(other, record) == (best.Best("roc_auc"), "")
+    run, _ = config.load(make_run(tmp_path), overrides)
+    tokenizer, _, held_out = setup._open(run, ROW_RULES)
+    scored = best.what_is_scored(run, held_out, [])
+    assert scored == best.what_is_scored(run, {"moved": held_out[run.data.eval]}, [])
+    fewer = best.what_is_scored(run, {"": held_out[run.data.eval][:8]}, [])
+    saved = best.Best("generator_loss", 1.5, 10, scored=scored)
+    assert best.continued(run, {"best": saved.state()}, scored) == (saved, "")
+    older = {key: value for key, value in saved.state().items() if key != "scored"}
+    assert best.continued(run, {"best": older}, fewer) == (replace(saved, scored=fewer), "")
+    found, note = best.continued(run, {"best": saved.state()}, fewer)
+    assert found == best.Best("generator_loss", scored=fewer)
+    assert "generator_loss = 1.5 at step 10" in note
+    other, _ = config.load(make_run(tmp_path), ["--train.best=minimal_pairs"])
+    assert best.continued(other, {"best": saved.state()}, "x") == (
+        best.Best("minimal_pairs", scored="x"), "")
+    pairs = [([5, 6], [5, 7])]
+    assert best.what_is_scored(other, {}, pairs) != best.what_is_scored(other, held_out, [])
 
 
 def test_a_directory_in_the_way_of_the_link_is_refused_at_the_start(tmp_path):
     run, _ = config.load(make_run(tmp_path), ["--train.best=generator_loss"])
-    assert best.problems(run) == []
+    best.check_link(run)
     (tmp_path / "out/best").mkdir(parents=True)
-    assert "is in the way" in best.problems(run)[0]
+    with pytest.raises(UserError, match="is in the way"):
+        best.check_link(run)
 
 
 def test_what_is_better():
@@ -99,8 +111,7 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert "minimal_pairs/de" in problems(best="minimal_pairs/de", eval_corpus=several)
     assert "roc_auc/de" in problems(best="roc_auc/de")
     assert "train.best" in problems(patience=2)
-    saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2)),
-             "config": config.to_dict(run)}
+    saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2))}
     wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best="roc_auc"))
-    assert best.continued(wanted, saved)[0].without == 2
-    assert best.continued(run, saved) == (best.Best(""), "") == best.continued(run, {})
+    assert best.continued(wanted, saved, "x")[0].without == 2
+    assert best.continued(run, saved, "") == (best.Best(""), "") == best.continued(run, {}, "")

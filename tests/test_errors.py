@@ -73,6 +73,12 @@ assert dist.is_distributed()
 atexit.register(lambda: print(group.is_initialized()))
 raise UserError('run.toml: no')""")
     assert (done.returncode, done.stdout, done.stderr) == (2, "False\n", "error: run.toml: no\n")
+    done = run("""import atexit, torch.distributed as group
+from deberta_ds import dist
+group.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)
+atexit.register(lambda: print(group.is_initialized()))
+{}['a bug of ours']""")
+    assert (done.returncode, done.stdout) == (1, "False\n") and "KeyError" in done.stderr
 
 
 def test_a_bug_keeps_its_traceback():

@@ -34,6 +34,13 @@ def test_a_world_without_a_launcher_is_refused():
         rank_variables({"WORLD_SIZE": "4"})
 
 
+def test_what_is_left_over_and_says_otherwise_is_refused():
+    for environ in (MPIRUN | {"WORLD_SIZE": "4"}, SRUN | {"WORLD_SIZE": "16"}):
+        with pytest.raises(UserError, match="= (4, not 2|16, not 8); they are left over"):
+            rank_variables(environ)
+    assert "WORLD_SIZE" not in rank_variables(SRUN | {"WORLD_SIZE": "8"})
+
+
 @pytest.mark.parametrize("environ, missing", [
     ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"),
     ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST"),

@@ -113,6 +113,11 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
                         "launcher has started this process; unset it, or use a launcher")
     else:
         found = _ALONE
+    differing = [f"{name} = {environ[name]}, not {found[name]}" for name in ("RANK", "WORLD_SIZE")
+                 if name in found and environ.get(name, found[name]) != found[name]]
+    if differing:
+        raise UserError(f"the launcher of this process says otherwise: {', '.join(differing)}; "
+                        "they are left over from another job: unset them")
     return {name: value for name, value in found.items() if name not in environ}
 
 

@@ -134,8 +134,11 @@ class _Reader:
         """As `_read`, while threads read the micro-batches that this worker will give next."""
         info = get_worker_info()
         stride = info.num_workers if info else 1
-        batches = 1 + _ROWS_AHEAD // len(self._rows[number])
-        for later in range(number, min(number + stride * batches, len(self)), stride):
+        ordered = 0
+        for later in range(number, len(self), stride):
+            if ordered > _ROWS_AHEAD:
+                break
+            ordered += len(self._rows[later])
             if later not in self._ahead:
                 self._ahead[later] = [self._threads.submit(self._dataset.read, g)
                                       for g in self._rows[later]]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deberta_ds import deepspeed_config
-from deberta_ds.batch_schedule import check_ranks, micro_batches, stretches
+from deberta_ds.batch_schedule import micro_batches, problems_with_ranks, stretches
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -129,7 +129,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
                         "--deepspeed_config ds_configs/zero1_fp16.json")
     model = on_meta(build_model, run)
     parameters, tensors = count_parameters(model), len(list(model.parameters()))
-    check_ranks(run.train, ranks, 0)
+    raise_problems("batch", problems_with_ranks(run.train, ranks, 0))
     full, seq_len = run.train.global_batch_rows, run.data.seq_len
     updates = stretches(run.train, 0, run.train.steps)
     compute_row = seq_len * objective_of(run).flops_per_token(run) / (ranks * peak_flops * mfu)

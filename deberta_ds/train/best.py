@@ -1,13 +1,21 @@
 """The best evaluation of a run so far: its checkpoint is kept, and when it is old the run stops."""
 
+import itertools
+import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from deberta_ds.config import RunConfig, from_dict
+import xxhash
+
+from deberta_ds import dist
+from deberta_ds.config import RunConfig
+from deberta_ds.data.batch import Row
+from deberta_ds.errors import UserError
 from deberta_ds.formats.checkpoint import BEST
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.train.minimal_pairs import Pairs
 
 
 @dataclass
@@ -18,6 +26,7 @@ class Best:
     value: float | None = None
     step: int = 0
     without: int = 0  # evaluations since then, none of them better
+    scored: str = ""  # checksum of what it is a score of; "": saved by an older version
 
     def accept(self, metric: Metric, step: int, value: float | None) -> bool:
         """Take note of an evaluation; return whether it is the best one so far."""
@@ -36,26 +45,32 @@ class Best:
             else f"{self.score} was never measured"
 
 
-def continued(run: RunConfig, record: dict | None) -> tuple[Best, str]:
+def what_is_scored(run: RunConfig, held_out: dict[str, list[Row]], pairs: Pairs) -> str:
+    """Return a checksum of what train.best is a score of, wherever its files lie."""
+    digest = xxhash.xxh3_128()
+    if run.train.best == MINIMAL_PAIRS.key:
+        digest.update(json.dumps(pairs).encode())
+    else:
+        for row in itertools.chain.from_iterable(held_out.values()):
+            digest.update(row.input_ids.tobytes() + row.labels.tobytes())
+    return digest.hexdigest()
+
+
+def continued(run: RunConfig, record: dict | None, scored: str) -> tuple[Best, str]:
     """Return the best of a checkpoint's run.json and "", or a new one where it is of another score.
 
-    Also of the same score of other rows, whose value would never be reached, or always; that is
-    worth a line of the log.
+    Also of the same score of other rows than now, `scored`, whose value would never be reached, or
+    always; that is worth a line of the log.
     """
     saved = (record or {}).get("best") or {}
+    new = Best(run.train.best, scored=scored)
     if saved.get("score") != run.train.best:
-        return Best(run.train.best), ""
-    best, then = Best(**saved), from_dict(record["config"], "run.json")
-    if best.value is None or _what_is_scored(then) == _what_is_scored(run):
-        return best, ""
-    return Best(run.train.best), (f"WARNING: what train.best scores has changed: the best so far, "
-                                  f"{best}, counts no more")
-
-
-def _what_is_scored(run: RunConfig) -> tuple:
-    if run.train.best == MINIMAL_PAIRS.key:
-        return run.evaluate.minimal_pairs, run.evaluate.pairs_per_paradigm
-    return run.data.eval, run.data.eval_replaced, run.train.eval_rows
+        return new, ""
+    best = Best(**saved)
+    if best.value is None or best.scored in ("", scored):
+        return replace(best, scored=scored), ""
+    return new, (f"WARNING: train.best is a score of other rows than before: the best so far, "
+                 f"{best}, counts no more")
 
 
 def metric_of(run: RunConfig) -> Metric | None:
@@ -75,10 +90,7 @@ def problems(run: RunConfig) -> list[str]:
     if not train.best:
         return ["train.patience counts evaluations without a better train.best; name a score "
                 "there"] if train.patience else []
-    found, link = [], Path(run.out_dir) / BEST
-    if link.exists() and not link.is_symlink():
-        found.append(f"train.best: {link} is in the way of the link to the best checkpoint; rename "
-                     "it")
+    found = []
     if not run.data.eval:
         found.append(f"train.best = {train.best!r}: is a score of evaluations, and without "
                      "data.eval there are none; name a held-out corpus, or leave it out")
@@ -88,3 +100,11 @@ def problems(run: RunConfig) -> list[str]:
                      f"{', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
                      "minimal_pairs with evaluate.minimal_pairs")
     return found
+
+
+def check_link(run: RunConfig) -> None:
+    """Raise UserError if OUT/best is something else than our link; rank 0 alone looks."""
+    link = Path(run.out_dir) / BEST
+    if run.train.best and dist.is_main() and link.exists() and not link.is_symlink():
+        raise UserError(f"train.best: {link} is in the way of the link to the best checkpoint; "
+                        "rename it")

@@ -166,7 +166,8 @@ class Trainer:
         stop_request.resumes_from = f"step {self.step:,}"
         self.spikes = SpikeRule(run.train.spike_sigmas, record["recent_losses"] if record else [])
         self.bad_steps_in_a_row = 0
-        self.best, note = best.continued(run, record)
+        self.best, note = best.continued(run, record, best.what_is_scored(
+            run, inputs.held_out, inputs.pairs[0]))
         if note:
             log.info(note)
         self.best_metric = best.metric_of(run)

@@ -10,6 +10,7 @@ from deberta_ds import dist
 from deberta_ds.config import RunConfig
 from deberta_ds.formats.engine_state import check_restorable
 from deberta_ds.train import engine
+from deberta_ds.train.check import changed_values
 from deberta_ds.train.loop import batches_of, first_weights
 from deberta_ds.train.preflight import preflight, room
 from deberta_ds.train.setup import describe, open_run, versions
@@ -31,6 +32,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     lines += [f"WARNING: checkpoint passed over: {line}" for line in found.passed_over]
     if found.path:
         lines.append(f"would go on from {found.path}, step {record['step']:,}")
+        lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
     lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
                                             bool(run.train.best))))
     if dist.is_main():

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from deberta_ds import __version__, batch_schedule, config, cpu, deepspeed_config, dist, native
-from deberta_ds.batch_schedule import check_ranks
+from deberta_ds.batch_schedule import problems_with_ranks
 from deberta_ds.config import RunConfig
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
@@ -21,9 +21,11 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.toml_files import flatten
 from deberta_ds.train import engine, machine
+from deberta_ds.train.best import check_link
 from deberta_ds.train.check import check_identity, check_run
 from deberta_ds.train.engine import local_device
 from deberta_ds.train.minimal_pairs import Pairs, open_pairs
+from deberta_ds.validation import raise_problems
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 # Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
@@ -53,7 +55,9 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     _join_group(run, ds_values, place)
     found = find(run.out_dir, resume)
     record = read_record(found.path) if found.path else None
-    check_ranks(run.train, dist.world_size(), record["step"] if record else 0)
+    raise_problems(place, problems_with_ranks(run.train, dist.world_size(),
+                                              record["step"] if record else 0))
+    dist.together(lambda: check_link(run))
     # An old run keeps its rows and its arithmetic.
     native.follow(record["cpu_rules"] if record else native.RULES)
     inputs = _open_inputs(run, ds_values, place, record["row_rules"] if record else ROW_RULES)

@@ -13,7 +13,7 @@ for group in (None, half):
         continue
     size = torch_dist.get_world_size(group)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
-        for numel in (0, 1, 7, 4096):
+        for numel in (0, 1, 4096, dist._SMALL, dist._SMALL + 7):
             mine = torch.randn(numel).mul(100).to(dtype) + dist.rank()
             expected, found = (torch.empty(numel * size, dtype=dtype) for _ in range(2))
             torch_dist.all_gather_into_tensor(expected, mine, group)
