@@ -154,7 +154,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
 
     from deberta_ds import config, dist
     from deberta_ds.formats import checkpoint
-    from deberta_ds.train import engine, loop, saver
+    from deberta_ds.train import engine, loop, saver, setup
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -170,7 +170,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     zero = {"stage": stage}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "allgather_sequential": True}
-    phases = [(loop, "open_inputs", "start-up"), (checkpoint, "find", "find and verify"),
+    phases = [(setup, "_open_inputs", "start-up"), (setup, "find", "find and verify"),
               (engine, "build_pretraining_engine", "build"), (checkpoint, "load", "resume"),
               (loop, "train_step", "step"), (loop, "evaluate", "evaluation"),
               (saver, "begin_save", "save"), (saver, "finish_save", "save, delete the old one")]
