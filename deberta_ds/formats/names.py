@@ -89,6 +89,11 @@ def to_ours(tensors: dict[str, Tensor], num_layers: int, absolute_input: bool
     return _rename(tensors, {theirs: ours for ours, theirs in table.items()})
 
 
+def their_name(ours: str, num_layers: int, absolute_input: bool) -> str:
+    """Return the microsoft name without prefix of one tensor; an unknown name stays."""
+    return next(iter(_rename({ours: None}, name_table(num_layers, absolute_input))))
+
+
 def from_legacy_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors with transformers' legacy masked-LM head under the microsoft names."""
     return _rename(tensors, {old: new for new, old in _LEGACY_HEAD.items()})

@@ -5,6 +5,7 @@ network that users load (discriminator, masked LM or classifier), the generator 
 is one, and the tokenizer's files. Tensors keep the dtype of the file, so a round trip is exact.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,14 +54,17 @@ class Release:
         return named | ({"generator": self.generator} if self.generator else {})
 
 
-def check_network(network: Network, place: str) -> None:
-    """Raise UserError if a tensor of the encoder is missing, unknown or of another shape."""
+def check_network(network: Network, place: str, said: Callable[[str], str]) -> None:
+    """Raise UserError if a tensor of the encoder is missing, unknown or of another shape.
+
+    `said` gives the name that a tensor has in the file, as far as it has another than ours.
+    """
     shapes = _expected_shapes(network)
-    missing = sorted(shapes.keys() - network.tensors.keys())
+    missing = sorted(map(said, shapes.keys() - network.tensors.keys()))
     if missing:
         raise UserError(f"{place}: {_some(missing)} missing; the file is not a whole "
                         f"{network.config.num_layers}-layer DeBERTa with these heads")
-    unknown = sorted(name for name in network.tensors.keys() - shapes.keys()
+    unknown = sorted(said(name) for name in network.tensors.keys() - shapes.keys()
                      if not name.startswith(OTHER_HEADS))
     if unknown:
         raise UserError(f"{place}: unknown tensors {_some(unknown)}; the file is of another "
@@ -68,15 +72,15 @@ def check_network(network: Network, place: str) -> None:
     for name, shape in shapes.items():
         found = tuple(network.tensors[name].shape)
         if found != shape:
-            raise UserError(f"{place}: {name} has shape {found}, but the configuration asks for "
-                            f"{shape}")
+            raise UserError(f"{place}: {said(name)} has shape {found}, but the configuration asks "
+                            f"for {shape}")
     for name, tensor in network.tensors.items():
         if tensor.dtype not in _DTYPES and (name in shapes or tensor.is_floating_point()):
-            raise UserError(f"{place}: {name} holds {tensor.dtype}, not floats of 16, 32 or 64 "
-                            "bits")
+            raise UserError(f"{place}: {said(name)} holds {tensor.dtype}, not floats of 16, 32 "
+                            "or 64 bits")
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise UserError(f"{place}: {name} holds NaN or infinity: the model diverged, or its "
-                            "file is damaged")
+            raise UserError(f"{place}: {said(name)} holds NaN or infinity: the model diverged, or "
+                            "its file is damaged")
 
 
 def with_zero_key_biases(network: Network) -> dict[str, Tensor]:

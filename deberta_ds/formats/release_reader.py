@@ -11,6 +11,7 @@ reader serves both and goes by the names of the tensors.
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,14 +46,17 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     `tokenizer` is the path of the one it was trained with, where `source` has none.
     """
     path = _existing(source)
+    said = str  # our own names
     if _is_run(path):
         release = read_checkpoint(path)
     elif is_ours(path):
         release = read_ours(path)
     else:
         release = _read_foreign(path)
+        said = partial(names.their_name, num_layers=release.main.config.num_layers,
+                       absolute_input=release.main.config.absolute_input)
     for name, network in release.networks().items():
-        check_network(network, f"{path} ({name})" if release.generator else str(path))
+        check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     if tokenizer is not None:
         _give_tokenizer(release, path, tokenizer)
     return release
