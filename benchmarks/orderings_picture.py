@@ -88,8 +88,9 @@ def main() -> None:
     curves = {title: names for title, names in CURVES.items() if any(
         name in record for run in runs for record in read_metrics(run.path / "metrics.jsonl")
         for name in names)}
-    figure = plt.figure(figsize=(4 * columns, 9), layout="constrained")
-    grid = figure.add_gridspec(3, 2 * columns)
+    rows = 1 + -(-len(names) // columns)
+    figure = plt.figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, 2 * columns)
     width = 2 * columns // len(curves)
     for place, (title, curve) in enumerate(curves.items()):
         draw_curve(figure.add_subplot(grid[0, place * width : (place + 1) * width]), title,
