@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from deberta_ds.data.prep.readers import arrow_batches
+from deberta_ds.data.prep.tables import arrow_batches
 from deberta_ds.errors import UserError, naming
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.json_files import parse_json, read_json

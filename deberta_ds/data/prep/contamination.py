@@ -35,7 +35,8 @@ from deberta_ds.data.prep.findings import (
     save_found,
 )
 from deberta_ds.data.prep.inputs import open_bytes, open_seekable
-from deberta_ds.data.prep.readers import arrow_batches, read_unit
+from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.tables import arrow_batches
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.prep.words import WORD
