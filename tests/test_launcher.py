@@ -29,6 +29,12 @@ def test_one_rank_by_hand_needs_no_address():
     check_environment(found)
 
 
+def test_a_rank_that_does_not_fit_is_not_said_to_be_a_launchers():
+    environ = {"RANK": "1", "WORLD_SIZE": "1"}
+    with pytest.raises(UserError, match="RANK = 1 does not fit WORLD_SIZE = 1"):
+        check_environment(environ | rank_variables(environ))
+
+
 def test_a_world_without_a_launcher_is_refused():
     with pytest.raises(UserError, match="WORLD_SIZE = '4' is set, but RANK is not"):
         rank_variables({"WORLD_SIZE": "4"})
@@ -36,7 +42,7 @@ def test_a_world_without_a_launcher_is_refused():
 
 def test_what_is_left_over_and_says_otherwise_is_refused():
     for environ in (MPIRUN | {"WORLD_SIZE": "4"}, SRUN | {"WORLD_SIZE": "16"}):
-        with pytest.raises(UserError, match="= (4, not 2|16, not 8); they are left over"):
+        with pytest.raises(UserError, match="= (4, not 2|16, not 8); it is left over"):
             rank_variables(environ)
     assert "WORLD_SIZE" not in rank_variables(SRUN | {"WORLD_SIZE": "8"})
 

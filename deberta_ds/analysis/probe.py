@@ -46,7 +46,7 @@ def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[t
                 raise ValueError("its text is empty")
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, BadTextError) as error:
+        except (ValueError, TypeError, BadTextError) as error:
             raise UserError(f"{place}: must be a JSON object with text under {', '.join(keys)} and "
                             f"a label under {label} ({type(error).__name__}: {error})") from None
         if isinstance(found[-1], bool) or not isinstance(found[-1], str | int):

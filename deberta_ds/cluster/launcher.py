@@ -97,14 +97,12 @@ def _title(words: list[str]) -> str:
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the rank variables that `environ` lacks; raises UserError if they cannot be found."""
-    if "RANK" in environ and environ.get("WORLD_SIZE") != "1":
-        return {}
     if "RANK" in environ:
-        found = _ALONE
+        found = _ALONE if environ.get("WORLD_SIZE") == "1" else {}
     elif "OMPI_COMM_WORLD_RANK" in environ:
-        found = _open_mpi(environ)
+        found = _agreeing(environ, _open_mpi(environ))
     elif "SLURM_STEP_NUM_TASKS" in environ:  # a task of srun; the batch script itself has no step
-        found = _slurm(environ)
+        found = _agreeing(environ, _slurm(environ))
     elif "PMI_RANK" in environ:
         _need_mpi4py("an MPI launcher that is not Open MPI")
         found = {}
@@ -113,12 +111,17 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
                         "launcher has started this process; unset it, or use a launcher")
     else:
         found = _ALONE
-    differing = [f"{name} = {environ[name]}, not {found[name]}" for name in ("RANK", "WORLD_SIZE")
-                 if name in found and environ.get(name, found[name]) != found[name]]
-    if differing:
-        raise UserError(f"the launcher of this process says otherwise: {', '.join(differing)}; "
-                        "they are left over from another job: unset them")
     return {name: value for name, value in found.items() if name not in environ}
+
+
+def _agreeing(environ: Mapping[str, str], found: dict[str, str]) -> dict[str, str]:
+    """Return what a launcher says; UserError if WORLD_SIZE is there and says otherwise."""
+    size = environ.get("WORLD_SIZE")
+    if size is not None and found.get("WORLD_SIZE", size) != size:
+        raise UserError("the launcher of this process says otherwise: WORLD_SIZE = "
+                        f"{size}, not {found['WORLD_SIZE']}; it is left over from another job: "
+                        "unset it")
+    return found
 
 
 def _need(environ: Mapping[str, str], launcher: str, *names: str) -> None:

@@ -158,13 +158,10 @@ def _of_checkpoint(directory: Path) -> Training:
                                      record["fingerprints"].get(source["path"], "")))
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
-    falls = f", at the end {mask['final_rate']}" if mask.get("final_rate") else ""  # 0.1.0: none
-    masked = [("masked share of the tokens", f"{mask['rate']}{falls}")]
+    masked = [("masked share of the tokens", _on_line(mask["rate"], mask.get("final_rate")))]
     if objective["kind"] == "rtd":
-        last = objective.get("final_temperature")
-        masked.append(("temperature of the generator's samples",
-                       f"{objective.get('temperature', 1.0)}"
-                       + (f", at the end {last}" if last else "")))
+        masked.append(("temperature of the generator's samples", _on_line(
+            objective.get("temperature", 1.0), objective.get("final_temperature"))))
     if objective["kind"] == "rtd_cached":
         masked = []  # the stored replacements have theirs
     rules = f"{optim['name']}, "
@@ -182,6 +179,11 @@ def _of_checkpoint(directory: Path) -> Training:
     if metrics.is_file() and objective["kind"] in OBJECTIVES:
         _add_scores(training, read_metrics(metrics), record["step"], objective["kind"])
     return training
+
+
+def _on_line(first: float, last: float | None) -> str:
+    """Return a setting as text; `last` is None where it stays, and in a run of 0.1.0."""
+    return f"{first}, at the end {last}" if last else f"{first}"
 
 
 def _rows_in_a_step(train: dict) -> str:

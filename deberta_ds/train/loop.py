@@ -153,7 +153,6 @@ class Trainer:
         self.started = time.monotonic()
         peak, how_fast = peak_of_a_rank(model_engine.device,
                                         deepspeed_config.product_precision(inputs.ds))
-        self.rows_of_run = batch_schedule.rows_of_run(run.train)
         if how_fast:
             log.info(how_fast)
         self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
@@ -309,7 +308,7 @@ class Trainer:
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
-        record |= self.speed.read(self._rows_seen(), self.rows_of_run)
+        record |= self.speed.read(self._rows_seen(), batch_schedule.rows_of_run(self.run.train))
         record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
         if slowest:
             record["slowest_share"] = slowest.share

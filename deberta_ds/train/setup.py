@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from deberta_ds import __version__, batch_schedule, config, cpu, deepspeed_config, dist, native
-from deberta_ds.batch_schedule import problems_with_ranks
+from deberta_ds import __version__, config, cpu, deepspeed_config, dist, native
+from deberta_ds.batch_schedule import problems_with_ranks, rows_before, rows_of_run
 from deberta_ds.config import RunConfig
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
@@ -105,7 +105,7 @@ def _open(run: RunConfig, rules: int) -> tuple[Tokenizer, RowDataset, dict[str, 
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
         rules=rules, draws_by=run.objective.draws_by,
-        rows_of_run=batch_schedule.rows_of_run(run.train), cache=cache)
+        rows_of_run=rows_of_run(run.train), cache=cache)
     held_out = {
         name: eval_rows(path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
                         num_rows=run.train.eval_rows, across_documents=data.across_documents,
@@ -123,7 +123,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     products = deepspeed_config.product_precision(inputs.ds)
     if products != precision:
         precision += f" weights with {products} products"
-    rows = batch_schedule.rows_of_run(run.train)
+    rows = rows_of_run(run.train)
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
@@ -138,7 +138,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
 
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     """Return what is allowed and rarely meant: rows nobody uses, rows seen very often."""
-    lines, rows = [], batch_schedule.rows_of_run(run.train)
+    lines, rows = [], rows_of_run(run.train)
     fitting = padded_rows(inputs.tokenizer.size)
     unused = run.model.vocab_size - fitting
     if unused > fitting // 10:
@@ -150,7 +150,7 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     for path, epochs in inputs.dataset.epochs(rows).items():
         if epochs > MANY_EPOCHS:
             fewer = bisect(range(run.train.steps), rows * FEW_EPOCHS / epochs,
-                           key=lambda step: batch_schedule.rows_before(run.train, step + 1)) or 1
+                           key=lambda step: rows_before(run.train, step + 1)) or 1
             warmup = max(run.optim.warmup_steps, run.train.batch_growth_steps)
             shorter = " with a shorter warm-up" if fewer < warmup else ""
             lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; beyond a few epochs new "
