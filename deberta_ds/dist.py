@@ -3,18 +3,18 @@
 Everything also works in a single process that never initialized a process group.
 """
 
+import itertools
 import os
-import threading
-from contextlib import suppress
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from deberta_ds import host_memory
 from deberta_ds.errors import UserError, user_message
 
-_LEAVE_SECONDS = 3.0
-_SMALL = 1 << 16  # numbers of a rank: below, a broadcast from each costs more than a gather
+_host: host_memory.HostMemory | None = None
+_left_gloo = False
 
 
 def is_distributed() -> bool:
@@ -51,7 +51,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the sum of `values` over all ranks; the input is left alone."""
     values = values.clone()
     if is_distributed():
-        torch_dist.all_reduce(values)
+        all_reduce(values)
     return values
 
 
@@ -98,11 +98,6 @@ def group_of(groups: list[list[int]]):
     return next((group for group, ranks in zip(made, groups, strict=True) if rank() in ranks), None)
 
 
-def sum_within(values: Tensor, group=None) -> None:
-    """Add up `values` in place over a group of `group_of`, or over all ranks."""
-    torch_dist.all_reduce(values, group=group)
-
-
 def swap(values: Tensor, partner: int) -> None:
     """Send `values` to another rank and take as many from it, both at once."""
     theirs = torch.empty_like(values)
@@ -112,36 +107,91 @@ def swap(values: Tensor, partner: int) -> None:
         one.wait()
 
 
-class _Works:
-    """Several collectives that are waited for as one."""
-
-    def __init__(self, works: list):
-        self._works = works
+class _Done:
+    """What an asynchronous collective returns that has ended already."""
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        pass
 
 
-def gather_by_broadcasts(output_tensor: Tensor, input_tensor: Tensor, group=None,
-                         async_op: bool = False):
-    """As torch's all_gather_into_tensor, by one broadcast from every rank; the same numbers.
+def share_memory(seconds: float) -> bool:
+    """Let ranks that are all on one host add and gather through memory; return whether they do.
 
-    gloo gathers into new memory and copies from there: 256 MiB between two ranks of a host go at
-    0.7 GB/s, and at 1.9 by broadcasts into their place.
+    Every rank calls it, with gloo. `seconds`: how long a rank waits for another.
     """
-    size = torch_dist.get_world_size(group)
-    assert output_tensor.numel() == size * input_tensor.numel()  # or ranks wait for each other
-    assert output_tensor.dtype == input_tensor.dtype
-    if input_tensor.numel() < _SMALL:
+    global _host
+    _host = host_memory.connect(rank(), world_size(), gather_objects, seconds)
+    return _host is not None
+
+
+def _through_memory(values: Tensor, op, group) -> bool:
+    """Return whether a collective goes through the host's memory: the same on every rank."""
+    return (_host is not None and (op is None or op == torch_dist.ReduceOp.SUM)
+            and values.numel() > 0 and values.is_cpu and values.is_floating_point()
+            and torch_dist.get_world_size(group) == world_size())
+
+
+@torch.no_grad()
+def all_reduce(tensor: Tensor, op=torch_dist.ReduceOp.SUM, group=None, async_op: bool = False):
+    """As torch's."""
+    if not _through_memory(tensor, op, group):
+        return torch_dist.all_reduce(tensor, op, group, async_op)
+    flat = tensor.contiguous().view(-1)
+    edges = [len(flat) * number // world_size() for number in range(world_size() + 1)]
+    spans = list(itertools.pairwise(edges))
+    chunk = host_memory.ring_chunk(len(flat), flat.element_size(), world_size())
+    _host.add(flat, spans, flat[slice(*spans[rank()])], chunk)
+    _host.gather(flat, spans)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view_as(tensor))
+    return _Done() if async_op else None
+
+
+@torch.no_grad()
+def reduce(tensor: Tensor, dst: int, op=torch_dist.ReduceOp.SUM, group=None,
+           async_op: bool = False):
+    """As torch's, but that the other ranks' tensors stay as they are."""
+    if not _through_memory(tensor, op, group):
+        return torch_dist.reduce(tensor, dst, op, group, async_op)
+    flat = tensor.contiguous().view(-1)
+    spans = [(0, len(flat) if each == dst else 0) for each in range(world_size())]
+    chunk = host_memory.ring_chunk_of_reduce(len(flat), flat.element_size(), world_size())
+    _host.add(flat, spans, flat, chunk)
+    if rank() == dst and not tensor.is_contiguous():
+        tensor.copy_(flat.view_as(tensor))
+    return _Done() if async_op else None
+
+
+@torch.no_grad()
+def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, op=torch_dist.ReduceOp.SUM,
+                   group=None, async_op: bool = False):
+    """As torch's reduce_scatter_tensor."""
+    if not _through_memory(input_tensor, op, group):
+        return torch_dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+    assert output_tensor.is_contiguous()
+    part = output_tensor.numel()
+    assert input_tensor.numel() == part * world_size()  # or ranks wait for each other
+    spans = [(part * each, part * (each + 1)) for each in range(world_size())]
+    numel, size = input_tensor.numel(), input_tensor.element_size()
+    chunk = host_memory.ring_chunk(numel, size, world_size())  # gloo scatters what it sums up whole
+    _host.add(input_tensor.contiguous().view(-1), spans, output_tensor.view(-1), chunk)
+    return _Done() if async_op else None
+
+
+@torch.no_grad()
+def gather(output_tensor: Tensor, input_tensor: Tensor, group=None, async_op: bool = False):
+    """As torch's all_gather_into_tensor."""
+    if not _through_memory(input_tensor, None, group):
         return torch_dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-    parts = output_tensor.view(-1).tensor_split(size)
-    mine = parts[torch_dist.get_rank(group)]
+    assert output_tensor.is_contiguous() and output_tensor.dtype == input_tensor.dtype
+    part = input_tensor.numel()
+    assert output_tensor.numel() == part * world_size()
+    flat = output_tensor.view(-1)
+    mine = flat[part * rank() : part * (rank() + 1)]
     if mine.data_ptr() != input_tensor.data_ptr():
-        mine.copy_(input_tensor.view(-1))
-    works = _Works([torch_dist.broadcast(part, group=group, group_src=source, async_op=True)
-                    for source, part in enumerate(parts)])
-    return works if async_op else works.wait()
+        mine.copy_(input_tensor.reshape(-1))
+    _host.gather(flat, [(part * each, part * (each + 1)) for each in range(world_size())])
+    return _Done() if async_op else None
 
 
 def together(function):
@@ -164,24 +214,18 @@ def together(function):
     return value
 
 
-def abandon() -> None:
-    """Leave the process group without the others, as a rank does that ends on an error.
-
-    gloo's threads may abort an interpreter that ends beside them; NCCL would wait for the others.
-    So would gloo where a collective is still under way, hence a thread and a time.
-    """
-    def leave() -> None:
-        with suppress(Exception):  # what ends the rank has been said
-            torch_dist.destroy_process_group()
-
-    if uses_gloo():
-        leaving = threading.Thread(target=leave, daemon=True)
-        leaving.start()
-        leaving.join(_LEAVE_SECONDS)
-
-
 def destroy() -> None:
     """Leave the process group, all ranks together."""
+    global _host, _left_gloo
     if is_distributed():
         torch_dist.barrier()
+        if _host is not None:
+            _host.close()
+            _host = None
+        _left_gloo = uses_gloo()
         torch_dist.destroy_process_group()
+
+
+def has_gloo_threads() -> bool:
+    """Return whether gloo's threads may be alive: they outlive the group while anyone holds it."""
+    return _left_gloo or uses_gloo()

@@ -5,6 +5,7 @@ names the file, the place in it, the rule and the remedy. Everything else is a b
 its traceback. Classes of other libraries are known by name, so that nothing heavy is imported here.
 """
 
+import atexit
 import errno
 import os
 import stat
@@ -126,14 +127,36 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     except BaseException as error:
         try:
             code = _report(error)
-        finally:
-            if dist := sys.modules.get("deberta_ds.dist"):  # not imported here: it imports torch
-                dist.abandon()
+        except BaseException:
+            if not _has_gloo_threads():
+                raise
+            sys.excepthook(*sys.exc_info())
+            code = 1
+    if _has_gloo_threads():
+        _end_at_once(code)
     with suppress(OSError, ValueError):  # a device that is full, or a pipe that nobody reads
         sys.stdout.flush()
         sys.exit(code)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries once more
     sys.exit(code)
+
+
+def _has_gloo_threads() -> bool:
+    dist = sys.modules.get("deberta_ds.dist")  # not imported here: it imports torch
+    return dist is not None and dist.has_gloo_threads()
+
+
+def _end_at_once(code: int) -> None:
+    """End the process as Python does, but for taking its objects apart.
+
+    A thread of gloo that lets go of a tensor meanwhile would abort it (code 134): it asks for a
+    lock that Python before 3.14 answers by ending the thread.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 def _run(main: Callable[[], int | None]) -> int:

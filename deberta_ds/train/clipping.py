@@ -18,6 +18,7 @@ from deberta_ds.formats.engine_state import base_optimizer
 
 CLIP_RULES = 2  # of a run; 1: one norm for all networks, as before
 _TINY = 1e-6  # DeepSpeed's and torch's
+_PIECE = 1 << 16  # numbers whose fp64 copy stays in cache
 
 
 def clip_rules_of(record: dict | None) -> int:
@@ -47,6 +48,26 @@ def clip_networks_apart(engine) -> None:
         _clip_scaled(optimizer, networks, largest)
     else:
         engine.clip_fp32_gradients = lambda: clip_gradients(optimizer, largest)
+
+
+def measure_in_pieces(optimizer) -> None:
+    """ZeRO-1 to 3 on a CPU: have DeepSpeed measure a large gradient piece by piece.
+
+    It makes an fp64 copy of what it measures, and fresh pages for the copy take longer than the
+    norm. Call before `clip_networks_apart`.
+    """
+    measure = optimizer.get_grad_norm_direct
+
+    def measure_pieces(gradients: list[Tensor], parameters: list, *arguments, **named) -> Tensor:
+        pieces, owners = [], []
+        real = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        for gradient, parameter in zip(real, parameters):  # noqa: B905  as DeepSpeed: then padding
+            parts = gradient.reshape(-1).split(_PIECE)
+            pieces += parts
+            owners += [parameter] * len(parts)
+        return measure(pieces or gradients, owners, *arguments, **named)
+
+    optimizer.get_grad_norm_direct = measure_pieces
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float) -> None:

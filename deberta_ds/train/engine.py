@@ -25,7 +25,7 @@ from deberta_ds.errors import UserError, first_line
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
-from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart
+from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart, measure_in_pieces
 from deberta_ds.train.deepspeed_check import (
     COMM_PARTS,
     CPU_PARTS,
@@ -75,15 +75,34 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
             f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
             "else MASTER_PORT), and start every rank"
         ) from error
+    shares_memory = False
     if dist.uses_gloo():
         check_parts("deepspeed.comm", deepspeed.comm.comm, COMM_PARTS)
-        deepspeed.comm.comm.cdb.all_gather_function = dist.gather_by_broadcasts
+        shares_memory = dist.share_memory(deepspeed.constants.default_pg_timeout.total_seconds())
+        if shares_memory:
+            _send_through_memory(deepspeed.comm.comm.cdb)
     warnings_here = check_machine(ds, device.type, place)
     if dist.is_main():
         log.show_choices()
+        if shares_memory:
+            logging.getLogger("deberta_ds").info("collectives: through memory, as all %d ranks are "
+                                                 "on this host", dist.world_size())
         for line in warnings_here:
             logging.getLogger("deberta_ds").warning(line)
     return device
+
+
+def _send_through_memory(backend) -> None:
+    """Replace the sums and gathers that DeepSpeed's `backend` has as attributes."""
+    def all_reduce(tensor, op, group=None, async_op=False):
+        return dist.all_reduce(tensor, backend._reduce_op(op), group, async_op)
+
+    def reduce(tensor, dst, op, group=None, async_op=False):
+        return dist.reduce(tensor, dst, backend._reduce_op(op), group, async_op)
+
+    backend.all_reduce, backend.reduce = all_reduce, reduce
+    backend.reduce_scatter_function = dist.reduce_scatter
+    backend.all_gather_function = dist.gather
 
 
 def local_device() -> torch.device:
@@ -126,6 +145,8 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
                                       config=ds)
     check_engine(engine)
     mend_half_without_zero(engine)
+    if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
+        measure_in_pieces(engine.optimizer)
     clip_networks_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine)

@@ -132,7 +132,7 @@ def _put_together(parts: list[_Part], dtype: torch.dtype) -> Tensor:
             row[piece.start:piece.start + piece.count] = part.direction[
                 piece.offset:piece.offset + piece.count]
     if first.matrix.is_cut:
-        dist.sum_within(whole)
+        dist.all_reduce(whole)
     return whole.view(-1, *first.matrix.shape)
 
 
@@ -142,7 +142,7 @@ def _orthogonal_shared(matrices: Tensor) -> Tensor:
     share = slice(dist.rank(), None, dist.world_size())
     if len(mine := matrices[share]):
         updates[share] = orthogonal(mine)
-    dist.sum_within(updates)
+    dist.all_reduce(updates)
     return updates
 
 

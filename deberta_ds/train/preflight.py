@@ -43,7 +43,7 @@ def preflight(device: torch.device, host: str, versions: dict[str, str]) -> list
              "everywhere", *_clock_lines(clocks, [name for name, _ in facts])]
     lines += _inside(hosts, host, message, device)
     lines += _between(list(hosts.values()), list(hosts), message, device)
-    whole = _fastest(lambda: dist.sum_within(message), device)
+    whole = _fastest(lambda: dist.all_reduce(message), device)
     lines.append(f"all-reduce of {message.nbytes >> 20} MiB over all ranks: {1000 * whole:,.1f} ms")
     return lines
 
@@ -93,7 +93,7 @@ def _inside(hosts: dict[str, list[int]], host: str, message: torch.Tensor, devic
     if all(len(ranks) == 1 for ranks in hosts.values()):
         return []
     group = dist.group_of(list(hosts.values()))
-    seconds = _fastest(lambda: dist.sum_within(message, group), device)
+    seconds = _fastest(lambda: dist.all_reduce(message, group=group), device)
     own = len(hosts[host])
     by_rank = dist.gather_number(2 * (own - 1) / own * message.nbytes / seconds, device)
     rates = {name: by_rank[ranks[0]] for name, ranks in hosts.items() if len(ranks) > 1}
