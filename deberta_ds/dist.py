@@ -127,8 +127,17 @@ def share_memory(seconds: float) -> bool:
 def _through_memory(values: Tensor, op, group) -> bool:
     """Return whether a collective goes through the host's memory: the same on every rank."""
     return (_host is not None and (op is None or op == torch_dist.ReduceOp.SUM)
-            and values.numel() > 0 and values.is_cpu and values.is_floating_point()
-            and torch_dist.get_world_size(group) == world_size())
+            and values.numel() > 0 and values.is_cpu and values.layout == torch.strided
+            and values.is_floating_point() and torch_dist.get_world_size(group) == world_size())
+
+
+def _shares(numel: int) -> host_memory.Spans:
+    """Return which of so many numbers each rank adds up."""
+    return list(itertools.pairwise(numel * each // world_size()
+                                   for each in range(world_size() + 1)))
+
+
+# .data, so that what autograd has saved is not found changed: neither does gloo tell it.
 
 
 @torch.no_grad()
@@ -136,30 +145,29 @@ def all_reduce(tensor: Tensor, op=torch_dist.ReduceOp.SUM, group=None, async_op:
     """As torch's."""
     if not _through_memory(tensor, op, group):
         return torch_dist.all_reduce(tensor, op, group, async_op)
-    flat = tensor.contiguous().view(-1)
-    edges = [len(flat) * number // world_size() for number in range(world_size() + 1)]
-    spans = list(itertools.pairwise(edges))
-    chunk = host_memory.ring_chunk(len(flat), flat.element_size(), world_size())
-    _host.add(flat, spans, flat[slice(*spans[rank()])], chunk)
-    _host.gather(flat, spans)
-    if not tensor.is_contiguous():
-        tensor.copy_(flat.view_as(tensor))
+    chunk = host_memory.ring_chunk(tensor.numel(), tensor.element_size(), world_size())
+    _reduce_to(None, tensor.data, chunk)
     return _Done() if async_op else None
 
 
 @torch.no_grad()
 def reduce(tensor: Tensor, dst: int, op=torch_dist.ReduceOp.SUM, group=None,
            async_op: bool = False):
-    """As torch's, but that the other ranks' tensors stay as they are."""
+    """As torch's: other ranks' tensors end up as anything."""
     if not _through_memory(tensor, op, group):
         return torch_dist.reduce(tensor, dst, op, group, async_op)
-    flat = tensor.contiguous().view(-1)
-    spans = [(0, len(flat) if each == dst else 0) for each in range(world_size())]
-    chunk = host_memory.ring_chunk_of_reduce(len(flat), flat.element_size(), world_size())
-    _host.add(flat, spans, flat, chunk)
-    if rank() == dst and not tensor.is_contiguous():
-        tensor.copy_(flat.view_as(tensor))
+    chunk = host_memory.ring_chunk_of_reduce(tensor.numel(), tensor.element_size(), world_size())
+    _reduce_to(dst, tensor.data, chunk)
     return _Done() if async_op else None
+
+
+def _reduce_to(owner: int | None, tensor: Tensor, chunk: int) -> None:
+    flat = tensor.contiguous().view(-1)
+    shares = _shares(len(flat))
+    _host.add(flat, shares, flat[slice(*shares[rank()])], chunk)
+    _host.gather(flat, shares, owner)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view_as(tensor))
 
 
 @torch.no_grad()
@@ -168,29 +176,27 @@ def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, op=torch_dist.Re
     """As torch's reduce_scatter_tensor."""
     if not _through_memory(input_tensor, op, group):
         return torch_dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-    assert output_tensor.is_contiguous()
-    part = output_tensor.numel()
-    assert input_tensor.numel() == part * world_size()  # or ranks wait for each other
-    spans = [(part * each, part * (each + 1)) for each in range(world_size())]
     numel, size = input_tensor.numel(), input_tensor.element_size()
+    assert output_tensor.is_contiguous() and numel == output_tensor.numel() * world_size()
     chunk = host_memory.ring_chunk(numel, size, world_size())  # gloo scatters what it sums up whole
-    _host.add(input_tensor.contiguous().view(-1), spans, output_tensor.view(-1), chunk)
+    _host.add(input_tensor.data.contiguous().view(-1), _shares(numel),
+              output_tensor.data.view(-1), chunk)
     return _Done() if async_op else None
 
 
 @torch.no_grad()
-def gather(output_tensor: Tensor, input_tensor: Tensor, group=None, async_op: bool = False):
+def all_gather(output_tensor: Tensor, input_tensor: Tensor, group=None, async_op: bool = False):
     """As torch's all_gather_into_tensor."""
     if not _through_memory(input_tensor, None, group):
         return torch_dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     assert output_tensor.is_contiguous() and output_tensor.dtype == input_tensor.dtype
-    part = input_tensor.numel()
-    assert output_tensor.numel() == part * world_size()
-    flat = output_tensor.view(-1)
-    mine = flat[part * rank() : part * (rank() + 1)]
+    assert output_tensor.numel() == input_tensor.numel() * world_size()
+    flat = output_tensor.data.view(-1)
+    shares = _shares(len(flat))
+    mine = flat[slice(*shares[rank()])]
     if mine.data_ptr() != input_tensor.data_ptr():
         mine.copy_(input_tensor.reshape(-1))
-    _host.gather(flat, [(part * each, part * (each + 1)) for each in range(world_size())])
+    _host.gather(flat, shares)
     return _Done() if async_op else None
 
 

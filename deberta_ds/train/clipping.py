@@ -65,7 +65,7 @@ def measure_in_pieces(optimizer) -> None:
             parts = gradient.reshape(-1).split(_PIECE)
             pieces += parts
             owners += [parameter] * len(parts)
-        return measure(pieces or gradients, owners, *arguments, **named)
+        return measure(pieces, owners, *arguments, **named)
 
     optimizer.get_grad_norm_direct = measure_pieces
 

@@ -29,8 +29,8 @@ _LARGEST = (1 << 63) - 1
 MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
                 "get_accelerator", "constants.default_pg_timeout")
 CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running compilers
-COMM_PARTS = ("cdb.all_reduce", "cdb.reduce", "cdb.reduce_scatter_function",  # after
-              "cdb.all_gather_function", "cdb._reduce_op")  # init_distributed
+COMM_PARTS = ("cdb.all_reduce", "cdb.reduce", "cdb.reduce_scatter_function",
+              "cdb.all_gather_function", "cdb._reduce_op")  # there is a cdb after init_distributed
 ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
                 "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
                 "dynamic_loss_scale", "set_train_batch_size", "train_micro_batch_size_per_gpu",

@@ -102,7 +102,7 @@ def _send_through_memory(backend) -> None:
 
     backend.all_reduce, backend.reduce = all_reduce, reduce
     backend.reduce_scatter_function = dist.reduce_scatter
-    backend.all_gather_function = dist.gather
+    backend.all_gather_function = dist.all_gather
 
 
 def local_device() -> torch.device:
