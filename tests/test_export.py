@@ -10,6 +10,7 @@ import torch
 import transformers
 from data_helpers import SENTENCES, tiny_tokenizer, tokenizer_path
 from export_cases import (
+    BASE,
     FAMILIES,
     make_release,
     random_state,
@@ -29,6 +30,7 @@ from deberta_ds.formats.initialize import initial_tensors
 from deberta_ds.formats.microsoft import write_microsoft
 from deberta_ds.formats.ours import release_of_state, write_ours
 from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.formats.release import build_backbone
 from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.sentencepiece_json import build_tokenizer_json
 from deberta_ds.objectives.build import build_model, objective_of
@@ -135,6 +137,47 @@ def test_exported_model_agrees_beyond_the_reach_of_the_relative_table(
     (tmp_path / "ms").mkdir()
     write_microsoft(read_release(tmp_path), tmp_path / "ms")
     same_networks(release, read_release(tmp_path / "ms"))
+
+
+@pytest.mark.parametrize("longest", [3, 64, 100, 129, 130])
+@pytest.mark.parametrize("to", ["hf", "ms"])
+def test_more_buckets_than_distances_are_written_as_a_row_a_distance(
+        tmp_path, longest, to, monkeypatch):
+    """transformers divides by log((max - 1) / (buckets / 2)): at 64 to 128 of 256 buckets the
+    export failed its check, or passed it and computed another model in longer rows."""
+    shape = BASE | {"max_position": 160, "max_relative": longest, "position_buckets": 256}
+    monkeypatch.setitem(FAMILIES, "v3", shape)
+    release = make_release("v3")
+    summary = convert.write_release(release, "test", tmp_path / "out", to)
+    assert any("a row a distance" in note for note in summary.notes) == (longest < 130)
+    ours = build_backbone(release.main)
+    others = [load_backbone(tmp_path / "out").backbone]
+    if to == "hf":
+        others.append(transformers.AutoModel.from_pretrained(tmp_path / "out").eval())
+    for length in (longest, 129, 300):
+        ids = torch.randint(4, 600, (1, length), generator=torch.Generator().manual_seed(length))
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            expected = ours(ids, mask)
+            for other in others:
+                found = other(ids, mask)
+                found = getattr(found, "last_hidden_state", found)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["hf", "ms"])
+def test_a_model_of_the_form_of_bert_is_written(tmp_path, to, monkeypatch):
+    """Only relative_attention and absolute_input said, as in docs/learning.md; the terms and the
+    norm that nothing uses keep their defaults, which official code would heed."""
+    shape = BASE | {"relative_attention": False, "absolute_input": True}
+    monkeypatch.setitem(FAMILIES, "v3", shape)
+    release = make_release("v3", "mlm")
+    convert.write_release(release, "test", tmp_path / "out", to)
+    ids = torch.randint(4, 600, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = build_backbone(release.main)(ids, torch.ones_like(ids))
+        found = load_backbone(tmp_path / "out").backbone(ids, torch.ones_like(ids))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_exported_encoder_loads_under_a_new_head(tmp_path):

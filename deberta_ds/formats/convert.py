@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +17,7 @@ from deberta_ds.formats.microsoft import write_microsoft
 from deberta_ds.formats.onnx_files import require_onnx, write_onnx
 from deberta_ds.formats.ours import write_ours
 from deberta_ds.formats.read_back import check_hugging_face, check_tensors, check_tokenizer
+from deberta_ds.formats.relative_rows import with_a_row_a_distance
 from deberta_ds.formats.release import Network, Release
 from deberta_ds.formats.release_reader import check_table, read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
@@ -70,9 +71,12 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     _clean_up_after_killed(out)
     before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    described = _describe(release)
+    if to != "ours":
+        release = _with_readable_tables(release)
     try:
         fresh.mkdir(parents=True)
-        notes = [*_describe(release), *release.notes, *WRITERS[to](release, fresh)]
+        notes = [*described, *release.notes, *WRITERS[to](release, fresh)]
         checks, warnings = _check(release, fresh, to)
         if onnx:
             checks += write_onnx(release, fresh, onnx)
@@ -177,6 +181,15 @@ def _replace(fresh: Path, out: Path) -> None:
         os.replace(out, old)
     os.replace(fresh, out)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _with_readable_tables(release: Release) -> Release:
+    main, notes = with_a_row_a_distance(release.main)
+    generator = release.generator
+    if generator:
+        generator, more = with_a_row_a_distance(generator)
+        notes += more
+    return replace(release, main=main, generator=generator, notes=release.notes + notes)
 
 
 def _describe(release: Release) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rows of the relative position table that only transformers reads, at distances beyond the table.
+"""Relative position tables as official code and transformers read them at every distance.
 
 With log buckets, the official code clamps a distance to max_relative - 1 before it takes the
 logarithm (DeBERTa/deberta/da_utils.py, make_log_bucket_position), so the rows outside the outermost
@@ -6,16 +6,37 @@ buckets (row 0, for an even number of buckets) are never read or trained. transf
 logarithm of any distance and clamps the row, so beyond max_relative tokens it reads just those. An
 exported table repeats the outermost trained row there, which makes both the same function at every
 length; the rows that were there are kept beside it and come back on the way in.
+
+Where the buckets have a row for every distance already (256 of them for 128 tokens), transformers
+divides by the logarithm of one or less. Such a table is written with a row a distance and without
+buckets, which is the same function.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
+from deberta_ds.formats.release import Network
 from deberta_ds.model.attention.geometry import Geometry
 
+_OURS = "trunk.encoder.relative"  # in a Network
 TABLE, UNREAD_ROWS = "encoder.rel_embeddings.weight", "encoder.rel_embeddings.unread_rows"
+
+
+def with_a_row_a_distance(network: Network) -> tuple[Network, list[str]]:
+    """Return a network whose distances all code tells apart as ours does, and a note on it."""
+    config, limit = network.config, network.config.largest_distance
+    if not config.relative_attention or config.position_buckets // 2 < limit - 1:
+        return network, []
+    rows = Geometry(limit, config.position_buckets).slots(torch.arange(-limit, limit))
+    plain = replace(config, position_buckets=0, max_relative=limit)
+    note = (f"mapped: relative table of {config.position_buckets} buckets a side for distances up "
+            f"to {limit}: written with a row a distance, as transformers cannot read it")
+    return replace(network, config=plain,
+                   tensors=network.tensors | {_OURS: network.tensors[_OURS][rows]}), [note]
 
 
 def without_unread_rows(tensors: dict[str, Tensor], config: ModelConfig
