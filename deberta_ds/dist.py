@@ -15,6 +15,7 @@ from deberta_ds.errors import UserError, user_message
 
 _host: host_memory.HostMemory | None = None
 _left_gloo = False
+_ONE_ADDS = 4  # ranks whose numbers one rank adds up in the time that sharing the work would take
 
 
 def is_distributed() -> bool:
@@ -162,10 +163,15 @@ def reduce(tensor: Tensor, dst: int, op=torch_dist.ReduceOp.SUM, group=None,
 
 
 def _reduce_to(owner: int | None, tensor: Tensor, chunk: int) -> None:
+    """Add up `tensor` for one rank or, with None, for all of them."""
     flat = tensor.contiguous().view(-1)
-    shares = _shares(len(flat))
-    _host.add(flat, shares, flat[slice(*shares[rank()])], chunk)
-    _host.gather(flat, shares, owner)
+    if owner is not None and world_size() <= _ONE_ADDS:
+        shares = [(0, len(flat) if each == owner else 0) for each in range(world_size())]
+        _host.add(flat, shares, flat, chunk)
+    else:
+        shares = _shares(len(flat))
+        _host.add(flat, shares, flat[slice(*shares[rank()])], chunk)
+        _host.gather(flat, shares, owner)
     if not tensor.is_contiguous():
         tensor.copy_(flat.view_as(tensor))
 

@@ -46,16 +46,20 @@ class HostMemory:
         It is written to `total`, which may be that part of `values`. `chunk`: of the ring whose
         order is followed.
         """
-        width = _SLOT // values.element_size() // len(spans)
+        takers = [rank for rank, (first, last) in enumerate(spans) if last > first]
+        width = _SLOT // values.element_size() // len(takers)
         collective = _checksum("add", values.dtype, spans, chunk)
         for start in range(0, _longest(spans), width):
             slots = self._next_slots(values.dtype)
-            for rank, span in enumerate(spans):
+            for place, rank in enumerate(takers):
                 if rank != self._rank:
-                    part = _part(values, span, start, width)
-                    slots[self._rank, rank * width : rank * width + len(part)].copy_(part)
+                    part = _part(values, spans[rank], start, width)
+                    slots[self._rank, place * width : place * width + len(part)].copy_(part)
             self._wait(collective)
-            mine, at = _part(values, spans[self._rank], start, width), self._rank * width
+            if self._rank not in takers:
+                continue
+            mine = _part(values, spans[self._rank], start, width)
+            at = takers.index(self._rank) * width
             parts = [mine if rank == self._rank else slots[rank, at : at + len(mine)]
                      for rank in range(len(spans))]
             first = spans[self._rank][0] + start

@@ -141,6 +141,17 @@ def test_without_gradients_the_context_is_the_same(dtype):
     assert torch.equal(alone, with_gradients)
 
 
+@pytest.mark.parametrize("segments", [ones(1, 40), PACKED, HOLES])
+@pytest.mark.parametrize("dtype", both())
+def test_positions_may_be_of_32_bits(segments, dtype):
+    case = Case(V3, segments, num_queries=9)
+    inputs = [x.to(dtype) for x in case.tensors()[:5]]
+    long, short = [attend(*inputs, geometry=V3, segments=segments, mode="tiled",
+                          query_positions_BQ=case.columns().to(kind))
+                   for kind in (torch.int64, torch.int32)]
+    assert torch.equal(long, short)
+
+
 @pytest.mark.parametrize("dtype", both())
 def test_operands_lie_as_the_model_has_them(dtype):
     """Heads side by side in a row of a projection, and a gradient that was expanded."""

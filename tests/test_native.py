@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from deberta_ds import native
 from deberta_ds.errors import UserError
+from deberta_ds.model.attention.dropout import drop_threshold
 from deberta_ds.model.dropout import Dropout, Keep, ResidualNorm, draw_keep
 
 KEEP = Keep(123_456_789, 4_000_000_000, round(0.1 * 2**32))
@@ -149,3 +150,12 @@ def test_runs_that_were_begun_with_torchs_operators_keep_them():
         native.follow(native.RULES)
     with pytest.raises(UserError, match="CPU rules 4: this program knows 1 to 3"):
         native.follow(4)
+
+
+@pytest.mark.parametrize("dropout", [1 - 1e-10, 1 - 1e-12, 1 - 2**-53])
+def test_a_rate_just_below_one_drops_nearly_all(dropout):
+    torch.manual_seed(0)
+    keep = draw_keep(dropout)
+    assert 2.0**31 < keep.scale <= 2.0**32
+    assert not keep.apply(torch.ones(1000)).isnan().any()
+    assert drop_threshold(dropout) <= 2**31 - 1

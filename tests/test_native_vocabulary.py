@@ -50,6 +50,12 @@ def test_is_the_formula(rows, size, words, valid, chunk, table, monkeypatch):
         assert not mine[valid:].any() or len(mine) == rows
 
 
+def test_labels_may_be_of_32_bits():
+    leaves, labels = leaves_and_labels(70, 48, 1000)
+    losses = [linear_cross_entropy(*leaves, each)[0] for each in (labels, labels.int())]
+    assert losses[0] == losses[1]
+
+
 def test_equal_logits_count_the_lowest_id():
     hidden, bias = torch.ones(3, 32, dtype=HALF), torch.zeros(600)
     weight, labels = torch.ones(600, 32), torch.tensor([0, 1, 599])

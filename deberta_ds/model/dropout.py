@@ -58,7 +58,7 @@ class Keep:
 def draw_keep(dropout: float) -> Keep:
     """Return fresh keys from torch's CPU generator."""
     key, second_key = torch.randint(_WORDS, (2,)).tolist()
-    return Keep(key, second_key, round(dropout * _WORDS))
+    return Keep(key, second_key, min(round(dropout * _WORDS), _WORDS - 1))
 
 
 def _signed(word: int) -> int:

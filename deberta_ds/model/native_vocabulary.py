@@ -39,7 +39,7 @@ class _Call:
         padded_TC[:rows, : hidden_TC.shape[1]] = hidden_TC
         self.rows, self.chunks = len(padded_TC), -(-size // chunk)
         self._alive = [_pairs(padded_TC), _pairs(padded_TC.t()), weight_VC.detach().contiguous(),
-                       bias_V.detach().float().contiguous(), labels_T.contiguous()]
+                       bias_V.detach().float().contiguous(), labels_T.long().contiguous()]
         self.vocabulary = _Vocabulary(*(x.data_ptr() for x in self._alive), rows, size,
                                       hidden_TC.shape[1], chunk, weight_VC.dtype != torch.float32,
                                       1 / temperature)

@@ -19,7 +19,7 @@ PAIR_MIX_2 = 0xD35A2D97 - (1 << 32)
 
 def drop_threshold(dropout: float) -> int:
     """Return the signed 32-bit threshold below which a mixed word means "dropped"."""
-    return round(dropout * (1 << 32)) - (1 << 31)
+    return min(round(dropout * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
 def dropout_words(

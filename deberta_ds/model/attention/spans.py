@@ -90,7 +90,7 @@ def _joined(values: list[int], counts: list[int]) -> list[tuple[int, int, bool]]
 def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> KeySpan:
     queries = positions = allowed = None
     if query_positions_BQ is not None:
-        columns = query_positions_BQ[row]
+        columns = query_positions_BQ[row].long()  # kernels read 64 bits
         queries = torch.nonzero((columns >= start) & (columns < stop))[:, 0]
         positions = columns[queries] - start
     if not single:
@@ -115,7 +115,7 @@ def _whole_row(segments_BL, query_positions_BQ, row) -> KeySpan:
     queries = positions = None
     columns = torch.arange(length, device=device)
     if query_positions_BQ is not None:
-        columns = positions = query_positions_BQ[row]
+        columns = positions = query_positions_BQ[row].long()
         queries = torch.arange(len(positions), device=device)
     allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])
     return KeySpan(slice(row, row + 1), 0, length, queries, positions, allowed, lonely=True)
