@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -146,12 +147,17 @@ def _has_gloo_threads() -> bool:
     return dist is not None and dist.has_gloo_threads()
 
 
-def _end_at_once(code: int) -> None:
+def _end_at_once(code: int | str | None) -> None:
     """End the process as Python does, but for taking its objects apart.
 
     A thread of gloo that lets go of a tensor meanwhile would abort it (code 134): it asks for a
-    lock that Python before 3.14 answers by ending the thread.
+    lock that Python before 3.14 answers by ending the thread. Files must be closed by now, and a
+    profiler (cProfile) must write before `main` returns.
     """
+    if not isinstance(code, int | None):  # as sys.exit("text")
+        tell(str(code))
+        code = 1
+    threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

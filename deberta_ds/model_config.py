@@ -1,5 +1,6 @@
 """The shape of one encoder: section [model] of a run file."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -94,3 +95,10 @@ class ModelConfig:
     @property
     def largest_distance(self) -> int:
         return self.max_position if self.max_relative < 1 else self.max_relative
+
+
+def without_unused(config: ModelConfig) -> ModelConfig:
+    """Return a configuration without position terms and norm where nothing is relative."""
+    if config.relative_attention:
+        return config
+    return replace(config, position_terms=(), relative_norm=False)

@@ -27,7 +27,9 @@ V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm
 SHAPES = {"v3": {}, "v2 convolution": {"conv_kernel": 3}, "v1": V1,
           "absolute": {"relative_attention": False, "position_terms": (), "absolute_input": True,
                        "relative_norm": False, "share_position_projections": False,
-                       "position_buckets": 0}}
+                       "position_buckets": 0},
+          "bert": {"relative_attention": False, "absolute_input": True},
+          "a row a distance": {"position_buckets": 128}}  # of 64: more than transformers can read
 
 
 def saved_model(directory, name, shape="v3"):
@@ -58,6 +60,16 @@ def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(
     other = dataclasses.replace(start, config=dataclasses.replace(config, norm_eps=1e-5))
     with pytest.raises(UserError, match="of another shape"):
         start_from(other, load_finetuned(tmp_path), "cb")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_goes_on_from_what_was_fine_tuned_from_it(tmp_path, shape):
+    """Also where the directory says the same model in other words, as transformers has it."""
+    saved_model(tmp_path, "CB", shape)
+    start = tiny_start()
+    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
+    going_on = start_from(start, load_finetuned(tmp_path), "cb")
+    build_model(task_named("RTE"), going_on, Settings(), 1)  # its weights fit its configuration
 
 
 def encoded_by_transformers(directory, pairs):

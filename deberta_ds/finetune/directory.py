@@ -37,6 +37,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task, task_named
 from deberta_ds.formats import configs, hf
+from deberta_ds.formats.relative_rows import with_a_row_a_distance
 from deberta_ds.formats.release import Network
 from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
@@ -91,7 +92,7 @@ def save_finetuned(
     """Write the TaskModel weights of a fine-tuned model; a reader never sees a half-new one."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FACTS).unlink(missing_ok=True)
-    network = Network(config, _inside(weights, BACKBONE))
+    network, _ = with_a_row_a_distance(Network(config, _inside(weights, BACKBONE)))
     kind = hf.model_type(network)
     name = class_name(task, kind)
     tensors, aside, _ = hf.split_tensors(network, kind, "ForSequenceClassification")
@@ -102,7 +103,8 @@ def save_finetuned(
         key = key.replace("classifier.", _QA) if task.head == "answer" else key
         tensors[prefix + key] = value
     write_safetensors(directory / SAFETENSORS, tensors, {"format": "pt"})
-    values = configs.to_hugging_face(config, kind=kind, rest=_head_values(task, settings, name))
+    values = configs.to_hugging_face(network.config, kind=kind,
+                                     rest=_head_values(task, settings, name))
     values |= {"architectures": [name or hf.CLASS_PREFIX[kind] + "Model"], "dtype": "float32",
                "pad_token_id": tokenizer.pad_id}
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")

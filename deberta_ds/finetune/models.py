@@ -23,11 +23,12 @@ from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.sift import Sift
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.formats.pretrained import load_backbone
+from deberta_ds.formats.relative_rows import a_row_a_distance
 from deberta_ds.formats.release_reader import check_same
 from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
-from deberta_ds.model_config import FREE
+from deberta_ds.model_config import FREE, without_unused
 from deberta_ds.presets import MODELS
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.validation import nearest
@@ -108,13 +109,15 @@ def build_model(task: Task, start: Start, settings: Settings, seed: int) -> Task
 def start_from(start: Start, saved: Finetuned, place: str) -> Start:
     """Return `start` with the encoder weights of `saved`, which must have the same shape."""
     mine = {name: getattr(start.config, name) for name in FREE}
-    if dataclasses.replace(saved.config, **mine) != start.config:
+    config = dataclasses.replace(saved.config, **mine)
+    one, other = (without_unused(a_row_a_distance(each)) for each in (config, start.config))
+    if one != other:
         raise UserError(f"{place}: it was fine-tuned from a model of another shape than "
                         f"{start.name}; pass --model {place} to start from it")
     if start.tokenizer.sha256 != saved.tokenizer.sha256:
         raise UserError(f"{place}: it was fine-tuned with another tokenizer than that of "
                         f"{start.name}; pass --model {place} to start from it")
-    return dataclasses.replace(start, weights=saved.backbone())
+    return dataclasses.replace(start, config=config, weights=saved.backbone())
 
 
 def keep_head(model: TaskModel, task: Task, saved: Finetuned) -> str:

@@ -15,7 +15,7 @@ from deberta_ds.formats.checkpoint import DIRECTORY, list_finished
 from deberta_ds.formats.release import Network, Release, derive_words
 from deberta_ds.formats.release_reader import check_table, read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
-from deberta_ds.model_config import FREE
+from deberta_ds.model_config import FREE, without_unused
 from deberta_ds.tokenizer import Tokenizer
 
 
@@ -89,6 +89,6 @@ def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tens
 
 def _what_counts(network: Network) -> dict:
     """Return what a network computes with beside its tensors."""
-    values = dataclasses.asdict(network.config)
+    values = dataclasses.asdict(without_unused(network.config))
     return {key: value for key, value in values.items() if key not in FREE} | {
         "label2id": network.rest.get("label2id")}

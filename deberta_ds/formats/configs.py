@@ -7,13 +7,13 @@ config.json files of the released models.
 """
 
 import json
-from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
+from deberta_ds.model_config import without_unused
 
 V1, V2 = "deberta", "deberta-v2"
 _SAME_MEANING = {  # ours: theirs
@@ -181,16 +181,9 @@ def _terms(values: dict, place: str) -> tuple[str, ...]:
     return terms
 
 
-def _without_unused(config: ModelConfig) -> ModelConfig:
-    """Return the configuration without what official code heeds even if nothing is relative."""
-    if config.relative_attention:
-        return config
-    return replace(config, position_terms=(), relative_norm=False)
-
-
 def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> dict:
     """Return the `config.json` values of an encoder; `kind` is its model_type."""
-    config = _without_unused(config)
+    config = without_unused(config)  # official code heeds it all the same
     values = rest | _common(config) | {
         "model_type": kind,
         "pad_token_id": rest.get("pad_token_id", 0),
@@ -205,7 +198,7 @@ def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> 
 
 def to_microsoft(config: ModelConfig, rest: dict[str, Any]) -> dict:
     """Return the `model_config.json` values of an encoder."""
-    config = _without_unused(config)
+    config = without_unused(config)
     ours = {key: value for key, value in rest.items()
             if key not in ("architectures", "pad_token_id")}
     return _with_microsoft_heads(ours) | _common(config) | {

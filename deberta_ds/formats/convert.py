@@ -72,7 +72,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     described = _describe(release)
-    if to != "ours":
+    if to == "hf":
         release = _with_readable_tables(release)
     try:
         fresh.mkdir(parents=True)
@@ -184,12 +184,11 @@ def _replace(fresh: Path, out: Path) -> None:
 
 
 def _with_readable_tables(release: Release) -> Release:
-    main, notes = with_a_row_a_distance(release.main)
-    generator = release.generator
-    if generator:
-        generator, more = with_a_row_a_distance(generator)
+    networks, notes = {}, list(release.notes)
+    for name, network in release.networks().items():
+        networks[name], more = with_a_row_a_distance(network, name)
         notes += more
-    return replace(release, main=main, generator=generator, notes=release.notes + notes)
+    return replace(release, **networks, notes=notes)
 
 
 def _describe(release: Release) -> list[str]:

@@ -18,7 +18,7 @@ from deberta_ds.formats.read_back import SENTENCES
 from deberta_ds.formats.release import Network, Release
 from deberta_ds.formats.release_reader import read_release
 from deberta_ds.formats.tokenizer_files import open_tokenizer
-from deberta_ds.model_config import FREE
+from deberta_ds.model_config import FREE, without_unused
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tokenizer import Tokenizer
 
@@ -116,7 +116,7 @@ def _other_tokenizer(run: RunConfig, release: Release) -> list[str]:
 
 
 def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:
-    ours, theirs = dataclasses.asdict(run), dataclasses.asdict(source)
+    ours, theirs = (dataclasses.asdict(without_unused(one)) for one in (run, source))
     for values in (ours, theirs):
         values["max_relative"] = max(values["max_relative"], 0) or values["max_position"]
         values["position_terms"] = sorted(values["position_terms"])

@@ -8,8 +8,8 @@ exported table repeats the outermost trained row there, which makes both the sam
 length; the rows that were there are kept beside it and come back on the way in.
 
 Where the buckets have a row for every distance already (256 of them for 128 tokens), transformers
-divides by the logarithm of one or less. Such a table is written with a row a distance and without
-buckets, which is the same function.
+divides by the logarithm of one or less, and the official code takes none. For transformers such a
+table is written with a row a distance and without buckets, which is the same function.
 """
 
 from dataclasses import replace
@@ -26,15 +26,24 @@ _OURS = "trunk.encoder.relative"  # in a Network
 TABLE, UNREAD_ROWS = "encoder.rel_embeddings.weight", "encoder.rel_embeddings.unread_rows"
 
 
-def with_a_row_a_distance(network: Network) -> tuple[Network, list[str]]:
-    """Return a network whose distances all code tells apart as ours does, and a note on it."""
-    config, limit = network.config, network.config.largest_distance
+def a_row_a_distance(config: ModelConfig) -> ModelConfig:
+    """Return a configuration without buckets where transformers would misread them."""
+    limit = config.largest_distance
     if not config.relative_attention or config.position_buckets // 2 < limit - 1:
+        return config
+    return replace(config, position_buckets=0, max_relative=limit)
+
+
+def with_a_row_a_distance(network: Network, name: str = "main") -> tuple[Network, list[str]]:
+    """Return the network of `a_row_a_distance`, and a note on it."""
+    config, plain = network.config, a_row_a_distance(network.config)
+    if plain == config:
         return network, []
+    limit = config.largest_distance
     rows = Geometry(limit, config.position_buckets).slots(torch.arange(-limit, limit))
-    plain = replace(config, position_buckets=0, max_relative=limit)
-    note = (f"mapped: relative table of {config.position_buckets} buckets a side for distances up "
-            f"to {limit}: written with a row a distance, as transformers cannot read it")
+    note = (f"mapped: {name}: relative table of {config.position_buckets} buckets a side for "
+            f"distances up to {limit}: written with a row a distance, as transformers cannot read "
+            "it")
     return replace(network, config=plain,
                    tensors=network.tensors | {_OURS: network.tensors[_OURS][rows]}), [note]
 
