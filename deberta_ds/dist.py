@@ -234,10 +234,13 @@ def destroy() -> None:
         if _host is not None:
             _host.close()
             _host = None
-        _left_gloo = uses_gloo()
+        _left_gloo = has_gloo_threads()
         torch_dist.destroy_process_group()
 
 
 def has_gloo_threads() -> bool:
-    """Return whether gloo's threads may be alive: they outlive the group while anyone holds it."""
-    return _left_gloo or uses_gloo()
+    """Return whether gloo's threads may be at work: they outlive the group while anyone holds it.
+
+    Of a rank alone they are not, and it may be part of another program.
+    """
+    return _left_gloo or uses_gloo() and world_size() > 1
