@@ -8,11 +8,13 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import secrets
 import signal
 import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "launch/pretrain.py"
@@ -35,11 +37,19 @@ def _start_server() -> None:
         os.environ["PYTHONPATH"] = kept
 
 
+def free_port() -> int:
+    """Return a free port below those that the kernel hands out, or some other test's socket takes
+    it before the rank does that it is meant for."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def start(world_size: int, arguments: list[str], log: Path, script: Path = PRETRAIN) -> list:
     """Return the started processes of `script arguments`, rank by rank; output goes to log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     _start_server()
     processes = []

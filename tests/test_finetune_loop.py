@@ -4,13 +4,13 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rank_helpers
 import torch
 from superglue_helpers import SAMPLE, tiny_start, tokenizer_path
 
@@ -30,9 +30,7 @@ QUICK = ("--all.learning_rate=2e-3", "--all.epochs=2", "--all.batch_rows=6", "--
 
 def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
     """Run a launch script on `ranks` ranks and return the finished process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = rank_helpers.free_port()
     starter = [sys.executable]
     if ranks > 1:
         starter += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks),

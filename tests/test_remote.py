@@ -17,6 +17,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+import rank_helpers
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
@@ -214,7 +215,7 @@ def bucket(monkeypatch):
     """An empty bucket of a real S3 server, and what puts a proxy with faults before it."""
     if not (command := shutil.which("moto_server")):
         pytest.skip("no moto_server in the PATH (pipx install 'moto[server]')")
-    port = _free_port()
+    port = rank_helpers.free_port()
     server = subprocess.Popen([command, "-p", str(port)],
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -283,12 +284,6 @@ def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(
 
 def _aws() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def _wait_for(port: int) -> None:
