@@ -33,3 +33,8 @@ def shift_right(state, bits: int):
 def signed(value: int) -> int:
     """Return the 64-bit integer `value` as int64 has it: torch multiplies modulo 2**64."""
     return value - ((value >> 63) << 64)
+
+
+def words_of_share(share: float) -> int:
+    """Return how many of the 32-bit words are that share of them; below 1, not all."""
+    return min(round(share * (1 << 32)), (1 << 32) - 1)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from deberta_ds import native
 from deberta_ds.model import elementwise
+from deberta_ds.splitmix import words_of_share
 
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _WORDS = 1 << 32
@@ -58,7 +59,7 @@ class Keep:
 def draw_keep(dropout: float) -> Keep:
     """Return fresh keys from torch's CPU generator."""
     key, second_key = torch.randint(_WORDS, (2,)).tolist()
-    return Keep(key, second_key, min(round(dropout * _WORDS), _WORDS - 1))
+    return Keep(key, second_key, words_of_share(dropout))
 
 
 def _signed(word: int) -> int:

@@ -10,7 +10,7 @@ Shape legend: B batch, H heads, Q queries, L keys.
 
 import torch
 
-from deberta_ds.splitmix import GAMMA, MASK64, mix_tensor, signed
+from deberta_ds.splitmix import GAMMA, MASK64, mix_tensor, signed, words_of_share
 
 # Multipliers of the "lowbias32" finalizer, as signed numbers.
 PAIR_MIX_1 = 0x21F0AAAD
@@ -19,7 +19,7 @@ PAIR_MIX_2 = 0xD35A2D97 - (1 << 32)
 
 def drop_threshold(dropout: float) -> int:
     """Return the signed 32-bit threshold below which a mixed word means "dropped"."""
-    return min(round(dropout * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+    return words_of_share(dropout) - (1 << 31)
 
 
 def dropout_words(

@@ -35,6 +35,8 @@ class KeySpan:
 
 def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> list[KeySpan]:
     """Return the spans of a batch; queries of no span see no key."""
+    if query_positions_BQ is not None:
+        query_positions_BQ = query_positions_BQ.long()  # kernels read 64 bits
     if segments_BL.is_cuda:
         return [_whole_row(segments_BL, query_positions_BQ, b) for b in range(len(segments_BL))]
     if query_positions_BQ is None and segments_BL.shape[1] <= _SHORT_ROWS:
@@ -90,7 +92,7 @@ def _joined(values: list[int], counts: list[int]) -> list[tuple[int, int, bool]]
 def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> KeySpan:
     queries = positions = allowed = None
     if query_positions_BQ is not None:
-        columns = query_positions_BQ[row].long()  # kernels read 64 bits
+        columns = query_positions_BQ[row]
         queries = torch.nonzero((columns >= start) & (columns < stop))[:, 0]
         positions = columns[queries] - start
     if not single:
@@ -115,7 +117,7 @@ def _whole_row(segments_BL, query_positions_BQ, row) -> KeySpan:
     queries = positions = None
     columns = torch.arange(length, device=device)
     if query_positions_BQ is not None:
-        columns = positions = query_positions_BQ[row].long()
+        columns = positions = query_positions_BQ[row]
         queries = torch.arange(len(positions), device=device)
     allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])
     return KeySpan(slice(row, row + 1), 0, length, queries, positions, allowed, lonely=True)
