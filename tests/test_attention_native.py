@@ -64,7 +64,9 @@ CASES = [
 def test_is_the_formula_and_no_less_exact_than_torchs_operators(case, dtype, calls, monkeypatch):
     truth = run(case, "reference", torch.float64)
     found = run(case, "tiled", dtype)
-    assert calls == [f"attend_forward_{KINDS[dtype]}", f"attend_backward_{KINDS[dtype]}"]
+    tables = ["attend_table"] * {"both": 2, "key": 1, "query": 1}.get(case.terms, 0)
+    assert calls == [f"{name}_{KINDS[dtype]}"
+                     for name in ("attend_forward", "attend_backward", *tables)]
     again = run(case, "tiled", dtype)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     monkeypatch.setattr(native, "takes", lambda *tensors: False)

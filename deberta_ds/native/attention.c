@@ -103,13 +103,11 @@ INLINE void add_turned(float *scores, const float *to_query, long first, long ke
     long wide = keys + STRIP;
     for (long y = 0; y < keys; y += LANES)
         for (long x = 0; x < STRIP; x += LANES) {
-            float block[LANES][LANES];
-            for (long j = 0; j < LANES; j++)
-                memcpy(block[j], to_query + (y + j) * wide + skewed(first + x, (y + j) % STRIP),
-                       sizeof block[j]);
+            const float *from = to_query + y * wide + skewed(first + x, y % STRIP);
+            Lanes block[LANES];
+            EACH_LANE block[i] = *(const Loose *)(from + i * (wide - 1));
             turn(block);
-            for (long i = 0; i < LANES; i++)
-                for (long j = 0; j < LANES; j++) scores[(x + i) * wide + y + j] += block[i][j];
+            EACH_LANE *(Loose *)(scores + (x + i) * wide + y) += block[i];
         }
 }
 

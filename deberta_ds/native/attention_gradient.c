@@ -76,14 +76,11 @@ INLINE void put_turned(Number *to_query, const float *scores, long first, long k
     long wide = keys + STRIP;
     for (long y = 0; y < keys; y += LANES)
         for (long x = 0; x < STRIP; x += LANES) {
-            float block[LANES][LANES];
-            for (long i = 0; i < LANES; i++)
-                memcpy(block[i], scores + (x + i) * wide + y, sizeof block[i]);
+            Number *to = to_query + y * wide + skewed(first + x, y % STRIP);
+            Lanes block[LANES];
+            EACH_LANE block[i] = *(const Loose *)(scores + (x + i) * wide + y);
             turn(block);
-            for (long j = 0; j < LANES; j++) {
-                Number *to = to_query + (y + j) * wide + skewed(first + x, (y + j) % STRIP);
-                for (long i = 0; i < LANES; i++) set_exact(to, i, block[j][i]);
-            }
+            EACH_LANE set_lanes(to + i * (wide - 1), block[i]);
         }
 }
 
@@ -139,12 +136,10 @@ INLINE void scale_all(float *values, long count, float scale) {
 INLINE void turn_all(float *to, const float *from, long width, long rows, long columns) {
     for (long row = 0; row < rows; row += LANES)
         for (long column = 0; column < columns; column += LANES) {
-            float block[LANES][LANES];
-            for (long i = 0; i < LANES; i++)
-                memcpy(block[i], from + (row + i) * width + column, sizeof block[i]);
+            Lanes block[LANES];
+            EACH_LANE block[i] = *(const Loose *)(from + (row + i) * width + column);
             turn(block);
-            for (long j = 0; j < LANES; j++)
-                memcpy(to + (column + j) * rows + row, block[j], sizeof block[j]);
+            EACH_LANE *(Loose *)(to + (column + i) * rows + row) = block[i];
         }
 }
 
@@ -220,6 +215,25 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
                   row, head, problem->grown);
 }
 
+/* Add sums [heads, width, columns] of a table's columns to the slots [heads, slots, size] that they
+ * were read from, in the order of the columns. */
+int KERNEL(attend_table)(long first, long last, const float *sums, long width, long columns,
+                         const int64_t *slot_of, float *to, long slots, long size) {
+    for (long head = first; head < last; head++)
+        for (long column = 0; column < columns; column += LANES)
+            for (long d = 0; d < size; d += LANES) {
+                const float *from = sums + (head * width + d) * columns + column;
+                Lanes block[LANES];
+                EACH_LANE block[i] = *(const Loose *)(from + i * columns);
+                turn(block);
+                for (long i = 0; i < LANES; i++) {
+                    float *slot = to + (head * slots + slot_of[column + i]) * size + d;
+                    for (long j = 0; j < least(LANES, size - d); j++) slot[j] += block[i][j];
+                }
+            }
+    return 0;
+}
+
 /* The units of `attend_forward`, from what it wrote. Gradients of queries, keys and values are
  * [rows, tokens, heads, size]; those of the tables are sums, [units, size, 2 longest]. */
 int KERNEL(attend_backward)(long first, long last, const Problem *problem, const Span *spans,
@@ -234,6 +248,8 @@ int KERNEL(attend_backward)(long first, long last, const Problem *problem, const
     begin_products();
     for (long unit = first; unit < last; unit++) {
         tables.packed = 0;
+        if (grads->to_key) memset(grads->to_key + unit * table, 0, table * 4);
+        if (grads->to_query) memset(grads->to_query + unit * table, 0, table * 4);
         for (const Span *span = spans; span < spans + num_spans; span++) {
             Share mine = share_of(problem, span, unit, chunks);
             if (mine.first >= mine.last) continue;

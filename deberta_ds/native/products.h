@@ -30,7 +30,9 @@ enum { HALF = 1, PAIR = 2 };
 #endif
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Order __attribute__((vector_size(4 * LANES)));
+#define EACH_LANE _Pragma("GCC unroll 16") for (long i = 0; i < LANES; i++)
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long padded(long count) { return (count + STRIP - 1) / STRIP * STRIP; }
@@ -60,7 +62,6 @@ INLINE void set_exact(Number *to, long i, float value) {
 /* out [rows, wide] of `width` (=, or += where `add`) left [rows, inner] of `stride` x right, of
  * `columns`. */
 #ifdef FP32
-typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 enum { HIGH = 8, DEEP = 128 }; /* rows whose sums stay in registers; terms of one, for exactness */
 #define EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < HIGH; i++)
 
@@ -143,15 +144,31 @@ INLINE void end_products(void) { _tile_release(); }
 
 /* --------------------------------------------------------------------------- other layouts */
 
+/* Sixteen numbers from anywhere; those that are set need no rounding. Copied to an array they would
+ * be written in halves, and a load of the whole waits until both have reached the cache. */
+#ifdef FP32
+INLINE Lanes lanes_of(const Number *from) { return *(const Loose *)from; }
+INLINE void set_lanes(Number *to, Lanes values) { *(Loose *)to = values; }
+#else
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+
+INLINE Lanes lanes_of(const Number *from) {
+    return (Lanes)(__builtin_convertvector(*(const Halves *)from, Bits) << 16);
+}
+
+INLINE void set_lanes(Number *to, Lanes values) {
+    *(Halves *)to = __builtin_convertvector((Bits)values >> 16, Halves);
+}
+#endif
+
 /* Transpose a block of sixteen by sixteen. */
 #ifdef __clang__ /* it has no shuffle of this form */
-INLINE void turn(float block[LANES][LANES]) {
+INLINE void turn(Lanes rows[LANES]) {
+    float block[LANES][LANES];
+    memcpy(block, rows, sizeof block);
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < i; j++) {
-            float other = block[i][j];
-            block[i][j] = block[j][i];
-            block[j][i] = other;
-        }
+        for (int j = 0; j < LANES; j++) rows[i][j] = block[j][i];
 }
 #else
 INLINE void exchange(Lanes *rows, int apart, Order first, Order second) {
@@ -163,9 +180,7 @@ INLINE void exchange(Lanes *rows, int apart, Order first, Order second) {
         }
 }
 
-INLINE void turn(float block[LANES][LANES]) {
-    Lanes rows[LANES];
-    memcpy(rows, block, sizeof rows);
+INLINE void turn(Lanes rows[LANES]) {
     exchange(rows, 1, (Order){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
              (Order){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
     exchange(rows, 2, (Order){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
@@ -174,7 +189,6 @@ INLINE void turn(float block[LANES][LANES]) {
              (Order){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
     exchange(rows, 8, (Order){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
              (Order){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
-    memcpy(block, rows, sizeof rows);
 }
 #endif
 
@@ -221,14 +235,10 @@ INLINE const Number *on_right(Number *room, long *width, const Number *left, lon
 INLINE void transpose(Number *to, long width, const Number *left, long rows, long columns) {
     for (long row = 0; row < rows; row += LANES)
         for (long column = 0; column < columns; column += LANES) {
-            float block[LANES][LANES];
-            for (long i = 0; i < LANES; i++)
-                for (long j = 0; j < LANES; j++)
-                    block[i][j] = number(left, (row + i) * columns + column + j);
+            Lanes block[LANES];
+            EACH_LANE block[i] = lanes_of(left + (row + i) * columns + column);
             turn(block);
-            for (long j = 0; j < LANES; j++)
-                for (long i = 0; i < LANES; i++)
-                    set_exact(to, (column + j) * width + row + i, block[j][i]);
+            EACH_LANE set_lanes(to + (column + i) * width + row, block[i]);
         }
 }
 #endif

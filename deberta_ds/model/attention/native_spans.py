@@ -102,6 +102,7 @@ class _Call:
         words = (None, None)
         if dropout > 0 and seed is not None:
             words = dropout_words(seed, batch, self.heads, queries, length, q.device)
+        self.kind = "bf16" if q.dtype == torch.bfloat16 else "fp32"
         flat = [_flat(x) for x in (q, k, v)]
         self._alive = [*flat, *tables, *words]
         self.problem = _Problem(
@@ -130,8 +131,7 @@ class _Call:
 
     def run(self, name: str, *arguments) -> None:
         """Call a kernel for all units of work, in as many threads as torch has."""
-        kind = "bf16" if self._alive[0].dtype == torch.bfloat16 else "fp32"
-        native.run_units(f"{name}_{kind}", self.units, ctypes.byref(self.problem), self.spans,
+        native.run_units(f"{name}_{self.kind}", self.units, ctypes.byref(self.problem), self.spans,
                          ctypes.c_long(len(self.spans)), ctypes.c_long(self.chunks), *arguments)
 
     def new_flat(self, like_BHRD: Tensor, held: str) -> Tensor:
@@ -146,9 +146,13 @@ class _Call:
         """Return the gradient [H,S,D] of a relative table from the units' sums."""
         if sum_UDC is None:
             return None
-        sum_HDC = sum_UDC.unflatten(0, (self.heads, self.chunks)).sum(1)[:, :self.size]
+        sum_HDC = sum_UDC.unflatten(0, (self.heads, self.chunks)).sum(1).mul_(self.scale)
         grad_HSD = like_HSD.new_zeros(like_HSD.shape, dtype=torch.float32)
-        grad_HSD.index_add_(1, self.slots[side], sum_HDC.transpose(1, 2).mul(self.scale))
+        slots_C = self.slots[side].contiguous()
+        sizes = map(ctypes.c_long, (*sum_HDC.shape[1:], *like_HSD.shape[1:]))
+        width, columns, slots, size = sizes
+        native.run_units(f"attend_table_{self.kind}", self.heads, native.address(sum_HDC), width,
+                         columns, native.address(slots_C), native.address(grad_HSD), slots, size)
         return grad_HSD.to(like_HSD.dtype)
 
 
@@ -174,7 +178,7 @@ class _NativeAttention(torch.autograd.Function):
         held = ("queries", "keys", "keys")
         grads = [call.new_flat(x, name) for x, name in zip(leaves[:3], held, strict=True)]
         width = native.padded(call.size)
-        sums = [None if table is None else torch.zeros(call.units, width, 2 * call.longest)
+        sums = [None if table is None else torch.empty(call.units, width, 2 * call.longest)
                 for table in leaves[3:]]
         places = _Gradients(_address(grad_BHQD), _Strides(*grad_BHQD.stride()[:3]),
                             *map(_address, (*grads, *sums)))
