@@ -36,14 +36,14 @@ class WordEmbedding(nn.Module):
         A `gradient` given to both sums the table's in one tensor. `loss` is
         `model.vocabulary_loss`.
         """
-        if gradient is not None and not gradient.serves(self.weight):
-            gradient = None
+        serves = TableGradient.serves(self.weight)
         if labels_T is None:
-            if gradient is None:
+            if not serves:
                 return F.embedding(inputs, self.weight)
-            return look_up(self.weight, inputs, gradient)
+            return look_up(self.weight, inputs, gradient or TableGradient())
         return loss_function(loss, inputs, self.weight)(
-            inputs, self.weight, bias_V, labels_T, gradient=gradient, **prediction)
+            inputs, self.weight, bias_V, labels_T, gradient=gradient if serves else None,
+            **prediction)
 
 
 class InputBlock(nn.Module):

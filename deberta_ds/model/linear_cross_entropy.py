@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deberta_ds import kept_memory
 from deberta_ds.model import native_vocabulary
 from deberta_ds.model.table_gradient import TableGradient
 
@@ -126,7 +127,7 @@ class _Logits:
         """Return the logits [T,N] in the wide dtype, to be worked on in place."""
         rows = self.hidden_TC.shape[0]
         logits_TN = self._buffer[: rows * (end - start)].view(rows, end - start)
-        return logits_TN.copy_(products_TN).add_(self._bias_V[start:end].to(self.dtype))
+        return torch.add(products_TN, self._bias_V[start:end].to(self.dtype), out=logits_TN)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -181,7 +182,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
         grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=logits.dtype)
         # Zeros would touch every page of the largest tensor of a step once more.
-        grad_weight_VC, grad_bias_V = torch.empty_like(weight_VC), torch.empty_like(bias_V)
+        grad_weight_VC = kept_memory.empty_like(weight_VC)
+        grad_bias_V = torch.empty_like(bias_V)
         grad_weight_VC[vocabulary.size :] = 0
         grad_bias_V[vocabulary.size :] = 0
         scale = grad_loss.to(logits.dtype)

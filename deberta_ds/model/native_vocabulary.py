@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from deberta_ds import native
+from deberta_ds import kept_memory, native
 
 _MOST_UNITS, _UNIT_BYTES = 16, 1 << 26  # of sums of the hidden states' gradient, in all
 
@@ -73,7 +73,7 @@ def gradients(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Te
     most = max(1, min(_MOST_UNITS, _UNIT_BYTES // (call.rows * call.width * 4)))
     of_unit = -(-call.chunks // most)  # by shapes alone: threads change no bit
     units = -(-call.chunks // of_unit)
-    weight_grad_VC = torch.empty(weight_VC.shape)
+    weight_grad_VC = kept_memory.empty_like(weight_VC, torch.float32)
     weight_grad_VC[size:] = 0
     bias_grad_V = torch.zeros(bias_V.shape)
     hidden_grad_UTC = torch.zeros(units, call.rows, call.width)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deberta_ds import native
+from deberta_ds import kept_memory, native
 
 
 class TableGradient:
@@ -26,7 +26,9 @@ class TableGradient:
     def serves(weight_VC: Tensor) -> bool:
         """Return whether sums into one tensor are exact and cheap: not in 16 bits or on a GPU."""
         wide = weight_VC.dtype.itemsize >= 4
-        return wide and weight_VC.requires_grad and native.is_here(weight_VC)
+        learns = weight_VC.requires_grad and torch.is_grad_enabled()
+        return (wide and learns and native.is_here(weight_VC) and not torch.jit.is_tracing()
+                and not torch.compiler.is_compiling())
 
     def leave(self, sum_VC: Tensor) -> None:
         self._sum_VC = sum_VC
@@ -34,7 +36,7 @@ class TableGradient:
     def take(self, weight_VC: Tensor) -> Tensor:
         """Return what was left, or zeros."""
         sum_VC, self._sum_VC = self._sum_VC, None
-        return torch.zeros_like(weight_VC) if sum_VC is None else sum_VC
+        return kept_memory.empty_like(weight_VC).zero_() if sum_VC is None else sum_VC
 
 
 def look_up(weight_VC: Tensor, ids: Tensor, gradient: TableGradient) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds import deepspeed_config, dist, log
+from deberta_ds import deepspeed_config, dist, kept_memory, log
 from deberta_ds.cluster.environment import check_environment
 from deberta_ds.cluster.launcher import rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
@@ -58,6 +58,8 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = local_device()
+    if device.type == "cpu":
+        kept_memory.keep_heap()
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only "
