@@ -4,7 +4,8 @@ Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ou
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
 and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
 On a CPU where our runs let oneDNN compute fp32 products (`deberta_ds.cpu`), fp32 is timed both
-ways, and beside the steps one large product, which a step's FLOP/s are a share of. Writes
+ways, and beside the steps one large product, which a step's FLOP/s are a share of. All keep their
+heap, as our runs do (`deberta_ds.kept_memory`). Writes
 benchmarks/results/train_step-<objective>-<model>-<device>.json (amx-cpu: a CPU with AMX).
 
   python -m benchmarks.train_step --objective mlm rtd               # CPU, xsmall, one thread
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
 from benchmarks.measure import as_it_is, as_torch_comes, environment, interleaved_minimum, save
-from deberta_ds import cpu
+from deberta_ds import cpu, kept_memory
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.errors import exit_cleanly
@@ -304,6 +305,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
+        kept_memory.keep_heap()  # as our runs do; the peers have it, too
     # Figures of two kinds of CPU stand side by side.
     has_amx = options.device == "cpu" and "amx" in environment()["processor"]
     processor = "-amx" if has_amx else ""
