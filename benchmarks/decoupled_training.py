@@ -23,7 +23,7 @@ from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.model.init import init_parameters
-from deberta_ds.objectives.build import build_model
+from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.rtd import replace_targets
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train.evaluate import evaluate
@@ -73,7 +73,7 @@ def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
         loss = (losses_BL * (batch.segments > 0)).sum() / divisors["tokens"]
         (run.objective.rtd_weight * loss).backward()
         _update(optimizer, [detector], run.optim.clip_norm)
-    return evaluate(model, torch.device("cpu"), {data.eval: held_out}, rows)
+    return evaluate(model, objective_of(run), torch.device("cpu"), {data.eval: held_out}, rows)
 
 
 def _update(optimizer, nets: list[list], clip_norm: float) -> None:
