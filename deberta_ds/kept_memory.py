@@ -6,6 +6,9 @@ kernel takes 0.3 to 0.5 ns a byte to map and clear them again, a tenth of a step
 
 import ctypes
 import os
+import sys
+from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -15,7 +18,9 @@ _NEVER = -1
 _LARGE = 32 << 20  # bytes; where glibc's own moving threshold stops
 _OWN_WORDS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
-_kept: list[tuple[Tensor, int]] = []  # and the references to its storage where nobody uses it
+_MOST = 4  # kept at once: two tables' gradients, and two more where gradients are accumulated
+
+_lock = Lock()
 
 
 def keep_heap() -> bool:
@@ -33,6 +38,26 @@ def keep_heap() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, _LARGE)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
+@dataclass
+class _Kept:
+    """Memory of a gradient: `storage` and the references to it where nobody uses it."""
+
+    memory: Tensor
+    storage: torch.UntypedStorage
+    idle: tuple[int, int] = (0, 0)
+
+    def references(self) -> tuple[int, int]:
+        """Return those of tensors, and of Python's variables."""
+        return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(self.storage)
+
+    def is_whole(self) -> bool:
+        """Return whether it is still this process's alone, and was not freed in its place."""
+        return not self.storage.is_shared() and self.storage.nbytes() == self.memory.nbytes
+
+
+_kept: list[_Kept] = []
+
+
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return new numbers of a tensor's shape, undefined, for its gradient.
 
@@ -44,15 +69,16 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     countable = hasattr(torch._C, "_storage_Use_Count")  # a private part, of torch 2.0 to 2.13
     if not (plain and countable) or tensor.numel() * dtype.itemsize < _LARGE:
         return torch.empty_like(tensor, dtype=dtype)
-    for memory, idle in _kept:
-        same = memory.shape == tensor.shape and memory.dtype == dtype
-        if same and _references(memory) == idle:
-            return memory.detach()
-    _kept[:] = [(memory, idle) for memory, idle in _kept if _references(memory) != idle]
-    memory = torch.empty(tensor.shape, dtype=dtype)
-    _kept.append((memory, _references(memory)))
-    return memory.detach()
-
-
-def _references(memory: Tensor) -> int:
-    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    with _lock:
+        for one in _kept:
+            same = one.memory.shape == tensor.shape and one.memory.dtype == dtype
+            if same and one.references() == one.idle and one.is_whole():
+                return one.memory.detach()
+        _kept[:] = [one for one in _kept if one.references() != one.idle]
+        memory = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        if type(memory) is not Tensor or len(_kept) == _MOST:
+            return memory
+        one = _Kept(memory, memory.untyped_storage())
+        one.idle = one.references()
+        _kept.append(one)
+        return memory.detach()

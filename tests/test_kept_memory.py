@@ -4,6 +4,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -67,14 +69,64 @@ def test_idle_memory_of_another_shape_is_freed():
     used, idle = empty_like(LARGE), empty_like(LARGE)
     del idle
     other = empty_like(LARGE.view(2, -1))
-    assert [memory.data_ptr() for memory, _ in kept_memory._kept] == [
+    assert [one.memory.data_ptr() for one in kept_memory._kept] == [
         used.data_ptr(), other.data_ptr()]
+
+
+def test_a_storage_that_is_held_is_in_use():
+    first = empty_like(LARGE).fill_(1)
+    storage = first.untyped_storage()
+    del first
+    empty_like(LARGE).fill_(2)
+    assert torch.empty(0).set_(storage)[0] == 1
+
+
+def test_memory_that_others_see_or_that_is_gone_is_not_taken():
+    shared = empty_like(LARGE)
+    shared.share_memory_()
+    freed = empty_like(LARGE)
+    freed.untyped_storage().resize_(0)
+    place = shared.data_ptr()
+    del shared, freed
+    assert empty_like(LARGE).fill_(2).data_ptr() != place
+
+
+def test_few_are_kept():
+    held = [empty_like(LARGE) for _ in range(9)]
+    assert len({x.data_ptr() for x in held}) == 9
+    assert len(kept_memory._kept) == kept_memory._MOST
+
+
+def test_threads_take_different_memory():
+    wrong = []
+
+    def work(number):
+        for _ in range(300):
+            mine = empty_like(LARGE)
+            mine[:3] = number
+            time.sleep(0)
+            if mine[0] != number:
+                wrong.append(number)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
 
 
 def test_small_tensors_and_those_of_no_memory_are_torchs():
     for tensor in (torch.empty(3), torch.empty(LARGE.shape, device="meta")):
         assert empty_like(tensor).device == tensor.device
     assert kept_memory._kept == []
+    with torch.device("meta"):
+        assert empty_like(LARGE).device == LARGE.device
 
 
 @pytest.mark.parametrize("predicts", [False, True])

@@ -36,14 +36,14 @@ class WordEmbedding(nn.Module):
         A `gradient` given to both sums the table's in one tensor. `loss` is
         `model.vocabulary_loss`.
         """
-        serves = TableGradient.serves(self.weight)
+        if gradient is not None and not gradient.serves(self.weight):
+            gradient = None
         if labels_T is None:
-            if not serves:
+            if gradient is None:
                 return F.embedding(inputs, self.weight)
-            return look_up(self.weight, inputs, gradient or TableGradient())
+            return look_up(self.weight, inputs, gradient)
         return loss_function(loss, inputs, self.weight)(
-            inputs, self.weight, bias_V, labels_T, gradient=gradient if serves else None,
-            **prediction)
+            inputs, self.weight, bias_V, labels_T, gradient=gradient, **prediction)
 
 
 class InputBlock(nn.Module):
