@@ -17,7 +17,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h's M_TRIM_THRESHOLD, M_MMAP
 _NEVER = -1
 _LARGE = 32 << 20  # bytes; where glibc's own moving threshold stops
 _OWN_WORDS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
 _MOST = 4  # kept at once: two tables' gradients, and two more where gradients are accumulated
 
 _lock = Lock()
