@@ -125,7 +125,7 @@ def main() -> None:
         PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),
         OURS: Trainer(run, "tiled", draws.our_head, tokenizer.size),
     }
-    cpu.use_onednn()  # as the demo does, and
+    cpu.use_onednn()  # both as the demo does
     kept_memory.keep_heap()
     rows, micro = run.train.global_batch_rows, run.train.micro_batch_rows
     for step in range(options.steps):

@@ -33,8 +33,8 @@ class WordEmbedding(nn.Module):
         """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
         is `linear_cross_entropy`'s (loss sum, number correct, sampled ids).
 
-        A `gradient` given to both sums the table's in one tensor. `loss` is
-        `model.vocabulary_loss`.
+        A `gradient` given to both sums the table's in one tensor, in memory that is kept; a
+        look-up may have one of its own. `loss` is `model.vocabulary_loss`.
         """
         if gradient is not None and not gradient.serves(self.weight):
             gradient = None

@@ -3,6 +3,7 @@
 Autograd would make one gradient of the table's size for each use, of which the look-up's is nearly
 all zeros, and add them. On a CPU that is most of what the table costs: fresh pages, filled and read
 again. So the prediction, whose backward pass comes first, leaves its gradient for the look-up's.
+A look-up without a prediction takes its zeros from memory that is kept (`kept_memory`).
 """
 
 import torch
@@ -14,7 +15,7 @@ from deberta_ds import kept_memory, native
 
 
 class TableGradient:
-    """What the prediction leaves for the look-up of the same forward pass.
+    """What the prediction, if there is one, leaves for the look-up of the same forward pass.
 
     The look-up's vectors must lead to the prediction, or the gradient is lost.
     """

@@ -217,8 +217,8 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
 
 /* Add sums [heads, width, columns] of a table's columns to the slots [heads, slots, size] that they
  * were read from, in the order of the columns. */
-int KERNEL(attend_table)(long first, long last, const float *sums, long width, long columns,
-                         const int64_t *slot_of, float *to, long slots, long size) {
+int KERNEL(attend_table)(long first, long last, const float *sums, const int64_t *slot_of,
+                         float *to, long width, long columns, long slots, long size) {
     for (long head = first; head < last; head++)
         for (long column = 0; column < columns; column += LANES)
             for (long d = 0; d < size; d += LANES) {

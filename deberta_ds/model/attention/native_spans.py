@@ -148,11 +148,9 @@ class _Call:
             return None
         sum_HDC = sum_UDC.unflatten(0, (self.heads, self.chunks)).sum(1).mul_(self.scale)
         grad_HSD = like_HSD.new_zeros(like_HSD.shape, dtype=torch.float32)
-        slots_C = self.slots[side].contiguous()
-        sizes = map(ctypes.c_long, (*sum_HDC.shape[1:], *like_HSD.shape[1:]))
-        width, columns, slots, size = sizes
-        native.run_units(f"attend_table_{self.kind}", self.heads, native.address(sum_HDC), width,
-                         columns, native.address(slots_C), native.address(grad_HSD), slots, size)
+        native.run_units(f"attend_table_{self.kind}", self.heads,
+                         *map(native.address, (sum_HDC, self.slots[side], grad_HSD)),
+                         *map(ctypes.c_long, (*sum_HDC.shape[1:], *like_HSD.shape[1:])))
         return grad_HSD.to(like_HSD.dtype)
 
 
