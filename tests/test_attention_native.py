@@ -1,4 +1,4 @@
-"""Attention in C (bf16 by AMX, fp32 by AVX-512) against float64 and torch's own operators."""
+"""Attention in C (bf16, fp32) against float64 and torch's own operators."""
 
 import pytest
 import torch
@@ -15,11 +15,10 @@ OF_TORCHS = {HALF: 1.05, FULL: 1.5}  # errors of some rounding of 1e-7 scatter
 
 def needs(dtype, *values):
     """Parameters of a test of the kernels for this dtype, where they are."""
-    has = native.library() is not None and \
-        (native.has_amx() if dtype == HALF else native.has_avx512())
+    has = native.library() is not None and native.multiplies(dtype)
     return pytest.param(*values, dtype, id=f"{'-'.join(map(str, values))}-{dtype}",
                         marks=pytest.mark.skipif(not has, reason="needs a C compiler, and "
-                                                 "AMX for bf16, AVX-512 for fp32"))
+                                                 "AMX or AVX-512-BF16 for bf16, AVX-512 for fp32"))
 
 
 def both(*values):

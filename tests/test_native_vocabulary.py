@@ -9,7 +9,7 @@ from deberta_ds import native
 from deberta_ds.model import native_vocabulary
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
-IS_HERE = native.library() is not None and native.has_amx()
+IS_HERE = native.library() is not None and native.has("amx")
 pytestmark = pytest.mark.skipif(not IS_HERE, reason="needs AMX and a C compiler")
 HALF, SINGLE = torch.bfloat16, torch.float32
 

@@ -29,7 +29,9 @@ _FLAGS = ("-std=c11", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno
 _OFF = "DEBERTA_DS_NATIVE"  # "0": do without
 _LOG = logging.getLogger("deberta_ds")
 STRIP = 32  # of products.h: rows, columns and inner sizes of products are multiples of it
-RULES = 3  # of a CPU's step; 1: torch's operators, as in version 0.1.0; 2: no attention in fp32
+# Of a CPU's step; 1: torch's operators, as in version 0.1.0; 2: no attention in fp32; 3: attention
+# in bf16 by AMX alone.
+RULES = 4
 _followed = RULES
 _pool: ThreadPoolExecutor | None = None
 
@@ -113,16 +115,19 @@ def takes(*tensors: torch.Tensor) -> bool:
             and library() is not None)
 
 
-@lru_cache
-def has_amx() -> bool:
-    """Return whether the kernels may multiply bfloat16 by AMX; ask only where `takes` is true."""
-    return bool(library().has_amx())
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether the kernels may multiply numbers of this type: fp32 by AVX-512, bf16 by AMX
+    or AVX-512-BF16. Ask only where `takes` is true.
+    """
+    if dtype == torch.bfloat16:
+        return has("amx") or _followed > 3 and has("avx512_bf16")
+    return _followed > 2 and has("avx512")
 
 
 @lru_cache
-def has_avx512() -> bool:
-    """Return whether the kernels may multiply fp32; ask only where `takes` is true."""
-    return bool(library().has_avx512())
+def has(feature: str) -> bool:
+    """Return whether the kernels use "amx", "avx512" or "avx512_bf16"; ask as `multiplies`."""
+    return bool(getattr(library(), f"has_{feature}")())
 
 
 def over_rows(rows: int, work, least: int = 64) -> None:

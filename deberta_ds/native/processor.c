@@ -11,6 +11,14 @@ int has_amx(void) { /* and the system lets this process use it */
 #endif
 }
 
+int has_avx512_bf16(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 int has_avx512(void) {
 #ifdef __AVX512F__
     return 1;

@@ -1,5 +1,5 @@
-/* Products of matrices in blocks, and the layouts that they want: of bfloat16 by AMX or, where FP32
- * is defined, of fp32 by vectors of sixteen.
+/* Products of matrices in blocks, and the layouts that they want: of bfloat16 by AMX's tiles or
+ * vectors of sixteen pairs or, where FP32 is defined, of fp32 by vectors of sixteen.
  *
  * A matrix on the left is [rows, inner]; one on the right is [inner / PAIR, columns, PAIR]: of
  * bfloat16, rows 2 i and 2 i + 1 lie side by side. Sums are fp32. Sizes are multiples of 32.
@@ -13,10 +13,14 @@
 #define HERE
 #elif !defined(FP32) && defined(__AMX_BF16__)
 #define HERE
-#include <immintrin.h>
+#define TILES
+#elif !defined(FP32) && defined(__AVX512BF16__)
+#define HERE
 #endif
 
 #ifdef HERE
+#include <immintrin.h>
+
 enum { LANES = 16, STRIP = 32 }; /* numbers of a vector; rows worked on at once */
 
 #ifdef FP32
@@ -61,24 +65,36 @@ INLINE void set_exact(Number *to, long i, float value) {
 
 /* out [rows, wide] of `width` (=, or += where `add`) left [rows, inner] of `stride` x right, of
  * `columns`. */
-#ifdef FP32
-enum { HIGH = 8, DEEP = 128 }; /* rows whose sums stay in registers; terms of one, for exactness */
+#ifndef TILES
+enum { HIGH = 8, DEEP = 128 * PAIR }; /* rows whose sums stay in registers; terms of one, for exactness */
 #define EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < HIGH; i++)
+
+/* Return sums plus sixteen columns of a matrix on the right times a row's PAIR numbers. */
+INLINE Lanes add_products(Lanes sums, const Number *right, const Number *pair) {
+#ifdef FP32
+    return sums + *(const Loose *)right * *pair;
+#else
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    return (Lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(both),
+                                   (__m512bh)_mm512_loadu_si512(right));
+#endif
+}
 
 static void multiply(float *out, long width, const Number *left, long stride, const Number *right,
                      long columns, long rows, long wide, long inner, int add) {
     for (long column = 0; column < wide; column += 2 * LANES)
         for (long start = 0; start < inner; start += DEEP)
             for (long row = 0; row < rows; row += HIGH) {
-                const float *first = left + row * stride;
+                const Number *first = left + row * stride;
                 float *to = out + row * width + column;
                 Lanes even[HIGH], odd[HIGH];
                 EACH_ROW even[i] = odd[i] = (Lanes){0};
-                for (long k = start; k < least(start + DEEP, inner); k++) {
-                    const Loose *place = (const Loose *)(right + k * columns + column);
+                for (long k = start; k < least(start + DEEP, inner); k += PAIR) {
+                    const Number *place = right + k * columns + column * PAIR;
                     EACH_ROW {
-                        even[i] += place[0] * first[i * stride + k];
-                        odd[i] += place[1] * first[i * stride + k];
+                        even[i] = add_products(even[i], place, first + i * stride + k);
+                        odd[i] = add_products(odd[i], place + LANES * PAIR, first + i * stride + k);
                     }
                 }
                 EACH_ROW {

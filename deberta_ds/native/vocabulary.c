@@ -5,7 +5,7 @@
  * whoever does it; gradients of the hidden states are summed per unit of chunks.
  */
 #include "products.h"
-#ifdef HERE
+#ifdef TILES
 #include "exponential.h"
 
 enum { IDS = 256, TARGETS = 256 }; /* of a block */

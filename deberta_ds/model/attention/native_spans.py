@@ -2,7 +2,7 @@
 
 torch's operators would pass over a tile of scores some twenty-five times each way and copy every
 operand of a product; here a strip of scores stays in the nearest cache from its products to the
-context, in fp32 until it is probabilities. bf16 needs AMX, fp32 AVX-512.
+context, in fp32 until it is probabilities. bf16 needs AMX or AVX-512-BF16, fp32 AVX-512.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table, U
 units of work, C rows of an expanded table: row c serves the pair of row x and column y with y - x =
@@ -58,9 +58,7 @@ def fits(spans: list[KeySpan], *tensors: Tensor) -> bool:
     dtypes = {tensor.dtype for tensor in tensors}
     if not short or len(dtypes) > 1 or not native.takes(*tensors):
         return False
-    if torch.bfloat16 in dtypes:
-        return native.has_amx()
-    return native.followed() > 2 and native.has_avx512()
+    return native.multiplies(*dtypes)
 
 
 def attend_in_c(
