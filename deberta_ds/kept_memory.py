@@ -60,8 +60,8 @@ _kept: list[_Kept] = []
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return new numbers of a tensor's shape, undefined, for its gradient.
 
-    Large ones take the memory of an earlier one to which nothing refers any more; idle memory of
-    other shapes is freed when a shape is new.
+    Large ones take the memory of an earlier one to which nothing refers any more. Where too many
+    are kept, those that are idle are freed for one of a new shape.
     """
     dtype = dtype or tensor.dtype
     plain = tensor.is_cpu and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -73,11 +73,28 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             same = one.memory.shape == tensor.shape and one.memory.dtype == dtype
             if same and one.references() == one.idle and one.is_whole():
                 return one.memory.detach()
-        _kept[:] = [one for one in _kept if one.references() != one.idle]
+        if len(_kept) == _MOST:
+            _kept[:] = [one for one in _kept if one.references() != one.idle]
         memory = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-        if type(memory) is not Tensor or len(_kept) == _MOST:
+        if type(memory) is not Tensor or memory.is_inference() or len(_kept) == _MOST:
             return memory
         one = _Kept(memory, memory.untyped_storage())
         one.idle = one.references()
         _kept.append(one)
         return memory.detach()
+
+
+def forget() -> None:
+    """Keep no gradients' memory any longer: their model has been trained."""
+    with _lock:
+        _kept.clear()
+
+
+def _begin_anew() -> None:
+    """In a forked process nobody is left to release a lock that another thread held."""
+    global _lock
+    _lock = Lock()
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -65,12 +66,33 @@ def test_a_large_gradient_takes_the_memory_of_one_that_is_gone():
     assert empty_like(LARGE, torch.bfloat16).nbytes == LARGE.nbytes // 2  # too small to keep
 
 
-def test_idle_memory_of_another_shape_is_freed():
-    used, idle = empty_like(LARGE), empty_like(LARGE)
-    del idle
-    other = empty_like(LARGE.view(2, -1))
+def test_shapes_in_turns_take_their_own_memory_until_there_are_too_many():
+    shapes = [LARGE, LARGE.view(2, -1), LARGE.view(4, -1), LARGE.view(8, -1)]
+    places = [empty_like(shape).data_ptr() for shape in shapes]  # each is dropped at once
+    assert len(set(places)) == kept_memory._MOST
+    assert [empty_like(shape).data_ptr() for shape in shapes] == places
+    used = empty_like(LARGE)
+    other = empty_like(LARGE.view(16, -1))
     assert [one.memory.data_ptr() for one in kept_memory._kept] == [
         used.data_ptr(), other.data_ptr()]
+    kept_memory.forget()
+    assert not kept_memory._kept
+
+
+def test_a_tensor_of_inference_is_not_kept():
+    with torch.inference_mode():
+        empty_like(LARGE)
+    assert not kept_memory._kept
+
+
+def test_a_forked_process_waits_for_no_lock_of_another_thread():
+    with kept_memory._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            empty_like(LARGE)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_storage_that_is_held_is_in_use():
