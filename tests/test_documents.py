@@ -391,6 +391,16 @@ def test_rows_of_a_table_with_other_cells_than_its_header_are_bad(tmp_path):
         texts_of([path])
 
 
+def test_rows_of_a_tsv_that_quotation_marks_may_join_are_refused(tmp_path):
+    """Two documents were read as one, whose marks were lost, with the other's id in its text."""
+    path = tmp_path / "a.tsv"
+    path.write_text('text\tid\n"Hello, she said.\tone\nThen she went."\ttwo\n')
+    with pytest.raises(UserError, match=r"a.tsv:2: quotation marks make one row of 2 lines.*jsonl"):
+        texts_of([path])
+    path.write_text('text\tid\n"two\nlines"\tone\n"a\tb\tc\nd"\ttwo\nthree\tthree\n')
+    assert texts_of([path]) == ["two\nlines", "a\tb\tc\nd", "three"]
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (-5, 0), (1, -1)])
 def test_useless_sizes_are_refused(tmp_path, sizes):
     """--max_document_bytes 0 left out all documents and reported success."""

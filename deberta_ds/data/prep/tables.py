@@ -12,7 +12,10 @@ from deberta_ds.errors import UserError
 
 
 def read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
-    """Rows of .csv (comma) or .tsv (tab) with a header; quoted fields may hold line ends."""
+    """Rows of .csv (comma) or .tsv (tab) with a header; quoted cells may hold line ends.
+
+    UserError for rows of a .tsv that are one with quotation marks and several without.
+    """
     label = directory_label(extent, options)
     csv.field_size_limit(min(options.max_document_bytes, 1 << 31 - 1))
     with (
@@ -50,13 +53,32 @@ def _is_utf8(cells: Iterable[str]) -> bool:
 
 def _cells(path: str, text: io.TextIOWrapper) -> Iterator[list[str]]:
     """Yield the cells of each row; lines with nothing in them are none."""
-    rows = csv.reader(text, delimiter="\t" if ".tsv" in Path(path).suffixes else ",", strict=True)
+    is_tsv, lines, width = ".tsv" in Path(path).suffixes, [], 0
+    source = _noted(text, lines) if is_tsv else text
+    rows = csv.reader(source, delimiter="\t" if is_tsv else ",", strict=True)
     try:
-        yield from filter(None, rows)
+        for cells in rows:
+            width = width or len(cells)
+            if len(lines) > 1 and 1 < width == len(cells) and all(
+                    line.count("\t") == width - 1 for line in lines):
+                raise UserError(
+                    f"{path}:{rows.line_num - len(lines) + 1}: quotation marks make one row of "
+                    f"{len(lines)} lines, each of which would be a row without them; give .jsonl, "
+                    ".parquet or .csv, which leave no doubt")
+            lines.clear()
+            if cells:
+                yield cells
     except csv.Error as error:
         raise UserError(f"{path}:{rows.line_num}: {error}; a cell with a quotation mark in it is "
                         'quoted, with "" for the mark, and no cell is longer than '
                         "--max_document_bytes") from error
+
+
+def _noted(text: io.TextIOWrapper, lines: list[str]) -> Iterator[str]:
+    """Yield the lines of a file, each also put into `lines`."""
+    for line in text:
+        lines.append(line)
+        yield line
 
 
 def read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
