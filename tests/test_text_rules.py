@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from data_helpers import SENTENCES, random_documents
 
+from deberta_ds.analysis.fill_mask import encode_with_masks
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.text import normalise
 from deberta_ds.data.prep.train_spm import train_tokenizer
@@ -23,6 +24,8 @@ RAW = [
     unicodedata.normalize("NFD", "한국어 텍스트"),
     "\u0958 and \u0915\u093c, \u0e33, \ufb1d",  # composition exclusions
     "joiners stay: \u0915\u094d\u200d\u0937 \u200c",
+    "\u00f3\u0323r\u00f2\u0323, \u00e9\u0323 a\u0301\u0327",  # Yoruba: no character of their own
+    "\ufeff\u200bremoved in front", " \ufeff \u00ad spaces, too",
 ]
 
 
@@ -61,6 +64,23 @@ def test_offsets_are_those_of_the_raw_text(tokenizer):
     assert text[slice(*offsets[pieces.index("<0xC3>")])] == "e\u0301"  # one letter as two bytes
     covered = {place for start, end in offsets for place in range(start, end)}
     assert covered >= {place for place, character in enumerate(text) if character.isalpha()}
+
+
+def test_offsets_of_letters_that_grow_or_shrink(tokenizer):
+    text = "x a\u0301\u0327\u0316b \ufb2cy \u00f3\u0323z"
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    assert ids == tokenizer.encode(text) == tokenizer.encode(normalise(text))
+    for letter in "xbyz":
+        place = [text[start:end].strip() for start, end in offsets].index(letter)
+        assert text[offsets[place][1] - 1] == letter
+    covered = {place for start, end in offsets for place in range(start, end)}
+    assert covered >= {place for place, c in enumerate(text) if not c.isspace()}
+
+
+@pytest.mark.parametrize("text", ["The [MASK] fox", "[MASK]ing", "un[MASK]able [MASK], ok [MASK]",
+                                  " \u200b[MASK] [MASK] x"])
+def test_what_follows_a_mask_has_the_ids_that_it_has_in_a_text(tokenizer, published, text):
+    assert published.encode(text).ids == encode_with_masks(tokenizer, text)
 
 
 def test_normalised_text_is_left_alone(tokenizer, published):

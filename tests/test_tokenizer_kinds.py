@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import shutil
+import unicodedata
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import transformers
 from data_helpers import SENTENCES
 from tokenizer_cases import MAKERS, directory_of
 
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
+from deberta_ds.data.prep.train_fast import KINDS, train_fast
 from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
@@ -74,6 +77,24 @@ def test_offsets_decoding_and_another_process(name):
     first, last = tokenizer.pieces(ids[:1] + ids[-1:])
     assert tokenizer.decode(ids).lower().split()[:: len(ids)] == [first.lower()]
     assert tokenizer.decode(ids).endswith(last)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_reach_over_marks_that_compose(kind, tmp_path):
+    """An answer ended inside of a character, and so no answer of decomposed text was right."""
+    (tmp_path / "a.txt").write_text("\n".join(SENTENCES * 20), encoding="utf-8")
+    read = ReadOptions(documents="line")
+    made = train_fast(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out", kind=kind,
+                      pieces=400, sample_bytes=1 << 20, read=read)
+    words = ["Kraków", "서울", "Việt", "fox"]
+    text = unicodedata.normalize("NFD", " ".join(words))
+    ids, offsets = made.encode_with_offsets(text)
+    assert ids == made.encode(text) == made.encode(" ".join(words))
+    covered = {place for start, end in offsets for place in range(start, end)}
+    assert covered >= {place for place, c in enumerate(text) if c != " "}
+    for _, end in offsets:
+        rest = text[end : end + 1]
+        assert not unicodedata.combining(rest or " ") and not "\u1160" <= rest <= "\u11ff"
 
 
 def test_one_tokenizer_has_one_checksum_however_its_files_spell_it(tmp_path):

@@ -19,6 +19,7 @@ def test_wordpiece_knows_every_stretch_of_letters(tmp_path):
     generator, read = random.Random(0), ReadOptions(documents="line")
     lines = ["".join(generator.choices(SYLLABLES, k=generator.randint(5, 120))) + " abc"
              for _ in range(200)]
+    lines += ["ที่" * 120, "a" * 150]  # 40 letters with their marks are more than 100 characters
     (tmp_path / "a.txt").write_text("\n".join(lines))
     ours = train_fast(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out", read=read,
                       kind="wordpiece", pieces=120, sample_bytes=1 << 20, character_coverage=1.0)

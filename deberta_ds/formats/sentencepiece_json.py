@@ -30,7 +30,7 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     special |= {number for number, piece in enumerate(proto.pieces) if piece.type == piece.CONTROL}
     fast.add_special_tokens([
         tokenizers.AddedToken(name, special=True, normalized=False,
-                              lstrip=tokenizer.normalizes_itself and number == tokenizer.mask_id)
+                              lstrip=number == tokenizer.mask_id)
         for number, name in zip(sorted(special), tokenizer.pieces(sorted(special)), strict=True)])
     return json.dumps(json.loads(fast.to_str()) | framing(tokenizer), ensure_ascii=False)
 
@@ -45,19 +45,13 @@ def _before(proto, tokenizer: Tokenizer):
         steps += fast_rules.characters()
     elif rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    ends = r"\A | \z"
     plain = rules.remove_extra_whitespaces and not _defined(proto) and not any(
         SPACE_MARK in piece.piece[1:] for piece in proto.pieces)
-    scheme = ("first" if tokenizer.normalizes_itself else "always") if rules.add_dummy_prefix \
-        else "never"
-    if plain and scheme == "first":  # a space at the front of what follows a special token counts
-        ends = r" \z"
-    if rules.remove_extra_whitespaces and tokenizer.normalizes_itself:
-        steps += [normalizers.Replace(Regex(f"[ {SPACE_MARK}]+"), " "),
-                  normalizers.Replace(Regex(ends), "")]  # Strip takes all white space
-    elif rules.remove_extra_whitespaces:
-        steps += fast_rules.single_spaces()
+    if rules.remove_extra_whitespaces:
+        marked = plain and rules.add_dummy_prefix
+        steps += fast_rules.single_spaces(keep_first=marked)
     if plain:
+        scheme = "first" if rules.add_dummy_prefix else "never"
         return (normalizers.Sequence(steps),
                 pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme))
     # Metaspace puts no mark before a text that has one, and cuts at each: here both would be wrong.

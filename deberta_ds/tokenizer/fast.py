@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import unicodedata
 from array import array
 from pathlib import Path
 
@@ -105,7 +106,7 @@ class FastEngine:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)
         values = [byte_value(self.pieces[number]) for number in found.ids]
-        return found.ids, _spread(values, found.offsets)
+        return found.ids, _over_marks(text, _spread(values, found.offsets))
 
     def decode(self, ids: list[int]) -> str:
         return self._fast.decode(ids, skip_special_tokens=False)
@@ -160,6 +161,27 @@ def _spread(values: list[int | None], offsets: list[tuple[int, int]]) -> list[tu
             for index, place in zip(run, places, strict=True):
                 spread[index] = (place, place + 1)
     return spread
+
+
+def _over_marks(text: str, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return offsets that reach over the marks and the Hangul vowels and finals behind them which
+    no id has: a normalizer that composes a character gives it the span of its first part.
+    """
+    if unicodedata.is_normalized("NFC", text):
+        return offsets
+    reached, last = [], len(text)
+    for (start, end), run in itertools.groupby(reversed(offsets)):
+        stop = end
+        while stop < last and start < end and _continues(text[stop]):
+            stop += 1
+        reached += [(start, stop) for _ in run]
+        last = start
+    return reached[::-1]
+
+
+def _continues(character: str) -> bool:
+    return (unicodedata.category(character).startswith("M")
+            or "\u1160" <= character <= "\u11ff")  # Hangul vowels and finals
 
 
 def vocabulary_ids(specification: dict) -> dict[str, int]:

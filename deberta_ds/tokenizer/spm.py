@@ -9,7 +9,6 @@ those ids without a normalizer, which version 0.1.0 made. Any other is given the
 """
 
 import hashlib
-import itertools
 import json
 import os
 import unicodedata
@@ -40,6 +39,7 @@ from deberta_ds.tokenizer.words import (
 
 SPECIAL_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 MASK_PIECE = "[MASK]"
+Places = list[tuple[int, int]]  # of characters in another text, [start, end)
 RULES_NAME = "deberta_ds-text-rules-1"  # of the normalizer in models that train_tokenizer.py makes
 
 
@@ -84,16 +84,20 @@ class SentencePieceEngine:
         _check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
         self._plain = str if self.normalizes_itself else _plain_spaces
-        if proto.normalizer_spec.name == RULES_NAME:
-            self._plain = _ordered_marks
+        self._composes = proto.normalizer_spec.name == RULES_NAME
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(self._plain(text))
+        return self._processor.encode(self._read(text)[0])
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._processor.encode([self._plain(text) for text in texts], num_threads=1)
+        return self._processor.encode([self._read(text)[0] for text in texts], num_threads=1)
+
+    def _read(self, text: str) -> tuple[str, Places | None]:
+        """Return what the model is given of `text`, and its places unless it is one for one."""
+        plain = self._plain(text)
+        return _composed(plain) if self._composes else (plain, None)
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         return self._fast_processor.encode(texts, return_type="numpy", num_threads=1,
@@ -115,12 +119,16 @@ class SentencePieceEngine:
         return (np.concatenate(found) if found else np.zeros(0, np.int32)), list(map(len, found))
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._processor.encode(self._plain(text), return_type="offset_mapping")
+        text, places = self._read(text)
+        found = self._processor.encode(text, return_type="offset_mapping")
         pieces, offsets = found["pieces"], [tuple(span) for span in found["offsets"]]
         for index in range(len(pieces) - 2, -1, -1):
             start, end = offsets[index]
             if start == end and byte_value(pieces[index]) is not None:
                 offsets[index] = offsets[index + 1]
+        if places:
+            offsets = [(places[start][0], places[end - 1][1]) if start < end else
+                       (places[min(start, len(places) - 1)][0],) * 2 for start, end in offsets]
         return list(found["ids"]), offsets
 
     def decode(self, ids: list[int]) -> str:
@@ -257,13 +265,24 @@ def _plain_spaces(text: str) -> str:
     return text if text.isprintable() else text.translate(_SPACE_TABLE)
 
 
-def _ordered_marks(text: str) -> str:
-    """Return `text` with plain spaces and with combining marks in the canonical order, which the
-    table of the normalizer has no rule for, one for one.
+def _composed(text: str) -> tuple[str, Places | None]:
+    """Return `text` with each letter and its marks in NFC, of which the table of the normalizer
+    lacks marks in another order that compose to no single character; and the places in `text` of
+    its characters, None where all stay.
     """
-    text = _plain_spaces(text)
     if unicodedata.is_normalized("NFC", text):
-        return text
-    runs = itertools.groupby(text, lambda character: unicodedata.combining(character) > 0)
-    return "".join(itertools.chain.from_iterable(
-        sorted(run, key=unicodedata.combining) if are_marks else run for are_marks, run in runs))
+        return text, None
+    letters: list[str] = []
+    for character in text:
+        if letters and unicodedata.combining(character):
+            letters[-1] += character
+        else:
+            letters.append(character)
+    composed, places, begin = [], [], 0
+    for letter in letters:
+        found, end = unicodedata.normalize("NFC", letter), begin + len(letter)
+        places += [(begin, end)] * len(found) if found != letter else [
+            (place, place + 1) for place in range(begin, end)]
+        composed.append(found)
+        begin = end
+    return "".join(composed), places

@@ -24,14 +24,21 @@ def characters() -> list[normalizers.Normalizer]:
     """Return the steps of rules 1 to 3."""
     # What the text rules remove, but NUL, which SentencePiece cannot name.
     removed = "".join(f"\\x{{{code:X}}}" for code in range(1, 0x10000) if is_removed(chr(code)))
-    return [normalizers.Replace(tokenizers.Regex(f"[{removed}]"), ""),
+    # A text that began later than its first character would get no space mark from Metaspace.
+    return [normalizers.Replace(tokenizers.Regex(rf"\A[{removed}]+"), " "),
+            normalizers.Replace(tokenizers.Regex(f"[{removed}]"), ""),
             normalizers.Replace(SPACE_MARK, "_"), normalizers.NFC()]
 
 
-def single_spaces() -> list[normalizers.Normalizer]:
-    """Return the steps of rule 4."""
+def single_spaces(keep_first: bool = False) -> list[normalizers.Normalizer]:
+    """Return the steps of rule 4.
+
+    keep_first: leave a space at the front, for a pre-tokenizer that makes the same of a text with
+    and without one, but not of what follows a special token.
+    """
     marks = tokenizers.Regex(f"[ {SPACE_MARK}]+")
-    return [normalizers.Replace(marks, " "), normalizers.Strip()]
+    ends = tokenizers.Regex(r" \z" if keep_first else r"\A | \z")
+    return [normalizers.Replace(marks, " "), normalizers.Replace(ends, "")]
 
 
 def decoder() -> decoders.Decoder:

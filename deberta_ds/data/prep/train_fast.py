@@ -26,9 +26,10 @@ from deberta_ds.tokenizer.files import JSON, MERGES, OTHER_MODELS, SPM, VOCAB, W
 from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
 
 KINDS = ("byte_bpe", "bpe", "wordpiece")
-# WordPiece takes a word of more than 100 characters for unknown, and scripts without spaces are one
-# word to it: they are cut to stretches of at most so many letters, each with its marks.
+# WordPiece takes a word of too many characters for unknown, and scripts without spaces are one word
+# to it: they are cut to stretches of at most so many letters, each with its marks.
 _UNSPACED = rf"(?:[{UNSPACED}]\p{{M}}*){{1,40}}"
+_LONGEST_WORD = 200  # characters
 
 
 def train_fast(
@@ -71,11 +72,13 @@ def train_fast(
 
 
 def _untrained(kind: str, pieces: int):
-    rules = [*fast_rules.plain_spaces(), *fast_rules.characters(), *fast_rules.single_spaces()]
+    rules = [*fast_rules.plain_spaces(), *fast_rules.characters(),
+             *fast_rules.single_spaces(keep_first=kind == "bpe")]
     options = {"vocab_size": pieces, "show_progress": sys.stderr.isatty(),
                "special_tokens": list(SPECIAL_PIECES)}
     if kind == "wordpiece":
-        fast = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        fast = tokenizers.Tokenizer(models.WordPiece(
+            unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
         rules.append(normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=True,
                                                 strip_accents=False, lowercase=False))
         fast.pre_tokenizer = pre_tokenizers.Sequence([
@@ -93,7 +96,7 @@ def _untrained(kind: str, pieces: int):
         options["special_tokens"] += [f"<0x{byte:02X}>" for byte in range(256)]
         fast = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]", fuse_unk=True,
                                                byte_fallback=True))
-        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         fast.decoder = fast_rules.decoder()
         trainer = trainers.BpeTrainer(**options)
     fast.normalizer = normalizers.Sequence(rules)
