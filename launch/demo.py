@@ -135,8 +135,9 @@ def deepspeed_config(gpus: int) -> str:
 
     if gpus:
         return "ds_configs/zero1_bf16.json"
-    has_amx = cpu.capabilities().get("amx_bf16")
-    return f"ds_configs/zero1_{'autocast_cpu' if has_amx else 'fp32'}.json"
+    found = cpu.capabilities()
+    has_bf16 = found.get("amx_bf16") or found.get("avx512_bf16")
+    return f"ds_configs/zero1_{'autocast_cpu' if has_bf16 else 'fp32'}.json"
 
 
 def prepare_data(demo: Demo) -> None:
