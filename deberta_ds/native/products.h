@@ -66,7 +66,7 @@ INLINE void set_exact(Number *to, long i, float value) {
 /* out [rows, wide] of `width` (=, or += where `add`) left [rows, inner] of `stride` x right, of
  * `columns`. */
 #ifndef TILES
-enum { HIGH = 8, DEEP = 128 * PAIR }; /* rows whose sums stay in registers; terms of one, for exactness */
+enum { HIGH = 8, DEEP = 128 * PAIR }; /* rows whose sums stay in registers; terms of one */
 #define EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < HIGH; i++)
 
 /* Return sums plus sixteen columns of a matrix on the right times a row's PAIR numbers. */
