@@ -126,7 +126,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 @lru_cache
 def has(feature: str) -> bool:
-    """Return whether the kernels use "amx", "avx512" or "avx512_bf16"; ask as `multiplies`."""
+    """Return whether the kernels may use "amx", "avx512" or "avx512_bf16"; ask as `multiplies`."""
     return bool(getattr(library(), f"has_{feature}")())
 
 

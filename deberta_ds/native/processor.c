@@ -11,8 +11,8 @@ int has_amx(void) { /* and the system lets this process use it */
 #endif
 }
 
-int has_avx512_bf16(void) {
-#ifdef __AVX512BF16__
+int has_avx512_bf16(void) { /* and not AMX, which the kernels are made with wherever it is */
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     return 1;
 #else
     return 0;
