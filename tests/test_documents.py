@@ -394,11 +394,13 @@ def test_rows_of_a_table_with_other_cells_than_its_header_are_bad(tmp_path):
 def test_rows_of_a_tsv_that_quotation_marks_may_join_are_refused(tmp_path):
     """Two documents were read as one, whose marks were lost, with the other's id in its text."""
     path = tmp_path / "a.tsv"
-    path.write_text('text\tid\n"Hello, she said.\tone\nThen she went."\ttwo\n')
-    with pytest.raises(UserError, match=r"a.tsv:2: quotation marks make one row of 2 lines.*jsonl"):
-        texts_of([path])
-    path.write_text('text\tid\n"two\nlines"\tone\n"a\tb\tc\nd"\ttwo\nthree\tthree\n')
-    assert texts_of([path]) == ["two\nlines", "a\tb\tc\nd", "three"]
+    for between in ("", "\n", "one\ttoo\tmany\n"):
+        path.write_text(f'text\tid\n"Hello, she said.\tone\n{between}Then she went."\ttwo\n')
+        lines = 2 + bool(between)
+        with pytest.raises(UserError, match=rf"a.tsv:2: .* one row of {lines} lines.*jsonl"):
+            texts_of([path])
+    path.write_text('text\tid\n"two\nlines"\tone\n"a\tb\tc\n\nd"\ttwo\nthree\tthree\n')
+    assert texts_of([path]) == ["two\nlines", "a\tb\tc\n\nd", "three"]
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (-5, 0), (1, -1)])

@@ -24,7 +24,7 @@ RAW = [
     unicodedata.normalize("NFD", "한국어 텍스트"),
     "\u0958 and \u0915\u093c, \u0e33, \ufb1d",  # composition exclusions
     "joiners stay: \u0915\u094d\u200d\u0937 \u200c",
-    "\u00f3\u0323r\u00f2\u0323, \u00e9\u0323 a\u0301\u0327",  # Yoruba: no character of their own
+    "\u00f3\u0323r\u00f2\u0323, \u00e9\u0323 a\u0301\u0327, \u0f40\u0f39\u0f73",  # no characters
     "\ufeff\u200bremoved in front", " \ufeff \u00ad spaces, too",
 ]
 

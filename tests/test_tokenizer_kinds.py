@@ -82,11 +82,12 @@ def test_offsets_decoding_and_another_process(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_spans_reach_over_marks_that_compose(kind, tmp_path):
     """An answer ended inside of a character, and so no answer of decomposed text was right."""
-    (tmp_path / "a.txt").write_text("\n".join(SENTENCES * 20), encoding="utf-8")
+    lines = [*SENTENCES, "새로운 사랑 é", "사람 사랑 서울"] * 20  # first bytes join with the space
+    (tmp_path / "a.txt").write_text("\n".join(lines), encoding="utf-8")
     read = ReadOptions(documents="line")
     made = train_fast(plan_units([str(tmp_path / "a.txt")], read), tmp_path / "out", kind=kind,
                       pieces=400, sample_bytes=1 << 20, read=read)
-    words = ["Kraków", "서울", "Việt", "fox"]
+    words = ["Kraków", "서울", "Việt", "사랑", "사람", "fox"]
     text = unicodedata.normalize("NFD", " ".join(words))
     ids, offsets = made.encode_with_offsets(text)
     assert ids == made.encode(text) == made.encode(" ".join(words))

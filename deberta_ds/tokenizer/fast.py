@@ -169,14 +169,12 @@ def _over_marks(text: str, offsets: list[tuple[int, int]]) -> list[tuple[int, in
     """
     if unicodedata.is_normalized("NFC", text):
         return offsets
-    reached, last = [], len(text)
-    for (start, end), run in itertools.groupby(reversed(offsets)):
-        stop = end
-        while stop < last and start < end and _continues(text[stop]):
-            stop += 1
-        reached += [(start, stop) for _ in run]
-        last = start
-    return reached[::-1]
+    starts, reached = {start for start, _ in offsets}, []
+    for start, end in offsets:
+        while start < end < len(text) and end not in starts and _continues(text[end]):
+            end += 1
+        reached.append((start, end))
+    return reached
 
 
 def _continues(character: str) -> bool:

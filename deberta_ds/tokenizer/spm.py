@@ -40,6 +40,7 @@ from deberta_ds.tokenizer.words import (
 SPECIAL_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 MASK_PIECE = "[MASK]"
 Places = list[tuple[int, int]]  # of characters in another text, [start, end)
+_OF_MARKS = "\u0f73\u0f75\u0f81"  # characters of class 0 that are made of marks
 RULES_NAME = "deberta_ds-text-rules-1"  # of the normalizer in models that train_tokenizer.py makes
 
 
@@ -274,7 +275,7 @@ def _composed(text: str) -> tuple[str, Places | None]:
         return text, None
     letters: list[str] = []
     for character in text:
-        if letters and unicodedata.combining(character):
+        if letters and (unicodedata.combining(character) or character in _OF_MARKS):
             letters[-1] += character
         else:
             letters.append(character)

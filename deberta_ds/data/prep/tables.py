@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
@@ -14,7 +15,8 @@ from deberta_ds.errors import UserError
 def read_table(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     """Rows of .csv (comma) or .tsv (tab) with a header; quoted cells may hold line ends.
 
-    UserError for rows of a .tsv that are one with quotation marks and several without.
+    UserError for rows of a .tsv, of two columns or more, that are one with quotation marks and
+    several without.
     """
     label = directory_label(extent, options)
     csv.field_size_limit(min(options.max_document_bytes, 1 << 31 - 1))
@@ -53,19 +55,18 @@ def _is_utf8(cells: Iterable[str]) -> bool:
 
 def _cells(path: str, text: io.TextIOWrapper) -> Iterator[list[str]]:
     """Yield the cells of each row; lines with nothing in them are none."""
-    is_tsv, lines, width = ".tsv" in Path(path).suffixes, [], 0
-    source = _noted(text, lines) if is_tsv else text
+    is_tsv, tabs, width = ".tsv" in Path(path).suffixes, _Tabs(), 0
+    source = tabs.counted(text) if is_tsv else text
     rows = csv.reader(source, delimiter="\t" if is_tsv else ",", strict=True)
     try:
         for cells in rows:
             width = width or len(cells)
-            if len(lines) > 1 and 1 < width == len(cells) and all(
-                    line.count("\t") == width - 1 for line in lines):
+            if tabs.lines > 1 and tabs.first == tabs.last == width - 1 > 0:
                 raise UserError(
-                    f"{path}:{rows.line_num - len(lines) + 1}: quotation marks make one row of "
-                    f"{len(lines)} lines, each of which would be a row without them; give .jsonl, "
-                    ".parquet or .csv, which leave no doubt")
-            lines.clear()
+                    f"{path}:{rows.line_num - tabs.lines + 1}: quotation marks make one row of "
+                    f"{tabs.lines} lines, of which the first and the last would be rows without "
+                    "them; give .jsonl, .parquet or .csv, which leave no doubt")
+            tabs.lines = 0
             if cells:
                 yield cells
     except csv.Error as error:
@@ -74,11 +75,21 @@ def _cells(path: str, text: io.TextIOWrapper) -> Iterator[list[str]]:
                         "--max_document_bytes") from error
 
 
-def _noted(text: io.TextIOWrapper, lines: list[str]) -> Iterator[str]:
-    """Yield the lines of a file, each also put into `lines`."""
-    for line in text:
-        lines.append(line)
-        yield line
+@dataclass
+class _Tabs:
+    """The lines of a row, and the tabs of the first and the last of them."""
+
+    lines: int = 0
+    first: int = 0
+    last: int = 0
+
+    def counted(self, text: io.TextIOWrapper) -> Iterator[str]:
+        """Yield the lines of a file; whoever begins a row sets `lines` to 0."""
+        for line in text:
+            self.last = line.count("\t")
+            self.first = self.first if self.lines else self.last
+            self.lines += 1
+            yield line
 
 
 def read_parquet(extent: Extent, options: ReadOptions) -> Iterator[Document]:
