@@ -6,8 +6,8 @@
 #   benchmarks/gpu_train.sh [WHEELS]      # end to end under DeepSpeed
 #
 # With WHEELS (offline) the wheels of that folder are installed for this run. A machine with torch,
-# triton, transformers, scipy and pytest alone needs these beside (8 MB; the last two are the peers,
-# listed as absent without them):
+# triton, transformers, sentencepiece, xxhash, psutil, scipy and pytest needs these beside (8 MB; the
+# last two are the peers, listed as absent without them):
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
 #     -d WHEELS pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 \
@@ -38,7 +38,7 @@ else
     --shapes 32x512 8x2048 --rounds 8
   part 100 "RTD step, 1.5B with a 24-layer generator (ours alone)" \
     "$python" -m benchmarks.train_step --device cuda --model deberta-v2-xxlarge --objective rtd \
-    --generator-layers 24 --shapes 8x512 --rounds 4 --ours-only
+    --generator-layers 24 --shapes 4x512 8x512 --rounds 4 --ours-only
   part 80 "the masked LM head" "$python" -m benchmarks.cross_entropy --device cuda
   part 80 "memory" "$python" -m benchmarks.memory --device cuda
   part 25 "an update of v3-base, Muon beside AdamW" "$python" -m benchmarks.optimizer_step \

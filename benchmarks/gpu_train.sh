@@ -5,7 +5,7 @@
 #   benchmarks/gpu_train.sh [WHEELS]
 #   TRY=1 SLOWER=10 benchmarks/gpu_train.sh    # a tiny model in fp32 on the CPU, ten times the limits
 #
-# A machine with torch, triton and transformers alone needs the wheels of gpu_all.sh and these beside:
+# A machine with what gpu_all.sh says, einops, pyarrow, scikit-learn and msgpack needs its wheels and these:
 #
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \
 #     -d WHEELS hjson==3.1.0 orjson==3.13.0 typing-extensions==4.16.0

@@ -48,9 +48,9 @@ class Demo:
         """Print and run one command; return its seconds. Raises UserError if it fails."""
         words = [str(word) for word in command]
         print(f"\n$ {' '.join(words)}", flush=True)
-        words[0] = str(Path(sys.executable).parent / words[0])
+        module = {"deepspeed": ["-m", "deepspeed.launcher.runner"]}.get(words[0], [])
         started = time.monotonic()
-        process = subprocess.Popen(words, env=_environment())
+        process = subprocess.Popen([sys.executable, *module, *words[1:]], env=_environment())
         watcher = threading.Thread(target=self._watch_memory, args=(process,), daemon=True)
         watcher.start()
         if code := process.wait():

@@ -17,6 +17,7 @@ from deberta_ds.batch_schedule import Stretch
 from deberta_ds.cluster import process
 from deberta_ds.config import SourceConfig
 from deberta_ds.data import reading
+from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError
@@ -55,6 +56,18 @@ def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batc
         name: torch.cat([getattr(item, name) for step in per_step for item in step])
         for name in FIELDS
     }
+
+
+def test_batches_for_a_gpu_are_pinned_by_the_rank(dataset, monkeypatch):
+    """torch's own thread for it may wait for ever for what a killed worker had begun to send."""
+    pinned = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
+    batches = build_loader(dataset, stretches=[Stretch(0, 8, 3)], micro_batch_rows=4, rank=0,
+                           world_size=1, num_workers=1)
+    first = next(batches)
+    assert pinned == [first] and isinstance(first.input_ids, torch.Tensor)
+    batches.close()
 
 
 def test_rows_do_not_depend_on_world_size_workers_or_micro_batch(dataset):

@@ -50,8 +50,8 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in pinned memory (called by the DataLoader when pinning is on)."""
-        return self.as_tensors()._map(torch.Tensor.pin_memory)
+        """Return the batch in pinned memory, which a copy to a GPU does not wait for."""
+        return self._map(torch.Tensor.pin_memory)
 
     def as_arrays(self) -> "Batch":
         """Return the batch with NumPy arrays for tensors: how it travels between processes."""

@@ -61,7 +61,6 @@ def build_loader(
         collate_fn=_as_it_is,
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
-        pin_memory=torch.cuda.is_available(),
         worker_init_fn=_live_with_the_rank,
         # Workers share the end of the rank, whose children they are; Python 3.14's default is a
         # server that starts them.
@@ -182,7 +181,9 @@ def _checked(batches) -> Iterator[Batch]:
             return
         if isinstance(batch, UserError):
             raise batch
-        yield batch.as_tensors()
+        batch = batch.as_tensors()
+        # Here: the DataLoader's own thread may wait for ever for what a killed worker had begun.
+        yield batch.pin_memory() if torch.cuda.is_available() else batch
 
 
 def _why_a_worker_died(batches) -> UserError | None:
