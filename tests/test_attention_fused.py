@@ -34,7 +34,8 @@ def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
         command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    return [json.loads(line) for line in process.stdout.splitlines()
+            if line.startswith("{")]  # DeepSpeed logs there as well
 
 
 def check(lines: list[dict]) -> None:
@@ -77,6 +78,17 @@ def test_picked_queries_compile_for_a_gpu():
     arguments = ["90", "--sizes", "64", "--lengths", "512", "--kernels", "forward", "--picked"]
     [line] = run_worker("fused_compile.py", *arguments, timeout=60)
     assert line["picked"] and line["faults"] == []
+
+
+def test_the_other_kernels_compile_for_a_gpu():
+    lines = run_worker("kernel_compile.py", "90", timeout=120)
+    assert len(lines) == 10 and not any(line["faults"] for line in lines)
+
+
+def test_steps_of_a_model_through_the_kernels_under_zero():
+    """Beside torch's operators, with the same elements dropped."""
+    [line] = run_worker("fused_zero.py", "1", timeout=300)
+    assert line["loss_error"] < 1e-6 and line["error"] < 2e-4
 
 
 def test_every_tile_is_in_the_table():

@@ -1,4 +1,5 @@
-"""Compile the kernels outside of attention for a GPU that is not there; see fused_compile.py.
+"""Compile the kernels that fused_compile.py leaves out for a GPU that is not there: outside of
+attention, and between its large ones.
 
   kernel_compile.py 90          one JSON line a kernel; exit code 1 if one breaks a rule
 """
@@ -13,11 +14,13 @@ from triton.compiler import ASTSource
 
 from deberta_ds.model import fused_cross_entropy as loss
 from deberta_ds.model import fused_norm as norm
+from deberta_ds.model.attention.fused import backward, masks, ops
 
 WIDTH = 768
 SINGLE = {"MASS", "DRAW_MASS", "BEST", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
-SINGLE |= {"MEAN", "INVERSE", "PARTS"}
+SINGLE |= {"MEAN", "INVERSE", "PARTS", "DELTA"}
 WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "BEST_ID": "*i32", "TILE": "*i32"}
+WHOLE |= {"Q_WORDS": "*i32", "K_WORDS": "*i32", "start": "i64"}
 NUMBERS = {"inverse_temperature": "fp32", "keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
 _NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
@@ -33,6 +36,8 @@ KERNELS = {
     "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
+    "dropout words": (masks.words_kernel, dict(BLOCK=ops._WORDS), 4, 3, False),
+    "delta": (backward.delta_kernel, dict(D=64, BM=ops._DELTA_ROWS), 4, 3, False),
 }
 
 
@@ -48,7 +53,7 @@ def compile_kernel(name: str, architecture: int):
         elif parameter in WHOLE | NUMBERS:
             signature[parameter] = (WHOLE | NUMBERS)[parameter]
         else:
-            pointer = parameter.isupper() and parameter not in ("T", "VALID", "R")
+            pointer = parameter.isupper() and parameter not in ("T", "VALID", "R", "NQ", "NK", "H")
             signature[parameter] = "*bf16" if pointer else "i32"
         if signature[parameter].startswith("*"):
             attributes[(place,)] = [["tt.divisibility", 16]]
