@@ -14,6 +14,7 @@ from deberta_ds.data.corpus import map_array
 from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus
+from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.shards import (
     Manifest,
@@ -35,6 +36,7 @@ SENTENCES = (
     "Быстрая коричневая лиса прыгает через ленивую собаку.",
     "中文没有空格，所以每个词片都是一个词。日本語も同じです。",
 )
+TEXTS = ["First document.", "Zweites, mit Ümlaut.", "第三个文件。", "fourth \U0001f600"]
 
 
 @functools.cache
@@ -87,6 +89,18 @@ def make_corpus(
     for seq_len in seq_lens:
         pack_corpus(path, tokenizer, seq_len)
     return path
+
+
+def texts_of(inputs, unit_bytes=0, **options):
+    read = ReadOptions(**options)
+    units = plan_units([str(name) for name in inputs], read, unit_bytes)
+    return [document.text.strip() for unit in units for document in read_unit(unit, read)]
+
+
+def problems_of(path, **options):
+    read = ReadOptions(**options)
+    documents = [d for unit in plan_units([str(path)], read) for d in read_unit(unit, read)]
+    return [f"{d.place()}: {d.problem}" for d in documents if d.problem], documents
 
 
 def write_json_lines(path, texts):
