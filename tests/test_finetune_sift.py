@@ -142,7 +142,9 @@ def test_without_noise_and_step_the_encoder_sees_what_it_saw(shape):
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_the_step_is_not_lost_in_16_bits(kind):
-    """A step of 1e-4 moved 0.3 % (bf16) and 3 % (fp16) of the components."""
+    """A step of 1e-4 moved 0.3 % (bf16) and 3 % (fp16) of the components. (With the noise of the
+    official script some slopes are too small for 16 bits; not with thirty times as much.)
+    """
     model, batch = model_and_batch("RTE", None)
     model = model.to(kind)
     torch.manual_seed(0)
@@ -153,11 +155,12 @@ def test_the_step_is_not_lost_in_16_bits(kind):
         return model.scores(sums_RLC, batch)
 
     clean = model.scores(model.sums(batch), batch)
-    adversarial_divergence(score, model.sums(batch), clean, Sift(weight=1.0))
+    adversarial_divergence(score, model.sums(batch), clean,
+                           Sift(weight=1.0, noise=0.3))
     before, after = seen
     assert before.dtype == torch.float32
     real = batch.segments_RL > 0
-    assert float((before != after)[real].float().mean()) > 0.8
+    assert float((before != after)[real].float().mean()) > 0.99
     assert float((after - before).abs().amax()) == pytest.approx(1e-4, rel=0.05)
 
 

@@ -26,7 +26,7 @@ def step():
     del held
 
 print(keep_heap())
-for _ in range(3):
+for _ in range(12):  # a heap grows a little in the first few
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
@@ -51,7 +51,7 @@ def pages_of_steps(**variables) -> tuple[str, int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_steps_do_not_ask_for_their_pages_again():
     said, fresh = pages_of_steps()
-    assert said == "True" and fresh < 112 << 20  # a heap may still grow a little
+    assert said == "True" and fresh < 16 << 20
     assert pages_of_steps(MALLOC_TRIM_THRESHOLD_="1000000")[0] == "False"  # the user's word
 
 
