@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from deepspeed import get_accelerator
 
 from deberta_ds import config, deepspeed_config
 from deberta_ds.data.batch import Row, collate
@@ -64,12 +65,21 @@ def test_autocast_keeps_the_gradients_that_bf16_weights_lose(gradients):
 
 @pytest.mark.parametrize(("name", "warned"), [("zero1_bf16", True), ("zero2_fp16", True),
                                               ("zero1_fp32", False), ("zero1_autocast_cpu", False)])
-def test_16_bit_weights_without_a_gpu_are_warned_of(name, warned):
+def test_16_bit_weights_without_a_gpu_are_warned_of(name, warned, monkeypatch):
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     values = deepspeed_config.load(ROOT / f"ds_configs/{name}.json")
     lines = deepspeed_check.check_machine(values, "cpu", name)
     assert bool(lines) == warned and deepspeed_check.check_machine(values, "cuda", name) == []
     if warned:
         assert "use ds_configs/zero1_autocast_cpu.json" in lines[0]
+
+
+def test_fp16_where_the_processor_has_none_is_one_clear_error(monkeypatch):
+    """DeepSpeed raised a ValueError on every rank."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: None)  # as DeepSpeed says
+    values = deepspeed_config.load(ROOT / "ds_configs/zero2_fp16.json")
+    with pytest.raises(ConfigError, match="fp16.enabled: .* no fp16; use .*zero1_autocast_cpu"):
+        deepspeed_check.check_machine(values, "cpu", "ds.json")
 
 
 def test_what_only_a_gpu_can_do_is_refused_without_one():

@@ -76,10 +76,12 @@ def check_machine(values: dict, device_type: str, place: str) -> list[str]:
     """Return warnings about what this machine does badly; ConfigError for what it cannot do."""
     if device_type != "cpu":
         return []
-    zero = values.get("zero_optimization", {})
-    raise_problems(place, [f"zero_optimization.{name}: needs a GPU" for name in _ON_GPUS
-                           if zero.get(name)])
-    kind = precision(values)
+    zero, kind = values.get("zero_optimization", {}), precision(values)
+    problems = [f"zero_optimization.{name}: needs a GPU" for name in _ON_GPUS if zero.get(name)]
+    if kind == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
+        problems.append("fp16.enabled: this processor has no fp16; use "
+                        "ds_configs/zero1_autocast_cpu.json")
+    raise_problems(place, problems)
     if kind == "fp32":
         return []
     return [f"WARNING: {kind} weights without a GPU: torch's CPU kernels add up the gradients of "

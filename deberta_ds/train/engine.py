@@ -49,6 +49,7 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
     this machine does badly; `place` names its file.
     """
     check_json(ds, place)
+    warnings_here = check_machine(ds, deepspeed.get_accelerator().device_name(), place)
     if dist.is_distributed():
         return local_device()
     os.environ.update(rank_variables(os.environ))
@@ -83,7 +84,6 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
         shares_memory = dist.share_memory(deepspeed.constants.default_pg_timeout.total_seconds())
         if shares_memory:
             _send_through_memory(deepspeed.comm.comm.cdb)
-    warnings_here = check_machine(ds, device.type, place)
     if dist.is_main():
         log.show_choices()
         if shares_memory:
