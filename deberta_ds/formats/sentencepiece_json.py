@@ -28,9 +28,10 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     fast.decoder = fast_rules.decoder()
     special = set(tokenizer.special_ids.values())
     special |= {number for number, piece in enumerate(proto.pieces) if piece.type == piece.CONTROL}
+    takes_space = {tokenizer.mask_id} if _carries_rules(proto, tokenizer) else set()
     fast.add_special_tokens([
         tokenizers.AddedToken(name, special=True, normalized=False,
-                              lstrip=number == tokenizer.mask_id)
+                              lstrip=number in takes_space)
         for number, name in zip(sorted(special), tokenizer.pieces(sorted(special)), strict=True)])
     return json.dumps(json.loads(fast.to_str()) | framing(tokenizer), ensure_ascii=False)
 
@@ -47,11 +48,14 @@ def _before(proto, tokenizer: Tokenizer):
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     plain = rules.remove_extra_whitespaces and not _defined(proto) and not any(
         SPACE_MARK in piece.piece[1:] for piece in proto.pieces)
+    scheme, ends = "never", fast_rules.OUTER_SPACES
+    if rules.add_dummy_prefix:
+        scheme = "first" if _carries_rules(proto, tokenizer) else "always"
+    if plain and scheme == "first":
+        ends = fast_rules.LAST_SPACE
     if rules.remove_extra_whitespaces:
-        marked = plain and rules.add_dummy_prefix
-        steps += fast_rules.single_spaces(keep_first=marked)
+        steps += fast_rules.single_spaces(ends if _carries_rules(proto, tokenizer) else None)
     if plain:
-        scheme = "first" if rules.add_dummy_prefix else "never"
         return (normalizers.Sequence(steps),
                 pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme))
     # Metaspace puts no mark before a text that has one, and cuts at each: here both would be wrong.
@@ -61,6 +65,11 @@ def _before(proto, tokenizer: Tokenizer):
         names = sorted(names, key=len, reverse=True)  # the longest is found first
         cut = pre_tokenizers.Split(Regex("|".join(map(re.escape, names))), "isolated")
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)]), cut
+
+
+def _carries_rules(proto, tokenizer: Tokenizer) -> bool:
+    """Return whether a model was not made by version 0.1.0, whose exports stay as they are."""
+    return tokenizer.normalizes_itself or proto.normalizer_spec.name == RULES_NAME
 
 
 def _defined(proto) -> list[str]:

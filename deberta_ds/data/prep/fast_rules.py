@@ -14,6 +14,9 @@ from deberta_ds.tokenizer import SPACE_MARK
 # A class of all characters that Python and our tokenizer take for white space.
 _SPACES = "[" + "".join(f"\\x{{{code:X}}}" for code in range(0x3001) if chr(code).isspace()) + "]"
 
+OUTER_SPACES = r"\A | \z"
+LAST_SPACE = r" \z"  # for Metaspace, which needs the first to tell what follows a special token
+
 
 def plain_spaces() -> list[normalizers.Normalizer]:
     """Return the step that makes every kind of white space U+0020."""
@@ -30,15 +33,14 @@ def characters() -> list[normalizers.Normalizer]:
             normalizers.Replace(SPACE_MARK, "_"), normalizers.NFC()]
 
 
-def single_spaces(keep_first: bool = False) -> list[normalizers.Normalizer]:
+def single_spaces(ends: str | None = None) -> list[normalizers.Normalizer]:
     """Return the steps of rule 4.
 
-    keep_first: leave a space at the front, for a pre-tokenizer that makes the same of a text with
-    and without one, but not of what follows a special token.
+    ends: the spaces to take away at the ends, LAST_SPACE or OUTER_SPACES; None: all white space.
     """
     marks = tokenizers.Regex(f"[ {SPACE_MARK}]+")
-    ends = tokenizers.Regex(r" \z" if keep_first else r"\A | \z")
-    return [normalizers.Replace(marks, " "), normalizers.Replace(ends, "")]
+    strip = normalizers.Replace(tokenizers.Regex(ends), "") if ends else normalizers.Strip()
+    return [normalizers.Replace(marks, " "), strip]
 
 
 def decoder() -> decoders.Decoder:

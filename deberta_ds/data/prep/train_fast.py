@@ -73,7 +73,7 @@ def train_fast(
 
 def _untrained(kind: str, pieces: int):
     rules = [*fast_rules.plain_spaces(), *fast_rules.characters(),
-             *fast_rules.single_spaces(keep_first=kind == "bpe")]
+             *fast_rules.single_spaces(fast_rules.LAST_SPACE if kind == "bpe" else None)]
     options = {"vocab_size": pieces, "show_progress": sys.stderr.isatty(),
                "special_tokens": list(SPECIAL_PIECES)}
     if kind == "wordpiece":
