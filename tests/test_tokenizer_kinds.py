@@ -1,5 +1,6 @@
 """Tokenizers of every kind: ids as AutoTokenizer's, special tokens by role, words, refusal."""
 
+import itertools
 import json
 import pickle
 import random
@@ -96,6 +97,16 @@ def test_spans_reach_over_marks_that_compose(kind, tmp_path):
     for _, end in offsets:
         rest = text[end : end + 1]
         assert not unicodedata.combining(rest or " ") and not "\u1160" <= rest <= "\u11ff"
+
+
+@pytest.mark.parametrize("name, text", [
+    ("bert", "राम के घर, सु"), ("bert", "كِتَابٌ هُنَا"), ("bert", "naïve e\u0301 q\u0303"),
+    ("unigram", "ｶﾞｷﾞ ﾊﾟ x")])
+def test_spans_reach_over_marks_that_are_stripped_or_composed(name, text):
+    _, offsets = Tokenizer(directory_of(name)).encode_with_offsets(text)
+    covered = {place for start, end in offsets for place in range(start, end)}
+    assert covered >= {place for place, c in enumerate(text) if c != " "}
+    assert all(before <= after for before, after in itertools.pairwise(offsets))
 
 
 def test_one_tokenizer_has_one_checksum_however_its_files_spell_it(tmp_path):

@@ -165,9 +165,10 @@ def _spread(values: list[int | None], offsets: list[tuple[int, int]]) -> list[tu
 
 def _over_marks(text: str, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return offsets that reach over the marks and the Hangul vowels and finals behind them which
-    no id has: a normalizer that composes a character gives it the span of its first part.
+    no id has: a normalizer that composes a character gives it the span of its first part, and one
+    that strips accents gives them to nobody.
     """
-    if unicodedata.is_normalized("NFC", text):
+    if text.isascii():
         return offsets
     starts, reached = {start for start, _ in offsets}, []
     for start, end in offsets:
@@ -179,7 +180,8 @@ def _over_marks(text: str, offsets: list[tuple[int, int]]) -> list[tuple[int, in
 
 def _continues(character: str) -> bool:
     return (unicodedata.category(character).startswith("M")
-            or "\u1160" <= character <= "\u11ff")  # Hangul vowels and finals
+            or "\u1160" <= character <= "\u11ff"  # Hangul vowels and finals
+            or character in "\uff9e\uff9f")  # voicing marks of half-width kana
 
 
 def vocabulary_ids(specification: dict) -> dict[str, int]:

@@ -128,8 +128,9 @@ class SentencePieceEngine:
             if start == end and byte_value(pieces[index]) is not None:
                 offsets[index] = offsets[index + 1]
         if places:
-            offsets = [(places[start][0], places[end - 1][1]) if start < end else
-                       (places[min(start, len(places) - 1)][0],) * 2 for start, end in offsets]
+            starts = [*(start for start, _ in places), places[-1][1]]
+            offsets = [(starts[start], places[end - 1][1] if start < end else starts[start])
+                       for start, end in offsets]
         return list(found["ids"]), offsets
 
     def decode(self, ids: list[int]) -> str:
