@@ -61,7 +61,7 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return new numbers of a tensor's shape, undefined, for its gradient.
 
     Large ones take the memory of an earlier one to which nothing refers any more. Where too many
-    are kept, those that are idle are freed for one of a new shape.
+    are kept, those that are idle are freed for a new one.
     """
     dtype = dtype or tensor.dtype
     plain = tensor.is_cpu and type(tensor) in (Tensor, torch.nn.Parameter)

@@ -1,7 +1,10 @@
 """The fused CPU kernels against float64 autograd, and the same numbers without them."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -94,6 +97,22 @@ def test_rows_come_out_alike_in_any_number_of_threads():
     assert all(map(torch.equal, one_gradients[:2], three_gradients[:2]))
     for mine, other in zip(one_gradients[2:], three_gradients[2:], strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    before, rows = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(2)
+        both = threading.Barrier(2)  # or one thread might do both parts
+        native.over_rows(256, lambda *_: both.wait(20))
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            native.over_rows(256, lambda first, last, _: rows.extend(range(first, last)))
+            os._exit(len(set(rows)) != 256)
+    finally:
+        torch.set_num_threads(before)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

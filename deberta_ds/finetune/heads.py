@@ -21,7 +21,6 @@ from deberta_ds.finetune.features import FeatureBatch
 from deberta_ds.finetune.sift import Sift, adversarial_divergence
 from deberta_ds.finetune.tasks import HeadKind, Task
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.table_gradient import TableGradient
 
 
 class TaskOutput(NamedTuple):
@@ -76,7 +75,7 @@ class TaskModel(nn.Module):
 
     def sums(self, batch: FeatureBatch) -> Tensor:
         """Return what the input block normalizes: word vectors (+ absolute positions)."""
-        words_RLC = self.backbone.words(batch.input_ids_RL, gradient=TableGradient())
+        words_RLC = self.backbone.words(batch.input_ids_RL)
         columns_RL = torch.arange(words_RLC.size(1), device=words_RLC.device)
         positions_RL = columns_RL.expand(words_RLC.shape[:2])
         return self.backbone.trunk.input.add_positions(words_RLC, positions_RL)

@@ -33,17 +33,17 @@ class WordEmbedding(nn.Module):
         """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
         is `linear_cross_entropy`'s (loss sum, number correct, sampled ids).
 
-        A `gradient` given to both sums the table's in one tensor, in memory that is kept; a
-        look-up may have one of its own. `loss` is `model.vocabulary_loss`.
+        A `gradient` given to both sums the table's in one tensor; a look-up that trains without
+        one has its own. `loss` is `model.vocabulary_loss`.
         """
-        if gradient is not None and not gradient.serves(self.weight):
-            gradient = None
+        serves = TableGradient.serves(self.weight)
         if labels_T is None:
-            if gradient is None:
+            if not (serves and (gradient or self.training)):
                 return F.embedding(inputs, self.weight)
-            return look_up(self.weight, inputs, gradient)
+            return look_up(self.weight, inputs, gradient or TableGradient())
         return loss_function(loss, inputs, self.weight)(
-            inputs, self.weight, bias_V, labels_T, gradient=gradient, **prediction)
+            inputs, self.weight, bias_V, labels_T, gradient=gradient if serves else None,
+            **prediction)
 
 
 class InputBlock(nn.Module):

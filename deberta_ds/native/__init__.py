@@ -146,6 +146,15 @@ def over_rows(rows: int, work, least: int = 64) -> None:
     list(_pool.map(work, edges[:-1], edges[1:], range(parts)))
 
 
+def _without_threads() -> None:
+    """A forked process has none of the pool's."""
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_without_threads)
+
+
 def run_units(name: str, units: int, *arguments) -> None:
     """Call a kernel (first unit, last, *arguments) for all units, in torch's number of threads.
 

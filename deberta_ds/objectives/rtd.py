@@ -22,7 +22,6 @@ from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
-from deberta_ds.model.table_gradient import TableGradient
 from deberta_ds.numbers import format_value
 from deberta_ds.objectives.base import (
     Forward,
@@ -94,7 +93,7 @@ class Discriminator(nn.Module):
         if self.sharing == "es":
             vectors_BLC = generator_words(input_ids_BL)
         else:
-            vectors_BLC = self.words(input_ids_BL, gradient=TableGradient())
+            vectors_BLC = self.words(input_ids_BL)
         if self.sharing == "gdes":
             vectors_BLC = vectors_BLC + generator_words(input_ids_BL).detach()
         hidden_BLC = self.trunk(vectors_BLC, batch.segments, batch.positions)
