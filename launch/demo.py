@@ -48,7 +48,7 @@ class Demo:
         """Print and run one command; return its seconds. Raises UserError if it fails."""
         words = [str(word) for word in command]
         print(f"\n$ {' '.join(words)}", flush=True)
-        module = {"deepspeed": ["-m", "deepspeed.launcher.runner"]}.get(words[0], [])
+        module = {"python": [], "deepspeed": ["-m", "deepspeed.launcher.runner"]}[words[0]]
         started = time.monotonic()
         process = subprocess.Popen([sys.executable, *module, *words[1:]], env=_environment())
         watcher = threading.Thread(target=self._watch_memory, args=(process,), daemon=True)

@@ -34,8 +34,7 @@ def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
         command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    return [json.loads(line) for line in process.stdout.splitlines()
-            if line.startswith("{")]  # DeepSpeed logs there as well
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def check(lines: list[dict]) -> None:

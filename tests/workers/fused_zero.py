@@ -14,6 +14,7 @@ from dataclasses import replace
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import deepspeed
 import torch
 from fused_model import CONFIG, batch_of_a_packed_row
 
@@ -60,6 +61,9 @@ def run(stage: int, fused: bool) -> list[torch.Tensor]:
 
 
 def main() -> None:
+    results, sys.stdout = sys.stdout, sys.stderr  # the run's log is no result, nor is DeepSpeed's
+    for handler in deepspeed.utils.logger.handlers:
+        handler.setStream(sys.stderr)
     engine.init_distributed()
     for stage in map(int, sys.argv[1:]):
         right, found = run(stage, False), run(stage, True)
@@ -67,7 +71,8 @@ def main() -> None:
         errors = [(a - b).norm().item() / max(b.norm().item(), 1e-2 * scale)
                   for a, b in zip(found, right, strict=True)]
         print(json.dumps({"stage": stage, "losses": found[0].tolist(), "loss_error": errors[0],
-                          "error": torch.tensor(errors).max().item()}), flush=True)
+                          "error": torch.tensor(errors).max().item()}),
+              file=results, flush=True)
 
 
 if __name__ == "__main__":
