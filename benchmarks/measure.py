@@ -113,6 +113,11 @@ def _cpu_name() -> str:
     return f"{names[0] if names else platform.processor()} ({' '.join(features)})"
 
 
+def named_by_cpu(name: str, device: str) -> str:
+    """Return a result's name with "-amx" on a CPU with AMX: both kinds' figures stay."""
+    return f"{name}-amx" if device == "cpu" and "amx" in _cpu_name() else name
+
+
 def save(name: str, device: str, results: object) -> Path:
     """Write `results` with the environment to benchmarks/results/<name>-<device>.json."""
     path = RESULTS / f"{name}-{device}.json"

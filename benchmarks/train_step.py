@@ -22,7 +22,13 @@ import torch
 import torch.nn.functional as F
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2Model
 
-from benchmarks.measure import as_it_is, as_torch_comes, environment, interleaved_minimum, save
+from benchmarks.measure import (
+    as_it_is,
+    as_torch_comes,
+    interleaved_minimum,
+    named_by_cpu,
+    save,
+)
 from deberta_ds import cpu, kept_memory
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
@@ -306,16 +312,13 @@ def main() -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
         kept_memory.keep_heap()  # as our runs do; the peers have it, too
-    # Figures of two kinds of CPU stand side by side.
-    has_amx = options.device == "cpu" and "amx" in environment()["processor"]
-    processor = "-amx" if has_amx else ""
     for objective in options.objective:
         results = []
         for shape in options.shapes:
             rows, length = map(int, shape.split("x"))
             results.append(measure(options, objective, rows, length))
             show(results[-1], options.device)
-            name = f"train_step-{objective}-{options.model}{processor}"
+            name = named_by_cpu(f"train_step-{objective}-{options.model}", options.device)
             path = save(name, options.device, results)
         print(f"\nwrote {path}")
 

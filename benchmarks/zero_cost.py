@@ -5,7 +5,7 @@
 
 All ways compute the same model on the same rows, with the same clipping and the same AdamW. Wall
 time of the slowest rank, the least of several rounds; forward, backward and update of that round.
-Writes benchmarks/results/zero_cost-<shape>-<precision>[-<stages>]-<device>.json.
+Writes benchmarks/results/zero_cost-<shape>-<precision>[-<stages>]-cpu.json (amx-cpu: with AMX).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.measure import environment, save
+from benchmarks.measure import environment, named_by_cpu, save
 from benchmarks.train_step import divisors_of, make_batch
 from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.data.batch import Batch
@@ -131,7 +131,7 @@ def main() -> None:
         result = {"shape": options.shape, "rows": options.rows, "length": LENGTH, "ranks": ranks,
                   "precision": kind, "seconds": seconds}
         only = "" if len(options.stages) == 4 else "-" + "-".join(map(str, options.stages))
-        save(f"zero_cost-{options.shape}-{kind}{only}", "cpu", result)
+        save(named_by_cpu(f"zero_cost-{options.shape}-{kind}{only}", "cpu"), "cpu", result)
     dist.destroy()
 
 
