@@ -342,3 +342,19 @@ def test_the_local_directory_has_a_place_for_each_url(tmp_path, corpus, url):
     cache = Cache(str(tmp_path / "cache"))
     assert RemoteCorpus(url, cache).directory == RemoteCorpus(url + "/", cache).directory
     assert Path(tmp_path / "cache") in RemoteCorpus(url, cache).directory.parents
+
+
+@pytest.mark.parametrize("name", ["blocks/manifest.json", "tokens/*.npy"])
+def test_a_pipe_among_remote_files_is_refused(corpus, tmp_path, name):
+    """Whoever opens one waits, for ever if nobody is at its other end."""
+    url = f"file://{tmp_path}/store"
+    upload(corpus, url)
+    place = min((tmp_path / "store").glob(name))
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(UserError, match=f"{place}: is a pipe; give a file"):
+        found = RemoteCorpus(url, Cache(str(tmp_path / "cache")))
+        found.read(str(found.directory / "tokens" / place.name), 0, 10)
+    if name.startswith("blocks"):
+        with pytest.raises(UserError, match=f"{place}: is a pipe; give a file"):
+            upload(corpus, url)

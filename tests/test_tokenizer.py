@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import sentencepiece
 from data_helpers import SENTENCES, tiny_tokenizer, tokenizer_path
 
 from deberta_ds.errors import UserError
-from deberta_ds.tokenizer import Tokenizer, piece_starts_word
+from deberta_ds.tokenizer import SPACE_MARK, Tokenizer, piece_starts_word
 
 
 def test_special_ids():
@@ -94,3 +95,12 @@ def test_refuses_other_models(tmp_path):
     )
     with pytest.raises(UserError, match=r"plain.model: no token for pad .*, mask .*--add_mask"):
         Tokenizer(tmp_path / "plain.model")
+
+
+def test_a_piece_that_is_no_utf_8_is_one_clear_error(tmp_path):
+    data = Path(tokenizer_path()).read_bytes()
+    place = data.index(SPACE_MARK.encode())  # the first piece with it
+    path = tmp_path / "spm.model"
+    path.write_bytes(data[:place] + b"\x99" + data[place + 1:])
+    with pytest.raises(UserError, match="spm.model: .* damaged one .*no UTF-8"):
+        Tokenizer(path)

@@ -24,10 +24,11 @@ from typing import Any
 import fsspec
 import numpy as np
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import NonNegativeInt
 
 from deberta_ds.data.shards import MANIFEST
-from deberta_ds.errors import UserError, first_line
+from deberta_ds.errors import UserError, first_line, refuse_pipe
 from deberta_ds.files import write_atomic
 from deberta_ds.json_files import parse_json, typed
 
@@ -58,13 +59,22 @@ def file_system(url: str):
     has a client (AWS_ENDPOINT_URL names another server than Amazon's).
     """
     try:
-        return fsspec.core.url_to_fs(url)
+        system, path = fsspec.core.url_to_fs(url)
+        return _Files() if type(system) is LocalFileSystem else system, path
     except ImportError as error:
         if url.startswith("s3://"):
             return _arrow_s3(), url.removeprefix("s3://").rstrip("/")
         raise UserError(f"{url}: needs another package: {error}") from error
     except ValueError as error:  # an unknown protocol
         raise UserError(f"{url}: {error}") from error
+
+
+class _Files(LocalFileSystem):
+    """Files of this host (file://), where opening a pipe would wait for ever."""
+
+    def _open(self, path, *arguments, **options):
+        refuse_pipe(path)
+        return super()._open(path, *arguments, **options)
 
 
 def _arrow_s3():
@@ -327,6 +337,8 @@ def put(system, path: str, data: bytes | Path) -> None:
             else:
                 system.put_file(str(data), path)
             return
+        except UserError:
+            raise
         except Exception as error:  # as above
             if number == TRIES - 1:
                 raise UserError(f"{path}: cannot be written ({type(error).__name__}: "

@@ -65,7 +65,11 @@ class SentencePieceEngine:
         if any(piece.type == piece.USER_DEFINED for piece in proto.pieces):
             named = filter(None, (token_name(settings.get(f"{role}_token")) for role in ROLES))
             processor = _load(with_control_roles(proto, named).SerializeToString(), path)
-        self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
+        try:
+            self.pieces = processor.id_to_piece(list(range(processor.get_piece_size())))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not a SentencePiece model, or a damaged one (a piece is no "
+                            f"UTF-8: {error.object!r})") from error
         if tuple(self.pieces[:4]) == SPECIAL_PIECES:
             if MASK_PIECE not in self.pieces:
                 self.pieces.append(MASK_PIECE)
