@@ -162,8 +162,8 @@ class TrainConfig:
                        "key of metrics.jsonl such as minimal_pairs; empty: none", "")
     patience: int = option("evaluations without a better train.best after which the run ends; 0: "
                            "never", 0, ge=0, le=1 << 40)
-    watchdog_seconds: float = option("a stuck or dead rank is named within this time; 0: never",
-                                     60.0, ge=0, le=1e6)
+    watchdog_seconds: float = option("a stuck or dead rank is named within this time, of 1 or "
+                                     "more; 0: never", 60.0, ge=0, le=1e6)
     on_spike: Literal["stop", "skip", "rollback"] = option("what to do about a bad step", "stop")
     spike_sigmas: float = option("a loss above mean + this many deviations of 100 losses is bad; "
                                  "0: never", 0.0, ge=0, le=1e6)
@@ -177,6 +177,8 @@ class TrainConfig:
         if self.first_batch_rows and self.global_batch_rows % self.first_batch_rows:
             raise ValueError(f"first_batch_rows = {self.first_batch_rows} must divide "
                              f"global_batch_rows = {self.global_batch_rows}")
+        if 0 < self.watchdog_seconds < 1:  # it would end a run before its first heartbeat
+            raise ValueError(f"watchdog_seconds = {self.watchdog_seconds} must be 0 or at least 1")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -66,6 +66,7 @@ def test_round_trip_through_json(run_file):
     ("--objective.kind=gan", "'gan'"),
     ("--objective.mask.rate=1.5", "must be below 1"),
     ("--objective.mask.rate=0", "must be above 0"),
+    ("--train.watchdog_seconds=1e-300", "watchdog_seconds = 1e-300 must be 0 or at least 1"),
     ("--optim.lr=nan", "finite number"),
     ("--optim.min_lr_share=-1", "at least 0"),
     ("--objective.rtd_weight=-1", "at least 0"),
