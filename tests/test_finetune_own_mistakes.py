@@ -19,7 +19,6 @@ MISTAKES = [
     ({"texts": ["word"]}, "no column 'word'; there are words, extra, label"),
     ({"label": "lable"}, r"no column 'lable' \(label in .*task.toml\); there are words"),
     ({"train": "tarin.csv"}, r"task.toml: train = 'tarin.csv': .*/tarin.csv: no such file"),
-    ({"test": "tset.csv"}, r"task.toml: test = 'tset.csv': .*/tset.csv: no such file"),
     ({"train": "train.xlsx"}, "train.xlsx: "),
     ({"lables": ["a"]}, "lables: unknown key; did you mean labels"),
     ({"labels": ["animal", "thin"]}, "must be one of 'animal', 'thin', found 'thing'"),

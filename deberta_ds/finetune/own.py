@@ -88,10 +88,9 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     head, layout, metrics = _FORMS[own.kind]
     files = {split: os.path.normpath(path.parent.resolve() / name) for split, name in
              (("train", own.train), ("val", own.val), ("test", own.test)) if name}
-    for split, file in files.items():
-        if not os.path.exists(file):
-            raise UserError(f"{path}: {split} = {getattr(own, split)!r}: {file}: no such file; "
-                            "paths are relative to the task file")
+    if not os.path.exists(files["train"]):
+        raise UserError(f"{path}: train = {own.train!r}: {files['train']}: no such file; paths are "
+                        "relative to the task file")
     task = Task(
         name=own.name, head=head, layout=layout, labels=(), texts=own.texts, choices=own.choices,
         metrics=own.metrics or metrics, files=files, columns={"label": own.label},
