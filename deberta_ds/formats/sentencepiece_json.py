@@ -48,13 +48,14 @@ def _before(proto, tokenizer: Tokenizer):
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     plain = rules.remove_extra_whitespaces and not _defined(proto) and not any(
         SPACE_MARK in piece.piece[1:] for piece in proto.pieces)
-    scheme, ends = "never", fast_rules.OUTER_SPACES
-    if rules.add_dummy_prefix:
-        scheme = "first" if _carries_rules(proto, tokenizer) else "always"
-    if plain and scheme == "first":
+    scheme, ends = ("first", fast_rules.OUTER_SPACES) if _carries_rules(proto, tokenizer) \
+        else ("always", None)
+    if not rules.add_dummy_prefix:
+        scheme = "never"
+    elif plain and ends:
         ends = fast_rules.LAST_SPACE
     if rules.remove_extra_whitespaces:
-        steps += fast_rules.single_spaces(ends if _carries_rules(proto, tokenizer) else None)
+        steps += fast_rules.single_spaces(ends)
     if plain:
         return (normalizers.Sequence(steps),
                 pre_tokenizers.Metaspace(SPACE_MARK, prepend_scheme=scheme))
