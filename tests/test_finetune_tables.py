@@ -47,6 +47,23 @@ def test_every_kind_of_table_gives_the_same_examples(tmp_path):
     assert [example.sequences[0][0] for example in found] == ['a "b', "c"]
 
 
+@pytest.mark.parametrize("directory", ["~", "s3:", "file:x", "\udcff"], ids=ascii)
+def test_a_directory_whose_name_says_more_to_pyarrow(tmp_path, directory, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.chdir(tmp_path)
+    Path(directory).mkdir()
+    table = pyarrow.table({"words": ["a", "b"]})
+    with open(Path(directory, "train.parquet"), "wb") as file:
+        pyarrow.parquet.write_table(table, file)
+    with open(Path(directory, "train.arrow"), "wb") as file, \
+            pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    for name in ("train.parquet", "train.arrow"):
+        assert [row["words"] for _, row in read_table(Path(directory, name))] == ["a", "b"]
+
+
 @pytest.mark.parametrize("ending", ["csv", "tsv"])
 def test_an_empty_line_of_one_column_is_named(tmp_path, ending):
     """Left out, the rows behind it would have other numbers than in the file."""

@@ -59,6 +59,16 @@ def test_a_row_leads_to_its_documents_and_a_document_to_its_rows(corpus):
         assert opened.rows_of(shard, *documents) == sorted(rows)
 
 
+@pytest.mark.parametrize("name", ["~", "s3:", "\udcff"], ids=ascii)
+def test_origins_lie_in_a_directory_of_any_name(tmp_path, name, monkeypatch):
+    """pyarrow takes "~" in a path for the home directory, "s3:" for a store."""
+    monkeypatch.chdir(tmp_path)
+    corpus = make(Path("text.jsonl"), Path(name), enumerate(TEXTS[:5]))
+    origins, (shard,) = Origins(corpus), read_manifest(corpus)[0].shards
+    assert [origins.of(shard.name, number).id for number in range(5)] == [
+        f"doc-{number}" for number in range(5)]
+
+
 def test_documents_are_taken_out_and_other_shards_are_links(corpus, tmp_path):
     gone = [3, 4, 90]
     place = next(iter(Origins(corpus).find(["doc-90"]).values()))

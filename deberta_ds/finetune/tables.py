@@ -235,17 +235,18 @@ def _arrow(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     number = 0
-    if path.suffix.lower() == ".parquet":
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=4096)
-    else:
-        _, batches = arrow_batches(pyarrow.memory_map(str(path)))
-    for batch in batches:
-        names = _class_names(batch.schema.metadata)
-        for row in batch.to_pylist():
-            number += 1
-            for column in names.keys() & row.keys():
-                row[column] = _named(row[column], names[column], f"{path}:{number}")
-            yield f"{path}:{number}", row
+    with open(path, "rb") as file:  # pyarrow would take "~" and "s3:" in a path for more
+        if path.suffix.lower() == ".parquet":
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096)
+        else:
+            _, batches = arrow_batches(file)
+        for batch in batches:
+            names = _class_names(batch.schema.metadata)
+            for row in batch.to_pylist():
+                number += 1
+                for column in names.keys() & row.keys():
+                    row[column] = _named(row[column], names[column], f"{path}:{number}")
+                yield f"{path}:{number}", row
 
 
 def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ Corpora of version 0.1.0 have none.
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 from deberta_ds.data.corpus import check_file
 from deberta_ds.data.prep.documents import Document
 from deberta_ds.data.shards import MANIFEST
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, naming
 from deberta_ds.files import atomic_path, write_atomic, xxh3
 
 DIRECTORY = "documents"
@@ -56,7 +57,9 @@ class OriginWriter:
     def __init__(self, corpus: str | Path, name: str):
         self._path = origins_path(corpus, name)
         self._context = atomic_path(self._path)
-        self._file = pq.ParquetWriter(self._context.__enter__(), _SCHEMA, compression="zstd")
+        self._temporary = self._context.__enter__()
+        self._file = open(self._temporary, "wb")  # pyarrow takes "~" and "s3:" in a path for more
+        self._table = pq.ParquetWriter(self._file, _SCHEMA, compression="zstd")
         self._pending: list[list] = [[] for _ in _SCHEMA]
 
     def append(self, origin: Origin) -> None:
@@ -76,7 +79,8 @@ class OriginWriter:
 
     def _write(self) -> None:
         group = [column[:_GROUP_DOCUMENTS] for column in self._pending]
-        self._file.write_table(pa.table(group, schema=_SCHEMA))
+        with naming(self._path):
+            self._table.write_table(pa.table(group, schema=_SCHEMA))
         for column in self._pending:
             del column[:_GROUP_DOCUMENTS]
 
@@ -84,15 +88,18 @@ class OriginWriter:
         """Complete the file and return [its size, its xxh3-128]."""
         if self._pending[0]:
             self._write()
-        self._file.close()
+        with naming(self._path):
+            self._table.close()
+            self._file.close()
         self._context.__exit__(None, None, None)
         return [self._path.stat().st_size, xxh3(self._path)]
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
-        self._file.close()
-        self._context.__exit__(None, None, None)
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # of a full disk
+            self._table.close()
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
 
 
 def origins_path(corpus: str | Path, name: str) -> Path:
@@ -127,7 +134,8 @@ class Origins:
             raise UserError(f"{self._corpus}: no origins of the documents of shard {name}")
         path = origins_path(self._corpus, name)
         check_file(path, *self.files[name], _AGAIN)
-        return pq.read_table(path)
+        with open(path, "rb") as file:
+            return pq.read_table(file)
 
     def verify(self, mode: str) -> int:
         """Check every file's size and, for "full", its checksum; return how many there are."""

@@ -294,9 +294,9 @@ class _Rolling:
         return self
 
     def __exit__(self, *error) -> None:
-        if self._writer is not None:
-            self._writer.abandon()
-            self._origins.abandon()
+        for writer in (self._writer, self._origins):
+            if writer is not None:
+                writer.abandon()
 
     def write(self, texts: list[str], documents: list[Document]) -> None:
         """Add documents; `texts`: what the tokenizer is given of each."""
@@ -344,7 +344,7 @@ class _Rolling:
     def _end_shard(self) -> None:
         self.origins[self._writer.name] = self._origins.finish()
         self._shards.append(self._writer.finish())
-        self._writer = None
+        self._writer = self._origins = None
 
     def finish(self) -> list[ShardInfo]:
         if self._writer is not None:
