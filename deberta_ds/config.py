@@ -118,7 +118,7 @@ class OptimConfig:
         "muon: for matrices, adamw for all else; adam_uncorrected: the official XAdam", "adamw")
     momentum: _Decay = option("of muon's moving average of gradients", 0.95)
     betas: tuple[_Decay, _Decay] = option("of Adam's two moving averages", (0.9, 0.98))
-    eps: float = option("of Adam's denominator", 1e-6, gt=0, le=1)
+    eps: float = option("of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
     weight_decay: float = option("decoupled; biases and norms do not decay", 0.01, ge=0, le=10)
     clip_norm: float = option("largest gradient norm of a network (generator and discriminator "
                               "have one each, and a table that they share); 0: no clipping", 1.0,

@@ -28,6 +28,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):  # it would be replaced, by a rename
         raise UserError(f"{path}: is a device or a pipe; name a file to write")
+    if not path.name:  # "." or "/"
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:  # which names the parent

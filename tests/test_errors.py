@@ -222,6 +222,8 @@ def test_the_file_is_named_where_python_names_none(tmp_path):
     with pytest.raises(OSError) as caught:
         write_atomic(tmp_path / "directory", "text")
     assert user_message(caught.value) == f"{tmp_path}/directory: Is a directory"
+    with pytest.raises(IsADirectoryError, match="Is a directory: '/'"):
+        write_atomic("/", "text")
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError) as caught:  # Python names the file that is in the way
         write_atomic(tmp_path / "file/page.html", "text")

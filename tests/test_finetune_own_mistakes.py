@@ -16,6 +16,7 @@ from deberta_ds.finetune.settings import resolve
 MISTAKES = [
     ({"kind": "classify"}, r"kind = 'classify': input should be 'classification'"),
     ({"texts": []}, "texts = .*must not be empty"),
+    ({"train": ""}, "train = .*must not be empty"),
     ({"texts": ["word"]}, "no column 'word'; there are words, extra, label"),
     ({"label": "lable"}, r"no column 'lable' \(label in .*task.toml\); there are words"),
     ({"train": "tarin.csv"}, r"task.toml: train = 'tarin.csv': .*/tarin.csv: no such file"),

@@ -1,6 +1,7 @@
 """Saving while training goes on: nothing torn, nothing lost, and no cost that grows with W^2."""
 
 import errno
+import json
 import math
 import os
 import sys
@@ -68,6 +69,21 @@ def test_damaged_map_is_one_clear_error(damage):
     values = layouts(2)[0].to_values() | damage
     with pytest.raises(CheckpointError, match=r"layout\.json: is no map"):
         layout_from(values, "layout.json")
+
+
+@pytest.mark.parametrize("damage", [
+    {"counters": {"global_steps": 3, "global_samples": None, "skipped_steps": 0}},
+    {"counters": {"global_steps": 3}}, {"loss_scale": {"dynamic": True, "cur_scale": "x"}},
+    {"keys": [1]}, {"scalars": {"step": 3}}])
+def test_damaged_state_is_one_clear_error(tmp_path, damage):
+    whole = layouts(2)[0].to_values() | {
+        "counters": {"global_steps": 3, "global_samples": 24, "skipped_steps": 0},
+        "keys": [], "loss_scale": {}, "aliases": {}, "scalars": {}, "buffers": {}}
+    (tmp_path / "layout.json").write_text(json.dumps(whole))
+    assert SavedState(tmp_path).counters["global_samples"] == 24
+    (tmp_path / "layout.json").write_text(json.dumps(whole | damage))
+    with pytest.raises(CheckpointError, match=r"layout\.json: is not what a save writes"):
+        SavedState(tmp_path)
 
 
 @pytest.mark.parametrize("world_size", [64, 4096])
@@ -187,8 +203,8 @@ def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatc
                         lambda engine, layout: [("0.fp32", torch.float32, 24)])
     monkeypatch.setattr(saving, "tensors_of_rank",
                         lambda engine, layout: iter([("0.fp32", weights)]))
-    values = {"keys": [], "scalars": {}, "counters": {}, "loss_scale": {}, "aliases": {},
-              "buffers": {}}
+    values = {"keys": [], "scalars": {}, "counters": dict.fromkeys(saved_state.COUNTERS, 0),
+              "loss_scale": {}, "aliases": {}, "buffers": {}}
     monkeypatch.setattr(saving, "describe_engine",
                         lambda engine, layout: layout.to_values() | values)
     began = time.monotonic()

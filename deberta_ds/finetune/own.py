@@ -68,7 +68,7 @@ class OwnTask:
     choices: tuple[str, ...] = option("of a choice: the answers' columns, or one with a list", ())
     labels: tuple[str, ...] = option("names of the labels in order; empty: those in train", ())
     metrics: tuple[str, ...] = option("the score is their mean; empty: the usual of the kind", ())
-    train: str = option("table to train on")
+    train: str = option("table to train on", min_length=1)
     val: str = option("table to evaluate on; empty: a share of train", "")
     val_share: float = option("share of train to evaluate on, where there is no val", 0.1,
                               gt=0, lt=1)

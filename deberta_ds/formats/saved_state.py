@@ -8,6 +8,7 @@ No pickles. A rank writes one file and hashes it while it writes; a reader opens
 ranks that have what it asks for, and no others.
 """
 
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,8 +147,9 @@ class SavedState:
         self.layout = layout_from(values, place)
         self.shapes = self.layout.shapes
         try:
-            self.counters, self.aliases = dict(values["counters"]), dict(values["aliases"])
-            self._keys, self._loss_scale = list(values["keys"]), dict(values["loss_scale"])
+            self.counters = {name: operator.index(values["counters"][name]) for name in COUNTERS}
+            self.aliases, self._keys = dict(values["aliases"]), list(values["keys"])
+            self._loss_scale = dict(values["loss_scale"])
             # {key: parameters that have none}; no file of version 0.1.0 or before Muon says so
             self._without = {key: frozenset(names)
                              for key, names in values.get("without", {}).items()}
@@ -157,6 +159,9 @@ class SavedState:
             shapes = {name: tuple(shape) for name, shape in values["buffers"].items()}
             if not all(isinstance(text, str) for text in
                        (*self._keys, *self.aliases, *self.aliases.values())):
+                raise ValueError
+            if not all(isinstance(value, int | float | None)
+                       for value in self._loss_scale.values()):
                 raise ValueError
             self.opened: dict[int, safe_open] = {}
             self.buffers = {name: self.open(0).get_tensor(_BUFFER + name).reshape(shape)

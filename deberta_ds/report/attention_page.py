@@ -57,7 +57,7 @@ class Head:
 def write_attention(model_path: str, text: str, layers: list[int] | None, heads: list[int] | None,
                     out: Path, *, png: bool, tokenizer: str | None = None) -> list[Path]:
     """Write the page of `text` (and a picture beside it); return what was written."""
-    picture = out.with_suffix(".png")
+    picture = out.parent / f"{out.stem}.png"  # "." has no suffix to replace
     if png and picture == out:
         raise UserError(f"{out}: --out names the page; the picture gets its name with .png")
     model = load_backbone(model_path, tokenizer, for_text=True)
