@@ -172,6 +172,9 @@ def test_output_directory_of_others_is_not_touched(tmp_path, sound):
     with pytest.raises(UserError, match="not empty"):
         convert(sound, tmp_path / "out", "ours")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+    inside = tmp_path / "out" / "thesis.txt" / "new"
+    with pytest.raises(NotADirectoryError, match=f"'{inside}'"):
+        convert(sound, inside, "ours")
 
 
 def test_a_conversion_replaces_what_it_wrote_and_nothing_else(tmp_path, sound):

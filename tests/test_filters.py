@@ -180,15 +180,16 @@ def test_what_only_looks_like_personal_data_stays(text):
     assert find_personal(text, PersonalRule().kinds) == (text, {})
 
 
-def test_languages():
+def test_languages(tmp_path):
     pytest.importorskip("py3langid")
     rules = {"use": ("language",), "language": LanguageRule(keep=("en", "de"), label=True)}
     german = "Der schnelle braune Fuchs springt über den faulen Hund und läuft in den Wald."
     assert judged(german, **rules)[1:] == ("", {}, "de")
     assert judged("Быстрая коричневая лиса прыгает через ленивую собаку.", **rules).reason == (
         "language: ru")
-    with pytest.raises(UserError, match="xx: not known"):
-        Filters(FilterRules(use=("language",), language=LanguageRule(keep=("xx",))))
+    (tmp_path / "x.toml").write_text('use = ["language"]\n[language]\nkeep = ["en", "", "xx"]\n')
+    with pytest.raises(UserError, match=r"x\.toml: language\.keep: '', 'xx': not known; known are"):
+        read_rules(tmp_path / "x.toml")
 
 
 @pytest.fixture

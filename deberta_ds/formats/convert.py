@@ -93,6 +93,10 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         _replace(fresh, out)
     except UserError as error:
         raise UserError(str(error).replace(str(fresh), str(out))) from error
+    except OSError as error:
+        if isinstance(error.filename, str | Path):
+            error.filename = str(error.filename).replace(str(fresh), str(out))
+        raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return Summary(tuple(notes), tuple(checks), tuple(warnings))

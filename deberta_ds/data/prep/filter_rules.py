@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
+from deberta_ds.data.prep.language import check_languages
 from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import read_toml
 from deberta_ds.validation import ConfigError, validate
@@ -139,6 +140,8 @@ def read_rules(path: str | Path) -> FilterRules:
     """Return the rules of a TOML file; functions are found beside it. UserError for a bad one."""
     values = read_toml(path, "filters file", "data_prep/filters/web_en.toml")
     rules = validate(FilterRules, values, str(path))
+    if "language" in rules.use:
+        check_languages(rules.language.keep, f"{path}: language.keep")
     here = Path(path).resolve().parent
     found = []
     for name in rules.functions:

@@ -20,7 +20,7 @@ from deberta_ds.data.prep import quality
 from deberta_ds.data.prep.documents import Document
 from deberta_ds.data.prep.filter_rules import FilterRules
 from deberta_ds.data.prep.filter_words import Text
-from deberta_ds.data.prep.language import check_languages, language_of
+from deberta_ds.data.prep.language import language_of
 from deberta_ds.data.prep.lines import without_lines
 from deberta_ds.data.prep.personal import find_personal
 from deberta_ds.errors import UserError
@@ -42,9 +42,7 @@ class Filters:
     """The rules of a filters file, ready to be applied in this process."""
 
     def __init__(self, rules: FilterRules):
-        """UserError for a missing package, an unknown language or a function that has none."""
-        if "language" in rules.use:
-            check_languages(rules.language.keep)
+        """UserError for a function that cannot be loaded."""
         self._rules = rules
         self._steps: list[Callable[[Verdict], Verdict]] = [self._step(name) for name in rules.use]
         self._steps += [partial(_apply_function, _function(name), name.rpartition(":")[2])

@@ -14,11 +14,11 @@ def language_of(text: str) -> tuple[str, float]:
     return code, float(probability)
 
 
-def check_languages(codes: tuple[str, ...]) -> None:
-    """UserError unless all codes are known."""
+def check_languages(codes: tuple[str, ...], place: str) -> None:
+    """UserError, which begins with `place`, unless all codes are known."""
     unknown = sorted(set(codes) - set(_identifier().labels))
     if unknown:
-        raise UserError(f"[language] keep: {', '.join(unknown)}: not known; known are "
+        raise UserError(f"{place}: {', '.join(map(repr, unknown))}: not known; known are "
                         f"{' '.join(sorted(_identifier().labels))}")
 
 
