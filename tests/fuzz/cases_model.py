@@ -121,8 +121,9 @@ def _change_pickle(random: Random, path: Path) -> mutate.Change:
     where, parent, key = random.choice(nodes)
     old = parent[key]
     if torch.is_tensor(old) and random.random() < 0.7:
+        first = old[:1] if old.dim() else old[None]
         parent[key], what = random.choice([
-            (old[:1], "its first row"), (old.double(), "doubles"), (old.flatten(), "flat"),
+            (first, "its first row"), (old.double(), "doubles"), (old.flatten(), "flat"),
             (old * float("nan"), "NaN"), (old.long(), "whole numbers"), (old.new_empty(0), "empty"),
             (old.new_zeros(()), "one number"), (old.to_sparse(), "sparse"), (old.half(), "halves")])
     elif random.random() < 0.3:
