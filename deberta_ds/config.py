@@ -333,8 +333,8 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
                               f"one of {', '.join(presets.MODELS)}")
         _merge_under(values, origins, "model", presets.MODELS[name], f"preset {name}")
     objective = values.get("objective")
-    if isinstance(objective, dict) and objective.get("kind") in MASK_DEFAULTS:
-        kind = objective["kind"]
+    kind = objective.get("kind") if isinstance(objective, dict) else None
+    if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
         if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
             _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
 

@@ -82,7 +82,7 @@ def test_round_trip_through_json(run_file):
     ("steps=3", "--section.key=value"),
     ("--.steps=3", "--section.key=value"), ("--train.=3", "--section.key=value"),
     ("--name=caf\udce9", "is not UTF-8"),
-    ("--objective.mask=0.3", "objective.mask"),
+    ("--objective.mask=0.3", "objective.mask"), ('--objective.kind=["mlm"]', "objective.kind"),
     ("--init.from=5", "init.from = 5"),
     ("--data.sources.0.path=x", "sources is a list; give it whole"),
     ("--name.first=x", "name is a value, not a section"),
