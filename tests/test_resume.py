@@ -110,6 +110,22 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_the
     assert train_lines(out) == whole
 
 
+def test_layers_that_keep_their_linear_outputs_go_on_under_zero3(tmp_path):
+    """With the weights of every real size: large ones are gathered, small ones stay everywhere, so
+    that after a resume the two forward passes of a layer gather other weights.
+    """
+    ds = deepspeed_json(tmp_path / "zero3.json", 3, zero_optimization={
+        "stage": 3, "stage3_param_persistence_threshold": 1000})
+    run_file = make_run(tmp_path, dropout=0.1, steps="6", save_every="3", eval_every="6")
+    command = ["--config", str(run_file), "--deepspeed_config", str(ds),
+               "--train.recompute=cheap"]
+    rank_helpers.run(1, command, tmp_path / "whole.log")
+    halves = [*command, f"--out_dir={tmp_path / 'halves'}"]
+    rank_helpers.run(1, [*halves, "--train.stop_after=3"], tmp_path / "first.log")
+    assert "resume at step 3" in rank_helpers.run(1, halves, tmp_path / "second.log")
+    assert train_lines(tmp_path / "halves") == train_lines(tmp_path / "out")
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """(run file, DeepSpeed file) of a run that nothing has broken off."""

@@ -17,12 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.model import shared_products
@@ -30,6 +25,7 @@ from deberta_ds.model.attention import Geometry, attend, attend_first
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
+from deberta_ds.model.recompute import keep_linear_outputs
 
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
 
@@ -219,18 +215,6 @@ class Convolution(nn.Module):
         return padded * (neighbor == segments_BL).unsqueeze(-1)
 
 
-_LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-
-
-def _keep_linear_outputs():
-    """Return checkpoint contexts that recompute norms, GELU, dropout and attention, not linears."""
-    def policy(_context, operator, *_args, **_kwargs):
-        kept = operator in _LINEAR_OPERATORS
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
 class Encoder(nn.Module):
     """The stack of layers, the relative position table they share, and the v2 convolution."""
 
@@ -272,7 +256,7 @@ class Encoder(nn.Module):
     def _run(self, number: int, layer: Layer, *inputs) -> tuple[Tensor, Tensor | None]:
         if self.training and self.checkpoint_layers and number % self.checkpoint_layers == 0:
             # Reentrant checkpointing fails under ZeRO-3 when a block is applied more than once.
-            context = _keep_linear_outputs if self.recompute == "cheap" else noop_context_fn
+            context = keep_linear_outputs if self.recompute == "cheap" else noop_context_fn
             return checkpoint(layer, *inputs, use_reentrant=False, context_fn=context)
         return layer(*inputs)
 
