@@ -17,6 +17,7 @@ from rank_helpers import PRETRAIN
 from deberta_ds import dist
 from deberta_ds.formats import checkpoint, saved_state, saving
 from deberta_ds.formats.checkpoint import CheckpointError
+from deberta_ds.formats.engine_state import Buffer
 from deberta_ds.formats.layout import Group, Layout, layout_from, replicated
 from deberta_ds.formats.ours import read_checkpoint
 from deberta_ds.formats.saved_state import SavedState, rank_file
@@ -60,6 +61,21 @@ def test_every_element_has_one_place_and_every_slice_is_found(world_size):
                         for p in layout.pieces(name, start, count)]
                 wanted = values[start:None if count is None else start + count]
                 assert torch.equal(torch.cat([torch.empty(0, dtype=torch.long), *read]), wanted)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_what_pads_a_parameter_is_saved_as_zeros(world_size):
+    """ZeRO-3 leaves there what memory held, so that equal states had files that were not."""
+    for layout in layouts(world_size):
+        left = world_size * sum(group.size for group in layout.groups)
+        for rank in range(world_size):
+            for number, group in enumerate(layout.groups):
+                flat, held = torch.full((group.size,), 2.0), tuple(layout.held_by(rank, number))
+                saved_state._clear_padding(flat, Buffer(flat, held))
+                left -= group.size - sum(piece.count for _, piece in held)
+                assert all((flat[p.offset:p.offset + p.count] == 2).all() for _, p in held)
+                assert (flat == 2).sum() == sum(piece.count for _, piece in held)
+        assert left == TOTAL
 
 
 @pytest.mark.parametrize("damage", [

@@ -21,6 +21,7 @@ from deberta_ds import dist
 from deberta_ds.formats.engine_state import (
     COUNTERS,
     MASTER,
+    Buffer,
     aliases,
     base_optimizer,
     buffers,
@@ -79,13 +80,24 @@ def tensors_of_rank(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     else:
         for number, buffer in enumerate(buffers(engine, layout)):
             size = layout.groups[number].size
-            yield f"{number}.{MASTER}", buffer.weights.detach().view(-1)[:size]
+            weights = buffer.weights.detach().view(-1)[:size]
+            _clear_padding(weights, buffer)
+            yield f"{number}.{MASTER}", weights
             for key, value in state.get(buffer.weights, {}).items():
                 if per_element(value):
                     yield f"{number}.{key}", value.view(-1)[:size]
     if dist.is_main():
         for name, value in _kept_buffers(engine.module):
             yield _BUFFER + name, value.reshape(-1)
+
+
+def _clear_padding(flat: Tensor, buffer: Buffer) -> None:
+    """Set what belongs to no parameter to 0: ZeRO-3 pads a parameter with whatever memory held."""
+    end = 0
+    for piece in sorted((piece for _, piece in buffer.held), key=lambda piece: piece.offset):
+        flat[end:piece.offset] = 0
+        end = piece.offset + piece.count
+    flat[end:] = 0
 
 
 def _stretch_of_replica(engine, layout: Layout) -> Iterator[tuple[str, Tensor]]:
