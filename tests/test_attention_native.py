@@ -5,7 +5,7 @@ import torch
 from attention_cases import HOLES, PACKED, SMALL_BUCKETS, V1, V3, Case, relative_errors, run
 
 from deberta_ds import native
-from deberta_ds.model.attention import attend
+from deberta_ds.model.attention import Geometry, attend
 
 HALF, FULL = torch.bfloat16, torch.float32
 KINDS = {HALF: "bf16", FULL: "fp32"}  # as the kernels' names have them
@@ -56,6 +56,11 @@ CASES = [
     Case(SMALL_BUCKETS, ones(3, 20), num_queries=70, size=48),
     Case(V1, PACKED, num_queries=90, dropout=0.3),
     Case(V3, HOLES, num_queries=7),
+    # distances that share rows of the table, in some spans and not in others
+    *(Case(V3, ones(1, 400), terms=terms, num_queries=queries)
+      for terms in ("both", "key", "query") for queries in (None, 40)),
+    Case(SMALL_BUCKETS, torch.cat([PACKED, PACKED + 3 * (PACKED > 0)], 1), dropout=0.1, size=24),
+    Case(Geometry(3, 2), ones(2, 333), num_queries=90, size=80),
 ]
 
 
@@ -85,6 +90,21 @@ def test_what_the_kernels_cannot_do_is_left_to_torch(length, dtype, rules, calls
     monkeypatch.setattr(native, "_followed", rules)
     run(Case(V3, ones(1, length)), "tiled", dtype)
     assert not calls
+
+
+@pytest.mark.parametrize("num_queries", [None, 30])
+@pytest.mark.parametrize("geometry", [V3, SMALL_BUCKETS, V1], ids=str)
+@pytest.mark.parametrize("dtype", [needs(FULL)])
+def test_distances_that_share_a_row_change_no_context(geometry, num_queries, dtype, monkeypatch):
+    """Nor what a run computes that began with a row for every distance."""
+    case = Case(geometry, ones(2, 500), dropout=0.1, num_queries=num_queries)
+    found = []
+    for rules in (4, 5):
+        monkeypatch.setattr(native, "_followed", rules)
+        found.append(run(case, "tiled", dtype))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][-1], found[1][-1])  # of a table: summed up in another order
+    assert max(relative_errors(found[1], [x.double() for x in found[0]])) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", both())

@@ -30,8 +30,8 @@ _OFF = "DEBERTA_DS_NATIVE"  # "0": do without
 _LOG = logging.getLogger("deberta_ds")
 STRIP = 32  # of products.h: rows, columns and inner sizes of products are multiples of it
 # Of a CPU's step; 1: torch's operators, as in version 0.1.0; 2: no attention in fp32; 3: attention
-# in bf16 by AMX alone.
-RULES = 4
+# in bf16 by AMX alone; 4: a row of a relative table for every distance.
+RULES = 5
 _followed = RULES
 _pool: ThreadPoolExecutor | None = None
 

@@ -74,14 +74,15 @@ static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, 
 }
 
 static void take_tables(Plane *p, const Problem *problem, const Span *span, long head) {
-    long rows = 2 * padded(span->keys), size = problem->size;
-    const Number *tables[] = {problem->to_key, problem->to_query};
+    long wide = 2 * padded(span->keys) + STRIP, size = problem->size, rows;
+    const Table *tables[] = {&problem->to_key, &problem->to_query};
     Number *right[] = {p->to_key_right, p->to_query_right};
     for (int side = 0; side < 2; side++)
-        if (tables[side]) {
-            copy_left(p->left, table_of(tables[side], problem, span, head), size, rows, size);
+        if (tables[side]->rows) {
+            const Number *from = table_of(problem, tables[side], span, head, &rows);
+            copy_left(p->left, from, size, rows, size);
             transpose(p->turned, rows, p->left, rows, padded(size));
-            pair_rows(right[side], rows + STRIP, p->turned, rows, padded(size), rows);
+            pair_rows(right[side], wide, p->turned, rows, padded(size), rows);
         }
 }
 
@@ -94,54 +95,76 @@ static void take_row(Plane *p, const Problem *problem, const Span *span, long ro
     pair_rows(p->values_right, size, p->left, size, keys, size);
     transpose(p->turned, keys, p->keys, keys, size);
     pair_rows(p->keys_right, wide, p->turned, keys, size, keys);
-    for (long y = 0; problem->to_query && y < keys; y += STRIP)
+    for (long y = 0; problem->to_query.rows && y < keys; y += STRIP) {
+        Stretch stretch = to_query_stretch(problem, span, y);
         multiply(p->to_query + y * wide, wide, p->keys + y * size, size,
-                 p->to_query_right + PAIR * (keys - STRIP - y), keys + wide, STRIP, wide, size, 0);
+                 p->to_query_right + PAIR * stretch.first, keys + wide, STRIP, stretch.count, size,
+                 0);
+    }
 }
 
-INLINE void add_turned(float *scores, const float *to_query, long first, long keys) {
-    long wide = keys + STRIP;
-    for (long y = 0; y < keys; y += LANES)
+static void add_turned(float *scores, const float *to_query, const Problem *problem,
+                       const Span *span, long first) {
+    long keys = padded(span->keys), wide = keys + STRIP;
+    for (long y = 0; y < keys; y += LANES) {
+        const int32_t *row_at = to_query_stretch(problem, span, y / STRIP * STRIP).row_at;
         for (long x = 0; x < STRIP; x += LANES) {
-            const float *from = to_query + y * wide + skewed(first + x, y % STRIP);
+            const float *from = to_query + y * wide;
+            long column = skewed(first + x, y % STRIP);
             Lanes block[LANES];
-            EACH_LANE block[i] = *(const Loose *)(from + i * (wide - 1));
+            if (row_at)
+                EACH_LANE block[i] = at_distances(from + i * wide, row_at, column - i);
+            else
+                EACH_LANE block[i] = *(const Loose *)(from + column + i * (wide - 1));
             turn(block);
             EACH_LANE *(Loose *)(scores + (x + i) * wide + y) += block[i];
         }
+    }
 }
 
 /* The same for chosen queries. */
-INLINE void add_chosen(float *scores, const float *to_query, const Span *span, long first,
-                       long keys) {
-    long wide = keys + STRIP;
-    for (long i = 0; i < least(STRIP, span->queries - first); i++)
-        for (long y = 0; y < keys; y++)
-            scores[i * wide + y] +=
-                to_query[y * wide + skewed(span->columns[first + i], y % STRIP)];
+static void add_chosen(float *scores, const float *to_query, const Problem *problem,
+                       const Span *span, long first) {
+    long keys = padded(span->keys), wide = keys + STRIP;
+    for (long y = 0; y < keys; y++) {
+        const int32_t *row_at = to_query_stretch(problem, span, y / STRIP * STRIP).row_at;
+        for (long i = 0; i < least(STRIP, span->queries - first); i++) {
+            long column = skewed(span->columns[first + i], y % STRIP);
+            if (row_at) column = row_at[column] - row_at[0];
+            scores[i * wide + y] += to_query[y * wide + column];
+        }
+    }
 }
 
 static void add_scores(Plane *p, const Problem *problem, const Span *span, long first) {
     long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
     const Number *queries = p->queries + first * size;
     multiply(p->scores, wide, queries, size, p->keys_right, wide, STRIP, keys, size, 0);
-    long column = span->columns ? 0 : keys - STRIP - first; /* of the table, to begin with */
-    long used = span->columns ? 2 * keys : wide;
-    if (problem->to_key)
-        multiply(p->to_key, used, queries, size, p->to_key_right + PAIR * column, keys + wide,
-                 STRIP, used, size, 0);
+    Stretch stretch = {0};
+    if (problem->to_key.rows) {
+        stretch = to_key_stretch(problem, span, first);
+        multiply(p->to_key, stretch.count, queries, size, p->to_key_right + PAIR * stretch.first,
+                 keys + wide, STRIP, stretch.count, size, 0);
+    }
     for (long i = 0; i < least(STRIP, span->queries - first); i++) {
         float *restrict scores = p->scores + i * wide;
-        const float *restrict term = p->to_key + i * used + first_of_row(span, keys, first, i);
-        if (problem->to_key)
-            for (long y = 0; y < keys; y++) scores[y] = scores[y] * problem->scale + term[y];
+        const float *restrict term = p->to_key + i * stretch.count;
+        long column = first_of_row(span, keys, first, i);
+        if (stretch.row_at)
+            for (long y = 0; y < keys; y += LANES) {
+                Loose *place = (Loose *)(scores + y);
+                *place = *place * problem->scale + at_distances(term, stretch.row_at, column + y);
+            }
+        else if (problem->to_key.rows)
+            for (long y = 0; y < keys; y++)
+                scores[y] = scores[y] * problem->scale + term[column + y];
         else
             for (long y = 0; y < keys; y++) scores[y] *= problem->scale;
     }
-    if (problem->to_query && span->columns)
-        add_chosen(p->scores, p->to_query, span, first, keys);
-    else if (problem->to_query)
-        add_turned(p->scores, p->to_query, first, keys);
+    if (problem->to_query.rows && span->columns)
+        add_chosen(p->scores, p->to_query, problem, span, first);
+    else if (problem->to_query.rows)
+        add_turned(p->scores, p->to_query, problem, span, first);
 }
 
 /* Fill p->kept with a strip's kept probabilities, and the caller's, if there are, with all of them:

@@ -12,10 +12,20 @@ typedef struct {
     int64_t kept; /* where its probabilities begin: [rows, heads, queries, keys] */
 } Span;
 
+/* A position term's relative rows: [heads, count, size], scaled, or null. Pair (x, y) has the
+ * distance y - x + longest - 1 and the row of this number, or row_at[it] where neighbouring
+ * distances share rows (far ones do, in logarithmic buckets): products need fewer columns, and
+ * sixteen neighbours find theirs in sixteen. It grows by 0 or 1. */
+typedef struct {
+    const Number *rows;
+    const int32_t *row_at; /* of 2 longest distances, or null */
+    int64_t count; /* where they share rows, 2 STRIP and more behind the last that is needed */
+} Table;
+
 typedef struct {
     const Number *query, *key, *value; /* [rows, heads, tokens, size] by strides */
     int64_t query_strides[3], key_strides[3], value_strides[3];
-    const Number *to_key, *to_query; /* [heads, 2 longest, size], or null; scaled */
+    Table to_key, to_query;
     int64_t rows, heads, size, longest, most; /* keys and queries of the largest span, padded */
     const int32_t *query_words, *key_words; /* [rows, heads, tokens], or null: no dropout */
     int64_t query_tokens, tokens;
@@ -30,16 +40,62 @@ typedef struct {
     float *to_key, *to_query; /* or null */
 } Gradients;
 
-/* A position term is a product with an expanded table, whose row c serves the pair with y - x =
- * c - (longest - 1), rows x being queries for the content-to-position term and keys for the
- * other. A strip of rows from x0 needs columns from longest - STRIP - x0; there the pair (x, y)
- * lies at y - (x - x0) + STRIP - 1. */
+/* A position term is a product with a table, rows x being queries for the content-to-position term
+ * and keys for the other. A strip of rows from x0 needs distances from longest - STRIP - x0; there
+ * the pair (x, y) lies at y - (x - x0) + STRIP - 1. */
 INLINE long skewed(long column, long row_of_strip) { return column - row_of_strip + STRIP - 1; }
 
-INLINE const Number *table_of(const Number *base, const Problem *p, const Span *span,
-                                long head) {
-    long first = p->longest - padded(span->keys); /* the first row that it needs */
-    return base + (head * 2 * p->longest + first) * p->size;
+INLINE long row_at(const Table *table, long distance) {
+    return table->row_at ? table->row_at[distance] : distance;
+}
+
+/* The rows of a table that `used` distances from `column` of a span need. */
+typedef struct {
+    long first, count;     /* from the span's first row; padded */
+    const int32_t *row_at; /* of each of these distances, or null: a row a distance */
+} Stretch;
+
+INLINE long first_row(const Problem *p, const Table *table, const Span *span) {
+    return row_at(table, p->longest - padded(span->keys));
+}
+
+INLINE Stretch stretch_of(const Problem *p, const Table *table, const Span *span, long column,
+                          long used) {
+    long distance = p->longest - padded(span->keys) + column, first = row_at(table, distance);
+    long count = row_at(table, distance + used - 1) - first + 1;
+    return (Stretch){first - first_row(p, table, span), padded(count),
+                     count < used ? table->row_at + distance : 0};
+}
+
+/* Those of a strip of queries, and of keys. Chosen queries stand anywhere. */
+INLINE Stretch to_key_stretch(const Problem *p, const Span *span, long first_query) {
+    long keys = padded(span->keys);
+    if (span->columns) return stretch_of(p, &p->to_key, span, 0, 2 * keys);
+    return stretch_of(p, &p->to_key, span, keys - STRIP - first_query, keys + STRIP);
+}
+
+INLINE Stretch to_query_stretch(const Problem *p, const Span *span, long first_key) {
+    long keys = padded(span->keys);
+    return stretch_of(p, &p->to_query, span, keys - STRIP - first_key, keys + STRIP);
+}
+
+/* All rows that a span needs, and how many. */
+INLINE const Number *table_of(const Problem *p, const Table *table, const Span *span, long head,
+                              long *count) {
+    long keys = padded(span->keys);
+    *count = stretch_of(p, table, span, 0, 2 * keys).count + (table->row_at ? STRIP : 0);
+    return table->rows + (head * table->count + first_row(p, table, span)) * p->size;
+}
+
+INLINE Lanes permuted(Lanes values, Order order) {
+    return (Lanes)_mm512_permutexvar_ps((__m512i)order, (__m512)values);
+}
+
+/* Sixteen distances from `column` of a strip's row of a product with a stretch. */
+INLINE Lanes at_distances(const float *row, const int32_t *row_at, long column) {
+    const int32_t *here = row_at + column;
+    Order order = *(const LooseOrder *)here - here[0];
+    return permuted(*(const Loose *)(row + here[0] - row_at[0]), order);
 }
 
 /* Rows [first, last) of a span are a unit's: unit u is head u / chunks, and chunk u % chunks of the
@@ -91,9 +147,9 @@ INLINE void copy_queries(Number *to, const Number *base, const int64_t *strides,
 /* Take memory for the largest span, either way; 0 where there is none. */
 INLINE int make_room(Room *room, const Problem *p) {
     long keys = p->longest, size = padded(p->size), wide = keys + STRIP, most = p->most + STRIP;
-    long bytes = (20 * wide + 4 * most) * size * sizeof(Number); /* operands */
+    long bytes = (22 * wide + 4 * most) * size * sizeof(Number); /* operands */
     bytes += 3 * wide * size * 4; /* gradients */
-    bytes += keys * wide * 4 + STRIP * (9 * wide + size) * 4 + 32 * 64;   /* scores */
+    bytes += keys * wide * 4 + STRIP * (11 * wide + size) * 4 + 32 * 64;   /* scores */
     room->next = aligned_alloc(64, (bytes + 63) / 64 * 64);
     return room->next != 0;
 }
@@ -110,7 +166,7 @@ INLINE int serve(const Tables *tables, const Span *span) {
 }
 
 INLINE Tables take_room_for_tables(Room *room, const Problem *p) {
-    long bytes = 2 * (p->longest + STRIP) * padded(p->size) * sizeof(Number);
+    long bytes = 2 * (p->longest + 2 * STRIP) * padded(p->size) * sizeof(Number);
     char *first = take(room, bytes);
     return (Tables){(Number *)first, take(room, bytes), 0};
 }

@@ -10,6 +10,7 @@ typedef struct { /* of one row and head; N and D are padded, W is N + STRIP */
     Number *to_key_right, *to_query_right;                  /* [2 N, D] */
     Number *to_key, *rows, *to_query; /* [STRIP, W] and [N, W]: of scores, skewed or not */
     Number *kept, *paired;     /* [STRIP, W], and what is on the right of a product */
+    Number *folded;            /* of scores: distances that share a table's row, added up */
     float *scores, *out;         /* [STRIP, W], [STRIP, D] */
     float *keys_grad, *values_grad, *grad_left; /* [D, W], [D, W], [N, D] */
 } Plane;
@@ -34,6 +35,7 @@ static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, 
                    .to_query = take(room, keys * wide * one),
                    .kept = take(room, STRIP * wide * one),
                    .paired = take(room, STRIP * (keys + wide) * one),
+                   .folded = take(room, (STRIP * (keys + wide) + LANES) * one),
                    .scores = take(room, STRIP * wide * 4),
                    .out = take(room, STRIP * size * 4),
                    .keys_grad = take(room, wide * size * 4),
@@ -42,12 +44,13 @@ static Plane lay_out(Room *room, const Tables *tables, long keys, long queries, 
 }
 
 static void take_tables(Plane *p, const Problem *problem, const Span *span, long head) {
-    long rows = 2 * padded(span->keys), size = problem->size;
-    const Number *tables[] = {problem->to_key, problem->to_query};
+    long size = problem->size, rows;
+    const Table *tables[] = {&problem->to_key, &problem->to_query};
     Number *right[] = {p->to_key_right, p->to_query_right};
     for (int side = 0; side < 2; side++)
-        if (tables[side]) {
-            copy_left(p->left, table_of(tables[side], problem, span, head), size, rows, size);
+        if (tables[side]->rows) {
+            const Number *from = table_of(problem, tables[side], span, head, &rows);
+            copy_left(p->left, from, size, rows, size);
             pair_rows(right[side], padded(size), p->left, padded(size), rows, padded(size));
         }
 }
@@ -128,6 +131,29 @@ static void strip_gradient(Plane *p, const Span *span, long first, const Number 
     }
 }
 
+/* Add gradients by distance, [STRIP, used], up by the table's rows, [STRIP, count]. */
+static void fold(Number *to, long count, const Number *from, long used, const int32_t *row_at) {
+    memset(to, 0, STRIP * count * sizeof *to);
+    for (long column = 0; column < used; column += LANES) {
+        const int32_t *here = row_at + column;
+        Number *window = to + here[0] - row_at[0];
+        Order order[LANES] = {0}, there[LANES] = {0}; /* of each row's n-th distance, if it has one */
+        int most = 0;
+        for (int lane = 0, nth = 0; lane < LANES; lane++) {
+            nth = lane && here[lane] == here[lane - 1] ? nth + 1 : 0;
+            order[nth][here[lane] - here[0]] = lane;
+            there[nth][here[lane] - here[0]] = -1;
+            most = nth > most ? nth : most;
+        }
+        for (long i = 0; i < STRIP; i++) {
+            Lanes values = lanes_of(from + i * used + column), sums = lanes_of(window + i * count);
+            for (int nth = 0; nth <= most; nth++)
+                sums += (Lanes)((Order)permuted(values, order[nth]) & there[nth]);
+            set_lanes(window + i * count, sums);
+        }
+    }
+}
+
 INLINE void scale_all(float *values, long count, float scale) {
     for (long i = 0; i < count; i++) values[i] *= scale;
 }
@@ -151,23 +177,36 @@ INLINE void write_row(Number *to, const float *from, const Problem *problem, lon
     for (long d = 0; d < size; d++) set(place, d, from[d] * scale);
 }
 
+/* Add a strip's gradients of scores by distance, [STRIP, used], to those of a term's two factors:
+ * its own rows, [STRIP, size], and the table, of which these are the stretch's rows. */
+static void add_term(Plane *p, const Problem *problem, const Table *table, Stretch stretch,
+                     const Number *scores, long used, const Number *rows_turned, long turned,
+                     const Number *table_right, float *rows_grad, float *table_grad) {
+    long size = padded(problem->size), width = stretch.count;
+    if (stretch.row_at) {
+        fold(p->folded, width, scores, used, stretch.row_at);
+        scores = p->folded, used = width;
+    }
+    multiply(rows_grad, size, scores, used, table_right + stretch.first * size, size, STRIP, size,
+             used, 1);
+    const Number *right = on_right(p->paired, &width, scores, used, STRIP, used);
+    multiply(table_grad + stretch.first, table->count, rows_turned, turned, right, width, size,
+             used, STRIP, 1);
+}
+
 /* Add what a strip of queries gives to its own gradient and to those of keys, values and table. */
 static void strip_products(Plane *p, const Problem *problem, const Span *span, long x,
                            float *table_grad) {
     long keys = padded(span->keys), size = padded(problem->size), wide = keys + STRIP;
-    long column = span->columns ? 0 : keys - STRIP - x, used = span->columns ? 2 * keys : wide;
     long stride = span->columns ? wide : wide - 1, turned = padded(span->queries) + STRIP, width;
     const Number *unskewed = span->columns ? p->rows : p->to_key + skewed(0, 0);
     const Number *queries = p->queries_turned + x, *right;
     multiply(p->out, size, unskewed, stride, p->keys_right, size, STRIP, size, keys, 0);
     scale_all(p->out, STRIP * size, problem->scale);
-    if (problem->to_key) {
-        multiply(p->out, size, p->to_key, used, p->to_key_right + column * size, size, STRIP, size,
-                 used, 1);
-        right = on_right(p->paired, &width, p->to_key, used, STRIP, used);
-        multiply(table_grad + column, 2 * problem->longest, queries, turned, right, width, size,
-                 used, STRIP, 1);
-    }
+    if (problem->to_key.rows)
+        add_term(p, problem, &problem->to_key, to_key_stretch(problem, span, x), p->to_key,
+                 span->columns ? 2 * keys : wide, queries, turned, p->to_key_right, p->out,
+                 table_grad);
     right = on_right(p->paired, &width, unskewed, stride, STRIP, keys);
     multiply(p->keys_grad, wide, queries, turned, right, width, size, keys, STRIP, 1);
     right = on_right(p->paired, &width, p->kept, wide, STRIP, keys);
@@ -179,16 +218,17 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
                      long head, const Number *probs, float *to_key_grad, float *to_query_grad,
                      Plane *p) {
     long count = span->keys, keys = padded(count), size = padded(problem->size);
-    long wide = keys + STRIP, table = 2 * problem->longest, skip = problem->longest - keys;
+    long wide = keys + STRIP;
     take_row(p, problem, grads, span, row, head);
     for (long x = 0; x < span->queries; x += STRIP) {
         multiply(p->scores, wide, p->out_grad + x * size, size, p->values_right, wide, STRIP, keys,
                  size, 0);
         strip_gradient(p, span, x, probs, problem->grown);
-        strip_products(p, problem, span, x, to_key_grad + skip);
-        if (problem->to_query && span->columns)
+        strip_products(p, problem, span, x,
+                       to_key_grad + first_row(problem, &problem->to_key, span));
+        if (problem->to_query.rows && span->columns)
             put_chosen(p->to_query, p->scores, span, x, keys);
-        else if (problem->to_query)
+        else if (problem->to_query.rows)
             put_turned(p->to_query, p->scores, x, keys);
         for (long i = 0; i < least(STRIP, span->queries - x); i++)
             write_row(grads->query, p->out + i * size, problem, problem->query_tokens,
@@ -196,16 +236,11 @@ static void backward(const Problem *problem, const Gradients *grads, const Span 
     }
     scale_all(p->keys_grad, size * wide, problem->scale);
     turn_all(p->grad_left, p->keys_grad, wide, size, keys);
-    for (long y = 0; problem->to_query && y < keys; y += STRIP) {
-        const Number *strip = p->to_query + y * wide;
-        long column = keys - STRIP - y;
-        multiply(p->grad_left + y * size, size, strip, wide, p->to_query_right + column * size,
-                 size, STRIP, size, wide, 1);
-        long width;
-        const Number *right = on_right(p->paired, &width, strip, wide, STRIP, wide);
-        multiply(to_query_grad + skip + column, table, p->keys_turned + y, wide, right, width,
-                 size, wide, STRIP, 1);
-    }
+    for (long y = 0; problem->to_query.rows && y < keys; y += STRIP)
+        add_term(p, problem, &problem->to_query, to_query_stretch(problem, span, y),
+                 p->to_query + y * wide, wide, p->keys_turned + y, wide, p->to_query_right,
+                 p->grad_left + y * size,
+                 to_query_grad + first_row(problem, &problem->to_query, span));
     for (long y = 0; y < count; y++)
         write_row(grads->key, p->grad_left + y * size, problem, problem->tokens, span->start + y,
                   row, head, 1);
@@ -235,7 +270,7 @@ int KERNEL(attend_table)(long first, long last, const float *sums, const int64_t
 }
 
 /* The units of `attend_forward`, from what it wrote. Gradients of queries, keys and values are
- * [rows, tokens, heads, size]; those of the tables are sums, [units, size, 2 longest]. */
+ * [rows, tokens, heads, size]; those of the tables are sums, [units, size, count]. */
 int KERNEL(attend_backward)(long first, long last, const Problem *problem, const Span *spans,
                             long num_spans, long chunks, const Gradients *grads,
                             const Number *probs) {
@@ -244,12 +279,13 @@ int KERNEL(attend_backward)(long first, long last, const Problem *problem, const
     char *memory = room.next;
     Tables tables = take_room_for_tables(&room, problem);
     char *rest = room.next;
-    long table = padded(problem->size) * 2 * problem->longest;
+    long key_table = padded(problem->size) * problem->to_key.count;
+    long query_table = padded(problem->size) * problem->to_query.count;
     begin_products();
     for (long unit = first; unit < last; unit++) {
         tables.packed = 0;
-        if (grads->to_key) memset(grads->to_key + unit * table, 0, table * 4);
-        if (grads->to_query) memset(grads->to_query + unit * table, 0, table * 4);
+        if (grads->to_key) memset(grads->to_key + unit * key_table, 0, key_table * 4);
+        if (grads->to_query) memset(grads->to_query + unit * query_table, 0, query_table * 4);
         for (const Span *span = spans; span < spans + num_spans; span++) {
             Share mine = share_of(problem, span, unit, chunks);
             if (mine.first >= mine.last) continue;
@@ -261,7 +297,8 @@ int KERNEL(attend_backward)(long first, long last, const Problem *problem, const
             for (long row = mine.first; row < mine.last; row++)
                 backward(problem, grads, span, row, mine.head,
                          probs + probs_of(problem, span, row, mine.head),
-                         grads->to_key + unit * table, grads->to_query + unit * table, &plane);
+                         grads->to_key + unit * key_table, grads->to_query + unit * query_table,
+                         &plane);
         }
     }
     end_products();

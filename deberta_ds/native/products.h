@@ -36,6 +36,7 @@ enum { HALF = 1, PAIR = 2 };
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Order __attribute__((vector_size(4 * LANES)));
+typedef int32_t LooseOrder __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define EACH_LANE _Pragma("GCC unroll 16") for (long i = 0; i < LANES; i++)
 
 INLINE long least(long a, long b) { return a < b ? a : b; }

@@ -5,8 +5,8 @@ operand of a product; here a strip of scores stays in the nearest cache from its
 context, in fp32 until it is probabilities. bf16 needs AMX or AVX-512-BF16, fp32 AVX-512.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table, U
-units of work, C rows of an expanded table: row c serves the pair of row x and column y with y - x =
-c - (C / 2 - 1), rows being queries for the content-to-position term and keys for the other.
+units of work, C distances: c is that of the pair of row x and column y with y - x = c - (C / 2 -
+1), rows being queries for the content-to-position term and keys for the other; T rows of a table.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.attention.spans import KeySpan
 
 LONGEST = 512  # keys of a span: the probabilities are kept for backward
+_SHARED = 0.7  # rows a distance below which distances share rows; from 0.75 on nothing is gained
 _UNITS = 24  # at least so many of work, so that a table's gradient is the same from any threads
 
 _Strides = ctypes.c_int64 * 3
@@ -35,10 +36,14 @@ class _Span(ctypes.Structure):
                 ("kept", ctypes.c_int64)]
 
 
+class _Table(ctypes.Structure):
+    _fields_ = [("rows", ctypes.c_void_p), ("row_at", ctypes.c_void_p), ("count", ctypes.c_int64)]
+
+
 class _Problem(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value")]
     _fields_ += [(f"{name}_strides", _Strides) for name in ("query", "key", "value")]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("to_key", "to_query")]
+    _fields_ += [(name, _Table) for name in ("to_key", "to_query")]
     _fields_ += [(name, ctypes.c_int64) for name in ("rows", "heads", "size", "longest", "most")]
     _fields_ += [(name, ctypes.c_void_p) for name in ("query_words", "key_words")]
     _fields_ += [("query_tokens", ctypes.c_int64), ("tokens", ctypes.c_int64),
@@ -92,25 +97,39 @@ class _Call:
         self.chunks = min(batch, -(-_UNITS // self.heads))
         self.units = self.heads * self.chunks
         self.scale = score_scale(self.size, pos_key, pos_query)
+        self.kind = "bf16" if q.dtype == torch.bfloat16 else "fp32"
         offsets_C = torch.arange(2 * self.longest) - (self.longest - 1)
-        self.slots = [geometry.slots(offsets_C.neg()), geometry.slots(offsets_C)]
-        tables = [None if table is None else
-                  table.index_select(1, slots).mul_(self.scale)
+        sides = [self._rows_at(geometry.slots(x)) for x in (offsets_C.neg(), offsets_C)]
+        self.slots = [slots_T for slots_T, _ in sides]
+        tables = [None if table is None else table.index_select(1, slots).mul_(self.scale)
                   for table, slots in zip((pos_key, pos_query), self.slots, strict=True)]
         words = (None, None)
         if dropout > 0 and seed is not None:
             words = dropout_words(seed, batch, self.heads, queries, length, q.device)
-        self.kind = "bf16" if q.dtype == torch.bfloat16 else "fp32"
         flat = [_flat(x) for x in (q, k, v)]
-        self._alive = [*flat, *tables, *words]
+        self._alive = [*flat, *tables, *words, *(row_at_C for _, row_at_C in sides)]
         self.problem = _Problem(
             *map(_address, flat), *(_Strides(*x.stride()[:3]) for x in flat),
-            *map(_address, tables), batch, self.heads, self.size, self.longest,
-            most, *map(_address, words), queries, length, drop_threshold(dropout), self.scale,
-            1 / (1 - dropout))
+            *(_Table(_address(table), _address(row_at_C), len(slots_T))
+              for table, (slots_T, row_at_C) in zip(tables, sides, strict=True)),
+            batch, self.heads, self.size, self.longest, most, *map(_address, words), queries,
+            length, drop_threshold(dropout), self.scale, 1 / (1 - dropout))
         self.spans, self.kept = (_Span * len(spans))(), 0
         for number, span in enumerate(spans):
             self.spans[number] = self._span(span)
+
+    def _rows_at(self, slots_C: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the slots of a term's rows, and each distance's row; None: a row a distance.
+
+        Distances share rows where that saves enough products to pay for adding up, and in fp32
+        alone: sums rounded to bf16 would be less exact.
+        """
+        slots_T, row_at_C = torch.unique_consecutive(slots_C, return_inverse=True)
+        few = len(slots_T) < _SHARED * len(slots_C)
+        if self.kind == "bf16" or native.followed() < 5 or not few:
+            return slots_C, None
+        spare = native.padded(len(slots_T)) + 2 * native.STRIP - len(slots_T)
+        return torch.cat([slots_T, slots_T[-1:].expand(spare)]), row_at_C.int()
 
     def _span(self, span: KeySpan) -> _Span:
         forbidden, masks, keys, queries = None, 0, span.stop - span.start, span.stop - span.start
@@ -174,8 +193,8 @@ class _NativeAttention(torch.autograd.Function):
         held = ("queries", "keys", "keys")
         grads = [call.new_flat(x, name) for x, name in zip(leaves[:3], held, strict=True)]
         width = native.padded(call.size)
-        sums = [None if table is None else torch.empty(call.units, width, 2 * call.longest)
-                for table in leaves[3:]]
+        sums = [None if table is None else torch.empty(call.units, width, len(slots_T))
+                for table, slots_T in zip(leaves[3:], call.slots, strict=True)]
         places = _Gradients(_address(grad_BHQD), _Strides(*grad_BHQD.stride()[:3]),
                             *map(_address, (*grads, *sums)))
         call.run("attend_backward", ctypes.byref(places), native.address(probs))
