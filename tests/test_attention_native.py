@@ -1,11 +1,15 @@
 """Attention in C (bf16, fp32) against float64 and torch's own operators."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from attention_cases import HOLES, PACKED, SMALL_BUCKETS, V1, V3, Case, relative_errors, run
 
 from deberta_ds import native
-from deberta_ds.model.attention import Geometry, attend
+from deberta_ds.model.attention import Geometry, attend, native_spans
 
 HALF, FULL = torch.bfloat16, torch.float32
 KINDS = {HALF: "bf16", FULL: "fp32"}  # as the kernels' names have them
@@ -17,8 +21,8 @@ def needs(dtype, *values):
     """Parameters of a test of the kernels for this dtype, where they are."""
     has = native.library() is not None and native.multiplies(dtype)
     return pytest.param(*values, dtype, id=f"{'-'.join(map(str, values))}-{dtype}",
-                        marks=pytest.mark.skipif(not has, reason="needs a C compiler, and "
-                                                 "AMX or AVX-512-BF16 for bf16, AVX-512 for fp32"))
+                        marks=pytest.mark.skipif(not has, reason="needs a C compiler, AVX-512 or "
+                                                 "AVX2 for fp32, AMX or AVX-512-BF16 for bf16"))
 
 
 def both(*values):
@@ -96,15 +100,32 @@ def test_what_the_kernels_cannot_do_is_left_to_torch(length, dtype, rules, calls
 @pytest.mark.parametrize("geometry", [V3, SMALL_BUCKETS, V1], ids=str)
 @pytest.mark.parametrize("dtype", [needs(FULL)])
 def test_distances_that_share_a_row_change_no_context(geometry, num_queries, dtype, monkeypatch):
-    """Nor what a run computes that began with a row for every distance."""
     case = Case(geometry, ones(2, 500), dropout=0.1, num_queries=num_queries)
-    found = []
-    for rules in (4, 5):
-        monkeypatch.setattr(native, "_followed", rules)
-        found.append(run(case, "tiled", dtype))
-    assert torch.equal(found[0][0], found[1][0])
-    assert not torch.equal(found[0][-1], found[1][-1])  # of a table: summed up in another order
-    assert max(relative_errors(found[1], [x.double() for x in found[0]])) < 2e-6
+    shared = run(case, "tiled", dtype)
+    monkeypatch.setattr(native_spans, "_SHARED", 0.0)
+    alone = run(case, "tiled", dtype)
+    assert torch.equal(shared[0], alone[0])
+    assert not torch.equal(shared[-1], alone[-1])  # of a table: summed up in another order
+    assert max(relative_errors(shared, [x.double() for x in alone])) < 2e-6
+    if native.has("avx512"):
+        monkeypatch.undo()
+        monkeypatch.setattr(native, "_followed", 4)  # a run that began without
+        assert all(torch.equal(x, y) for x, y in zip(run(case, "tiled", dtype), alone, strict=True))
+
+
+def test_on_processors_without_avx512(tmp_path):
+    """This file's tests of fp32 again, with kernels compiled for AVX2."""
+    if not (native.library() and (native.has("avx512") or native.has("avx2"))):
+        pytest.skip("needs a C compiler and AVX2")
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -march=haswell\n')
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "float32", __file__],
+        env=os.environ | {"CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True, text=True)
+    assert not done.returncode and " passed" in done.stdout, done.stdout
+    assert "skipped" not in done.stdout
 
 
 @pytest.mark.parametrize("dtype", both())

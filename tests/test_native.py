@@ -167,16 +167,18 @@ def test_runs_that_were_begun_with_torchs_operators_keep_them():
         torch.testing.assert_close(norm(ones, ones)[0], right)
     finally:
         native.follow(native.RULES)
-    with pytest.raises(UserError, match="CPU rules 5: this program knows 1 to 4"):
-        native.follow(5)
+    with pytest.raises(UserError, match="CPU rules 6: this program knows 1 to 5"):
+        native.follow(6)
 
 
-def test_vectors_multiply_bf16_in_runs_that_began_with_them(monkeypatch):
-    monkeypatch.setattr(native, "has", lambda feature: feature == "avx512_bf16")
+@pytest.mark.parametrize("feature, dtype, first", [
+    ("avx512", torch.float32, 3), ("avx512_bf16", torch.bfloat16, 4), ("avx2", torch.float32, 5)])
+def test_vectors_multiply_in_runs_that_began_with_them(feature, dtype, first, monkeypatch):
+    monkeypatch.setattr(native, "has", lambda asked: asked == feature)
     for rules in range(1, native.RULES + 1):
         monkeypatch.setattr(native, "_followed", rules)
-        assert native.multiplies(torch.bfloat16) == (rules > 3)
-        assert not native.multiplies(torch.float32)
+        takes = [x for x in (torch.float32, torch.bfloat16) if native.multiplies(x)]
+        assert takes == ([dtype] if rules >= first else [])
 
 
 @pytest.mark.parametrize("dropout", [1 - 1e-10, 1 - 1e-12, 1 - 2**-53])

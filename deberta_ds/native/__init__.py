@@ -30,7 +30,7 @@ _OFF = "DEBERTA_DS_NATIVE"  # "0": do without
 _LOG = logging.getLogger("deberta_ds")
 STRIP = 32  # of products.h: rows, columns and inner sizes of products are multiples of it
 # Of a CPU's step; 1: torch's operators, as in version 0.1.0; 2: no attention in fp32; 3: attention
-# in bf16 by AMX alone; 4: a row of a relative table for every distance.
+# in bf16 by AMX alone; 4: in fp32 by AVX-512 alone, with a row of a table for every distance.
 RULES = 5
 _followed = RULES
 _pool: ThreadPoolExecutor | None = None
@@ -116,17 +116,20 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Return whether the kernels may multiply numbers of this type: fp32 by AVX-512, bf16 by AMX
-    or AVX-512-BF16. Ask only where `takes` is true.
+    """Return whether the kernels may multiply numbers of this type: fp32 by AVX-512 or AVX2, bf16
+    by AMX or AVX-512-BF16. Ask only where `takes` is true.
     """
     if dtype == torch.bfloat16:
         return has("amx") or _followed > 3 and has("avx512_bf16")
-    return _followed > 2 and has("avx512")
+    return _followed > 2 and has("avx512") or _followed > 4 and has("avx2")
 
 
 @lru_cache
 def has(feature: str) -> bool:
-    """Return whether the kernels may use "amx", "avx512" or "avx512_bf16"; ask as `multiplies`."""
+    """Return whether the kernels may use "amx", "avx512", "avx512_bf16" or "avx2".
+
+    Ask where `takes` is true.
+    """
     return bool(getattr(library(), f"has_{feature}")())
 
 

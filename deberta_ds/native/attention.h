@@ -14,8 +14,8 @@ typedef struct {
 
 /* A position term's relative rows: [heads, count, size], scaled, or null. Pair (x, y) has the
  * distance y - x + longest - 1 and the row of this number, or row_at[it] where neighbouring
- * distances share rows (far ones do, in logarithmic buckets): products need fewer columns, and
- * sixteen neighbours find theirs in sixteen. It grows by 0 or 1. */
+ * distances share rows (far ones do, in logarithmic buckets): products need fewer columns, and a
+ * vector of neighbours finds its rows in one vector. It grows by 0 or 1. */
 typedef struct {
     const Number *rows;
     const int32_t *row_at; /* of 2 longest distances, or null */
@@ -88,10 +88,14 @@ INLINE const Number *table_of(const Problem *p, const Table *table, const Span *
 }
 
 INLINE Lanes permuted(Lanes values, Order order) {
+#ifdef __AVX512F__
     return (Lanes)_mm512_permutexvar_ps((__m512i)order, (__m512)values);
+#else
+    return (Lanes)_mm256_permutevar8x32_ps((__m256)values, (__m256i)order);
+#endif
 }
 
-/* Sixteen distances from `column` of a strip's row of a product with a stretch. */
+/* LANES distances from `column` of a strip's row of a product with a stretch. */
 INLINE Lanes at_distances(const float *row, const int32_t *row_at, long column) {
     const int32_t *here = row_at + column;
     Order order = *(const LooseOrder *)here - here[0];

@@ -26,3 +26,11 @@ int has_avx512(void) {
     return 0;
 #endif
 }
+
+int has_avx2(void) {
+#if defined(__AVX2__) && defined(__FMA__)
+    return 1;
+#else
+    return 0;
+#endif
+}

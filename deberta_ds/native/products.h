@@ -1,5 +1,6 @@
 /* Products of matrices in blocks, and the layouts that they want: of bfloat16 by AMX's tiles or
- * vectors of sixteen pairs or, where FP32 is defined, of fp32 by vectors of sixteen.
+ * vectors of sixteen pairs or, where FP32 is defined, of fp32 by vectors of sixteen or, with AVX2,
+ * eight.
  *
  * A matrix on the left is [rows, inner]; one on the right is [inner / PAIR, columns, PAIR]: of
  * bfloat16, rows 2 i and 2 i + 1 lie side by side. Sums are fp32. Sizes are multiples of 32.
@@ -9,7 +10,7 @@
 #include <stdlib.h>
 
 /* HERE: whether the processor has what the products need. */
-#if defined(FP32) && defined(__AVX512F__)
+#if defined(FP32) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
 #define HERE
 #elif !defined(FP32) && defined(__AMX_BF16__)
 #define HERE
@@ -21,7 +22,12 @@
 #ifdef HERE
 #include <immintrin.h>
 
-enum { LANES = 16, STRIP = 32 }; /* numbers of a vector; rows worked on at once */
+#ifdef __AVX512F__
+enum { LANES = 16, HIGH = 8 }; /* numbers of a vector; rows whose sums stay in registers */
+#else
+enum { LANES = 8, HIGH = 4 };
+#endif
+enum { STRIP = 32 }; /* rows worked on at once */
 
 #ifdef FP32
 typedef float Number;
@@ -67,10 +73,10 @@ INLINE void set_exact(Number *to, long i, float value) {
 /* out [rows, wide] of `width` (=, or += where `add`) left [rows, inner] of `stride` x right, of
  * `columns`. */
 #ifndef TILES
-enum { HIGH = 8, DEEP = 128 * PAIR }; /* rows whose sums stay in registers; terms of one */
+enum { DEEP = 128 * PAIR }; /* terms of a sum */
 #define EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < HIGH; i++)
 
-/* Return sums plus sixteen columns of a matrix on the right times a row's PAIR numbers. */
+/* Return sums plus LANES columns of a matrix on the right times a row's PAIR numbers. */
 INLINE Lanes add_products(Lanes sums, const Number *right, const Number *pair) {
 #ifdef FP32
     return sums + *(const Loose *)right * *pair;
@@ -161,7 +167,7 @@ INLINE void end_products(void) { _tile_release(); }
 
 /* --------------------------------------------------------------------------- other layouts */
 
-/* Sixteen numbers from anywhere; those that are set need no rounding. Copied to an array they would
+/* LANES numbers from anywhere; those that are set need no rounding. Copied to an array they would
  * be written in halves, and a load of the whole waits until both have reached the cache. */
 #ifdef FP32
 INLINE Lanes lanes_of(const Number *from) { return *(const Loose *)from; }
@@ -179,7 +185,7 @@ INLINE void set_lanes(Number *to, Lanes values) {
 }
 #endif
 
-/* Transpose a block of sixteen by sixteen. */
+/* Transpose a block of LANES by LANES. */
 #ifdef __clang__ /* it has no shuffle of this form */
 INLINE void turn(Lanes rows[LANES]) {
     float block[LANES][LANES];
@@ -197,6 +203,7 @@ INLINE void exchange(Lanes *rows, int apart, Order first, Order second) {
         }
 }
 
+#ifdef __AVX512F__
 INLINE void turn(Lanes rows[LANES]) {
     exchange(rows, 1, (Order){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
              (Order){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
@@ -207,6 +214,13 @@ INLINE void turn(Lanes rows[LANES]) {
     exchange(rows, 8, (Order){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
              (Order){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
 }
+#else
+INLINE void turn(Lanes rows[LANES]) {
+    exchange(rows, 1, (Order){0, 8, 2, 10, 4, 12, 6, 14}, (Order){1, 9, 3, 11, 5, 13, 7, 15});
+    exchange(rows, 2, (Order){0, 1, 8, 9, 4, 5, 12, 13}, (Order){2, 3, 10, 11, 6, 7, 14, 15});
+    exchange(rows, 4, (Order){0, 1, 2, 3, 8, 9, 10, 11}, (Order){4, 5, 6, 7, 12, 13, 14, 15});
+}
+#endif
 #endif
 
 /* Copy rows of `columns` numbers, `stride` apart, to a padded matrix on the left. */

@@ -2,7 +2,7 @@
 
 torch's operators would pass over a tile of scores some twenty-five times each way and copy every
 operand of a product; here a strip of scores stays in the nearest cache from its products to the
-context, in fp32 until it is probabilities. bf16 needs AMX or AVX-512-BF16, fp32 AVX-512.
+context, in fp32 until it is probabilities. bf16 needs AMX or AVX-512-BF16, fp32 AVX-512 or AVX2.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table, U
 units of work, C distances: c is that of the pair of row x and column y with y - x = c - (C / 2 -
