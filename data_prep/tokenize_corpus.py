@@ -62,13 +62,13 @@ def main() -> None:
         print(f"{args.out}: part {args.part[0]} of {args.part[1]} is done; when all are, run this "
               "without --part")
     for name, manifest in zip(names, manifests.values(), strict=False):
+        print(f"{name}: {counted(manifest.documents, 'document')}, "
+              f"{manifest.tokens:,} tokens in {counted(len(manifest.shards), 'shard')}")
+    for manifest in [*manifests.values()][:1]:  # both have the counts of the whole job
         left_out = {k: v for k, v in manifest.counts.items()
                     if v and k not in ("documents", "characters", "tokens")}
-        print(
-            f"{name}: {counted(manifest.documents, 'document')}, "
-            f"{manifest.tokens:,} tokens in {counted(len(manifest.shards), 'shard')}; "
-            + (", ".join(f"{k} {v:,}" for k, v in left_out.items()) or "nothing left out")
-        )
+        listed = ", ".join(f"{k} {v:,}" for k, v in left_out.items())
+        print(f"left out or changed: {listed}" if listed else "nothing was left out")
     if args.heldout_out and manifests:
         say_if_empty(args, *(manifest.documents for manifest in manifests.values()))
 
