@@ -33,6 +33,7 @@ def bars(path: Path, title: str, panels: list[tuple[str, dict[str, float]]], uni
         axis.set_xlabel(unit, fontsize=8)
         axis.tick_params(labelsize=8)
         axis.margins(x=0.18)
+        axis.locator_params(axis="x", nbins=3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()

@@ -244,7 +244,8 @@ def _measure_group(options, group, arguments: tuple, result: dict) -> None:
     if options.device == "cuda":
         result.setdefault("peak_bytes", {})[group[0]] = torch.cuda.max_memory_allocated()
     if options.profile and "ours" in group:
-        result["profile"] = profile(steps["ours, bf16"], options.device)
+        result["profile"] = {kind: profile(steps[f"ours, {kind}"], options.device)
+                             for kind in kinds_of(options.device)}
 
 
 def profile(step, device: str) -> list[dict]:
@@ -292,8 +293,10 @@ def show(result: dict, device: str) -> None:
         print(f"  {name:44}{size / 2**30:9.1f} GiB at most")
     for name, reason in result["absent"].items():
         print(f"  {name:44}{reason}")
-    for row in result.get("profile", ()):
-        print(f"  {row['share']:6.1%}{row['ms']:9.2f} ms  {row['name'][:90]}")
+    for kind, rows in result.get("profile", {}).items():
+        print(f"  ours, {kind}, by operator:")
+        for row in rows:
+            print(f"  {row['share']:6.1%}{row['ms']:9.2f} ms  {row['name'][:90]}")
 
 
 def main() -> None:
