@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu_all.sh 1 [WHEELS]      # correctness, two runs bit for bit, attention beside peers
 #   benchmarks/gpu_all.sh 2 [WHEELS]      # training steps with a profile, the head, memory
-#   benchmarks/gpu_train.sh [WHEELS]      # end to end under DeepSpeed
+#   benchmarks/gpu_train.sh 1|2 [WHEELS]  # end to end under DeepSpeed
 #
 # With WHEELS (offline) the wheels of that folder are installed for this run. A machine with torch,
 # triton, transformers, sentencepiece, xxhash, psutil, scipy and pytest needs these beside (8 MB; the

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# End to end on one GPU in under nine minutes: a v3-base RTD run of 30 steps under DeepSpeed, stopped
-# and resumed bit for bit, its profile by operator, and its export.
+# End to end on one GPU, in two calls of under nine minutes each.
 #
-#   benchmarks/gpu_train.sh [WHEELS]
-#   TRY=1 SLOWER=10 benchmarks/gpu_train.sh    # a tiny model in fp32 on the CPU, ten times the limits
+#   benchmarks/gpu_train.sh 1 [WHEELS]    # a v3-base RTD run of 30 steps under DeepSpeed, stopped and
+#                                         # resumed bit for bit, its profile by operator, its export
+#   benchmarks/gpu_train.sh 2 [WHEELS]    # a few steps of every other ZeRO stage and precision, of
+#                                         # offload, and without the Triton kernels
+#   TRY=1 SLOWER=10 benchmarks/gpu_train.sh 1    # a tiny model on the CPU, ten times the limits
 #
 # A machine with what gpu_all.sh says, einops, pyarrow, scikit-learn and msgpack needs its wheels and these:
 #
@@ -15,6 +17,9 @@
 # benchmarks/results/gpu_train-cuda*, and after each part to $OUT; DRY_RUN=1 prints the parts.
 set -uo pipefail
 source "$(dirname "$0")/gpu_parts.sh"
+half=${1:-}
+[[ $half == [12] ]] || { echo "error: ${half:-nothing}: usage: benchmarks/gpu_train.sh 1|2 [WHEELS]" >&2; exit 2; }
+shift
 use_wheels "$@"
 
 work=${WORK:-runs/gpu_train}
@@ -30,11 +35,12 @@ else
   model=()
   rows=(--train.global_batch_rows=128 --train.micro_batch_rows=64)
 fi
-settings=(--config launch/runs/v3_base.toml --deepspeed_config "$ds"
+run=(--config launch/runs/v3_base.toml
   "--data.sources=[{path = \"$work/train\"}]" "--data.eval=$work/heldout"
   "--data.tokenizer=$work/spm.model" --optim.warmup_steps=10 --train.steps=30
   --train.save_every=15 --train.log_every=1 --train.eval_every=30 --train.eval_rows=16
   "${model[@]}" "${rows[@]}")
+settings=("${run[@]}" --deepspeed_config "$ds")
 
 prepare() {
   rm -rf "$work" && mkdir -p "$work" &&
@@ -52,6 +58,19 @@ export work python
 
 part 55 "rows of docstrings" bash -c prepare
 [ ${#failed[@]} -eq 0 ] || finish  # nothing else has a corpus then
+if [ "$half" = 2 ]; then
+  kinds=(zero2_bf16 zero3_bf16 zero1_fp16 zero3_bf16_offload_cpu)
+  [ -n "${TRY:-}" ] && kinds=(zero2_fp32 zero3_fp32)
+  for kind in "${kinds[@]}"; do
+    part 85 "4 steps, $kind" "$python" launch/pretrain.py "${run[@]}" "--out_dir=$work/$kind" \
+      --deepspeed_config "ds_configs/$kind.json" --train.stop_after=4
+  done
+  part 100 "4 steps without Triton kernels" "$python" launch/pretrain.py "${settings[@]}" \
+    "--out_dir=$work/tiled" --train.stop_after=4 --model.attention=tiled \
+    --model.vocabulary_loss=chunked --train.micro_batch_rows=2 --train.global_batch_rows=4
+  finish
+  exit
+fi
 part 100 "a step with checkpointed layers, kernels not yet checked" env "XDG_CACHE_HOME=$work/cache" \
   "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/checkpointed" --train.stop_after=2 \
   --train.checkpoint_layers=1

@@ -39,10 +39,10 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 from deberta_ds.objectives.rtd_cached import CachedRtdModel
+from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.presets import MODELS
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
-H200_PEAK = 989e12  # dense bf16 FLOP/s
 ONEDNN = "fp32 by oneDNN"
 PEERS = ("Hugging Face", "Hugging Face + fused AdamW")
 STORED = "ours with stored replacements"  # the discriminator alone
@@ -266,10 +266,10 @@ def profile(step, device: str) -> list[dict]:
     ]
 
 
-def peak(result: dict, kind: str, device: str) -> float:
-    """Return FLOP/s: the card's, or on a CPU those of the large product beside the steps."""
+def peak(result: dict, kind: str, device: str) -> float | None:
+    """Return FLOP/s: the card's, if known, or on a CPU those of the large product beside."""
     if device == "cuda":
-        return H200_PEAK
+        return peak_flops(torch.device(device), kind)
     return 2 * math.prod(PRODUCT_SHAPE) / result["seconds"][f"{PRODUCT}, {kind}"]
 
 
@@ -286,8 +286,8 @@ def show(result: dict, device: str) -> None:
         equal, single = (seconds.get(f"Hugging Face, {x}") for x in (kind, "fp32"))
         ratios = [f"{x / value:.2f}" if x else "-" for x in (equal, single)]
         rate = tokens / value
-        mfu = rate * result["flops_per_token"] / peak(result, kind, device)
-        share = "-" if what == STORED else f"{mfu:.1%}"
+        most = peak(result, kind, device)
+        share = f"{rate * result['flops_per_token'] / most:.1%}" if most and what != STORED else "-"
         print(f"  {name:44}{value * 1e3:9.1f}{rate:11.0f}{ratios[0]:>7}{ratios[1]:>11}{share:>7}")
     for name, size in result.get("peak_bytes", {}).items():
         print(f"  {name:44}{size / 2**30:9.1f} GiB at most")

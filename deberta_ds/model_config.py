@@ -1,6 +1,6 @@
 """The shape of one encoder: section [model] of a run file."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -102,3 +102,9 @@ def without_unused(config: ModelConfig) -> ModelConfig:
     if config.relative_attention:
         return config
     return replace(config, position_terms=(), relative_norm=False)
+
+
+def computed_anywhere(config: ModelConfig) -> ModelConfig:
+    """Return the same model, computed as any machine can: a run's own choice is for its own."""
+    return ModelConfig(**{field.name: getattr(config, field.name) for field in fields(config)
+                          if field.name not in HOW_COMPUTED})

@@ -192,6 +192,11 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
                          (lambda c: c[:, :1], "RuntimeError")):
         verdict = check(partial(fused, wrong=wrong))
         assert not verdict.passed and named in verdict.text
+    for problem in (torch.OutOfMemoryError, torch.AcceleratorError):  # of a card that others use
+        def full(*_, problem=problem, **__):
+            raise problem("CUDA")
+        with pytest.raises(problem):
+            check(full)
     assert not kernel_check.results_file().exists()
     assert check(fused).passed and len(calls) > 3
     before = len(calls)

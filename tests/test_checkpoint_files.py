@@ -139,6 +139,7 @@ def test_consolidation_equals_zero_to_fp32(saved):
             str(saved / f"ck/deepspeed/w2_{kind}"), tag="zero")
         found, run = checkpoint.load_whole_state(path_of(saved / f"ck/w2_{kind}", 2))
         assert run.name == "tiny" and found.keys() == expected.keys()
+        assert run.model.attention == "auto"  # its reader's machine may not have the run's
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

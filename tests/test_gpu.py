@@ -27,6 +27,38 @@ def test_attention_in_bf16(size, queries, keep):
         assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
 
 
+@pytest.mark.parametrize("queries", [None, 40])
+@pytest.mark.parametrize(("geometry", "length"), [("V3", 512), ("V3", 900), ("V1", 300)])
+def test_what_a_failed_check_falls_back_to(geometry, length, queries):
+    import attention_cases
+    from attention_cases import Case, relative_errors, run
+
+    segments = torch.tensor([[1] * (length - 90) + [2] * 50 + [0] * 40, [1] * length])
+    case = Case(getattr(attention_cases, geometry), segments, num_queries=queries, dropout=0.1)
+    truth = run(case, "reference", torch.float64)
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        result, again = (run(case, "tiled", dtype, "cuda") for _ in range(2))
+        assert max(relative_errors(result, truth)) < allowed
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+
+
+@pytest.mark.parametrize("chunk", [None, 512])
+def test_the_masked_lms_loss_in_fp32(chunk):
+    from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*shape, generator=generator) for shape in
+               ((77, 48), (5000, 48), (5000,))]
+    labels = torch.randint(0, 5000, (77,), generator=generator)
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        leaves = [x.to(device, dtype).requires_grad_() for x in tensors]
+        loss = linear_cross_entropy(*leaves, labels.to(device), chunk=chunk)[0]
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    for exact, result in zip(*found, strict=True):
+        assert (result.cpu().double() - exact).norm() < 1e-5 * exact.norm()
+
+
 @pytest.mark.parametrize("heads", [1, 2, 16])  # Triton would compile 1 and 16 otherwise
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_rows_within_the_relative_table(size, heads):

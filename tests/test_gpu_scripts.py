@@ -12,7 +12,7 @@ from deberta_ds import config
 from tests.fuzz.commands import Command, Server
 
 pytestmark = pytest.mark.slow
-SCRIPTS = (("gpu_all.sh", "1"), ("gpu_all.sh", "2"), ("gpu_train.sh",))
+SCRIPTS = (("gpu_all.sh", "1"), ("gpu_all.sh", "2"), ("gpu_train.sh", "1"), ("gpu_train.sh", "2"))
 NINE_MINUTES = 540
 _PART = re.compile(r"(?P<seconds>\d+) s at most: (?P<name>.*?): (?P<command>(python3|env|bash) .*)")
 
@@ -85,7 +85,7 @@ def test_the_corpus_is_made_by_commands_that_are_there(help_of):
 
 
 def test_the_run_s_settings_are_valid():
-    for words in parts(("gpu_train.sh",)):
+    for words in (*parts(("gpu_train.sh", "1")), *parts(("gpu_train.sh", "2"))):
         if "--config" not in words:
             continue
         run_file = words[words.index("--config") + 1]

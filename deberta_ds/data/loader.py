@@ -14,6 +14,7 @@ ignore what Python would send at exit); the kernel does when it is killed.
 """
 
 import atexit
+import os
 import signal
 import time
 import weakref
@@ -183,7 +184,12 @@ def _checked(batches) -> Iterator[Batch]:
             raise batch
         batch = batch.as_tensors()
         # Here: the DataLoader's own thread may wait for ever for what a killed worker had begun.
-        yield batch.pin_memory() if torch.cuda.is_available() else batch
+        yield batch.pin_memory() if _trains_on_gpu() else batch
+
+
+def _trains_on_gpu() -> bool:
+    """Pinning makes a CUDA context, which a run on the CPU of a machine with GPUs must not."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def _why_a_worker_died(batches) -> UserError | None:

@@ -15,7 +15,7 @@ file is verified before a tensor is loaded, and only a verified directory is eve
 
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +34,7 @@ from deberta_ds.formats.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.json_files import parse_json, typed
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
+from deberta_ds.model_config import computed_anywhere
 from deberta_ds.numbers import counted
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.records import METRICS_FILE
@@ -302,7 +303,8 @@ def plain_order(run: RunConfig) -> list[str]:
 def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
     """Return (all parameters in fp32 on the CPU, the run's config) of a checkpoint directory.
 
-    Works for every ZeRO stage, on one rank alone. The files are verified first.
+    The model of that config is computed as this machine can, whatever the run's machine had. Works
+    for every ZeRO stage, on one rank alone. The files are verified first.
     """
     path = newest(path)
     files, problems = _read_manifest(path)
@@ -318,6 +320,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
     _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}
     whole |= {name: whole[owner] for name, owner in state.aliases.items()}
+    run = replace(run, model=computed_anywhere(run.model))
     return whole | {name: buffer.float() for name, buffer in state.buffers.items()}, run
 
 

@@ -28,6 +28,7 @@ from deberta_ds.formats.tokenizer_files import (
     find_tokenizer_files,
 )
 from deberta_ds.json_files import read_json
+from deberta_ds.model_config import computed_anywhere
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.tokenizer import Tokenizer
 
@@ -68,7 +69,8 @@ def _described(directory: Path) -> dict[str, tuple[ModelConfig, dict]]:
         if not isinstance(described, dict) or not all(
                 isinstance(described.get(key), dict) for key in ("config", "rest")):
             raise UserError(f"{place}: networks.{name} lacks config or rest; the file is damaged")
-        found[name] = configs.model_config(described["config"], str(place)), described["rest"]
+        config = configs.model_config(described["config"], str(place))
+        found[name] = computed_anywhere(config), described["rest"]
     if not {"main"} <= found.keys() <= {"main", "generator"}:
         raise UserError(f"{place}: networks are {', '.join(found)}; main is needed, and "
                         "generator is the only other")

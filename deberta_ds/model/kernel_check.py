@@ -42,8 +42,10 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
           compare: Callable[[], tuple[float, str]]) -> Verdict:
     """Return whether a kernel agrees with torch's operators; from the file if it was found to.
 
-    kind: the kernel and its class of shapes, in words. sources: the files it is made of; a change
-    of them asks again. compare() returns the largest relative error and of what it is.
+    kind: the kernel and its class of shapes, in words. sources: the files that it and its truth
+    are made of; a change of them, or of this file, asks again. compare() returns the largest
+    relative error and of what it is. Raises what says nothing of the kernel: a card that is full
+    or broken.
     """
     path = results_file()
     key = f"{_platform(device)}, kernels {_digest(sources)}, {str(dtype)[6:]}, {kind}"
@@ -56,6 +58,8 @@ def check(device: torch.device, dtype: torch.dtype, kind: str, sources: list[Pat
         # checkpointing belong to the forward pass that asks, and would see the check's tensors.
         with ThreadPoolExecutor(1) as thread:
             error, where = thread.submit(_on_device, device, compare).result()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except Exception as problem:  # a compiler's, a driver's: anything that is not a right result
         return _failed(device, kind, f"{type(problem).__name__}: {first_line(problem)[:200]}")
     allowed = TOLERANCES[dtype]
@@ -124,7 +128,7 @@ def _platform(device: torch.device) -> str:
 
 def _digest(sources: list[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(sources):
+    for path in sorted([*sources, Path(__file__)]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -24,6 +24,7 @@ from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
+from deberta_ds.numbers import counted
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart, measure_in_pieces
 from deberta_ds.train.deepspeed_check import (
@@ -63,8 +64,10 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
         kept_memory.keep_heap()
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
-            raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only "
-                            f"{torch.cuda.device_count()} GPUs; start fewer ranks on this host")
+            seen = counted(torch.cuda.device_count(), "GPU")
+            raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only {seen}; "
+                            "start fewer ranks on this host, or let each see all of its GPUs "
+                            "(Slurm: --gpus-per-node, not --gpus-per-task or --gpu-bind)")
         torch.cuda.set_device(device)
     elif os.environ.get("DS_ACCELERATOR") != "cpu" and os.path.exists("/dev/nvidiactl"):
         raise UserError("this machine has a GPU, but torch finds none; mend CUDA_VISIBLE_DEVICES, "

@@ -43,7 +43,8 @@ FLOAT_POINTERS |= {"ENDS", "D_ENDS", "D_TABLE"}
 FACTS = {"POSITION", "START", "STOP"}
 FLOATS = {"scale", "keep_scale"}
 # bytes of shared memory that a block may have
-LIMITS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10,
+          103: 227 << 10, 120: 99 << 10}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

@@ -211,7 +211,7 @@ def compare(first: Path, second: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    run, _ = config.load(sys.argv[2])
+    run, _ = config.load(sys.argv[2], ["--model.attention=tiled"])  # which stays the run's own
     mode, directory = sys.argv[1], Path(sys.argv[3])
     kinds = MUON_KINDS if run.optim.name == "muon" else KINDS
     if mode.endswith("nvme"):

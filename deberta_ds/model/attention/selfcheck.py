@@ -47,8 +47,9 @@ def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,
     terms: whether scores have content to position, and position to content.
     """
     folder = Path(__file__).with_name("fused")
+    beside = ("band", "dropout", "geometry", "reference", "selfcheck")
     sources = [*folder.glob("*.py"), *folder.glob("*.json"), Path(splitmix.__file__),
-               *(folder.with_name(name) for name in ("band.py", "dropout.py", "selfcheck.py"))]
+               *(folder.with_name(f"{name}.py") for name in beside)]
     kind = f"attention, heads of {size}, {'long' if long else 'short'} rows"
     if not all(terms):
         kind += f", {'only c2p' if terms[0] else 'only p2c' if terms[1] else 'no position term'}"

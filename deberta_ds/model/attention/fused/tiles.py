@@ -23,6 +23,7 @@ def table() -> dict:
     """Return {architecture: {head size: {class: {direction: [m, n, warps, stages]}}}}.
 
     class: "short" or "long" rows, or "picked" queries; products with planes stand beside them.
+    sm100: where it differs from sm90, for heads of any size.
     """
     return json.loads(TABLE.read_text())
 
@@ -49,7 +50,8 @@ def choose_product(capability: tuple[int, int], size: int, kind: str) -> Tile:
 
     kind: "plane" (write it), "rows" and "table" (their gradients), "spread" (picked queries).
     """
-    return Tile(*table()[_architecture(capability)][str(max(size, 32))][kind])
+    own = table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
+    return Tile(*own.get(kind, table()[_architecture(capability)][str(max(size, 32))][kind]))
 
 
 def _architecture(capability: tuple[int, int]) -> str:
