@@ -36,7 +36,7 @@ def main() -> None:
     names = list(args.document)
     if args.documents_from:
         with naming(args.documents_from):
-            names += Path(args.documents_from).read_text("utf-8").splitlines()
+            names += Path(args.documents_from).read_text("utf-8-sig").splitlines()
     names = [name for name in names if name]
     if not names:
         raise UserError("no documents named; give --document or --documents_from")

@@ -172,7 +172,7 @@ def load(path: str | Path) -> dict:
     """
     refuse_pipe(path)
     try:
-        text = shipped.find(path).read_text(encoding="utf-8")
+        text = shipped.find(path).read_text(encoding="utf-8-sig")
         values = parse_json(text, strict=False)  # NaN: said below, with its key
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such DeepSpeed config; see ds_configs/README.md") from None

@@ -14,13 +14,16 @@ def read_toml(path: str | Path, what: str, example: str) -> dict:
     refuse_pipe(path)
     try:
         with open(shipped.find(path), "rb") as file:
-            return tomllib.load(file)
+            return tomllib.loads(file.read().decode("utf-8-sig"))  # some editors begin with a mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); a {what} is a TOML file, "
                           f"such as {example}") from None
-    except (ValueError, RecursionError) as error:  # TOML, Unicode, thousands of digits or brackets
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save "
+                          "the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # TOML, thousands of digits or brackets
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 

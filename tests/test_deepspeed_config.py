@@ -11,6 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from deberta_ds import deepspeed_config
 from deberta_ds.errors import UserError
+from deberta_ds.toml_files import read_toml
 from deberta_ds.train import deepspeed_check
 from deberta_ds.validation import ConfigError
 
@@ -84,12 +85,24 @@ def test_all_problems_are_said_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "nul", '{"bf16": {}, "bf16": {}}', "\x00",
-                                  "[" * 100_000, '{"a": 1e999999}', "\ufeff{}"])
+                                  "[" * 100_000, '{"a": 1e999999}'])
 def test_what_is_no_json_object_is_named(text, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match="ds.json"):
         deepspeed_config.load(file)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    """As Windows' editors write it, here and in TOML files."""
+    file = tmp_path / "ds.json"
+    file.write_text('\ufeff{"bf16": {"enabled": true}}')
+    assert deepspeed_config.load(file)["bf16"] == {"enabled": True}
+    file.write_text('\ufeff[train]\nsteps = 3\n')
+    assert read_toml(file, "run file", "x.toml") == {"train": {"steps": 3}}
+    file.write_bytes("[train]\nname = 'é'\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="ds.json: not UTF-8 text .*at byte 16.; save the file"):
+        read_toml(file, "run file", "x.toml")
 
 
 class Asked(dict):

@@ -83,6 +83,15 @@ def test_a_word_has_the_same_ids_wherever_it_stands(tmp_path):
     assert exported.encode(" ".join(words), add_special_tokens=False).ids == ids
 
 
+def test_a_bad_document_of_the_sample_is_named_as_elsewhere(tmp_path):
+    """SentencePiece worded the error anew, with a stack, as if --pieces were at fault."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "a b c"}\n{"texd": "x"}\n')
+    with pytest.raises(UserError, match=r"^\S*bad.jsonl:2: no string under 'text' .found: texd."):
+        train_tokenizer(plan_units([str(path)], ReadOptions()), tmp_path / "spm.model",
+                        pieces=400, sample_bytes=1 << 20, read=ReadOptions(), threads=1)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 3.3])
 def test_languages_are_sampled_by_temperature(tmp_path, temperature):
     """Exact to one piece of 1,000 characters, spread over all of the input, in any units."""
@@ -112,6 +121,8 @@ def test_languages_are_sampled_by_temperature(tmp_path, temperature):
     assert natural["sw"] == (there["sw"], pytest.approx(there["sw"]))
     with pytest.raises(UserError, match="give --label_key or --label_from_directory"):
         languages_of(units, ReadOptions(), 100_000, temperature)
+    with pytest.raises(UserError, match="no document here .* has a label"):
+        languages_of(units, ReadOptions(label_key="tongue"), 100_000, temperature)
 
 
 def test_docstrings_are_deduplicated_english(tmp_path):

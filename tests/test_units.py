@@ -63,6 +63,21 @@ def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
     assert not (out / ".lock").exists()
 
 
+def test_a_first_try_that_ended_on_an_error_does_not_block_a_second(text_file, tmp_path):
+    """With another option it was refused as the output of other options."""
+    out = tmp_path / "out"
+    with pytest.raises(InterruptedError), job(out, {"version": 1, "key": 1}, finished="m"):
+        raise InterruptedError
+    with pytest.raises(UserError), job(out, {"version": 1, "key": 2}, finished="m", part=(1, 2)):
+        pass  # its other parts may be at work
+    with pytest.raises(InterruptedError), job(out, {"version": 1, "key": 2}, finished="m"):
+        (out / units.MARKERS / "0.json").write_text("{}")  # a unit is finished
+        raise InterruptedError
+    with pytest.raises(UserError, match="holds the output of other inputs or options"), \
+            job(out, {"version": 1, "key": 3}, finished="m"):
+        pass
+
+
 def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path, monkeypatch):
     """Parts of an array in containers have the same ids: one renamed the other's file away."""
     monkeypatch.setattr("os.getpid", lambda: 7)

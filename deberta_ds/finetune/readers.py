@@ -123,7 +123,8 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
         train.extend(groups.pop(text))
     kept = tuple(example for group in groups.values() for example in group)
     if not train or not kept:
-        raise UserError(f"{val.source}: too few passages to carve a train split from")
+        raise UserError(f"{val.source}: too few different texts to carve a train and a val split "
+                        "from; give more, or a table for each")
     names = Counter(example.id for example in kept if example.id)
     if names and (twice := names.most_common(1)[0])[1] > 1:
         raise UserError(f"{val.source}: {twice[1]} rows have the id {twice[0]!r}; each that is "

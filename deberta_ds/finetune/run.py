@@ -77,6 +77,14 @@ def _digests(job: Job) -> dict[str, str]:
     return {name: digest(split.task, split) for name, split in job.tests.items()}
 
 
+def _differing(first, second) -> tuple:
+    """Return both; of two dicts what is not alike."""
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return first, second
+    keys = [key for key in first | second if first.get(key) != second.get(key)]
+    return tuple({key: values[key] for key in keys if key in values} for values in (first, second))
+
+
 def finished(job: Job) -> dict | None:
     """Return the result on disk, None if there is none; UserError if it is another run's."""
     if not (job.out / RESULT).is_file():
@@ -92,9 +100,10 @@ def finished(job: Job) -> dict | None:
         if key == "init_weights" and not value:
             continue  # what it started from is gone
         if result.get(key) != value:
+            had, now = _differing(result.get(key), value)
             raise UserError(
-                f"{job.out / RESULT}: this run had {key} = {result.get(key)!r}, now it is "
-                f"{value!r}; choose another --out, or delete the directory to run it again"
+                f"{job.out / RESULT}: this run had {key} = {had!r}, now it is {now!r}; "
+                "choose another --out, or delete the directory to run it again"
             )
     for name, found in _digests(job).items():
         if (result.get("tests") or {}).get(name, found) != found:

@@ -50,7 +50,8 @@ def check_identity(run: RunConfig, fingerprints: dict[str, str], tokenizer_sha25
     source: hex} and `tokenizer_sha256` are compared with the saved ones, the paths are not.
     """
     now, then = _now_and_then(run, record)
-    lines = [_difference(key, json.dumps(then.get(key)), json.dumps(now.get(key)))
+    lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
+                               for values in (then, now)))
              for key in sorted(now.keys() | then.keys())
              if now.get(key) != then.get(key) and _is_identity(key)]
     if record["tokenizer_sha256"] != tokenizer_sha256:

@@ -170,7 +170,8 @@ def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
     for key, origin in origins.items():
         if key in values and origin != "default":
             section, _, name = key.rpartition(".")
-            groups.setdefault((section, origin), []).append(f"{name} = {json.dumps(values[key])}")
+            value = json.dumps(values[key], ensure_ascii=False)
+            groups.setdefault((section, origin), []).append(f"{name} = {value}")
     return [f"{section or 'run'}: {', '.join(pairs)}   ({origin})"
             for (section, origin), pairs in groups.items()]
 

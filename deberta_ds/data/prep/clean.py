@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from deberta_ds.data.prep.documents import Document
 from deberta_ds.data.prep.text import (
+    TO_UTF8,
     BadTextError,
     has_text,
     letter_share,
     normalise_all,
 )
 from deberta_ds.errors import UserError
+from deberta_ds.numbers import counted
 
 COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
           "contaminated", "filtered", "held_out", "bad", "cut", "removed_characters")
@@ -99,7 +101,8 @@ class Cleaner:
 def check_problems(problems: list[str], count: int, clean: CleanOptions) -> None:
     """UserError if `count` bad documents, of which `problems` names some, are more than allowed."""
     if count > clean.max_bad:
+        remedy = TO_UTF8 if "invalid UTF-8" in problems[0] else "mend the input"
         raise UserError(
-            f"{problems[0]} ({count} bad documents, --max_bad allows {clean.max_bad}); "
-            "mend the input, or allow more and they are left out and listed"
+            f"{problems[0]} ({counted(count, 'bad document')}, --max_bad allows {clean.max_bad}); "
+            f"{remedy}, or allow more and they are left out and listed"
         )

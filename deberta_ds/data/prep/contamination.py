@@ -37,7 +37,7 @@ from deberta_ds.data.prep.findings import (
 from deberta_ds.data.prep.inputs import open_bytes, open_seekable
 from deberta_ds.data.prep.readers import read_unit
 from deberta_ds.data.prep.tables import arrow_batches
-from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
+from deberta_ds.data.prep.text import TEXT_RULES_VERSION, TO_UTF8, BadTextError, normalise
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.prep.words import WORD
 from deberta_ds.data.shards import MANIFEST, save_array
@@ -139,13 +139,22 @@ def _strings(path: str, kind: str) -> Iterator[list[str]]:
         elif kind == "json":
             yield from (list(_texts_in(parse_json(line))) for line in file if line.strip())
         else:
-            lines = (line.decode("utf-8", "replace") for line in file)
+            lines = _decoded(path, file)
             if kind == "text":
                 yield from ([line.rstrip("\r\n")] for line in lines)
             elif ".csv" in Path(path).suffixes:
                 yield from csv.reader(lines)
             else:  # GLUE's tables quote nothing: a quotation mark is one
                 yield from (line.rstrip("\r\n").split("\t") for line in lines)
+
+
+def _decoded(path: str, file: Iterable[bytes]) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{number}: not UTF-8 ({error.reason}), so nothing would be "
+                            f"found; {TO_UTF8}") from None
 
 
 def _batches_of(file, kind: str) -> Iterator:

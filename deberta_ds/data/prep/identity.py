@@ -134,8 +134,8 @@ class Origins:
             raise UserError(f"{self._corpus}: no origins of the documents of shard {name}")
         path = origins_path(self._corpus, name)
         check_file(path, *self.files[name], _AGAIN)
-        with open(path, "rb") as file:
-            return pq.read_table(file)
+        with open(path, "rb") as file:  # by no thread, which might outlive the interpreter
+            return pq.ParquetFile(file).read(use_threads=False)
 
     def verify(self, mode: str) -> int:
         """Check every file's size and, for "full", its checksum; return how many there are."""

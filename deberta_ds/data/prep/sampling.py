@@ -77,6 +77,10 @@ def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int
                 row[:] = [row[0] + characters, row[1] + size]
     if not totals:
         raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
+    if totals.keys() == {""}:
+        raise UserError(f"{units[0][0].path}: no document here or in the other inputs has a label, "
+                        "so --temperature has nothing to weigh; name their field with --label_key, "
+                        "or leave --temperature out")
     totals = dict(sorted(totals.items()))
     shares = temperature_weights([characters for characters, _ in totals.values()], temperature)
     mean = sum(share * size / characters for share, (characters, size) in zip(

@@ -19,6 +19,7 @@ import numpy as np
 from deberta_ds.tokenizer import SPACE_MARK
 
 TEXT_RULES_VERSION = 1
+TO_UTF8 = "convert the file, such as by: iconv -f ENCODING -t UTF-8"
 ENCODE_CHARACTERS = 1 << 18
 _LONG = 1 << 13  # characters
 _FRONT = 64  # characters, of a text of which only the front is looked at

@@ -53,11 +53,12 @@ def train_tokenizer(
         raise UserError(f"{out}: is one of the inputs; name another file")
     model = io.BytesIO()
     with TemporaryDirectory() as directory:
-        rules = Path(directory) / "rules.tsv"
+        rules, failed = Path(directory) / "rules.tsv", []
         write_atomic(rules, normalizer_tsv())
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_sample(units, sample_bytes, read, pieces, languages, max_bad),
+                sentence_iterator=_noting(failed, _sample(units, sample_bytes, read, pieces,
+                                                          languages, max_bad)),
                 model_writer=model,
                 vocab_size=pieces,
                 model_type="unigram",
@@ -70,6 +71,8 @@ def train_tokenizer(
                 minloglevel=2,
             )
         except RuntimeError as error:
+            if failed:  # SentencePiece words it anew
+                raise failed[0] from None
             raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
                             f"{_remedy(str(error))}") from error
     write_atomic(out, _finished(model.getvalue()))
@@ -101,6 +104,15 @@ def _finished(model: bytes) -> bytes:
     for piece in proto.pieces:
         piece.score = round(piece.score / _SCORE_UNIT) * _SCORE_UNIT
     return proto.SerializeToString(deterministic=True)
+
+
+def _noting(failed: list[BaseException], sentences: Iterator[str]) -> Iterator[str]:
+    """Yield them; what ends them early is kept in `failed`."""
+    try:
+        yield from sentences
+    except BaseException as error:
+        failed.append(error)
+        raise
 
 
 def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int,

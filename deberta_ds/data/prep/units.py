@@ -65,6 +65,9 @@ def job(
         stack.enter_context(_locked(directory, LOCK, shared=part is not None))
         if part:
             stack.enter_context(_locked(directory, f"{LOCK}-{part[0]}-of-{part[1]}", shared=False))
+        if not part and _has_nothing_finished(directory):
+            (directory / PLAN).unlink(missing_ok=True)  # of a first try that ended on an error
+            shutil.rmtree(directory / MARKERS, ignore_errors=True)
         _check_description(directory, text)
         for leftover in [] if part else directory.rglob(_TEMPORARY):
             leftover.unlink(missing_ok=True)
@@ -81,6 +84,14 @@ def job(
 def write_plan(directory: Path, description: dict) -> None:
     """Say in a directory what job its files are of."""
     write_atomic(directory / PLAN, _plan_text(description))
+
+
+def _has_nothing_finished(directory: Path) -> bool:
+    """Return whether a job here left its plan and nothing else; the lock must be held."""
+    markers = directory / MARKERS
+    return not (markers.is_dir() and any(markers.iterdir())) and all(
+        entry.name in (PLAN, MARKERS) or entry.name.startswith(LOCK) or entry.match(_TEMPORARY)
+        for entry in directory.iterdir())
 
 
 def _plan_text(description: dict) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.prep.identity import DIRECTORY, Origins
+from deberta_ds.data.shards import read_manifest
 from deberta_ds.errors import UserError
 
 
@@ -12,6 +13,7 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
 
     `mode` as of Corpus.verify. `tokenizer_sha256`: of the tokenizer that it must be made with.
     """
+    read_manifest(path)
     lengths = sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(path))
     if not lengths:
         raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
