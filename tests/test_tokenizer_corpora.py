@@ -30,6 +30,19 @@ RAW = (*SENTENCES, "  two  spaces\u00a0and a soft\u00adhyphen, cafe\u0301, \ufef
        "tab\there 😀 नमस्ते")
 
 
+def test_unknown_pieces_are_counted(tmp_path):
+    """A corpus that was half [UNK] was said to be whole."""
+    for name, written in (("known", "ab cd\n" * 200), ("other", "ab нет\n" * 7)):
+        (tmp_path / f"{name}.txt").write_text(written)
+    known, other = (plan_units([str(tmp_path / f"{name}.txt")], READ)
+                    for name in ("known", "other"))
+    tokenizer = train_fast(known, tmp_path / "tokenizer", kind="wordpiece", pieces=12,
+                           sample_bytes=1 << 20, read=READ)
+    (done,) = tokenize_corpus(other, tmp_path / "out", tokenizer, read=READ, clean=CleanOptions(),
+                              workers=1).values()
+    assert done.counts["unknown_tokens"] == 7 < done.tokens
+
+
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "lines.txt"

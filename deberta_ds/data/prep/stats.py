@@ -15,7 +15,7 @@ from deberta_ds.tokenizer import Tokenizer
 _CHUNK_TOKENS = 1 << 18
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback; a byte-level BPE has no such
 # Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
-_MANY_BYTES, _MANY_UNKNOWN = 0.02, 0.001
+_MANY_BYTES, MANY_UNKNOWN = 0.02, 0.001
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     if in_bytes > _MANY_BYTES:
         found.append(f"{in_bytes:.1%} of the tokens are single bytes of characters that it has no "
                      f"piece for; {remedy}")
-    if unknown > _MANY_UNKNOWN:
+    if unknown > MANY_UNKNOWN:
         found.append(f"{unknown:.1%} of the tokens are unknown pieces: what they stood for is "
                      f"lost; {remedy}")
     return found

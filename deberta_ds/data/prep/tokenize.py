@@ -253,7 +253,7 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
         for label, (documents, characters, tokens) in result["labels"][target].items():
             total = labels.setdefault(label, [0, 0, 0])
             labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
-    counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
+    counts = {name: sum(result["counts"].get(name, 0) for result in results) for name in COUNTS}
     for name in ("contaminated", "filtered", "held_out"):
         if not counts[name]:  # version 0.1.0 had no such count: equal shards, equal fingerprint
             del counts[name]
@@ -301,6 +301,8 @@ class _Rolling:
     def write(self, texts: list[str], documents: list[Document]) -> None:
         """Add documents; `texts`: what the tokenizer is given of each."""
         ids, lengths, owners = encode_joined(self._tokenizer, texts)
+        if self._tokenizer.unk_id is not None:
+            self._counts["unknown_tokens"] += int(np.count_nonzero(ids == self._tokenizer.unk_id))
         if 0 in lengths:  # such as of characters that the tokenizer removes
             owners = list(compress(owners, lengths))
             lengths = list(filter(None, lengths))
