@@ -67,13 +67,15 @@ def test_what_is_rarely_meant_is_said(tmp_path):
     run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
     arguments = ["--config", str(run_file), "--deepspeed_config", str(ds), "--check",
                  "--model.vocab_size=4096", "--train.global_batch_rows=4096",
-                 "--train.steps=5000"]
+                 "--train.steps=5000",
+                 f'--data.eval={{own = "{tmp_path}/train", it = "{tmp_path}/heldout"}}']
     assert wait(start(1, arguments, tmp_path / "log")) == [0], (tmp_path / "log").read_text()
     text = (tmp_path / "log").read_text()
     size = tiny_tokenizer().size
     fitting = -(-size // 64) * 64
     assert f"WARNING: {4096 - fitting:,} of 4,096 rows of each word table are never used" in text
     assert f"without model.vocab_size would have {fitting:,} rows" in text
+    assert text.count("is held out and trained on as well") == 1
     assert "one step sees rows twice" in text and "times; beyond a few epochs" in text
     epochs, fewer = (int(number.replace(",", "")) for number in re.search(
         r"train is seen ([\d,]+) times; .*\(train.steps = ([\d,]+)[^:]*: 4 times\)", text).groups())

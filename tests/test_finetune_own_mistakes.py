@@ -57,6 +57,19 @@ def test_a_mistake_is_one_clear_error(tmp_path, change, message):
         read_split(task, ".", "train")
 
 
+def test_labels_and_columns_that_only_look_alike_are_refused(tmp_path):
+    """One label was two, and a column was missing beside its own name."""
+    rows = rows_of("classification", 6)
+    spelled = [row | {"label": "caf\u00e9" if number % 2 else "cafe\u0301"}
+               for number, row in enumerate(rows)]
+    with pytest.raises(UserError, match=r"'caf\\xe9'.*write them in one way|'cafe\\u0301' and"):
+        load_own_task(write_task(tmp_path, "classification", spelled))
+    named = [{"cate\u0301gorie" if key == "label" else key: value for key, value in row.items()}
+             for row in rows]
+    with pytest.raises(UserError, match=r"'cate\\u0301gorie' only looks like 'cat\\xe9gorie'"):
+        load_own_task(write_task(tmp_path, "classification", named, label="cat\u00e9gorie"))
+
+
 def test_tags_of_an_unknown_scheme_are_refused(tmp_path):
     rows = [{"words": ["cat", "moon"], "label": ["X-ANIMAL", "O"]}] * 4
     path = write_task(tmp_path, "tags", rows, texts=["words"])

@@ -303,6 +303,7 @@ def test_the_page_shows_every_score_and_escapes_names():
     pairs = [dataclasses.replace(pair, phenomenon="<b>&") for pair in PAIRS]
     scored = minimal_pairs.score_pairs(discriminator(), pairs)
     result = minimal_pairs.describe(scored, pairs, "<script>alert(1)</script>", "own")
+    assert "intervals are too narrow" in minimal_pairs.table(result, {})  # of few pairs
     page = pairs_page(result, minimal_pairs.SCORERS, {"GPT-2": {"overall": 0.83, "<b>&": 0.9}})
     assert "<script>alert" not in page and "&lt;b&gt;&amp;" in page and "GPT-2: 83.0" in page
     for scores in result["scorers"].values():

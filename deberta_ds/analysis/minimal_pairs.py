@@ -26,8 +26,10 @@ from deberta_ds.analysis.sentence_scores import (
 from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.errors import UserError
 from deberta_ds.formats.pretrained import LoadedModel
+from deberta_ds.numbers import counted
 
 _DRAWS, _LEVEL = 10_000, 0.95
+_FEW_PAIRS = 5  # of a paradigm, whose pairs are drawn anew by themselves
 
 SCORERS = {
     "pll_word": "PLL by word",
@@ -220,6 +222,12 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
     notes = [f"{result['pairs']:,} pairs, {result['sentences']:,} sentences in "
              f"{result['seconds']:.1f} s ({rate:,.0f} a second); chance is 50; in brackets: "
              f"{result['interval']}"]
+    few = [name for name, values in next(iter(scorers.values()))["paradigms"].items()
+           if values["pairs"] < _FEW_PAIRS]
+    if few:
+        notes.append(f"WARNING: {counted(len(few), 'paradigm')} ({few[0]}, ...) of fewer than "
+                     f"{_FEW_PAIRS} pairs: drawing these anew varies too little, and intervals are "
+                     "too narrow")
     if result["unknown_pieces"]:
         notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer: "
                      "likelihoods leave them out, a discriminator judges them as they are")

@@ -27,7 +27,14 @@ from deberta_ds.errors import UserError
 from deberta_ds.finetune.layouts import chosen, examples_of
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.tables import choice_label, label_text, read_table, to_line
+from deberta_ds.finetune.tables import (
+    as_shown,
+    choice_label,
+    label_text,
+    no_column,
+    read_table,
+    to_line,
+)
 from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
 from deberta_ds.options import STRICT, option
 from deberta_ds.toml_files import read_toml
@@ -205,6 +212,11 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
         if len(counts) > _MOST_LABELS:
             raise UserError(f"{place}: {own.label!r} has more than {_MOST_LABELS} values, so it is "
                             "no column of labels; is it a regression, or another column?")
+    alike: dict[str, str] = {}
+    for label in counts:
+        if (other := alike.setdefault(as_shown(label), label)) != label:
+            raise UserError(f"{train}: column {own.label!r} has labels that only look alike: "
+                            f"{ascii(other)} and {ascii(label)}; write them in one way")
     labels = own.labels or tuple(sorted(counts, key=_by_number))
     if own.kind == "tags" and not own.labels:
         labels = tuple(sorted(labels, key=lambda label: label != "O"))
@@ -218,8 +230,7 @@ def _labels(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str
 
 def _check_label(own: OwnTask, row: Mapping[str, Any], place: str, path: Path) -> None:
     if own.label not in row:
-        raise UserError(f"{place}: no column {own.label!r} (label in {path}); there are "
-                        f"{', '.join(map(str, row))}")
+        raise UserError(f"{place}: {no_column(own.label, row, f' (label in {path})')}")
 
 
 def _choices(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], str]:
@@ -229,7 +240,7 @@ def _choices(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], st
     for place, row in read_table(train):
         _check_label(own, row, place, path)
         if lost := [name for name in own.choices if name not in row]:
-            raise UserError(f"{place}: no column {lost[0]!r}; there are {', '.join(map(str, row))}")
+            raise UserError(f"{place}: {no_column(lost[0], row)}")
         values = row[own.choices[0]] if len(own.choices) == 1 else [
             row[name] for name in own.choices]
         if not isinstance(values, list):

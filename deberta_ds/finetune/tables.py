@@ -16,7 +16,8 @@ of JSON files only lists and SQuAD's are read whole).
 import csv
 import itertools
 import re
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +30,7 @@ _COLUMNS = (".conll", ".txt", ".bio", ".iob2", ".train", ".testa", ".testb")
 KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", *_COLUMNS)
 _WIKIANN = re.compile(r"[a-z]{2,3}(-[a-z]+)*:[^\t]+\t[^\t]+")
 _LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
+_INVISIBLE = (0xAD, 0x200B, 0x200E, 0x200F, 0xFEFF)  # soft hyphen, marks of width and direction
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
 
@@ -321,7 +323,7 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
         if column not in row and field in row:  # RTE: SuperGLUE's names, and those of GLUE's table
             column = field
         if column not in row:
-            raise UserError(f"{place}: no column {column!r}; there are {', '.join(map(str, row))}")
+            raise UserError(f"{place}: {no_column(column, row)}")
         line[field] = row[column]
         if task.head == "tags" and isinstance(line[field], str):
             line[field] = line[field].split()
@@ -368,3 +370,15 @@ def label_text(value: Any) -> Any:
     if isinstance(value, int):
         return str(value)
     return value.strip() if isinstance(value, str) else value
+
+
+def as_shown(text: str) -> str:
+    """Return what texts have in common that look alike: composed, without invisible marks."""
+    return unicodedata.normalize("NFC", text).translate(dict.fromkeys(_INVISIBLE))
+
+
+def no_column(name: str, row: Iterable, asked: str = "") -> str:
+    """Return the words for a column that is missing, by whom it was `asked`, and what looks so."""
+    alike = [column for column in map(str, row) if as_shown(column) == as_shown(name)]
+    also = f"; {ascii(alike[0])} only looks like {ascii(name)}, write both alike" if alike else ""
+    return f"no column {name!r}{asked}; there are {', '.join(map(str, row))}{also}"

@@ -175,4 +175,5 @@ def decoder_problem(layers: int, absolute_input: bool, key: str) -> list[str]:
     """Return what is wrong with a masked LM too shallow for the enhanced mask decoder."""
     if layers >= 2 or absolute_input:
         return []
-    return [f"{key} gives {layers} layer; the enhanced mask decoder needs at least 2"]
+    return [f"{key} gives {layers} layer; the enhanced mask decoder needs at least 2: write {key} "
+            "= 2"]

@@ -1,6 +1,7 @@
 """Everything before the first weight: process group, inputs, cross checks, what is announced."""
 
 import json
+import os
 import platform
 from bisect import bisect
 from dataclasses import dataclass
@@ -156,6 +157,10 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
             lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; beyond a few epochs new "
                          f"text teaches more than old text again (train.steps = {fewer:,}{shorter}:"
                          f" {FEW_EPOCHS} times)")
+    trained = {os.path.realpath(source.path) for source in run.data.sources}
+    lines += [f"WARNING: {path} is held out and trained on as well: its scores are of rows that "
+              "the model has seen" for path in run.data.eval_corpora.values()
+              if os.path.realpath(path) in trained]
     available = sum(inputs.dataset.num_rows.values())
     if run.train.global_batch_rows > available:
         lines.append(f"WARNING: train.global_batch_rows = {run.train.global_batch_rows:,} is more "
