@@ -51,7 +51,6 @@ def main() -> None:
     args = parser.parse_args()
 
     from deberta_ds.data.prep.outputs import JOB, output
-    from deberta_ds.data.prep.stats import MANY_UNKNOWN
     from deberta_ds.numbers import counted
 
     options = {"cache": args.cache, "first": JOB, "part": args.part}
@@ -70,11 +69,6 @@ def main() -> None:
                     if v and k not in ("documents", "characters", "tokens")}
         listed = ", ".join(f"{k} {v:,}" for k, v in left_out.items())
         print(f"left out or changed: {listed}" if listed else "nothing was left out")
-        tokens = sum(manifest.tokens for manifest in manifests.values())
-        unknown = manifest.counts.get("unknown_tokens", 0) / max(1, tokens)
-        if unknown > MANY_UNKNOWN:
-            print(f"warning: {unknown:.1%} of the tokens are unknown pieces: what they stood for "
-                  "is lost; train a tokenizer on text like this", file=sys.stderr)
     if args.heldout_out and manifests:
         say_if_empty(args, *(manifest.documents for manifest in manifests.values()))
 

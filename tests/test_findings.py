@@ -121,7 +121,7 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     against = [str(tmp_path / "val.jsonl"), str(tmp_path / "dev.tsv")]
     report = find_contamination(units, against, tmp_path / "found", read=READ, workers=1)
     (tmp_path / "old.txt").write_bytes("ok\nما هي عاصمة".encode("cp1256"))
-    with pytest.raises(UserError, match="old.txt:2: not UTF-8 .* nothing would be found; convert"):
+    with pytest.raises(UserError, match="old.txt:2: not UTF-8 .* would not be found; convert"):
         find_contamination(units, [str(tmp_path / "old.txt")], tmp_path / "old", read=READ)
     assert report.documents == [40, 2]
     assert list(report.examples.values()) == [[3, 3], [1, 0]]

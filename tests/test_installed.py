@@ -77,6 +77,6 @@ def test_a_recipe_is_found_from_anywhere(installation, tmp_path):
     assert "python launch" not in done.stdout and "as in deberta-pretrain" in done.stdout
     (tmp_path / "corpus").mkdir()  # errors name commands that are there, too
     done = call(installation, tmp_path, "-m", "deberta_ds", "verify", "corpus")
-    assert "run deberta-pack" in done.stderr
+    assert "run deberta-tokenize-corpus to the end" in done.stderr
     done = call(installation, tmp_path, "-m", "deberta_ds", "no-such-command")
     assert done.returncode == 2 and "no such command" in done.stderr

@@ -62,11 +62,15 @@ def test_batches_for_a_gpu_are_pinned_by_the_rank(dataset, monkeypatch):
     """torch's own thread for it may wait for ever for what a killed worker had begun to send."""
     pinned = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
     batches = build_loader(dataset, stretches=[Stretch(0, 8, 3)], micro_batch_rows=4, rank=0,
                            world_size=1, num_workers=1)
     first = next(batches)
     assert pinned == [first] and isinstance(first.input_ids, torch.Tensor)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # a run on the CPU beside somebody else's GPUs
+    next(batches)
+    assert len(pinned) == 1
     batches.close()
 
 

@@ -1,6 +1,7 @@
 """Jobs and their units: one process at a time in a directory, ranks share the work, full disks."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -15,13 +16,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import READ, random_documents, tokenize, tree, write_json_lines
+from data_helpers import (
+    READ,
+    random_documents,
+    tiny_tokenizer,
+    tokenize,
+    tree,
+    write_json_lines,
+)
 from tqdm import tqdm
 
 from deberta_ds.data import shards
 from deberta_ds.data.prep import units
 from deberta_ds.data.prep.dedup import find_duplicates
 from deberta_ds.data.prep.documents import plan_units
+from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.prep.units import _drive, job, no_space_as_user_error, run_units
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
@@ -63,19 +72,40 @@ def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
     assert not (out / ".lock").exists()
 
 
-def test_a_first_try_that_ended_on_an_error_does_not_block_a_second(text_file, tmp_path):
-    """With another option it was refused as the output of other options."""
-    out = tmp_path / "out"
-    with pytest.raises(InterruptedError), job(out, {"version": 1, "key": 1}, finished="m"):
-        raise InterruptedError
-    with pytest.raises(UserError), job(out, {"version": 1, "key": 2}, finished="m", part=(1, 2)):
-        pass  # its other parts may be at work
-    with pytest.raises(InterruptedError), job(out, {"version": 1, "key": 2}, finished="m"):
-        (out / units.MARKERS / "0.json").write_text("{}")  # a unit is finished
-        raise InterruptedError
-    with pytest.raises(UserError, match="holds the output of other inputs or options"), \
-            job(out, {"version": 1, "key": 3}, finished="m"):
-        pass
+def test_a_first_try_that_ended_on_an_error_does_not_block_a_second(tmp_path):
+    """With another option, or a mended input, it was refused as the output of others."""
+    text, out, held = tmp_path / "text.jsonl", tmp_path / "out", tmp_path / "held"
+    good = "".join(json.dumps({"text": line}) + "\n" for line in random_documents(3000))
+
+    def made(**options):
+        return tokenize_corpus(plan_units([str(text)], READ), out, tiny_tokenizer(), read=READ,
+                               heldout_out=held, heldout_share=0.1, workers=1, **options)
+
+    text.write_text(good + "not json\n")
+    with pytest.raises(UserError, match="not JSON"):
+        made(clean=CleanOptions())
+    text.write_text(good)
+    assert sum(manifest.documents for manifest in made(clean=CleanOptions()).values()) > 1000
+    with pytest.raises(UserError, match="holds the output of other inputs or options"):
+        made(clean=CleanOptions(min_characters=9))
+
+
+def test_a_refused_command_leaves_the_plan_of_an_array_alone(tmp_path):
+    """Its held-out directory, in which nothing was yet, was given the wrong command's plan."""
+    text = tmp_path / "text.jsonl"
+    write_json_lines(text, random_documents(300))
+    units_of_text = plan_units([str(text)], READ, 20_000)
+
+    def made(part, least):
+        return tokenize_corpus(units_of_text, tmp_path / "out", tiny_tokenizer(), read=READ,
+                               clean=CleanOptions(min_characters=least), workers=1, part=part,
+                               heldout_out=tmp_path / "held", heldout_share=1e-6)
+
+    assert made((1, 2), 1) == {}
+    for part in (None, (2, 2)):
+        with pytest.raises(UserError, match="holds the output of other inputs or options"):
+            made(part, 9)
+    assert made((2, 2), 1) == {} and made(None, 1)
 
 
 def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path, monkeypatch):

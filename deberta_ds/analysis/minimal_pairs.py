@@ -225,9 +225,9 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
     few = [name for name, values in next(iter(scorers.values()))["paradigms"].items()
            if values["pairs"] < _FEW_PAIRS]
     if few:
-        notes.append(f"WARNING: {counted(len(few), 'paradigm')} ({few[0]}, ...) of fewer than "
-                     f"{_FEW_PAIRS} pairs: drawing these anew varies too little, and intervals are "
-                     "too narrow")
+        notes.append(f"WARNING: {counted(len(few), 'paradigm')} of fewer than {_FEW_PAIRS} pairs "
+                     f"({few[0]}{', ...' if few[1:] else ''}): resampling so few varies too "
+                     "little, and intervals are too narrow")
     if result["unknown_pieces"]:
         notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer: "
                      "likelihoods leave them out, a discriminator judges them as they are")

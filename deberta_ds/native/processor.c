@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 int has_amx(void) { /* and the system lets this process use it */
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AVX512F__)
     return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* AMX's tiles */);
 #else
     return 0;

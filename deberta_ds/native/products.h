@@ -12,7 +12,7 @@
 /* HERE: whether the processor has what the products need. */
 #if defined(FP32) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
 #define HERE
-#elif !defined(FP32) && defined(__AMX_BF16__)
+#elif !defined(FP32) && defined(__AMX_BF16__) && defined(__AVX512F__)
 #define HERE
 #define TILES
 #elif !defined(FP32) && defined(__AVX512BF16__)

@@ -16,8 +16,7 @@ from deberta_ds.errors import UserError
 from deberta_ds.numbers import counted
 
 COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
-          "contaminated", "filtered", "held_out", "bad", "cut", "removed_characters",
-          "unknown_tokens")
+          "contaminated", "filtered", "held_out", "bad", "cut", "removed_characters")
 _BATCH_CHARACTERS = 1 << 17
 _BATCH_DOCUMENTS = 1 << 12  # of which many are empty
 _PROBLEMS_NAMED = 20

@@ -153,8 +153,8 @@ def _decoded(path: str, file: Iterable[bytes]) -> Iterator[str]:
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8 ({error.reason}), so nothing would be "
-                            f"found; {TO_UTF8}") from None
+            raise UserError(f"{path}:{number}: not UTF-8 ({error.reason}), so text of it would "
+                            f"not be found; {TO_UTF8}") from None
 
 
 def _batches_of(file, kind: str) -> Iterator:

@@ -34,6 +34,7 @@ from deberta_ds.data.prep.identity import (
     write_origins_manifest,
 )
 from deberta_ds.data.prep.readers import joined, read_unit
+from deberta_ds.data.prep.stats import MANY_UNKNOWN
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import (
@@ -90,7 +91,8 @@ def tokenize_corpus(
     description = _description(units, tokenizer, read, clean, share, drop_heldout, searches,
                                filters)
     with ExitStack() as stack:
-        finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part))
+        finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part,
+                                            beside=Path(out)))
                     for target in reversed(targets)]
         if not all(finished):
             jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
@@ -109,7 +111,18 @@ def tokenize_corpus(
             if filters:
                 write_report(out, filters, total)
             _write_manifests(results, targets, tokenizer)
+            _say_unknown(results)
     return {target: read_manifest(target)[0] for target in targets}
+
+
+def _say_unknown(results: list[dict]) -> None:
+    """Warn of text that is lost. Not in the manifest, whose hash names a corpus by its shards."""
+    unknown = sum(result.get("unknown_tokens", 0) for result in results)  # of an older unit: 0
+    tokens = sum(info["tokens"] for result in results for written in result["shards"]
+                 for info in written)
+    if unknown > MANY_UNKNOWN * tokens:
+        print(f"warning: {unknown / tokens:.1%} of the tokens are unknown pieces: what they stood "
+              "for is lost; train a tokenizer on text like this", file=sys.stderr, flush=True)
 
 
 def _has_files(result: dict, targets: list[str]) -> bool:
@@ -204,6 +217,7 @@ def tokenize_unit(
         "labels": [writer.labels for writer in writers],
         "origins": [writer.origins for writer in writers],
         "counts": counts,
+        "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
         "problems": cleaner.problems,
     } | ({"filters": asdict(tally)} if filters else {})
 
@@ -253,7 +267,7 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
         for label, (documents, characters, tokens) in result["labels"][target].items():
             total = labels.setdefault(label, [0, 0, 0])
             labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
-    counts = {name: sum(result["counts"].get(name, 0) for result in results) for name in COUNTS}
+    counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
     for name in ("contaminated", "filtered", "held_out"):
         if not counts[name]:  # version 0.1.0 had no such count: equal shards, equal fingerprint
             del counts[name]
@@ -289,6 +303,7 @@ class _Rolling:
         self._origins: OriginWriter | None = None
         self.origins: dict[str, list] = {}
         self.labels: dict[str, list[int]] = {}
+        self.unknown_tokens = 0
 
     def __enter__(self):
         return self
@@ -302,7 +317,7 @@ class _Rolling:
         """Add documents; `texts`: what the tokenizer is given of each."""
         ids, lengths, owners = encode_joined(self._tokenizer, texts)
         if self._tokenizer.unk_id is not None:
-            self._counts["unknown_tokens"] += int(np.count_nonzero(ids == self._tokenizer.unk_id))
+            self.unknown_tokens += int(np.count_nonzero(ids == self._tokenizer.unk_id))
         if 0 in lengths:  # such as of characters that the tokenizer removes
             owners = list(compress(owners, lengths))
             lengths = list(filter(None, lengths))

@@ -106,11 +106,11 @@ def _finished(model: bytes) -> bytes:
     return proto.SerializeToString(deterministic=True)
 
 
-def _noting(failed: list[BaseException], sentences: Iterator[str]) -> Iterator[str]:
+def _noting(failed: list[Exception | KeyboardInterrupt], sentences: Iterator[str]) -> Iterator[str]:
     """Yield them; what ends them early is kept in `failed`."""
     try:
         yield from sentences
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:
         failed.append(error)
         raise
 

@@ -44,14 +44,17 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def job(
-    directory: str | Path, description: dict, *, finished: str, part: Part = None
+    directory: str | Path, description: dict, *, finished: str, part: Part = None,
+    beside: Path | None = None,
 ) -> Iterator[bool]:
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
     `description` is JSON of all that decides the output, `finished` the file that is written last.
     UserError if the directory holds another job's output, or if another process is at work in it.
-    Temporary files of a killed run are removed at the start, markers of units at the end.
+    Temporary files of a killed run are removed at the start, markers of units at the end. What a
+    job of another description left is taken for a first try that ended on an error, and removed, if
+    it finished no file here and `beside`, where the markers of a job in two directories lie.
     """
     directory = Path(directory)
     text = _plan_text(description)
@@ -65,9 +68,8 @@ def job(
         stack.enter_context(_locked(directory, LOCK, shared=part is not None))
         if part:
             stack.enter_context(_locked(directory, f"{LOCK}-{part[0]}-of-{part[1]}", shared=False))
-        if not part and _has_nothing_finished(directory):
-            (directory / PLAN).unlink(missing_ok=True)  # of a first try that ended on an error
-            shutil.rmtree(directory / MARKERS, ignore_errors=True)
+        if not part and _is_first_try(directory, text) and _is_first_try(beside or directory, text):
+            _remove_empty(directory)
         _check_description(directory, text)
         for leftover in [] if part else directory.rglob(_TEMPORARY):
             leftover.unlink(missing_ok=True)
@@ -86,12 +88,22 @@ def write_plan(directory: Path, description: dict) -> None:
     write_atomic(directory / PLAN, _plan_text(description))
 
 
-def _has_nothing_finished(directory: Path) -> bool:
-    """Return whether a job here left its plan and nothing else; the lock must be held."""
-    markers = directory / MARKERS
-    return not (markers.is_dir() and any(markers.iterdir())) and all(
-        entry.name in (PLAN, MARKERS) or entry.name.startswith(LOCK) or entry.match(_TEMPORARY)
-        for entry in directory.iterdir())
+def _is_first_try(directory: Path, text: str) -> bool:
+    """Return whether a job with another plan left that here, and no file that it finished."""
+    plan = directory / PLAN
+    if not plan.exists() or plan.read_bytes() == text.encode():
+        return False
+    return all(entry.is_dir() or entry.name == PLAN or entry.name.startswith(LOCK)
+               or entry.match(_TEMPORARY) for entry in directory.rglob("*"))
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove a first try's plan and the empty directories that it made."""
+    for entry in sorted(directory.rglob("*"), reverse=True):  # what is inside first
+        if entry.is_dir():
+            entry.rmdir()
+        elif entry.name == PLAN or entry.match(_TEMPORARY):
+            entry.unlink()
 
 
 def _plan_text(description: dict) -> str:
