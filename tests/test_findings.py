@@ -120,9 +120,10 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     units = plan_units([str(tmp_path / "text.jsonl")], READ, 4000)
     against = [str(tmp_path / "val.jsonl"), str(tmp_path / "dev.tsv")]
     report = find_contamination(units, against, tmp_path / "found", read=READ, workers=1)
-    (tmp_path / "old.txt").write_bytes("ok\nما هي عاصمة".encode("cp1256"))
-    with pytest.raises(UserError, match="old.txt:2: not UTF-8 .* would not be found; convert"):
-        find_contamination(units, [str(tmp_path / "old.txt")], tmp_path / "old", read=READ)
+    for name in ("old.txt", "old.jsonl"):
+        (tmp_path / name).write_bytes('"ok"\n"ما هي عاصمة"'.encode("cp1256"))
+        with pytest.raises(UserError, match=f"{name}:2: not UTF-8 .* not be found; convert"):
+            find_contamination(units, [str(tmp_path / name)], tmp_path / "old", read=READ)
     assert report.documents == [40, 2]
     assert list(report.examples.values()) == [[3, 3], [1, 0]]
     assert "brothers who never spoke" in report.samples[0]["words"]

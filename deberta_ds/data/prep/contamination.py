@@ -137,7 +137,8 @@ def _strings(path: str, kind: str) -> Iterator[list[str]]:
             for batch in _batches_of(file, kind):
                 yield from (list(_texts_in(record)) for record in batch.to_pylist())
         elif kind == "json":
-            yield from (list(_texts_in(parse_json(line))) for line in file if line.strip())
+            yield from (list(_texts_in(parse_json(line.removeprefix("\ufeff"))))
+                        for line in _decoded(path, file) if line.strip())
         else:
             lines = _decoded(path, file)
             if kind == "text":
