@@ -35,6 +35,7 @@ from deberta_ds.model.attention import dispatch, fused
 from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
+from deberta_ds.model.keep import Keep
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
@@ -188,7 +189,7 @@ def count_step(run: RunConfig) -> Count:
     def gpu_dropout(hidden, share):  # one kernel there, three on a CPU
         return torch.native_dropout(hidden, share, True)[0]
 
-    keep = dropout.Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
+    keep = Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
     stand_ins = ((encoder, "attend", attend),
                  (elementwise, "kernels", lambda *_: fused_norm),

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from deberta_ds import native
 from deberta_ds.errors import UserError
 from deberta_ds.model.attention.dropout import drop_threshold
-from deberta_ds.model.dropout import Dropout, Keep, ResidualNorm, draw_keep
+from deberta_ds.model.dropout import Dropout, ResidualNorm
+from deberta_ds.model.keep import Keep, draw_keep
 
 KEEP = Keep(123_456_789, 4_000_000_000, round(0.1 * 2**32))
 HALF, SINGLE = torch.bfloat16, torch.float32

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deberta_ds import native
 from deberta_ds.model import kernel_check
+from deberta_ds.model.keep import Keep
 
 _LOG = logging.getLogger("deberta_ds")
 _MOST_COLUMNS = 8192  # a program of the LayerNorm holds a row
@@ -72,7 +73,7 @@ def _why_not(device: torch.device, update: torch.dtype, hidden: torch.dtype, siz
 def _check(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int
            ) -> kernel_check.Verdict:
     folder = Path(__file__).parent
-    sources = [folder / "fused_norm.py", folder / "dropout.py", Path(__file__)]
+    sources = [folder / "fused_norm.py", folder / "keep.py", Path(__file__)]
     kind = f"LayerNorm and GELU, {str(update)[6:]} into {str(hidden)[6:]}, width {size}"
     return kernel_check.check(device, update, kind, sources,
                               lambda: compare(device, update, hidden, size))
@@ -82,7 +83,6 @@ def compare(device: torch.device, update: torch.dtype, hidden: torch.dtype, size
             ) -> tuple[float, str]:
     """Return the largest relative error beside torch's operators in fp32, and of what it is."""
     from deberta_ds.model import fused_norm
-    from deberta_ds.model.dropout import Keep
 
     generator = torch.Generator().manual_seed(size)
     keep = Keep(123_456_789, 4_000_000_000, round(0.1 * 2**32))

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from deberta_ds.model.dropout import MIX_1, MIX_2
+from deberta_ds.model.keep import MIX_1, MIX_2
 from deberta_ds.model.kernel_check import on_device_of
 
 _NORM_PARTS, _GELU_PARTS = 512, 64
@@ -27,7 +27,7 @@ _KEYS = ["key", "second_key", "threshold"]
 
 @triton.jit
 def _kept(element, key, second_key, threshold, keep_scale):
-    """Return `dropout.Keep`'s factor of elements by number, bit for bit its choice."""
+    """Return `Keep`'s factor of elements by number, bit for bit its choice."""
     word = element.to(tl.uint32) + key.to(tl.uint32)
     word = ((word ^ (word >> 16)) * _MIX_1) ^ second_key.to(tl.uint32)
     word = (word ^ (word >> 15)) * _MIX_2

@@ -8,7 +8,7 @@
 
 enum { BLOCK = 64 }; /* rows summed before they are added to a larger sum */
 
-/* Dropout keeps element i where its word reaches the threshold: as deberta_ds/model/dropout.py. */
+/* Dropout keeps element i where its word reaches the threshold: as deberta_ds/model/keep.py. */
 typedef struct {
     uint32_t key, second_key, threshold; /* 0: nothing is dropped */
     float scale;                         /* of what is kept */

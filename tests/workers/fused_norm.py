@@ -13,7 +13,7 @@ import torch
 from interpret_bf16 import patch
 
 from deberta_ds.model import elementwise, fused_norm
-from deberta_ds.model.dropout import Keep
+from deberta_ds.model.keep import Keep
 
 CPU = torch.device("cpu")
 KEEP = Keep(3_000_000_000, 17, round(0.25 * 2**32))
