@@ -18,9 +18,6 @@
 # prints the parts and their time limits.
 set -uo pipefail
 source "$(dirname "$0")/gpu_parts.sh"
-half=${1:-}
-[[ $half == [12] ]] || { echo "error: ${half:-nothing}: usage: benchmarks/gpu_all.sh 1|2 [WHEELS]" >&2; exit 2; }
-shift
 use_wheels "$@"
 
 if [ "$half" = 1 ]; then

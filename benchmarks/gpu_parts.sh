@@ -4,6 +4,9 @@ case "${1:-}" in -h | --help)
     exit
     ;;
 esac
+half=${1:-}
+[[ $half == [12] ]] || { echo "error: ${half:-nothing}: usage: $0 1|2 [WHEELS]" >&2; exit 2; }
+shift
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD:${PYTHONPATH:-} TORCH_LOGS=-all PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1

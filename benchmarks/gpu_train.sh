@@ -17,9 +17,6 @@
 # benchmarks/results/gpu_train-cuda*, and after each part to $OUT; DRY_RUN=1 prints the parts.
 set -uo pipefail
 source "$(dirname "$0")/gpu_parts.sh"
-half=${1:-}
-[[ $half == [12] ]] || { echo "error: ${half:-nothing}: usage: benchmarks/gpu_train.sh 1|2 [WHEELS]" >&2; exit 2; }
-shift
 use_wheels "$@"
 
 work=${WORK:-runs/gpu_train}

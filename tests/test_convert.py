@@ -4,6 +4,7 @@ Sources are made by transformers itself, or by hand from the names in microsoft'
 mistake that our reader and our writer share still shows.
 """
 
+import dataclasses
 import json
 
 import pytest
@@ -17,6 +18,8 @@ from deberta_ds.config import ModelConfig
 from deberta_ds.errors import UserError
 from deberta_ds.formats import configs
 from deberta_ds.formats.convert import convert
+from deberta_ds.formats.ours import write_ours
+from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.formats.release import build_backbone
 from deberta_ds.formats.release_reader import SIDE_FILE, read_release
 
@@ -222,3 +225,16 @@ def test_the_pad_id_of_a_source_is_kept(tmp_path):
     assert json.loads((tmp_path / "ms" / MS_FILES[1]).read_text())["padding_idx"] == 7
     convert(tmp_path / "ms", tmp_path / "hf", "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == 7
+
+
+def test_what_a_run_leaves_is_computed_as_its_reader_can(tmp_path):
+    """Models of a run with attention = "fused" could not be used where that cannot run."""
+    release = make_release("v3")
+    pinned = dataclasses.replace(release.main.config, attention="fused", keep_position_terms=True,
+                                 vocabulary_loss="fused")
+    write_ours(dataclasses.replace(
+        release, main=dataclasses.replace(release.main, config=pinned)), tmp_path)
+    loaded = load_backbone(tmp_path)
+    assert loaded.model_config == release.main.config and release.main.config.attention == "auto"
+    ids = torch.randint(4, 600, (2, 12))
+    assert loaded.backbone(ids, torch.ones_like(ids)).isfinite().all()

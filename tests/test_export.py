@@ -388,19 +388,6 @@ def test_training_output_and_export_are_the_same_release(tmp_path):
         tokenizer_path()).read_bytes()
 
 
-def test_what_a_run_leaves_is_computed_as_its_reader_can(tmp_path):
-    """Models of a run with attention = "fused" could not be used where that cannot run."""
-    release = make_release("v3")
-    pinned = dataclasses.replace(release.main.config, attention="fused", keep_position_terms=True,
-                                 vocabulary_loss="fused")
-    convert.WRITERS["ours"](dataclasses.replace(
-        release, main=dataclasses.replace(release.main, config=pinned)), tmp_path)
-    loaded = load_backbone(tmp_path)
-    assert loaded.model_config == release.main.config and release.main.config.attention == "auto"
-    ids = torch.randint(4, 600, (2, 12))
-    assert loaded.backbone(ids, torch.ones_like(ids)).isfinite().all()
-
-
 def test_a_position_term_without_a_place_in_the_format_is_refused():
     values = dataclasses.asdict(run_config("v3", "mlm").model) | {"position_terms": ("c2p", "p2p")}
     config = types.SimpleNamespace(**values)

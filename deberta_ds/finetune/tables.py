@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from deberta_ds.data.prep.tables import arrow_batches
+from deberta_ds.data.prep.text import is_removed
 from deberta_ds.errors import UserError, naming
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.json_files import parse_json, read_json
@@ -30,7 +31,6 @@ _COLUMNS = (".conll", ".txt", ".bio", ".iob2", ".train", ".testa", ".testb")
 KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", *_COLUMNS)
 _WIKIANN = re.compile(r"[a-z]{2,3}(-[a-z]+)*:[^\t]+\t[^\t]+")
 _LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
-_INVISIBLE = (0xAD, 0x200B, 0x200E, 0x200F, 0xFEFF)  # soft hyphen, marks of width and direction
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
 
@@ -374,7 +374,7 @@ def label_text(value: Any) -> Any:
 
 def as_shown(text: str) -> str:
     """Return what texts have in common that look alike: composed, without invisible marks."""
-    return unicodedata.normalize("NFC", text).translate(dict.fromkeys(_INVISIBLE))
+    return "".join(x for x in unicodedata.normalize("NFC", text) if not is_removed(x))
 
 
 def no_column(name: str, row: Iterable, asked: str = "") -> str:

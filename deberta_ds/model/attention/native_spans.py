@@ -10,6 +10,7 @@ units of work, C distances: c is that of the pair of row x and column y with y -
 """
 
 import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -98,8 +99,9 @@ class _Call:
         self.units = self.heads * self.chunks
         self.scale = score_scale(self.size, pos_key, pos_query)
         self.kind = "bf16" if q.dtype == torch.bfloat16 else "fp32"
-        offsets_C = torch.arange(2 * self.longest) - (self.longest - 1)
-        sides = [self._rows_at(geometry.slots(x)) for x in (offsets_C.neg(), offsets_C)]
+        # Sums rounded to bf16 would be less exact.
+        share = _SHARED if self.kind == "fp32" and native.followed() > 4 else 0.0
+        sides = _rows_at(geometry, self.longest, share)
         self.slots = [slots_T for slots_T, _ in sides]
         tables = [None if table is None else table.index_select(1, slots).mul_(self.scale)
                   for table, slots in zip((pos_key, pos_query), self.slots, strict=True)]
@@ -117,19 +119,6 @@ class _Call:
         self.spans, self.kept = (_Span * len(spans))(), 0
         for number, span in enumerate(spans):
             self.spans[number] = self._span(span)
-
-    def _rows_at(self, slots_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of a term's rows, and each distance's row; None: a row a distance.
-
-        Distances share rows where that saves enough products to pay for adding up, and in fp32
-        alone: sums rounded to bf16 would be less exact.
-        """
-        slots_T, row_at_C = torch.unique_consecutive(slots_C, return_inverse=True)
-        few = len(slots_T) < _SHARED * len(slots_C)
-        if self.kind == "bf16" or native.followed() < 5 or not few:
-            return slots_C, None
-        spare = native.padded(len(slots_T)) + 2 * native.STRIP - len(slots_T)
-        return torch.cat([slots_T, slots_T[-1:].expand(spare)]), row_at_C.int()
 
     def _span(self, span: KeySpan) -> _Span:
         forbidden, masks, keys, queries = None, 0, span.stop - span.start, span.stop - span.start
@@ -169,6 +158,24 @@ class _Call:
                          *map(native.address, (sum_HDC, self.slots[side], grad_HSD)),
                          *map(ctypes.c_long, (*sum_HDC.shape[1:], *like_HSD.shape[1:])))
         return grad_HSD.to(like_HSD.dtype)
+
+
+@lru_cache(maxsize=64)
+def _rows_at(geometry: Geometry, longest: int, share: float
+             ) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the slots of each term's rows, and each distance's row; None: a row a distance.
+
+    Distances share rows where there are less than `share` rows a distance.
+    """
+    offsets_C, sides = torch.arange(2 * longest) - (longest - 1), []
+    for slots_C in (geometry.slots(offsets_C.neg()), geometry.slots(offsets_C)):
+        slots_T, row_at_C = torch.unique_consecutive(slots_C, return_inverse=True)
+        if len(slots_T) >= share * len(slots_C):
+            sides.append((slots_C, None))
+            continue
+        spare = native.padded(len(slots_T)) + 2 * native.STRIP - len(slots_T)
+        sides.append((torch.cat([slots_T, slots_T[-1:].expand(spare)]), row_at_C.int()))
+    return sides
 
 
 class _NativeAttention(torch.autograd.Function):
