@@ -30,6 +30,36 @@ def same_tensors(first, second, names=None):
         assert torch.equal(first[name], second[name]), name
 
 
+class MaskedLMOf517(transformers.DebertaV2ForMaskedLM):
+    """As transformers 5.0 to 5.19 have it: a weight that does not exist is tied to the words."""
+
+    def post_init(self):
+        self._tied_weights_keys = {
+            "lm_predictions.lm_head.weight": "deberta.embeddings.word_embeddings.weight"}
+        super().post_init()
+
+
+def test_older_transformers_load_an_exported_masked_lm(tmp_path):
+    write_ours(make_release("v3", "mlm"), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    now, then = (cls.from_pretrained(tmp_path / "hf").eval()
+                 for cls in (transformers.DebertaV2ForMaskedLM, MaskedLMOf517))
+    ids = torch.randint(4, 600, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(now(ids).logits, then(ids).logits)
+
+
+def test_a_state_with_the_tie_of_older_transformers_is_read(tmp_path):
+    source = microsoft_directory(tmp_path / "source", "v3")
+    release, state = read_release(source), torch.load(source / MS_FILES[0])
+    words = state["deberta.embeddings.word_embeddings.weight"]
+    torch.save(state | {"lm_predictions.lm_head.weight": words}, source / MS_FILES[0])
+    same_networks(release, read_release(source))
+    torch.save(state | {"lm_predictions.lm_head.weight": words + 1}, source / MS_FILES[0])
+    with pytest.raises(UserError, match="lm_head.weight differs from embeddings.word_embeddings"):
+        read_release(source)
+
+
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification",
                                   "ForTokenClassification", "ForQuestionAnswering"])
 @pytest.mark.parametrize("family", ["v1", "v2", "v3", "mdeberta"])

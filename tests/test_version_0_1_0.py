@@ -93,7 +93,10 @@ def test_old_checkpoint_exports_the_tensors_of_the_old_code(tmp_path, kind, monk
         assert all(torch.equal(new[name], old[name]) for name in old)
     for old_file in sorted((OLD / kind / "export").rglob("*.json")):
         new_file = tmp_path / "export" / old_file.relative_to(OLD / kind / "export")
-        assert json.loads(new_file.read_text()) == json.loads(old_file.read_text()), old_file
+        old, new = (json.loads(file.read_text()) for file in (old_file, new_file))
+        if old.get("legacy") is False:  # new since 0.1.0: transformers 4.48 to 5.19 load it so
+            assert old.pop("tie_word_embeddings") and not new.pop("tie_word_embeddings")
+        assert new == old, old_file
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -117,6 +117,8 @@ def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
     if head == "ForMaskedLM":
         values["legacy"] = False  # the head with microsoft's names
+        # It reads the word table itself; asked to tie, transformers 4.48 to 5.19 cannot load it.
+        values["tie_word_embeddings"] = False
     classes = main["classifier.weight"].size(0) if "classifier.weight" in main else 0
     if head != "ForMultipleChoice" and classes == 1 < _num_labels(network):
         del values["id2label"]  # a choice of a v1 model: one score for each

@@ -52,9 +52,10 @@ _LEGACY_HEAD = {
     "lm_predictions.lm_head.LayerNorm": "cls.predictions.transform.LayerNorm",
     "lm_predictions.lm_head.bias": "cls.predictions.bias",
 }
-LEGACY_COPIES = {  # tied duplicates that old transformers wrote beside the originals
+COPIES = {  # tied duplicates in transformers' files and state: of 3 and 4, the last of 5.0 to 5.19
     "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
+    "lm_predictions.lm_head.weight": "embeddings.word_embeddings.weight",
 }
 # Same name in every format; "head." are those of ours that transformers has no class for.
 OTHER_HEADS = ("pooler.", "classifier.", "proj.", "qa_outputs.", "head.")

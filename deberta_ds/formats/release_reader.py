@@ -235,7 +235,7 @@ def _drop_copies(tensors: dict[str, Tensor], place: Path, notes: list[str]) -> d
     kept = dict(tensors)
     if kept.pop("embeddings.position_ids", None) is not None:
         notes.append("dropped: embeddings.position_ids, a constant buffer")
-    for copy, original in names.LEGACY_COPIES.items():
+    for copy, original in names.COPIES.items():
         if copy not in kept:
             continue
         if original in kept and not torch.equal(kept[copy], kept[original]):
