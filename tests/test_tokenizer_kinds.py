@@ -17,7 +17,7 @@ from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.train_fast import KINDS, train_fast
 from deberta_ds.errors import UserError
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.publish import add_special_tokens
+from deberta_ds.tokenizer.publish import add_special_tokens, write_tokenizer_json
 
 TEXTS = (*SENTENCES, "", " ", "  a  b\nc\t\td\r\n", "日本 x\u200by é e\u0301\u00a0z", "\ufeffx\x00",
          "don't (stop) it_is 12.5%", "\U0001f600😀 ไทย हिन्दी \U000e0001", "        indented = [1]",
@@ -320,3 +320,14 @@ def test_a_pad_token_that_is_another_role_s_gives_way(tmp_path, pad, added):
     assert sorted(names) == sorted(added)
     roles = {role: tokenizer.pieces([number])[0] for role, number in tokenizer.special_ids.items()}
     assert roles == {"pad": "<pad>", "cls": "<s>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+
+
+@pytest.mark.parametrize("name", ["roberta", "roberta_prefix"])
+def test_a_space_before_the_text_is_named_where_transformers_4_looks(tmp_path, name):
+    """It takes it from there alone, and gave nearly every text other ids."""
+    tokenizer = Tokenizer(directory_of(name))
+    write_tokenizer_json(tokenizer, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings.get("add_prefix_space", False) == (name == "roberta_prefix")
+    for text in ("word", " word", "a b"):
+        assert Tokenizer(tmp_path).encode(text) == tokenizer.encode(text)

@@ -175,7 +175,7 @@ def masks(road: Road) -> str:
             text, token_of = text + piece, token_of + [place] * len(piece)
         for word in re.finditer("[A-Za-z]+", text):
             tokens = sorted(set(token_of[word.start():word.end()]))
-            if len(tokens) >= is_target.sum():  # no room for it, perhaps with a piece of space
+            if len(tokens) + 1 >= is_target.sum():  # no room, with a space and a byte before it
                 continue
             held = {bool(is_target[token]) for token in tokens}
             assert len(held) == 1, f"half of {word[0]!r} shows: {text}"
