@@ -162,7 +162,10 @@ class RunLog:
             if record["event"] == "fail":
                 return  # the error itself is printed
             detail = f" ({record['detail']})" if record.get("detail") else ""
-            self.info(f"{record['event']} at step {record['step']:,}{detail}")
+            # In the background a checkpoint of an earlier step is written.
+            what = "checkpoint written by" if record["event"] == "save" else \
+                f"{record['event']} at"
+            self.info(f"{what} step {record['step']:,}{detail}")
         elif record["kind"] == "train":
             self._show_train(record)
         else:

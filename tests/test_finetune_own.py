@@ -13,6 +13,7 @@ from rank_helpers import run as run_ranks
 from rank_helpers import start as start_ranks
 from rank_helpers import wait as wait_for_ranks
 from superglue_helpers import tiny_start
+from tokenizer_cases import directory_of
 
 from deberta_ds.errors import UserError
 from deberta_ds.finetune import predict_file as module
@@ -25,6 +26,7 @@ from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.settings import Settings, load
 from deberta_ds.finetune.submission import as_written
 from deberta_ds.finetune.tasks import TASK_NAMES, task_named
+from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 PREDICT = ROOT / "launch" / "predict.py"
@@ -90,12 +92,12 @@ patience = 0
 evals_per_epoch = 1"""
 
 
-def train(path: Path, out: Path, *overrides: str) -> dict:
+def train(path: Path, out: Path, *overrides: str, start=None, say=lambda text: None) -> dict:
     task, own, _ = load_own_task(path)
     plan = sweep.Sweep(
-        tasks=(task,), num_seeds=1, start=tiny_start(), data=".", out=out, deepspeed={},
+        tasks=(task,), num_seeds=1, start=start or tiny_start(), data=".", out=out, deepspeed={},
         device=torch.device("cpu"), settings=load(None, overrides, (*TASK_NAMES, task.name)),
-        val_share=own.val_share, say=lambda text: None,
+        val_share=own.val_share, say=say,
     )
     (result,) = sweep.run_all(plan)
     return result
@@ -327,3 +329,20 @@ def test_a_small_regression_keeps_its_digits():
     """Predictions were rounded to four decimals, as nobody asked."""
     task = dataclasses.replace(task_named("RTE"), head="regress", labels=("score",))
     assert as_written(task, float(np.float32(3.7123456e-5))) == 3.712346e-05
+
+
+def test_text_that_the_tokenizer_does_not_know_is_named(process_group, tmp_path, capsys):
+    """A model of another script than the task's trained on nothing but [UNK], in silence."""
+    tokenizer = Tokenizer(directory_of("bert"))
+    start = dataclasses.replace(tiny_start(), tokenizer=tokenizer, config=dataclasses.replace(
+        tiny_start().config, vocab_size=tokenizer.size))
+    rows = [row | {"words": "ያልታወቀ ጽሑፍ"} for row in rows_of("classification", 8)]
+    said = []
+    train(write_task(tmp_path, "classification", rows, "epochs = 1"), tmp_path / "out", start=start,
+          say=said.append)
+    (unknown,) = {line for line in said if "unknown pieces" in line}
+    assert "train.jsonl" in unknown and "random:tiny was not trained on text like this" in unknown
+    saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
+    predict_file(saved, tmp_path / "train.jsonl", tmp_path / "out.jsonl", torch.device("cpu"),
+                 batch_rows=8, max_length=64)
+    assert "unknown pieces" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_helpers import RUN_RECORD, make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+from tokenizer_cases import directory_of
 
 from deberta_ds import config
 from deberta_ds.config import DataConfig, SourceConfig
@@ -21,6 +22,7 @@ from deberta_ds.data.rows import ROW_RULES, RowDataset
 from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
+from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, ROWS_SEEN = 64, 70
@@ -196,6 +198,18 @@ def test_a_stretch_may_be_called_part_as_before(corpora):
          option, "0.5", "1"], check=True, capture_output=True, text=True,
     ).stdout for option in ("--stretch", "--part")]
     assert "part = [0.5, 1.0]" in printed[0] and printed[0] == printed[1]
+
+
+def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path):
+    """It printed the lines, and the run refused them."""
+    tokenizer = Tokenizer(directory_of("bert"))
+    documents = [tokenizer.encode(text) for text in random_documents(40)]
+    other = make_corpus(tmp_path / "other", documents, tokenizer, (SEQ_LEN,))
+    refused = subprocess.run(
+        [sys.executable, str(ROOT / "data_prep/mixture.py"), corpora[0], str(other), "--seq_len",
+         str(SEQ_LEN)], capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert f"error: {other}: made with tokenizer sha256 {tokenizer.sha256[:16]}" in refused.stderr
 
 
 def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path):

@@ -75,6 +75,12 @@ def encode(
     return features
 
 
+def count_unknown(features: Sequence[Feature], tokenizer: Tokenizer) -> np.ndarray:
+    """Return [tokens that are unknown pieces, all tokens]."""
+    rows = [row for feature in features for row in feature.sequences]
+    return np.array([sum(row.count(tokenizer.unk_id) for row in rows), sum(map(len, rows))])
+
+
 class TooLongError(UserError):
     """Texts do not fit into max_length; `needed` is the length at which all of them would."""
 

@@ -21,13 +21,14 @@ from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
 from deberta_ds.finetune.answers import MARGIN, answer_place
 from deberta_ds.finetune.directory import Finetuned
-from deberta_ds.finetune.features import Feature, TooLongError, encode
+from deberta_ds.finetune.features import Feature, TooLongError, count_unknown, encode
 from deberta_ds.finetune.layouts import Example, examples_of
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.submission import as_written
 from deberta_ds.finetune.tables import Row, read_table, to_line
 from deberta_ds.finetune.tasks import Task
+from deberta_ds.tokenizer import unknown_pieces
 
 BLOCK_ROWS = 4096
 _OURS = ("idx", "prediction", "probabilities", "start", "end", "no_answer_margin")
@@ -69,7 +70,7 @@ def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) 
 
 def _on_all_ranks(saved, model, data, rows: Iterator[Row], batch_rows, max_length, keep, file
                   ) -> int:
-    count, cut, began = 0, 0, time.monotonic()
+    count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
     device = next(model.parameters()).device
     while block := list(itertools.islice(rows, BLOCK_ROWS)):
         for place, row in block:
@@ -84,6 +85,7 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], batch_rows, max_lengt
             raise UserError(f"{error}. Set --max_length {error.needed}") from None
         _check_positions(saved, features, data)
         cut += sum(feature.cut_tokens > 0 for feature in features)
+        unknown += count_unknown(features, saved.tokenizer)
         sizes = [num_scores(saved.task, example) for example in examples]
         scores = score_split(model, features, sizes, batch_rows=batch_rows, device=device)
         count += len(block)
@@ -95,6 +97,8 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], batch_rows, max_lengt
             print(f"  {count:,} rows, {rate:,.0f} a second", file=sys.stderr, flush=True)
     if file and cut:
         print(f"  {cut:,} of {count:,} texts were cut at {max_length} tokens", file=sys.stderr)
+    if file and (lost := unknown_pieces(*unknown)):
+        print(f"  {lost}; the model was not trained on text like this", file=sys.stderr)
     return count
 
 

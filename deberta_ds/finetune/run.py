@@ -23,7 +23,7 @@ from deberta_ds.files import write_atomic
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import write_official
 from deberta_ds.finetune.directory import RESULT, Finetuned, load_finetuned
-from deberta_ds.finetune.features import Feature, TooLongError, encode
+from deberta_ds.finetune.features import Feature, TooLongError, count_unknown, encode
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.loop import Job, digest, train
 from deberta_ds.finetune.models import Start, build_model
@@ -32,6 +32,7 @@ from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.submission import render
 from deberta_ds.finetune.tasks import diagnostics_of
 from deberta_ds.json_files import read_json, typed
+from deberta_ds.tokenizer import unknown_pieces
 
 _ONE_LABEL = ("classify", "choice", "words", "spans")
 
@@ -173,6 +174,8 @@ def _check_split(job: Job, split: Split) -> int:
     if cut or windowed:
         job.say(f"  {split.source}: of {len(features)} examples {cut} were cut at "
                 f"{job.settings.max_length} tokens, {windowed} read in windows")
+    if lost := unknown_pieces(*count_unknown(features, job.start.tokenizer)):
+        job.say(f"  {split.source}: {lost}; {job.start.name} was not trained on text like this")
     return max(len(row) for feature in features for row in feature.sequences)
 
 

@@ -13,6 +13,7 @@ from deberta_ds.tokenizer.files import SPM, choose, find_files
 from deberta_ds.tokenizer.spm import SentencePieceEngine
 from deberta_ds.tokenizer.words import starts_official_word
 
+_MANY_UNKNOWN = 0.001  # of the tokens
 _LEADS = ("a", "0", ".", "中")  # texts that what follows hardly ever merges with
 
 
@@ -186,3 +187,10 @@ class Tokenizer:
         special = self._special
         return np.array([special[number] or rule(number) for number in range(self.size)],
                         dtype=bool)
+
+
+def unknown_pieces(count: int, tokens: int) -> str:
+    """Return what is wrong with `tokens` of which `count` are unknown pieces, "" if that is few."""
+    if count <= _MANY_UNKNOWN * tokens:
+        return ""
+    return f"{count / tokens:.1%} of the tokens are unknown pieces: what they stood for is lost"

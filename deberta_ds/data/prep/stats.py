@@ -10,12 +10,12 @@ from deberta_ds.data.corpus import Corpus, open_shard
 from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
 from deberta_ds.errors import UserError
 from deberta_ds.files import atomic_path
-from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer import Tokenizer, unknown_pieces
 
 _CHUNK_TOKENS = 1 << 18
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback; a byte-level BPE has no such
 # Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
-_MANY_BYTES, MANY_UNKNOWN = 0.02, 0.001
+_MANY_BYTES = 0.02
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,14 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
     tokens = max(1, int(stats.frequencies.sum()))
     in_bytes = sum(int(count) for piece, count in zip(pieces, stats.frequencies, strict=True)
                    if _BYTE_PIECE.fullmatch(piece)) / tokens
-    unknown = 0.0 if tokenizer.unk_id is None else \
-        int(stats.frequencies[tokenizer.unk_id]) / tokens
+    unknown = 0 if tokenizer.unk_id is None else int(stats.frequencies[tokenizer.unk_id])
     remedy = "another language or script than the tokenizer's? Train one on text like this"
     found = []
     if in_bytes > _MANY_BYTES:
         found.append(f"{in_bytes:.1%} of the tokens are single bytes of characters that it has no "
                      f"piece for; {remedy}")
-    if unknown > MANY_UNKNOWN:
-        found.append(f"{unknown:.1%} of the tokens are unknown pieces: what they stood for is "
-                     f"lost; {remedy}")
+    if lost := unknown_pieces(unknown, tokens):
+        found.append(f"{lost}; {remedy}")
     return found
 
 

@@ -34,7 +34,6 @@ from deberta_ds.data.prep.identity import (
     write_origins_manifest,
 )
 from deberta_ds.data.prep.readers import joined, read_unit
-from deberta_ds.data.prep.stats import MANY_UNKNOWN
 from deberta_ds.data.prep.text import TEXT_RULES_VERSION
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.shards import (
@@ -47,7 +46,7 @@ from deberta_ds.data.shards import (
     write_manifest,
 )
 from deberta_ds.errors import UserError
-from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer import Tokenizer, unknown_pieces
 
 SHARD_TOKENS = 1 << 27
 JOB_VERSION = 2
@@ -120,9 +119,8 @@ def _say_unknown(results: list[dict]) -> None:
     unknown = sum(result.get("unknown_tokens", 0) for result in results)  # of an older unit: 0
     tokens = sum(info["tokens"] for result in results for written in result["shards"]
                  for info in written)
-    if unknown > MANY_UNKNOWN * tokens:
-        print(f"warning: {unknown / tokens:.1%} of the tokens are unknown pieces: what they stood "
-              "for is lost; train a tokenizer on text like this", file=sys.stderr, flush=True)
+    if lost := unknown_pieces(unknown, tokens):
+        print(f"warning: {lost}; train a tokenizer on text like this", file=sys.stderr, flush=True)
 
 
 def _has_files(result: dict, targets: list[str]) -> bool:
