@@ -109,7 +109,14 @@ def test_settings_in_a_task_file_are_checked(tmp_path):
 
 @pytest.mark.parametrize("label", ["1_000", "1,5", "nan", "x"])
 def test_a_number_that_could_mean_another_is_refused(tmp_path, label):
-    rows = [{"words": "a cat", "extra": "b", "label": text} for text in ("1.5", "2", label, "-3e2")]
-    path = write_task(tmp_path, "regression", rows)
-    with pytest.raises(UserError, match="train.jsonl:3: .*number"):
+    rows = [{"words": "a cat", "extra": "b", "stars": text} for text in ("1.5", "2", label, "-3e2")]
+    path = write_task(tmp_path, "regression", rows, label="stars")
+    with pytest.raises(UserError, match='train.jsonl:3: field "stars" must be .*number'):
+        read_split(load_own_task(path)[0], ".", "train")
+
+
+def test_a_label_is_called_what_its_column_is(tmp_path):
+    rows = [{"words": "a cat", "extra": "b", "mood": mood} for mood in ("good", "bad", "ugly")]
+    path = write_task(tmp_path, "classification", rows, label="mood", labels=["good", "bad"])
+    with pytest.raises(UserError, match=r'train.jsonl:3: field "mood" must be one of .*\'ugly\''):
         read_split(load_own_task(path)[0], ".", "train")

@@ -64,7 +64,7 @@ def _texts(line: Line, labelled: bool) -> list[Example]:
         return [Example((line.index(),), (sequence,), line.label(labelled))]
     label = None
     if labelled or "label" in line.value:
-        chosen = {line.class_index("label", part) for part in line.get("label", list)}
+        chosen = {line.class_index(part) for part in line.get("label", list)}
         label = tuple(int(number in chosen) for number in range(len(line.task.labels)))
     return [Example((line.index(),), (sequence,), label)]
 
@@ -94,8 +94,8 @@ def _choices(line: Line, labelled: bool) -> list[Example]:
 def _choice(line: Line, answers: list[str]) -> int:
     found = chosen(line.value.get("label"), answers)
     if found is None:
-        line.fail(f'field "label" must be a number from 0 to {len(answers) - 1}, a letter from A '
-                  f"to {_LETTERS[: len(answers)][-1]}, or the answer itself; found "
+        line.fail(f'field "{line.named("label")}" must be a number from 0 to {len(answers) - 1}, '
+                  f"a letter from A to {_LETTERS[: len(answers)][-1]}, or the answer itself; found "
                   f"{show(line.value.get('label'))}")
     return found[0]
 
@@ -129,7 +129,7 @@ def _tags(line: Line, labelled: bool) -> list[Example]:
         tags = line.get("label", list)
         if len(tags) != len(words):
             line.fail(f"{len(tags)} tags for {len(words)} words")
-        label = tuple(line.class_index("label", tag) for tag in tags)
+        label = tuple(line.class_index(tag) for tag in tags)
     return [Example((line.index(),), ((" ".join(words),),), label, tuple(spans))]
 
 

@@ -23,9 +23,14 @@ class Line:
     def fail(self, problem: str):
         raise UserError(f"{self.place}: {problem}\n  expected format: {line_format(self.task)}")
 
+    def named(self, name: str) -> str:
+        """Return what the user calls field `name`: of a task of one's own, its column."""
+        is_own = self.task.name not in TASK_NAMES
+        return self.key + (self.task.columns.get(name, name) if is_own else name)
+
     def get(self, name: str, kind: type, may_be_blank: bool = False) -> Any:
         """Return field `name`, which must be of exactly `kind` (a bool is not an int)."""
-        where = f"{self.key}{name}"
+        where = self.named(name)
         if name not in self.value:
             self.fail(f'field "{where}" is missing')
         value = self.value[name]
@@ -65,25 +70,25 @@ class Line:
         if "label" not in self.value and not needed:
             return None
         if self.task.head == "regress":
-            value = self.value.get("label")
+            value, where = self.value.get("label"), self.named("label")
             if type(value) not in (int, float) or not math.isfinite(value):
                 self.get("label", float)
-                self.fail(f'field "{self.key}label" must be a finite number, found {show(value)}')
+                self.fail(f'field "{where}" must be a finite number, found {show(value)}')
             return float(value)
-        return self.class_index("label", self.value.get("label"))
+        return self.class_index(self.value.get("label"))
 
-    def class_index(self, where: str, value: Any) -> int:
-        """Return the class index of a label in field `where`."""
-        values = self.task.values or self.task.labels
-        if "label" not in self.value or type(value) is not type(values[0]):
-            self.get("label", type(values[0]) if where == "label" else list)
+    def class_index(self, value: Any) -> int:
+        """Return the class index of a label; of several, of one of them."""
+        values, where = self.task.values or self.task.labels, self.named("label")
+        if "label" not in self.value:
+            self.fail(f'field "{where}" is missing')
+        if type(value) is not type(values[0]):
             self.fail(f'field "{where}" must be {_NAMES[type(values[0])]}, found {show(value)}')
         if value not in values:
             wanted = ", ".join(show(known) for known in values)
             more = "" if self.task.name in TASK_NAMES else (
                 "; labels that train has not are named by labels = [...] in the task file")
-            self.fail(f'field "{self.key}{where}" must be one of {wanted}, found {show(value)}'
-                      f"{more}")
+            self.fail(f'field "{where}" must be one of {wanted}, found {show(value)}{more}')
         return values.index(value)
 
 
