@@ -1,4 +1,8 @@
-"""What `make demo` chooses by the machine."""
+"""What `make demo` chooses by the machine, and all of it, cut short."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -31,3 +35,19 @@ def test_the_rows_of_the_demo_divide_by_its_ranks(found):
 def test_a_torch_that_cannot_tell_gives_fp32(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     assert demo.deepspeed_config(0) == "ds_configs/zero1_fp32.json"
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_every_command_of_the_demo_runs(tmp_path):
+    """In a directory of its own: it moves what the demo before left in runs/."""
+    for name in ("constraints.txt", "data_prep", "ds_configs", "launch", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = subprocess.run([sys.executable, "launch/demo.py", "--short"], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
+    results = {row["stage"]: row["result"] for row in summary}
+    assert results["pretraining"] == "step 30" and results["resume"] == "step 30 to 60"
+    assert {"SuperGLUE RTE", "SuperGLUE CB", "export", "minimal pairs"} <= results.keys()
+    assert (tmp_path / "runs/demo/report.html").is_file()
