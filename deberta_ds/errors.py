@@ -20,6 +20,7 @@ from typing import TextIO
 from deberta_ds.shipped import as_typed
 
 EXIT_USER_ERROR = 2
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
 _MOST_LISTED = 8
@@ -159,10 +160,21 @@ def _end_at_once(code: int | str | None) -> None:
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
+    if code in (None, 0, EXIT_REQUEUE):  # on all ranks, so none waits in vain for another
+        _leave_mpi()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code or 0)
+
+
+def _leave_mpi() -> None:
+    """Say good-bye, if this process has met MPI (DeepSpeed finds the ranks of an MPI launcher with
+    it): mpirun takes a rank that ends without for one that died, and the job for failed.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _run(main: Callable[[], int | None]) -> int:

@@ -11,7 +11,7 @@ from launching import ENVIRONMENT, ROOT
 from deberta_ds.cluster import launcher
 from deberta_ds.cluster.environment import check_environment
 from deberta_ds.cluster.launcher import rank_variables
-from deberta_ds.errors import UserError
+from deberta_ds.errors import EXIT_REQUEUE, UserError
 
 
 def test_torchrun_and_deepspeed_are_left_alone():
@@ -107,6 +107,26 @@ def test_the_mpirun_script_leaves_each_rank_all_cores(tmp_path):
     own = subprocess.run(["taskset", "-cp", str(os.getpid())], capture_output=True, text=True)
     cores = own.stdout.split(": ")[1].strip()
     assert [line.split(": ")[1] for line in done.stdout.splitlines()] == [cores] * 2, done
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs openmpi-bin")
+@pytest.mark.parametrize("code", [0, EXIT_REQUEUE])
+def test_mpirun_returns_the_code_of_ranks_that_have_met_mpi(tmp_path, code):
+    """It took them for dead: they ended without MPI's good-bye."""
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import torch.distributed as torch_dist\n"
+        "from mpi4py import MPI\n"
+        "from deberta_ds import dist\n"
+        "from deberta_ds.errors import exit_cleanly\n"
+        f"torch_dist.init_process_group('gloo', init_method='file://{tmp_path}/store',\n"
+        "                              rank=MPI.COMM_WORLD.rank, world_size=2)\n"
+        "assert dist.has_gloo_threads()\n"
+        f"exit_cleanly(lambda: {code})\n")
+    done = subprocess.run(
+        ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, program],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == code and "improperly" not in done.stdout + done.stderr, done
 
 
 def test_mpirun_on_two_hosts(monkeypatch):

@@ -16,10 +16,9 @@ from launching import ROOT, deepspeed_json, make_run
 
 from deberta_ds import dist
 from deberta_ds.cluster import lock
-from deberta_ds.cluster.signals import EXIT_REQUEUE
 from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config import DataConfig
-from deberta_ds.errors import UserError
+from deberta_ds.errors import EXIT_REQUEUE, UserError
 from deberta_ds.records import read_metrics
 from deberta_ds.train import loop, spikes, step
 from deberta_ds.train.spikes import SpikeRule

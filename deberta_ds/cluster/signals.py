@@ -23,8 +23,6 @@ from contextlib import suppress
 from deberta_ds.cluster.launcher import Launcher
 from deberta_ds.errors import EXIT_INTERRUPTED, tell
 
-EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again
-
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0  # between two looks for the launcher
 _ECHO_SECONDS = 1.0  # a terminal and a launcher both pass on one Ctrl-C

@@ -18,7 +18,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
-from deberta_ds.errors import UserError
+from deberta_ds.errors import EXIT_REQUEUE, UserError
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_restorable
 from deberta_ds.formats.initialize import initial_tensors
@@ -52,7 +52,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
              origins: dict[str, str]) -> int:
     """Train `run` from its newest checkpoint (or step 0) to its end; call on every rank.
 
-    Returns the exit code: 0, or signals.EXIT_REQUEUE if a signal asked to stop.
+    Returns the exit code: 0, or EXIT_REQUEUE if a signal asked to stop.
     """
     stop_request = signals.listen()
     watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds)
@@ -62,8 +62,8 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
             watchdog.join(job)
             stopped = _pretrain(run, ds_values, resume, place, origins, stop_request, watchdog)
     if stopped and dist.is_main():
-        ending.record(signals.EXIT_REQUEUE)
-    return signals.EXIT_REQUEUE if stopped else 0
+        ending.record(EXIT_REQUEUE)
+    return EXIT_REQUEUE if stopped else 0
 
 
 def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins: dict[str, str],
@@ -218,7 +218,7 @@ class Trainer:
             if result.stop and self.step < end:
                 why = self.stop_request.reason or "another rank"
                 self._log_end("stop", f"asked to by {why}; saved, exit code "
-                              f"{signals.EXIT_REQUEUE}: the same command goes on from here")
+                              f"{EXIT_REQUEUE}: the same command goes on from here")
                 return True
         if self.best.value is not None:
             self.log.info(f"best: {self.best}, kept as {run.out_dir}/{checkpoint.BEST}")
