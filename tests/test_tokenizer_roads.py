@@ -30,7 +30,7 @@ def test_every_kind_takes_the_whole_road(kind, tmp_path):
 @pytest.mark.parametrize("name", [*kills.TRAINED, *kills.IMPORTED])
 def test_kill_9_while_training_and_while_tokenizing_changes_nothing(name, tmp_path):
     kills.write_text(None, 1, tmp_path / "all.jsonl")
-    row = kills.take(name, tmp_path / "all.jsonl", tmp_path / "work", 600, [0.4, 0.7, 0.9])
+    row = kills.take(name, tmp_path / "all.jsonl", tmp_path / "work", 400, [0.4, 0.7, 0.9])
     assert row["tokenize"]["killed"] >= 2, row
 
 
