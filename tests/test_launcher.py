@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import ENVIRONMENT, ROOT
+from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run
 
 from deberta_ds.cluster import launcher
 from deberta_ds.cluster.environment import check_environment
@@ -127,6 +127,20 @@ def test_mpirun_returns_the_code_of_ranks_that_have_met_mpi(tmp_path, code):
         ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, program],
         capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == code and "improperly" not in done.stdout + done.stderr, done
+
+
+def test_an_mpi4py_of_another_mpi_is_one_error(tmp_path):
+    """MPICH of Debian calls its library otherwise: every rank ended with a traceback."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    (tmp_path / "mpi4py/MPI.py").write_text("raise ImportError('libmpi.so.12: no such file')\n")
+    run = make_run(tmp_path)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/pretrain.py", "--config", run, "--deepspeed_config",
+         deepspeed_json(tmp_path / "ds.json", stage=1)], capture_output=True, text=True,
+        env=ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PMI_RANK": "0"})
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "mpi4py cannot be used (libmpi.so.12: no such file); build one" in done.stderr
 
 
 def test_mpirun_on_two_hosts(monkeypatch):

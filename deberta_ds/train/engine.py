@@ -74,6 +74,12 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
                         "install a torch with CUDA, or set DS_ACCELERATOR=cpu to use the CPU")
     try:
         deepspeed.init_distributed(verbose=False)
+    except ImportError as error:  # without RANK it asks MPI, whose library may be another one's
+        raise UserError(
+            "this launcher leaves the ranks to MPI, and mpi4py cannot be used "
+            f"({first_line(error)}); build one for the MPI that starts them (pip install "
+            "--no-binary=mpi4py mpi4py), or start the ranks with deepspeed, torchrun or srun"
+        ) from error
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
         raise UserError(
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
