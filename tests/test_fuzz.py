@@ -109,7 +109,7 @@ WITHOUT_TARGETS = {  # what is wrong: (values of the task file, its tables, word
                                   "too few different texts"),
     "one class": ({}, {"t.csv": "text,queue\na b,x\nc d,x\n"}, "has 1 labels"),
     "no label to evaluate on": ({"val": "v.csv"}, {"t.csv": BOTH, "v.csv": "text,queue\na b,\n"},
-                                'v.csv:2: field "label" is missing'),
+                                'v.csv:2: field "queue" is missing'),
     "several labels, none there": (
         {"kind": "multilabel", "labels": ["x", "y"], "val": "t.csv"}, {"t.csv": NO_LABEL},
         "t.csv: not a single target in 2 rows"),
