@@ -160,11 +160,12 @@ def _end_at_once(code: int | str | None) -> None:
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
-    if code in (None, 0, EXIT_REQUEUE):  # on all ranks, so none waits in vain for another
-        _leave_mpi()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if code in (None, 0, EXIT_REQUEUE):  # on all ranks, so none waits in vain for another
+        with suppress(Exception):  # a launcher that is gone counts nobody
+            _leave_mpi()
     os._exit(code or 0)
 
 
