@@ -55,12 +55,8 @@ def main() -> None:
         next_source(path, stages, seq_len=args.seq_len, part=part, cache=cache)
         for path in args.corpus
     ], strict=True)
-    made_with = [corpus.manifest.tokenizer_sha256 for corpus in corpora]
-    for path, digest in zip(args.corpus, made_with, strict=True):
-        if digest != made_with[0]:
-            raise UserError(f"{path}: made with tokenizer sha256 {digest[:16]}..., but "
-                            f"{args.corpus[0]} with {made_with[0][:16]}...; a run has one "
-                            "tokenizer: tokenize the text of one of them again")
+    for corpus in corpora:  # a run has one tokenizer
+        corpus.check_tokenizer(corpora[0].manifest.tokenizer_sha256, f"that of {args.corpus[0]}")
     sizes = [corpus.num_rows for corpus in corpora]
     if args.weights and len(args.weights) != len(corpora):
         raise UserError(f"{len(args.weights)} weights for {len(corpora)} corpora; give one each")

@@ -164,8 +164,7 @@ def _end_at_once(code: int | str | None) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     if code in (None, 0, EXIT_REQUEUE):  # on all ranks, so none waits in vain for another
-        with suppress(Exception):  # a launcher that is gone counts nobody
-            _leave_mpi()
+        _leave_mpi()
     os._exit(code or 0)
 
 
@@ -175,7 +174,8 @@ def _leave_mpi() -> None:
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
+        with suppress(mpi.Exception):  # a launcher that is gone counts nobody
+            mpi.Finalize()
 
 
 def _run(main: Callable[[], int | None]) -> int:

@@ -26,7 +26,7 @@ def step():
     del held
 
 print(keep_heap())
-for _ in range(12):  # a heap grows a little in the first few
+for _ in range(24):  # a heap grows a little in the first few, seldom later
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(5):
@@ -51,8 +51,7 @@ def pages_of_steps(**variables) -> tuple[str, int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_steps_do_not_ask_for_their_pages_again():
     said, fresh = pages_of_steps()
-    # Of 560 MiB. A heap grew by one more tensor, 16 MiB, on a busy machine (once; else 0 of 28).
-    assert said == "True" and fresh < 56 << 20
+    assert said == "True" and fresh < 16 << 20
     assert pages_of_steps(MALLOC_TRIM_THRESHOLD_="1000000")[0] == "False"  # the user's word
 
 

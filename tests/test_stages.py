@@ -209,7 +209,8 @@ def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path):
         [sys.executable, str(ROOT / "data_prep/mixture.py"), corpora[0], str(other), "--seq_len",
          str(SEQ_LEN)], capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert f"error: {other}: made with tokenizer sha256 {tokenizer.sha256[:16]}" in refused.stderr
+    assert (f"error: {other}/manifest.json: made with tokenizer sha256 {tokenizer.sha256[:16]}..., "
+            f"but that of {corpora[0]} is {tiny_tokenizer().sha256[:16]}") in refused.stderr
 
 
 def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path):

@@ -36,6 +36,8 @@ SEQ_LEN, STEPS, SAVED = 64, 8, 4
 TEXTS = (*SENTENCES, "naïve café — “quotes”… 3.14 & more", "def f(x):\n    return x  # tab\there",
          "  leading and trailing  ", "e\u0301 ﬁ ½ ™ \u00a0nbsp", "👩‍👩‍👧 🇫🇷 𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "", " ",
          "日本語とEnglish混在", "ไทย ကို ខ្មែរ")
+WORD = (r"(?:[A-Za-zÀ-ÿ]"  # letters, any of them perhaps spelled in bytes
+        r"|<0x(?:[46][1-9A-F]|[57][0-9A])>|<0xC3><0x[89AB][0-9A-F]>)+")
 FILL = "The quick brown {mask} jumps over the lazy dog."
 
 
@@ -173,9 +175,9 @@ def masks(road: Road) -> str:
         text, token_of = "", []
         for place, piece in enumerate(tokenizer.readable(originals)):
             text, token_of = text + piece, token_of + [place] * len(piece)
-        for word in re.finditer("[A-Za-z]+", text):
+        for word in re.finditer(WORD, text):
             tokens = sorted(set(token_of[word.start():word.end()]))
-            if len(tokens) + 1 >= is_target.sum():  # no room, with a space and a byte before it
+            if len(tokens) >= is_target.sum():  # no room for it, perhaps with a piece of space
                 continue
             held = {bool(is_target[token]) for token in tokens}
             assert len(held) == 1, f"half of {word[0]!r} shows: {text}"

@@ -20,7 +20,7 @@ from pathlib import PurePath
 
 from deberta_ds.cluster import process
 from deberta_ds.cluster.environment import RANK_VARIABLES
-from deberta_ds.errors import UserError
+from deberta_ds.errors import UserError, first_line
 
 _ALONE = dict(zip(RANK_VARIABLES, ("0", "1", "0", "127.0.0.1", "0"), strict=True))
 _PROGRAMS = {"deepspeed", "ds", "torchrun", "torchrun_elastic.py", "mpirun", "mpiexec", "orterun",
@@ -181,3 +181,17 @@ def _need_mpi4py(what: str) -> None:
     if util.find_spec("mpi4py") is None:
         raise UserError(f"{what}: needs mpi4py to find the ranks; pip install mpi4py, or pass "
                         "MASTER_ADDR and MASTER_PORT (mpirun -x MASTER_ADDR=... )")
+
+
+def meet_mpi() -> None:
+    """Import what DeepSpeed asks for the ranks where `rank_variables` leaves them to MPI; UserError
+    if it finds no library, or that of another MPI.
+    """
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            "this launcher leaves the ranks to MPI, and mpi4py cannot be used "
+            f"({first_line(error)}); build one for the MPI that starts them (pip install "
+            "--no-binary=mpi4py mpi4py), or start the ranks with deepspeed, torchrun or srun"
+        ) from error

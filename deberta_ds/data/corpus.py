@@ -111,13 +111,13 @@ class Corpus:
         """Return the manifests of the finished row plans of a corpus directory."""
         return list(Path(path).glob(f"rows-*/{MANIFEST}"))
 
-    def check_tokenizer(self, sha256: str) -> None:
+    def check_tokenizer(self, sha256: str, whose: str = "this run's tokenizer") -> None:
         """UserError unless the corpus was made with the tokenizer of this checksum."""
         if self.manifest.tokenizer_sha256 != sha256:
             place = self._remote.url if self._remote else self.path
             raise UserError(
                 f"{place}/{MANIFEST}: made with tokenizer sha256 "
-                f"{self.manifest.tokenizer_sha256[:16]}..., but this run's tokenizer is "
+                f"{self.manifest.tokenizer_sha256[:16]}..., but {whose} is "
                 f"{sha256[:16]}...; give the corpus's own tokenizer or tokenize the text again"
             )
 

@@ -32,7 +32,7 @@ def write_tokenizer_json(
                         "tokenizer_class": "PreTrainedTokenizerFast",
                         "model_max_length": max_length, "padding_side": "right",
                         "model_input_names": ["input_ids", "attention_mask"]}
-    if (json.loads(text).get("pre_tokenizer") or {}).get("add_prefix_space"):
+    if ((tokenizer.specification or {}).get("pre_tokenizer") or {}).get("add_prefix_space"):
         settings["add_prefix_space"] = True  # transformers 4 takes it from here alone
     write_atomic(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
 

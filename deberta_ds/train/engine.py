@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deberta_ds import deepspeed_config, dist, kept_memory, log
 from deberta_ds.cluster.environment import check_environment
-from deberta_ds.cluster.launcher import rank_variables
+from deberta_ds.cluster.launcher import meet_mpi, rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
 from deberta_ds.errors import UserError, first_line
 from deberta_ds.model.dropout import LinearGelu
@@ -54,6 +54,8 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
     if dist.is_distributed():
         return local_device()
     os.environ.update(rank_variables(os.environ))
+    if "RANK" not in os.environ:
+        meet_mpi()
     check_environment(os.environ)
     if deepspeed.get_accelerator().device_name() == "cpu":
         check_parts("deepspeed", deepspeed, CPU_PARTS)
@@ -74,19 +76,12 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
                         "install a torch with CUDA, or set DS_ACCELERATOR=cpu to use the CPU")
     try:
         deepspeed.init_distributed(verbose=False)
-    except (ImportError, RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that
-        if isinstance(error, ImportError) and "RANK" in os.environ:  # did not come
-            raise
-        if "RANK" in os.environ:
-            raise UserError(
-                f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} cannot join the "
-                f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
-                f"({first_line(error)}); choose a free port (--master_port of deepspeed and "
-                "torchrun, else MASTER_PORT), and start every rank") from error
-        raise UserError(  # DeepSpeed asks MPI then, whose library may be another one's
-            "this launcher leaves the ranks to MPI, and mpi4py cannot be used "
-            f"({first_line(error)}); build one for the MPI that starts them (pip install "
-            "--no-binary=mpi4py mpi4py), or start the ranks with deepspeed, torchrun or srun"
+    except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
+        raise UserError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
+            f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
+            "else MASTER_PORT), and start every rank"
         ) from error
     shares_memory = False
     if dist.uses_gloo():
