@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["deberta_ds", "deberta_ds.*"]), *INSIDE],
     package_dir=INSIDE,
-    package_data={"deberta_ds": ["**/*.json", "native/*.[ch]", "report/templates/*"],
+    package_data={"deberta_ds": ["**/*.json", "report/templates/*"],
                   "deberta_ds.launch": ["runs/**/*", "cluster/*"],
                   "deberta_ds.ds_configs": ["*"]},
     entry_points={"console_scripts": sorted(

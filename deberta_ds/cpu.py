@@ -1,16 +1,18 @@
-"""Who computes a run's fp32 products on a CPU: oneDNN where MKL leaves half of the processor idle.
+"""Settings of a process that trains on a CPU: who computes fp32 matmuls, and the heap.
 
 torch asks MKL, which stops at AVX2 on processors that are not Intel's. oneDNN, in torch too, uses
-AVX-512 on all of them: 2.2 x as fast on Zen 5. torch asks it only when products may be less exact
+AVX-512 on all of them: 2.2 x as fast on Zen 5. torch asks it only when matmuls may be less exact
 ("medium"), for which oneDNN has no code where there is no AMX: it computes in fp32. That is tried
 here, not assumed.
 
 oneDNN compiles code for every new shape, 0.3 ms and half a MiB that stays: good for the shapes of
-every step of pretraining, bad for ragged pieces, which go back to MKL (`mkl_products`), and for
-batches of fine-tuning, which are as wide as their longest row.
+every step of pretraining, bad for document segments of any length, which go back to MKL
+(`mkl_products`), and for batches of fine-tuning, which are as wide as their longest sequence.
 """
 
+import ctypes
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +22,10 @@ _LOG = logging.getLogger("deberta_ds")
 _NEEDED, _HARMFUL = ("avx512_bw", "avx512_dq", "avx512_vl"), "amx_tile"
 # (planes, rows, inner, columns): a weight, a block of attention, a head, odd sizes.
 _TRIED = ((1, 256, 384, 1536), (8, 32, 64, 144), (8, 128, 64, 128), (1, 5, 999, 77))
+# malloc.h's names for mallopt, and the largest value of glibc's own moving threshold.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST_BLOCK = -1, -3, 32 << 20
+_NEVER = -1
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 _chosen = False  # whether this process's precision is our choice
 
@@ -40,6 +46,21 @@ def use_onednn() -> bool:
         else:
             torch.set_float32_matmul_precision("highest")
     return _chosen
+
+
+def keep_heap() -> bool:
+    """Let this process keep the memory of freed tensors; return whether it does.
+
+    glibc gives the top of its heap back to the kernel as tensors are freed, and the next step maps
+    and clears it again: a tenth of a step of an xsmall model. Settings of the user are left alone.
+    """
+    if any(os.environ.get(name) for name in _MALLOC_VARIABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
 @contextmanager

@@ -1,10 +1,15 @@
-"""oneDNN for fp32 products on the CPU: only where it is as exact."""
+"""What a process on a CPU sets: oneDNN for fp32 matmuls only where it is as exact, and its heap."""
+
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
 from attention_cases import V3, Case, relative_errors, run
 
-from deberta_ds import cpu, native
+from deberta_ds import cpu
 from deberta_ds.model.attention import attend
 
 ZEN5 = {"cpu_name": "AMD EPYC", "avx512_bw": True, "avx512_dq": True, "avx512_vl": True,
@@ -87,12 +92,10 @@ def test_products_here_keep_24_bits():
         assert torch.bmm(identity.expand(4, -1, -1).contiguous(), wide).eq(number).all()
 
 
-
 @pytest.mark.parametrize(("pieces", "precision"), [([160], "medium"), ([100, 60], "highest")])
 def test_ragged_pieces_are_left_to_mkl(monkeypatch, pieces, precision):
     """In attention's forward and backward: a piece's length may never come again."""
     monkeypatch.setattr(cpu, "_chosen", True)
-    monkeypatch.setattr(native, "_followed", 2)  # attention in C makes its own products
     torch.set_float32_matmul_precision("medium")
     seen, product = set(), torch.baddbmm
 
@@ -117,3 +120,36 @@ def test_attention_on_whole_rows_is_exact_with_the_choice_made_here(length):
     case = Case(V3, torch.ones(2, length, dtype=torch.int32), heads=2, size=32)
     truth = run(case, "reference", torch.float64)
     assert max(relative_errors(run(case, "tiled", torch.float32), truth)) <= 2e-6
+
+
+STEPS = """
+import resource, torch
+from deberta_ds.cpu import keep_heap
+
+def step():
+    held = [torch.ones(size << 20) for size in (1, 2, 3, 4, 5, 6, 7)]  # MiB, four bytes each
+    del held
+
+print(keep_heap())
+for _ in range(24):  # a heap grows a little in the first few, seldom later
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
+"""
+
+
+def pages_of_steps(**variables) -> tuple[str, int]:
+    """Return what `keep_heap` said, and the bytes of fresh pages in five steps of 112 MiB."""
+    done = subprocess.run([sys.executable, "-c", STEPS], env=os.environ | variables, check=True,
+                          capture_output=True, text=True)
+    said, fresh = done.stdout.split()
+    return said, int(fresh)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_steps_do_not_ask_for_their_pages_again():
+    said, fresh = pages_of_steps()
+    assert said == "True" and fresh < 16 << 20
+    assert pages_of_steps(MALLOC_TRIM_THRESHOLD_="1000000")[0] == "False"  # the user's word

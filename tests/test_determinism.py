@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deberta_ds import native
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Row, collate
+from deberta_ds.model import dropout
 from deberta_ds.model.attention import skew, spans, tiled
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.init import init_parameters
@@ -114,7 +114,7 @@ def test_no_operator_of_a_step_depends_on_an_order(monkeypatch, kind, absolute):
 
     monkeypatch.setattr(tiled, "cut_into_spans", whole_rows)
     monkeypatch.setattr(skew.Expansion, "collapse", skew.Expansion.collapse_by_product)
-    monkeypatch.setattr(native, "is_here", lambda tensor: False)
+    monkeypatch.setattr(dropout, "is_hashed", lambda tensor: False)
     step = step_of(kind, absolute)
     with Watch() as watch:
         step()

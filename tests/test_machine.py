@@ -5,7 +5,7 @@ import subprocess
 import numpy as np
 import torch
 
-from deberta_ds.train import machine, machine_speed
+from deberta_ds.train import machine
 
 CPU = torch.device("cpu")
 
@@ -27,16 +27,3 @@ def test_commit_is_the_checkouts_and_empty_where_there_is_none(monkeypatch, tmp_
     for place in (package / "machine.py", "/proc/deberta_ds/train/machine.py"):
         monkeypatch.setattr(machine, "__file__", str(place))
         assert machine.commit() == ""
-
-
-def test_a_processors_speed_is_that_of_its_products(monkeypatch):
-    done = []
-    monkeypatch.setattr(machine_speed, "_least_seconds", lambda work: done.append(work()) or 0.5)
-    speed = machine_speed.measure("bf16")
-    large, *_, copied = done
-    rows, columns = large.shape
-    inner = int(large[0, 0])  # a product of ones
-    assert large.dtype == torch.bfloat16 and (large == inner).all()
-    assert speed.product_flops["large"] == 2 * rows * inner * columns / 0.5
-    assert speed.copied_bytes == 2 * copied.nbytes / 0.5
-    assert "bf16 products: large" in speed.describe()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deberta_ds import dist, kept_memory
+from deberta_ds import dist
 from deberta_ds.cluster import lock
 from deberta_ds.deepspeed_config import precision
 from deberta_ds.errors import UserError
@@ -62,7 +62,6 @@ def _run(job: Job) -> dict:
     began = time.monotonic()
     features = {"train": encode_split(job, job.train), "val": encode_split(job, job.val)}
     kept = train(job, features)
-    kept_memory.forget()  # the next task's model may be another
     result = job.identity() | kept | _predict(job, features["val"])
     result |= {"tests": _digests(job), "world_size": dist.world_size(),
                "seconds": round(time.monotonic() - began, 1)}

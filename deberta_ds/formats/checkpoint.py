@@ -62,7 +62,6 @@ class _Record:
     since_line: dict[str, float] = field(default_factory=dict)
     time_use: dict[str, float] = field(default_factory=dict)
     row_rules: int = 1
-    cpu_rules: int = 1
     clip_rules: int = 1
     begun_from: str = ""
 

@@ -1,7 +1,7 @@
 """Who computes what lies between a layer's products on a GPU: Triton kernels, or torch's operators.
 
 The kernels (`fused_norm`) are taken in every precision, once they agree with torch's operators on
-the card. DEBERTA_DS_NATIVE=0 does without them, as it does without the CPU's.
+the card.
 
 Legend: R rows, C columns.
 """
@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deberta_ds import native
 from deberta_ds.model import kernel_check
 from deberta_ds.model.keep import Keep
 
@@ -60,8 +59,6 @@ def _kernels(device: torch.device, update: torch.dtype, hidden: torch.dtype, siz
 
 
 def _why_not(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int) -> str:
-    if not native.wanted():
-        return "DEBERTA_DS_NATIVE=0"
     if missing := kernel_check.obstacle(device):
         return missing
     if size > _MOST_COLUMNS:

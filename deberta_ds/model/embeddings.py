@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from deberta_ds.config import ModelConfig
 from deberta_ds.model.dropout import Dropout
-from deberta_ds.model.table_gradient import TableGradient, look_up
 from deberta_ds.model.vocabulary_loss import loss_function
 
 
@@ -28,22 +27,15 @@ class WordEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, inputs: Tensor, *, labels_T: Tensor | None = None,
-                bias_V: Tensor | None = None, loss: str = "chunked",
-                gradient: TableGradient | None = None, **prediction):
+                bias_V: Tensor | None = None, loss: str = "chunked", **prediction):
         """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
-        is `linear_cross_entropy`'s (loss sum, number correct, sampled ids).
-
-        A `gradient` given to both sums the table's in one tensor; a look-up that trains without
-        one has its own. `loss` is `model.vocabulary_loss`.
+        is `linear_cross_entropy`'s (loss sum, number correct, sampled ids). `loss` is
+        `model.vocabulary_loss`.
         """
-        serves = TableGradient.serves(self.weight)
         if labels_T is None:
-            if not (serves and (gradient or self.training)):
-                return F.embedding(inputs, self.weight)
-            return look_up(self.weight, inputs, gradient or TableGradient())
+            return F.embedding(inputs, self.weight)
         return loss_function(loss, inputs, self.weight)(
-            inputs, self.weight, bias_V, labels_T, gradient=gradient if serves else None,
-            **prediction)
+            inputs, self.weight, bias_V, labels_T, **prediction)
 
 
 class InputBlock(nn.Module):

@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.kernel_check import on_device_of
 from deberta_ds.model.linear_cross_entropy import pick_chunks
-from deberta_ds.model.table_gradient import TableGradient
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
@@ -160,12 +159,10 @@ def fused_linear_cross_entropy(
     uniforms_T: Tensor | None = None,
     temperature: float = 1.0,
     valid_vocab: int | None = None,
-    gradient: TableGradient | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids); see `linear_cross_entropy`.
 
-    hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter. `gradient` is
-    for a CPU, and left alone.
+    hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
     """
     valid = weight_VC.shape[0] if valid_vocab is None else valid_vocab
     if max(hidden_TC.numel(), weight_VC.numel()) >= 1 << 31:

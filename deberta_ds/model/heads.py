@@ -14,7 +14,6 @@ from deberta_ds.config import ModelConfig
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import DecoderQueries, Trunk
-from deberta_ds.model.table_gradient import TableGradient
 
 
 class MaskedLmHead(nn.Module):
@@ -50,21 +49,18 @@ class MaskedLm(nn.Module):
 
     def forward(self, words: WordEmbedding, batch, **prediction):
         """Return the head's (loss sum, number correct, sampled ids [T] or None) of a `Batch`."""
-        gradient = TableGradient() if torch.is_grad_enabled() else None
-        hidden_TC = self.target_states(words, batch, gradient)
+        hidden_TC = self.target_states(words, batch)
         labels_T = batch.labels.gather(1, batch.target_positions).flatten()[batch.target_index]
-        return self.head(hidden_TC, words, labels_T, gradient=gradient, **prediction)
+        return self.head(hidden_TC, words, labels_T, **prediction)
 
-    def target_states(self, words: WordEmbedding, batch, gradient: TableGradient | None = None
-                      ) -> Tensor:
+    def target_states(self, words: WordEmbedding, batch) -> Tensor:
         """Return what the head reads, [T, C]: decoded states of the batch's real targets."""
         columns_BM = batch.target_positions
         decoder = None
         if self.positions is not None:
             vectors = self.positions(batch.positions.gather(1, columns_BM))
             decoder = DecoderQueries(vectors, columns_BM)
-        vectors_BLC = words(batch.input_ids, gradient=gradient)
-        hidden = self.trunk(vectors_BLC, batch.segments, batch.positions, decoder)
+        hidden = self.trunk(words(batch.input_ids), batch.segments, batch.positions, decoder)
         if decoder is None:
             hidden = at_columns(hidden, columns_BM)
         return hidden.flatten(0, 1)[batch.target_index]

@@ -1,13 +1,13 @@
 """Which elements dropout of hidden states keeps: a hash of their number and of two keys.
 
 An element's word depends on nothing else, so a step is a function of (seed, step, rank), and
-activation checkpointing replays it. C kernels and Triton kernels compute the same words.
+activation checkpointing replays it. The Triton kernels compute the same words.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deberta_ds.splitmix import words_of_share
 
@@ -46,6 +46,14 @@ class Keep:
         words.bitwise_xor_(-(1 << 31))  # unsigned order as signed order
         kept = words.ge_(_signed(self.threshold ^ (1 << 31)))
         return kept.view(like.shape).to(like.dtype)
+
+
+def is_hashed(tensor: Tensor) -> bool:
+    """Return whether torch's operators drop this tensor's elements by hash: on a CPU.
+
+    Fake tensors do not count: the planner traces a GPU's memory with them.
+    """
+    return tensor.is_cpu and type(tensor) in (Tensor, nn.Parameter)
 
 
 def draw_keep(dropout: float) -> Keep:

@@ -19,10 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deberta_ds import kept_memory
-from deberta_ds.model import native_vocabulary
-from deberta_ds.model.table_gradient import TableGradient
-
 # fp32 logits held at once when the caller names no chunk: on the CPU 2 MiB, which stay in cache.
 _CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
 _ALIGNED_IDS = 128
@@ -51,7 +47,6 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     chunk: int | None = None,
     valid_vocab: int | None = None,
-    gradient: TableGradient | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids).
 
@@ -62,7 +57,6 @@ def linear_cross_entropy(
       softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact draw.
     chunk: vocabulary ids handled at once; None picks a size that suits the device.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
-    gradient: leave the table's gradient there, for the look-up that was given the same one.
     """
     size = weight_VC.shape[0] if valid_vocab is None else valid_vocab
     if not 0 < size <= weight_VC.shape[0]:
@@ -73,15 +67,13 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(device):
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
     chunk = chunk or _chunk_for(hidden_TC.shape[0], device)
-    in_c = native_vocabulary.fits(hidden_TC, weight_VC, bias_V)
-    return (_NativeCrossEntropy if in_c else _LinearCrossEntropy).apply(
+    return _LinearCrossEntropy.apply(
         hidden_TC,
         weight_VC,
         bias_V,
         labels_T,
         None if uniforms_T is None else _Draw(uniforms_T, temperature),
         _Vocabulary(size, min(chunk, size)),
-        gradient,
     )
 
 
@@ -132,7 +124,7 @@ class _Logits:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary, gradient):
+    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary):
         logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
         rows = hidden_TC.shape[0]
         best_T = torch.full((rows,), -math.inf, dtype=logits.dtype, device=hidden_TC.device)
@@ -170,7 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sampled_T = _sample(draw, masses_TK, vocabulary, logits_of)
             ctx.mark_non_differentiable(sampled_T)
         ctx.save_for_backward(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *kept)
-        ctx.vocabulary, ctx.gradient = vocabulary, gradient
+        ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(correct)
         return loss_sum, correct, sampled_T
 
@@ -182,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
         grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=logits.dtype)
         # Zeros would touch every page of the largest tensor of a step once more.
-        grad_weight_VC = kept_memory.empty_like(weight_VC)
+        grad_weight_VC = torch.empty_like(weight_VC)
         grad_bias_V = torch.empty_like(bias_V)
         grad_weight_VC[vocabulary.size :] = 0
         grad_bias_V[vocabulary.size :] = 0
@@ -202,49 +194,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:  # the cast rows have served: their buffer takes the product
                 product_NC = torch.mm(grad_TN.t(), hidden_TC, out=logits.cast_NC[: end - start])
                 grad_weight_VC[start:end] = product_NC
-        if ctx.gradient is not None:
-            ctx.gradient.leave(grad_weight_VC)
-            grad_weight_VC = None
         grad_hidden_TC = grad_hidden_TC.to(hidden_TC.dtype)
-        return grad_hidden_TC, grad_weight_VC, grad_bias_V, None, None, None, None
-
-
-class _NativeCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary, gradient):
-        temperature = 1.0 if draw is None else draw.temperature
-        problem = (hidden_TC, weight_VC, bias_V, labels_T)
-        top_KT, top_id_KT, mass_KT, draw_mass_KT, label_logit_T = native_vocabulary.chunk_sums(
-            *problem, vocabulary.size, vocabulary.chunk, temperature)
-        log_norm_T = mass_KT.logsumexp(0)
-        best_K = top_KT.max(0, keepdim=True).indices
-        correct = (top_id_KT.gather(0, best_K)[0] == labels_T).sum()
-
-        def logits_of(number, chosen):
-            start, end = vocabulary.spans()[number]
-            few_NC = weight_VC[start:end].to(hidden_TC.dtype).float()
-            return hidden_TC[chosen].float() @ few_NC.t() + bias_V[start:end].float()
-
-        sampled_T = None
-        if draw is not None:
-            sampled_T = _sample(draw, draw_mass_KT.t().contiguous(), vocabulary, logits_of)
-            ctx.mark_non_differentiable(sampled_T)
-        ctx.save_for_backward(*problem, log_norm_T)
-        ctx.vocabulary, ctx.gradient = vocabulary, gradient
-        ctx.mark_non_differentiable(correct)
-        return (log_norm_T - label_logit_T).sum(), correct, sampled_T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
-        *problem, log_norm_T = ctx.saved_tensors
-        vocabulary = ctx.vocabulary
-        hidden_grad, weight_grad, bias_grad = native_vocabulary.gradients(
-            *problem, vocabulary.size, vocabulary.chunk, log_norm_T, grad_loss.item())
-        if ctx.gradient is not None:
-            ctx.gradient.leave(weight_grad)
-            weight_grad = None
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+        return grad_hidden_TC, grad_weight_VC, grad_bias_V, None, None, None
 
 
 def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:

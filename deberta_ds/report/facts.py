@@ -161,8 +161,7 @@ def _speed(run: Run) -> Tile:
                            for key in ("tokens_per_second", "mfu", "flops_per_second"))
     note = "tokens/s, median"
     if share is not None:
-        of = "its large products' speed" if run.saved.device == "cpu" else "peak FLOP/s"
-        note += f" · {share:.1%} of {of}"
+        note += f" · {share:.1%} of peak FLOP/s"
     elif flops is not None:
         note += f" · {format_count(flops / 1e9)} GFLOP/s"
     return Tile("tokens_per_second", "Throughput", format_value(speed, "count"), note, speed)

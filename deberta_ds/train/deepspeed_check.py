@@ -27,10 +27,8 @@ _ON_GPUS = ("zero_quantized_weights", "zero_quantized_gradients",
 _LARGEST = (1 << 63) - 1
 # Parts of DeepSpeed 0.19 that the code uses and that are documented nowhere, by who has them.
 MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
-                "get_accelerator", "constants.default_pg_timeout")
+                "get_accelerator")
 CPU_PARTS = ("ops.__compatible_ops__",)  # made when it is asked for, by running compilers
-COMM_PARTS = ("cdb.all_reduce", "cdb.reduce", "cdb.reduce_scatter_function",
-              "cdb.all_gather_function", "cdb._reduce_op")  # there is a cdb after init_distributed
 ENGINE_PARTS = ("module", "optimizer", "device", "backward", "step", "zero_grad", "micro_steps",
                 "skipped_steps", "global_steps", "global_samples", "fp16_enabled",
                 "dynamic_loss_scale", "set_train_batch_size", "train_micro_batch_size_per_gpu",

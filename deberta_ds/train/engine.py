@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from torch import Tensor, nn
 
-from deberta_ds import deepspeed_config, dist, kept_memory, log
+from deberta_ds import cpu, deepspeed_config, dist, log
 from deberta_ds.cluster.environment import check_environment
 from deberta_ds.cluster.launcher import meet_mpi, rank_variables
 from deberta_ds.config import OptimConfig, RunConfig
@@ -28,7 +28,6 @@ from deberta_ds.numbers import counted
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart, measure_in_pieces
 from deberta_ds.train.deepspeed_check import (
-    COMM_PARTS,
     CPU_PARTS,
     check_engine,
     check_json,
@@ -63,7 +62,7 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = local_device()
     if device.type == "cpu":
-        kept_memory.keep_heap()
+        cpu.keep_heap()
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             seen = counted(torch.cuda.device_count(), "GPU")
@@ -83,33 +82,11 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
             f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
             "else MASTER_PORT), and start every rank"
         ) from error
-    shares_memory = False
-    if dist.uses_gloo():
-        check_parts("deepspeed.comm", deepspeed.comm.comm, COMM_PARTS)
-        shares_memory = dist.share_memory(deepspeed.constants.default_pg_timeout.total_seconds())
-        if shares_memory:
-            _send_through_memory(deepspeed.comm.comm.cdb)
     if dist.is_main():
         log.show_choices()
-        if shares_memory:
-            logging.getLogger("deberta_ds").info("collectives: through memory, as all %d ranks are "
-                                                 "on this host", dist.world_size())
         for line in warnings_here:
             logging.getLogger("deberta_ds").warning(line)
     return device
-
-
-def _send_through_memory(backend) -> None:
-    """Replace the sums and gathers that DeepSpeed's `backend` has as attributes."""
-    def all_reduce(tensor, op, group=None, async_op=False):
-        return dist.all_reduce(tensor, backend._reduce_op(op), group, async_op)
-
-    def reduce(tensor, dst, op, group=None, async_op=False):
-        return dist.reduce(tensor, dst, backend._reduce_op(op), group, async_op)
-
-    backend.all_reduce, backend.reduce = all_reduce, reduce
-    backend.reduce_scatter_function = dist.reduce_scatter
-    backend.all_gather_function = dist.all_gather
 
 
 def local_device() -> torch.device:

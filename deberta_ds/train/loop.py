@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from deberta_ds import batch_schedule, config, deepspeed_config, dist, native, trackers
+from deberta_ds import batch_schedule, config, deepspeed_config, dist, trackers
 from deberta_ds.cluster import ending, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
@@ -26,6 +26,7 @@ from deberta_ds.formats.saving import point_best, set_aside
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
+from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import best, engine, machine
 from deberta_ds.train.check import changed_values
 from deberta_ds.train.clipping import clip_rules_of
@@ -44,7 +45,7 @@ from deberta_ds.train.setup import (
 from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
 from deberta_ds.train.step import StepResult, train_step
 from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
-from deberta_ds.train.throughput import SpeedMeter, peak_of_a_rank
+from deberta_ds.train.throughput import SpeedMeter
 from deberta_ds.train.time_use import TimeUse, lost_seconds
 
 
@@ -151,10 +152,7 @@ class Trainer:
         self.tokens_seen = record["tokens_seen"] if record else 0
         self.seconds_before = record["seconds"] if record else 0.0
         self.started = time.monotonic()
-        peak, how_fast = peak_of_a_rank(model_engine.device,
-                                        deepspeed_config.product_precision(inputs.ds))
-        if how_fast:
-            log.info(how_fast)
+        peak = peak_flops(model_engine.device, deepspeed_config.product_precision(inputs.ds))
         self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
                                 self._rows_seen())
         self.time_use = TimeUse(record["time_use"] if record else {}, lost_seconds)
@@ -347,8 +345,8 @@ class Trainer:
                   "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
-                  "row_rules": self.inputs.dataset.rules, "cpu_rules": native.followed(),
-                  "clip_rules": self.clip_rules, "begun_from": self.begun_from,
+                  "row_rules": self.inputs.dataset.rules, "clip_rules": self.clip_rules,
+                  "begun_from": self.begun_from,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience(), self.time_use.during("saves"):
             self.finish_save(wait=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from deberta_ds import __version__, config, cpu, deepspeed_config, dist, native
+from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.batch_schedule import problems_with_ranks, rows_before, rows_of_run
 from deberta_ds.config import RunConfig
 from deberta_ds.data.remote import Cache
@@ -59,8 +59,6 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     raise_problems(place, problems_with_ranks(run.train, dist.world_size(),
                                               record["step"] if record else 0))
     dist.together(lambda: check_link(run))
-    # An old run keeps its rows and its arithmetic.
-    native.follow(record["cpu_rules"] if record else native.RULES)
     inputs = _open_inputs(run, ds_values, place, record["row_rules"] if record else ROW_RULES)
     if record:
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
@@ -83,7 +81,6 @@ def _join_group(run: RunConfig, ds_values: dict, place: str) -> None:
     check_run(run, ds_values, dist.world_size(), None, place)
     if device.type == "cpu":
         cpu.use_onednn()
-        native.library()  # built before the first step, not in it
 
 
 def _open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inputs:

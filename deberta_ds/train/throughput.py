@@ -1,24 +1,10 @@
 """Speed of a run: tokens/s, FLOP/s, MFU and time to go.
 
 MFU is model FLOPs (`model.flops`: forward + backward, no recomputation) over the dense peak of
-the card in the precision of the products, or over what a large product reaches on this CPU
-(`machine_speed`); a card that is not listed has no MFU, only FLOP/s.
+the card in the precision of the matmuls. A CPU, or a card that is not listed, has FLOP/s alone.
 """
 
 import time
-
-import torch
-
-from deberta_ds.planner.gpus import peak_flops
-from deberta_ds.train import machine_speed
-
-
-def peak_of_a_rank(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """Return the FLOP/s that MFU is a share of, and a line for the log; call on every rank."""
-    if device.type != "cpu":
-        return peak_flops(device, precision), ""
-    speed = machine_speed.measure(precision)
-    return speed.product_flops["large"], speed.describe()
 
 
 class SpeedMeter:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.cpu import mkl_products
-from deberta_ds.model.attention import native_spans
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
@@ -53,8 +52,6 @@ def tiled_attention(
     with torch.autocast(q_BHQD.device.type, enabled=False):
         tensors = [None if x is None else x.to(dtype)
                    for x in (q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD)]
-        if native_spans.fits(spans, *tensors[:3]):
-            return native_spans.attend_in_c(*tensors, geometry, spans, dropout, seed)
         context_BHQD = _TiledAttention.apply(
             *tensors, _Setting(geometry, spans, clip, dropout, seed))
     return context_BHQD.transpose(1, 2)

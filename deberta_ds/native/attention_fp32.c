@@ -1,3 +1,0 @@
-/* Attention in fp32, forward. */
-#define FP32
-#include "attention.c"

@@ -1,3 +1,0 @@
-/* Attention in fp32, backward. */
-#define FP32
-#include "attention_gradient.c"
