@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import save
-from deberta_ds import config, cpu, kept_memory
+from deberta_ds import config, cpu
 from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.errors import UserError, exit_cleanly
@@ -126,7 +126,7 @@ def main() -> None:
         OURS: Trainer(run, "tiled", draws.our_head, tokenizer.size),
     }
     cpu.use_onednn()  # both as the demo does
-    kept_memory.keep_heap()
+    cpu.keep_heap()
     rows, micro = run.train.global_batch_rows, run.train.micro_batch_rows
     for step in range(options.steps):
         first = step * rows

@@ -5,7 +5,7 @@ mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's mod
 and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
 On a CPU where our runs let oneDNN compute fp32 products (`deberta_ds.cpu`), fp32 is timed both
 ways, and beside the steps one large product, which a step's FLOP/s are a share of. All keep their
-heap, as our runs do (`deberta_ds.kept_memory`). Writes
+heap, as our runs do (`deberta_ds.cpu`). Writes
 benchmarks/results/train_step-<objective>-<model>-<device>.json (amx-cpu: a CPU with AMX).
 
   python -m benchmarks.train_step --objective mlm rtd               # CPU, xsmall, one thread
@@ -29,7 +29,7 @@ from benchmarks.measure import (
     named_by_cpu,
     save,
 )
-from deberta_ds import cpu, kept_memory
+from deberta_ds import cpu
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.errors import exit_cleanly
@@ -314,7 +314,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-        kept_memory.keep_heap()  # as our runs do; the peers have it, too
+        cpu.keep_heap()  # as our runs do; the peers have it, too
     for objective in options.objective:
         results = []
         for shape in options.shapes:

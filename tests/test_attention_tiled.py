@@ -57,6 +57,36 @@ def test_random_packings(seed):
     assert max(relative_errors(run(case, "tiled", torch.float32), truth)) < 2e-6
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("segments", [ones(2, 20), PACKED[:2, 55:75]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_is_not_hidden(bad, segments, dtype):
+    case = Case(V3, segments)
+    q, k, v, pos_key, pos_query, _ = (x.to(dtype) for x in case.tensors())
+    q[0, 1, 3, 2] = bad
+    out = attend(q, k, v, pos_key, pos_query, geometry=V3, segments=segments, mode="tiled")
+    assert out[0, 3, 1].isnan().all()
+    assert out.isnan().sum() == case.size
+
+
+def test_without_gradients_the_context_is_the_same():
+    case = Case(V1, PACKED, dropout=0.1)
+    with_gradients = run(case, "tiled", torch.float32)[0]
+    inputs = [x.float() for x in case.tensors()[:5]]
+    alone = attend(*inputs, geometry=V1, segments=PACKED, dropout=0.1, seed=5, mode="tiled")
+    assert torch.equal(alone, with_gradients)
+
+
+@pytest.mark.parametrize("segments", [ones(1, 40), PACKED, HOLES])
+def test_positions_may_be_of_32_bits(segments):
+    case = Case(V3, segments, num_queries=9)
+    inputs = [x.float() for x in case.tensors()[:5]]
+    long, short = [attend(*inputs, geometry=V3, segments=segments, mode="tiled",
+                          query_positions_BQ=case.columns().to(kind))
+                   for kind in (torch.int64, torch.int32)]
+    assert torch.equal(long, short)
+
+
 def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
     case = Case(SMALL_BUCKETS, ones(1, 300), dropout=0.1)
     whole = run(case, "tiled", torch.float64)

@@ -119,8 +119,8 @@ def test_autocast_and_repeatability():
 
 @pytest.mark.usefixtures("products")
 def test_autocast_equals_a_head_of_half_precision():
-    """The table is cast chunk by chunk; the result is that of a table cast at once. (Its gradient
-    is rounded to the table's type, in the kernels in C to that of the fp32 table only.)"""
+    """The table is cast chunk by chunk; the result is that of a table cast at once, whose
+    gradient is rounded to the table's type."""
     leaves, labels, _ = _inputs()
     narrow = [x.detach().bfloat16().requires_grad_() for x in leaves[:2]] + [leaves[2]]
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,6 +1,6 @@
 """Dropout of hidden states as a pure function of (seed, element), and its LayerNorm.
 
-On a CPU torch draws dropout's numbers one by one: 6 to 14 ns an element, more than the products of
+On a CPU torch draws dropout's numbers one by one: 6 to 14 ns an element, more than the matmuls of
 a narrow network. Here an element's word is a hash (keep.py). On a GPU LayerNorm(dropout(x) + y)
 drops by the same words in one kernel; dropout by itself is torch's.
 """
@@ -41,10 +41,11 @@ class LinearGelu(nn.Linear):
 
 
 class ResidualNorm(nn.LayerNorm):
-    """LayerNorm(dropout(update) + hidden), in one pass each way.
+    """LayerNorm(dropout(update) + hidden).
 
-    On a GPU it is returned twice, for the block that follows and for what goes around that block:
-    the two gradients are then added inside of the backward pass. Elsewhere the second is None.
+    On a GPU it is one pass each way, and returned twice, for the block that follows and for what
+    goes around that block: the two gradients are then added inside of the backward pass. Elsewhere
+    the second is None.
     """
 
     def __init__(self, size: int, eps: float, dropout: float):
