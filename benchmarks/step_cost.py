@@ -29,14 +29,12 @@ from deberta_ds import config
 from deberta_ds.config import RunConfig
 from deberta_ds.errors import UserError, exit_cleanly
 from deberta_ds.files import write_atomic
-from deberta_ds.model import dropout, elementwise, embeddings, encoder, fused_norm, shared_products
+from deberta_ds.model import dropout, encoder, kernels
 from deberta_ds.model import linear_cross_entropy as chunked
-from deberta_ds.model.attention import dispatch, fused
+from deberta_ds.model.attention import fused
 from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
 from deberta_ds.model.keep import Keep
-from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
 from deberta_ds.planner.gpus import GPUS
@@ -183,8 +181,10 @@ def count_step(run: RunConfig) -> Count:
         count.part = part
         return context
 
-    def loss_function(mode, *_tensors):
-        return linear_cross_entropy if mode == "chunked" else fused_linear_cross_entropy
+    def pick(idea, _request, mode="auto"):  # as on a card where every check passes
+        kernel = next(one for one in kernels.KERNELS if one.idea == idea
+                      and mode in ("auto", one.name))
+        return kernels.Choice(kernel, "")
 
     def gpu_dropout(hidden, share):  # one kernel there, three on a CPU
         return torch.native_dropout(hidden, share, True)[0]
@@ -192,11 +192,9 @@ def count_step(run: RunConfig) -> Count:
     keep = Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
     stand_ins = ((encoder, "attend", attend),
-                 (elementwise, "kernels", lambda *_: fused_norm),
+                 (kernels, "pick", pick),
                  (dropout, "draw_keep", lambda _: keep),
                  (F, "dropout", gpu_dropout),
-                 (shared_products, "suits", lambda *_: True),
-                 (embeddings, "loss_function", loss_function),
                  (chunked, "_sample", activations._first_words),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
     _forget()
@@ -317,7 +315,7 @@ def main() -> None:
     options = parser.parse_args()
     overrides = ["--train.micro_batch_rows=64", *(f"--{text}" for text in options.set)]
     run, _ = config.load(options.config, overrides)
-    if run.model.head_size > dispatch.LARGEST_SIZE:
+    if run.model.head_size > kernels.LARGEST_HEAD:
         raise UserError(f"{options.config}: heads of {run.model.head_size} take no fused kernel")
     result = summarize(run, count_step(run), CARDS[options.card])
     rows = sorted(result["parts"].items(), key=lambda item: -item[1]["seconds"])

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="the fused kernels need the triton package")
 
 from deberta_ds.config import ModelConfig  # noqa: E402
-from deberta_ds.model import encoder, kernel_check  # noqa: E402
+from deberta_ds.model import encoder, kernel_check, kernels  # noqa: E402
 from deberta_ds.model.attention import dispatch, selfcheck  # noqa: E402
 from deberta_ds.model.attention.fused import _facts, tiles  # noqa: E402
 from deberta_ds.model.attention.geometry import Geometry  # noqa: E402
@@ -92,45 +92,11 @@ def test_steps_of_a_model_through_the_kernels_under_zero():
 
 def test_every_tile_is_in_the_table():
     for capability in ((8, 0), (9, 0), (10, 0)):
-        for size in (16, 32, 64, dispatch.LARGEST_SIZE):
+        for size in (16, 32, 64, kernels.LARGEST_HEAD):
             for length in (512, 8192):
                 for direction, picked in product(("forward", "query", "key"), (False, True)):
                     tile = tiles.choose(capability, size, length, direction, picked)
                     assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
-
-
-@pytest.fixture
-def card(monkeypatch):
-    """Function that pretends to have a card of some capability, whose check ends as told."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch._choose.cache_clear()
-
-    def pretend(capability=(9, 0), passed=True):
-        verdict = selfcheck.Verdict(passed, "checked" if passed else "keys off by 1.0")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(selfcheck, "check", lambda *_arguments: verdict)
-        dispatch._choose.cache_clear()
-
-    yield pretend
-    dispatch._choose.cache_clear()
-
-
-def test_choice_of_implementation(card):
-    card()
-    half, single = torch.bfloat16, torch.float32
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert dispatch._choose("auto", cpu, half, 64, False) == "tiled"
-    assert dispatch._choose("auto", cuda, half, 64, False) == "fused"
-    assert dispatch._choose("auto", cuda, half, 80, False) == "fused"
-    assert dispatch._choose("auto", cuda, half, 160, False) == "tiled"
-    assert dispatch._choose("auto", cuda, single, 64, False) == "tiled"
-    assert dispatch._choose("auto", cuda, half, 64, False, too_large=True) == "tiled"
-    with pytest.raises(ValueError, match="no GPU"):
-        dispatch._choose("fused", cpu, half, 64, False)
-    with pytest.raises(ValueError, match="heads of 160 are larger than 128"):
-        dispatch._choose("fused", cuda, half, 160, False)
-    with pytest.raises(ValueError, match="in fp32 its tiles do not fit"):
-        dispatch._choose("fused", cuda, single, 64, False)
 
 
 @pytest.mark.parametrize("rows, length, geometry, wanted", [
@@ -145,13 +111,13 @@ def test_what_the_choice_is_told(monkeypatch, rows, length, geometry, wanted):
         told.append(arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dispatch, "_choose", choose)
+    monkeypatch.setattr(kernels, "pick", choose)
     q = torch.zeros(1).expand(rows, 2, length, 64)
     with pytest.raises(KeyboardInterrupt):
         dispatch.attend(q, q, q, torch.zeros(2, 4, 64), None, segments=torch.ones(1),
                         geometry=geometry)
-    *_, long, terms, too_large = told[0]
-    assert (long, too_large) == wanted and terms == (True, False)
+    (_, asked, _), = told
+    assert (asked.long, bool(asked.obstacle)) == wanted and asked.terms == (True, False)
 
 
 def test_facts_begin_at_16_bytes():
@@ -164,17 +130,6 @@ def test_facts_begin_at_16_bytes():
             for one in facts:
                 assert one.is_contiguous() and one.storage_offset() % 4 == 0
                 assert one.amax() <= length
-
-
-def test_old_card_and_failed_check_fall_back_with_the_reason(card, caplog):
-    cuda = torch.device("cuda", 0)
-    caplog.set_level("INFO", logger="deberta_ds")
-    card(capability=(7, 5))
-    assert dispatch._choose("auto", cuda, torch.float16, 64, False) == "tiled"
-    assert "compute capability 8.0" in caplog.text
-    card(passed=False)
-    assert dispatch._choose("auto", cuda, torch.bfloat16, 64, True) == "tiled"
-    assert "keys off by 1.0" in caplog.text
 
 
 def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import torch  # noqa: E402
 from test_attention_fused import run_worker  # noqa: E402
 
 from deberta_ds.errors import UserError  # noqa: E402
-from deberta_ds.model import kernel_check, vocabulary_loss  # noqa: E402
+from deberta_ds.model import fused_checks  # noqa: E402
 from deberta_ds.model.embeddings import WordEmbedding  # noqa: E402
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 
@@ -38,40 +38,9 @@ def test_fused_loss_without_a_gpu_is_refused(monkeypatch):
                             bias_V=torch.zeros(8), loss="fused")
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """Function that pretends to have a card, on which the check ends as told."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-    def choose(mode="auto", dtype=torch.bfloat16, size=768, capability=(9, 0), small=True,
-               passed=True):
-        verdict = kernel_check.Verdict(passed, "checked" if passed else "loss off by 1.0")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(kernel_check, "check", lambda *arguments: verdict)
-        vocabulary_loss._choose.cache_clear()
-        return vocabulary_loss._choose(mode, torch.device("cuda", 0), dtype, size, small).__name__
-
-    yield choose
-    vocabulary_loss._choose.cache_clear()
-
-
-def test_choice_of_implementation(card, caplog):
-    caplog.set_level("INFO", logger="deberta_ds")
-    fused, chunked = "fused_linear_cross_entropy", "linear_cross_entropy"
-    assert card() == fused and card("chunked") == chunked
-    for case in ({"dtype": torch.float32}, {"size": 100}, {"capability": (7, 5)}, {"small": False},
-                 {"passed": False}):
-        assert card(**case) == chunked
-    for reason in ("not float32", "no multiple of 16", "compute capability 8.0", "2^31",
-                   "loss off by 1.0"):
-        assert reason in caplog.text
-    with pytest.raises(UserError, match="hidden size 100"):
-        card("fused", size=100)
-
-
 def test_check_on_the_card_finds_wrong_losses_and_draws():
     def compare(function):
-        return vocabulary_loss.compare(torch.device("cpu"), torch.float32, 16, function)
+        return fused_checks.compare_loss(torch.device("cpu"), torch.float32, 16, function)
 
     def wrong(*arguments, loss=lambda x: x, draw=lambda x: x, **options):
         right = linear_cross_entropy(*arguments, **options)

@@ -16,15 +16,8 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from deberta_ds.config import ModelConfig, ObjectiveConfig  # noqa: E402
-from deberta_ds.model import (  # noqa: E402
-    elementwise,
-    embeddings,
-    encoder,
-    fused_norm,
-    shared_products,
-)
+from deberta_ds.model import encoder, kernels  # noqa: E402
 from deberta_ds.model.attention.fused import fused_path  # noqa: E402
-from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy  # noqa: E402
 from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
 from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
 from deberta_ds.train.step import train_step  # noqa: E402
@@ -105,7 +98,7 @@ class Engine:
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def fused(monkeypatch):
     def attend(*tensors, segments, mode, **options):
         return fused_path(*tensors, segments_BL=segments, **options)
 
@@ -113,13 +106,12 @@ def kernels(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_arguments, **_options: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _kind: False)
     monkeypatch.setattr(encoder, "attend", attend)
-    monkeypatch.setattr(elementwise, "kernels", lambda *_: fused_norm)
-    monkeypatch.setattr(embeddings, "loss_function", lambda *_: fused_linear_cross_entropy)
-    monkeypatch.setattr(shared_products, "suits", lambda *_: True)
+    first = {one.idea: one for one in reversed(kernels.KERNELS)}
+    monkeypatch.setattr(kernels, "pick", lambda idea, *_: kernels.Choice(first[idea], ""))
 
 
 @pytest.mark.parametrize("kind", ["mlm", "rtd"])
-def test_the_host_waits_once_a_step_at_its_end(kind, kernels):
+def test_the_host_waits_once_a_step_at_its_end(kind, fused):
     config = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
                          intermediate_size=64, max_position=64, position_buckets=8,
                          conv_kernel=3 if kind == "mlm" else 0)

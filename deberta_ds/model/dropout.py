@@ -5,11 +5,13 @@ a narrow network. Here an element's word is a hash (keep.py). On a GPU LayerNorm
 drops by the same words in one kernel; dropout by itself is torch's.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.model import elementwise
+from deberta_ds.model import kernels
 from deberta_ds.model.keep import Keep, draw_keep, is_hashed
 
 
@@ -34,10 +36,10 @@ class LinearGelu(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        fused = elementwise.kernels(product or hidden.dtype, hidden)
+        fused = fused_kernel("GELU", product or hidden.dtype, hidden)
         if fused is None:
             return F.gelu(super().forward(hidden))
-        return fused.biased_gelu(F.linear(hidden, self.weight), self.bias)
+        return fused(F.linear(hidden, self.weight), self.bias)
 
 
 class ResidualNorm(nn.LayerNorm):
@@ -54,12 +56,26 @@ class ResidualNorm(nn.LayerNorm):
 
     def forward(self, update: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         share = self.dropout if self.training else 0.0
-        fused = elementwise.kernels(update.dtype, hidden)
+        fused = fused_kernel("LayerNorm", update.dtype, hidden)
         if share and not (fused or is_hashed(update)):
             update, share = F.dropout(update, share), 0.0
         keep = draw_keep(share) if share else Keep(0, 0, 0)
         if fused is not None:
-            return fused.residual_norm(update, hidden, self.weight, self.bias, self.eps, keep)
+            return fused(update, hidden, self.weight, self.bias, self.eps, keep)
         if share:
             update = keep.apply(update)
         return super().forward(update + hidden), None
+
+
+def fused_kernel(idea: str, update: torch.dtype, hidden: Tensor) -> Callable | None:
+    """Return the kernel of "LayerNorm" or "GELU" for updates of a dtype; None: torch's operators.
+
+    The result has the dtype of `hidden`: where torch's would be wider, its operators are taken.
+    """
+    if torch.jit.is_tracing():
+        return None
+    device, dtype = hidden.device, hidden.dtype
+    if dtype != torch.float32 and (
+            update != dtype or torch.is_autocast_enabled(device.type)):
+        return None
+    return kernels.pick(idea, kernels.Request(device, update, hidden.shape[-1], dtype)).load()

@@ -7,13 +7,15 @@ re-registered, no V x C sum is built, and ZeRO-3 gathers a table exactly where i
 Legend: B batch, L length, C hidden, V vocabulary, T targets.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.config import ModelConfig
+from deberta_ds.model import kernels
 from deberta_ds.model.dropout import Dropout
-from deberta_ds.model.vocabulary_loss import loss_function
 
 
 class WordEmbedding(nn.Module):
@@ -36,6 +38,17 @@ class WordEmbedding(nn.Module):
             return F.embedding(inputs, self.weight)
         return loss_function(loss, inputs, self.weight)(
             inputs, self.weight, bias_V, labels_T, **prediction)
+
+
+def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
+    """Return `linear_cross_entropy` or its Triton kernels; `mode` is `model.vocabulary_loss`."""
+    device, dtype = hidden_TC.device, hidden_TC.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    large = max(hidden_TC.numel(), weight_VC.numel()) >= kernels.MOST_ELEMENTS
+    request = kernels.Request(device, dtype, hidden_TC.shape[1],
+                              obstacle="2^31 hidden states or weights and more" if large else "")
+    return kernels.pick("cross-entropy", request, mode).load()
 
 
 class InputBlock(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.model import shared_products
+from deberta_ds.model import kernels, shared_products
 from deberta_ds.model.attention import Geometry, attend, attend_first
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
@@ -65,11 +65,14 @@ class Attention(nn.Module):
             relative_SC = self.relative_dropout(relative_SC)
             inputs.append(relative_SC)
             maps += [x for x in projections.values() if x not in maps]
-        if not shared_products.suits(inputs, maps):
+        shared = kernels.pick("projections", kernels.Request(
+            hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1],
+            obstacle=shared_products.obstacle(inputs, maps))).load()
+        if shared is None:
             memory = self._project_memory(hidden_BLC, projections, relative_SC)
             return self.project_queries(hidden_BLC), memory
         pairs = [(0, 0), (0, 1), (0, 2), *((1, maps.index(x)) for x in projections.values())]
-        queries, keys, values, *rows = shared_products.shared_products(inputs, maps, pairs)
+        queries, keys, values, *rows = shared(inputs, maps, pairs)
         tables = dict(zip(projections, map(self._table, rows), strict=True))
         memory = (self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
         return self._heads(queries), memory

@@ -6,7 +6,7 @@ masses and computes the logits of that tile once more. Backward computes logits 
 their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
 No atomics: one writer per element and a fixed order of every sum.
 
-`vocabulary_loss` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
+`kernels` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
 sets it beside the chunked function, on a GPU. What Triton runs are torch operators with fake
 kernels, so that a step can be counted without a card.
 

@@ -1,7 +1,7 @@
 """What lies between a layer's products, in Triton: one pass over the tensors each way.
 
 LayerNorm(dropout(update) + hidden), where torch makes three passes and keeps a mask; and
-GELU(product + bias), whose backward pass sums the bias gradient on its way. `elementwise` decides
+GELU(product + bias), whose backward pass sums the bias gradient on its way. `kernels` decides
 who takes them. They are torch operators with fake kernels, so that a step can be counted without a
 card. Sums over rows are made in parts of a fixed number and order: no atomics, the same bits in
 every run and on every card. Arithmetic is fp32.

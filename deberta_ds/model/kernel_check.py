@@ -25,6 +25,7 @@ from deberta_ds.errors import first_line
 from deberta_ds.files import write_atomic
 
 _LOG = logging.getLogger("deberta_ds")
+OFF = "DEBERTA_DS_KERNELS"  # "0": no Triton kernels, torch's operators alone
 OLDEST = (8, 0)  # compute capability: before it, no bf16 and no asynchronous copies
 # Relative, of every result: three times what rounding the input dtype costs.
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -99,6 +100,8 @@ def interpreted() -> bool:
 
 def obstacle(device: torch.device) -> str:
     """Return what keeps any Triton kernel from running on a device, or an empty string."""
+    if os.environ.get(OFF) == "0":
+        return f"{OFF}=0"
     if device.type != "cuda" and not interpreted():
         return "no GPU"
     if importlib.util.find_spec("triton") is None:

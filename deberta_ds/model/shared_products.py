@@ -13,18 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deberta_ds.model import kernel_check
 
-
-def suits(inputs: list[Tensor], maps: list[nn.Linear]) -> bool:
-    """Return whether `shared_products` serves them: on a GPU, all of one dtype."""
-    device, dtype = inputs[0].device, inputs[0].dtype
-    if not (device.type == "cuda" or kernel_check.interpreted()) or torch.jit.is_tracing():
-        return False
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
-        return False
-    return (all(x.dtype == dtype for x in (*inputs, *(linear.weight for linear in maps)))
-            and not any(hasattr(linear.weight, "ds_id") for linear in maps))
+def obstacle(inputs: list[Tensor], maps: list[nn.Linear]) -> str:
+    """Return why these maps cannot share products, or an empty string."""
+    tensors = [*inputs, *(linear.weight for linear in maps)]
+    if not torch.is_grad_enabled() or torch.jit.is_tracing():
+        return "no training"
+    if torch.is_autocast_enabled(inputs[0].device.type):
+        return "autocast"
+    if any(hasattr(x, "ds_id") for x in tensors):
+        return "ZeRO-3"
+    return "several dtypes" if len({x.dtype for x in tensors}) > 1 else ""
 
 
 def shared_products(inputs: list[Tensor], maps: list[nn.Linear], pairs: list[tuple[int, int]]

@@ -177,6 +177,8 @@ def _costs(run: Run) -> list[Tile]:
     if run.saved.hardware:
         source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""
         found.append(Tile("hardware", "Hardware", run.saved.hardware, source, is_name=True))
+    if "attention" in run.saved.kernels:
+        found.append(_kernels(run.saved.kernels))
     if peaks := [value for _, value in run.points("train", "peak_memory_bytes")]:
         found.append(Tile("peak_memory_bytes", "Peak memory", format_value(max(peaks), "bytes"),
                           "of the first rank", max(peaks)))
@@ -184,6 +186,14 @@ def _costs(run: Run) -> list[Tile]:
         found.append(Tile("goodput", "Goodput", format_value(share, "share"),
                           "of its jobs' time went into steps that count", share))
     return found
+
+
+def _kernels(chosen: dict[str, dict[str, str]]) -> Tile:
+    """Return which kernel attention took, and which the other parts of the model took."""
+    name = chosen["attention"].get("kernel", "")
+    others = ", ".join(f"{idea} {one.get('kernel', '')}" for idea, one in chosen.items()
+                       if idea != "attention")
+    return Tile("kernels", "Kernels", f"attention {name}", others, is_name=True)
 
 
 def _hours(hours: float) -> str:

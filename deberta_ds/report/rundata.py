@@ -1,7 +1,7 @@
 """A run directory as the page reads it: metrics.jsonl, config.json and optional results."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -68,6 +68,7 @@ class _Saved:
     parameters: Count | None = None
     world_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     hardware: str = ""  # of one rank
+    kernels: dict[str, dict[str, str]] = field(default_factory=dict)  # {idea: its kernel and why}
     device: str = ""  # cpu or cuda
     commit: str = ""
 

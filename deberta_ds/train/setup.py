@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.batch_schedule import problems_with_ranks, rows_before, rows_of_run
 from deberta_ds.config import RunConfig
@@ -16,6 +18,7 @@ from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.formats.checkpoint import Found, find, read_run_file
 from deberta_ds.formats.shape import padded_rows
+from deberta_ds.model import kernels
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.numbers import counted, format_count
 from deberta_ds.objectives.build import build_model
@@ -31,6 +34,7 @@ from deberta_ds.validation import raise_problems
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 # Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
 FEW_EPOCHS, MANY_EPOCHS = 4, 40
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
@@ -125,6 +129,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
+    lines.append(f"kernels: {kernels.in_a_line(kernel_choices(run, inputs.ds))}")
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
     first, full = run.train.first_batch_rows, run.train.global_batch_rows
@@ -132,6 +137,14 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
         lines.append(f"batch: {first:,} rows growing to {full:,} in "
                      f"{run.train.batch_growth_steps:,} of {run.train.steps:,} steps")
     return lines + _warnings(run, inputs)
+
+
+def kernel_choices(run: RunConfig, ds: dict) -> dict[str, dict[str, str]]:
+    """Return which implementation of each part of the model this rank takes, and why."""
+    weights = _DTYPES[deepspeed_config.precision(ds)]
+    matmuls = _DTYPES[deepspeed_config.product_precision(ds)]
+    return kernels.choices(run.model, local_device(), weights, matmuls, run.data.seq_len,
+                           deepspeed_config.zero_stage(ds))
 
 
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
@@ -191,7 +204,7 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
     record = {"run": config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
               "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
               "world_size": dist.world_size(),
-              "parameters": inputs.num_parameters,
+              "parameters": inputs.num_parameters, "kernels": kernel_choices(run, inputs.ds),
               "hardware": machine.hardware(local_device()), "device": local_device().type,
               "commit": machine.commit()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

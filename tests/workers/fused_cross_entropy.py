@@ -13,7 +13,7 @@ import torch
 from interpret_bf16 import patch
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.model import fused_cross_entropy, vocabulary_loss
+from deberta_ds.model import fused_checks, fused_cross_entropy
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
 from deberta_ds.model.heads import MaskedLmHead
@@ -69,7 +69,7 @@ def main() -> None:
     pairs = zip(head_gradients("fused"), head_gradients("chunked"), strict=True)
     print(json.dumps([((a - b).norm() / b.norm()).item() for a, b in pairs]), flush=True)
     cpu = torch.device("cpu")
-    found = vocabulary_loss.compare(cpu, torch.bfloat16, 24, fused_linear_cross_entropy)
+    found = fused_checks.compare_loss(cpu, torch.bfloat16, 24, fused_linear_cross_entropy)
     print(json.dumps({"check": found[0], "poison": poisoned()}), flush=True)
     for rows, size, vocab, valid, temperature, dtype in CASES:
         generator = torch.Generator().manual_seed(3)

@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpret_bf16 import patch
 
-from deberta_ds.model import elementwise, fused_norm
+from deberta_ds.model import fused_checks, fused_norm
 from deberta_ds.model.keep import Keep
 
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ def main() -> None:
     torch.manual_seed(0)
     fused_norm._NORM_PARTS, fused_norm._GELU_PARTS = 16, 2  # rows in several turns
     for update, state, rows, size in CASES:
-        elementwise._ROWS = rows
-        error, where = elementwise.compare(CPU, update, state, size)
+        fused_checks._ROWS = rows
+        error, where = fused_checks.compare_norm(CPU, update, state, size)
         line = {"dtype": str(update)[6:], "rows": rows, "size": size, "error": error,
                 "of": where, "same_mask": same_mask(rows, size),
                 "repeats": repeats(state, rows, size)}

@@ -1,26 +1,16 @@
-"""The one entry to attention: checks the arguments and picks an implementation.
+"""The one entry to attention: checks the arguments and takes one of the kernels.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table.
 """
 
-import logging
-from functools import lru_cache
-
 import torch
 
-from deberta_ds.errors import UserError
-from deberta_ds.model import kernel_check
-from deberta_ds.model.attention import selfcheck
+from deberta_ds.model import kernels
 from deberta_ds.model.attention.band import make_band, padded
 from deberta_ds.model.attention.geometry import Geometry
-from deberta_ds.model.attention.reference import reference_attention
-from deberta_ds.model.attention.tiled import tiled_attention
 
-MODES = ("auto", "reference", "tiled", "fused")
-LARGEST_SIZE = 128  # of a head; sizes that are no power of 2 are filled with zeros
-SHORT_ROW = 512  # longer rows may have pairs beyond the reach of the relative table
-_GRID = 65_535  # programs along the second axis of a launch, which has one for each row and head
-_LOG = logging.getLogger("deberta_ds")
+_TOO_LARGE = (f"more than {kernels.MOST_PROGRAMS:,} sequences times heads, or planes of more than "
+              "2^31 elements")
 
 
 def attend(
@@ -59,13 +49,14 @@ def attend(
     (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
     # Elements of a plane, and of the gradients of picked queries' scores, are counted in 32 bits.
     plane = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
-    chosen = _choose(
-        mode, q_BHQD.device, q_BHQD.dtype, size, keys > SHORT_ROW or band.far,
-        (pos_key_HSD is not None, pos_query_HSD is not None),
-        batch * heads > _GRID or plane >= 1 << 31,
-    )
-    run = _implementation(chosen)
-    kept = {"keep_terms": keep_terms} if chosen == "fused" else {}
+    too_large = batch * heads > kernels.MOST_PROGRAMS or plane >= kernels.MOST_ELEMENTS
+    request = kernels.Request(
+        q_BHQD.device, q_BHQD.dtype, size, long=keys > kernels.LONGEST_SHORT or band.far,
+        terms=(pos_key_HSD is not None, pos_query_HSD is not None),
+        obstacle=_TOO_LARGE if too_large else "")
+    chosen = kernels.pick("attention", request, mode)
+    kept = {"keep_terms": keep_terms} if chosen.name == "fused" else {}
+    run = chosen.load()
     return run(
         q_BHQD,
         k_BHLD,
@@ -79,53 +70,3 @@ def attend(
         seed=seed,
         **kept,
     )
-
-
-def _implementation(name: str):
-    if name == "fused":  # needs Triton, so imported only where it is used
-        from deberta_ds.model.attention.fused import fused_path
-
-        return fused_path
-    return {"reference": reference_attention, "tiled": tiled_attention}[name]
-
-
-@lru_cache
-def _choose(mode: str, device: torch.device, dtype: torch.dtype, size: int, long: bool,
-            terms: tuple[bool, bool] = (True, True), too_large: bool = False) -> str:
-    """Return the implementation's name, and say it once in the log."""
-    if mode not in MODES:
-        raise UserError(f"attention = {mode!r}: choose one of {', '.join(MODES)}")
-    obstacle = _why_not_fused(device, dtype, size)
-    if too_large and not obstacle:
-        obstacle = f"more than {_GRID:,} rows times heads, or planes of more than 2^31 elements"
-    if mode == "fused" and obstacle:
-        raise UserError(f"attention = 'fused' cannot run here: {obstacle}; use 'auto' or 'tiled'")
-    chosen, reason = mode, ""
-    if mode == "auto":
-        chosen, reason = _choose_itself(obstacle, device, dtype, size, long, terms)
-    _LOG.info("attention: %s on %s, asked for: %s%s", chosen, device.type, mode, reason)
-    return chosen
-
-
-def _choose_itself(obstacle: str, device, dtype, size: int, long: bool,
-                   terms: tuple[bool, bool]) -> tuple[str, str]:
-    """Return the implementation that suits the device and is right on it, and why."""
-    if obstacle or device.type != "cuda":
-        return "tiled", f" (not fused: {obstacle})" if obstacle else ""
-    verdict = selfcheck.check(device, dtype, size, long, _implementation("fused"), terms)
-    if not verdict.passed:
-        return "tiled", f" (not fused: it fails its check on this card: {verdict.text})"
-    return "fused", f" ({verdict.text})"
-
-
-def _why_not_fused(device: torch.device, dtype: torch.dtype, size: int) -> str:
-    """Return what keeps the Triton kernels from running, or an empty string."""
-    if missing := kernel_check.obstacle(device):
-        return missing
-    if size > LARGEST_SIZE:
-        return f"heads of {size} are larger than {LARGEST_SIZE}"
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"{dtype} is not supported"
-    if dtype == torch.float32 and not kernel_check.interpreted():
-        return "in fp32 its tiles do not fit into registers; it takes bf16 and fp16"
-    return ""
