@@ -86,6 +86,8 @@ def make_run(directory, records=None, name="demo", kind="rtd", extras=True, **ru
         "origins": {"model.hidden_size": "launch/runs/demo.toml", "train.steps": "command line"},
         "fingerprints": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
         "world_size": 2, "hardware": "AMD EPYC 9R14", "commit": "0123456789",
+        "kernels": {"attention": {"kernel": "tiled", "why": "not fused: no GPU"},
+                    "cross-entropy": {"kernel": "chunked", "why": "not fused: no GPU"}},
         "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},
     }
     (directory / "config.json").write_text(json.dumps(config))

@@ -1,5 +1,6 @@
 """--check and a step say what is wrong: numbers that are not finite, rows without a target."""
 
+import json
 import re
 from pathlib import Path
 
@@ -80,3 +81,18 @@ def test_what_is_rarely_meant_is_said(tmp_path):
     epochs, fewer = (int(number.replace(",", "")) for number in re.search(
         r"train is seen ([\d,]+) times; .*\(train.steps = ([\d,]+)[^:]*: 4 times\)", text).groups())
     assert fewer == max(1, 5000 * 4 // epochs)
+
+
+def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path):
+    run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
+    command = ["--config", str(run_file), "--deepspeed_config", str(ds),
+               "--model.attention=reference"]
+    for extra in (["--check"], []):
+        log = tmp_path / f"log{len(extra)}"
+        assert wait(start(1, [*command, *extra], log)) == [0], log.read_text()
+        text = log.read_text()
+        assert "kernels: attention reference (attention = 'reference'); " in text
+        assert "cross-entropy chunked, LayerNorm torch" in text and "(not fused: no GPU)" in text
+    saved = json.loads((tmp_path / "out/config.json").read_text())["kernels"]
+    assert saved["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
+    assert saved["dropout"]["kernel"] == "hash"

@@ -43,6 +43,7 @@ def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
         assert f">{format_value(last[key], unit)}</b>" in text
     assert page.tiles["parameters"] == 13_596_289
     assert page.tiles["tokens_seen"] == 2040 * 400
+    assert "attention tiled" in page.text and "cross-entropy chunked" in page.text
     # 0.9 s a step, of which 2 % are saves and 5 % evaluations, and 20 s of restarts. The clock of
     # this run begins anew at its resume, so its newest record has seen half of its steps.
     assert page.tiles["goodput"] == pytest.approx(0.93 * 180 / 200)
