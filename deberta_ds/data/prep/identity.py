@@ -119,8 +119,7 @@ class Origins:
             self.files = {str(name): [int(size), str(digest)] for name, (size, digest)
                           in json.loads(path.read_bytes())["files"].items()}
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; the corpus was made by a version that kept "
-                            "no origins of documents: make it again to have them") from error
+            raise UserError(f"{path}: {error.strerror}; {_AGAIN}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from error
         self.table = cache(self._read)

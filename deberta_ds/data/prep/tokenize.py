@@ -116,7 +116,7 @@ def tokenize_corpus(
 
 def _say_unknown(results: list[dict]) -> None:
     """Warn of text that is lost. Not in the manifest, whose hash names a corpus by its shards."""
-    unknown = sum(result.get("unknown_tokens", 0) for result in results)  # of an older unit: 0
+    unknown = sum(result["unknown_tokens"] for result in results)
     tokens = sum(info["tokens"] for result in results for written in result["shards"]
                  for info in written)
     if lost := unknown_pieces(unknown, tokens):
