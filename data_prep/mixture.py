@@ -6,7 +6,6 @@ the languages of a multilingual model (XLM-R and mT5 use about 3.3). With --afte
 those of a second stage that goes on where a run stopped: no row repeats.
 """
 
-import argparse
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,10 +30,8 @@ def main() -> None:
                         help="rows of the run; 0: one epoch in sum")
     parser.add_argument("--after", nargs="+", default=[], metavar="RUN",
                         help="out_dir or checkpoint of each earlier stage, oldest first")
-    stretch = parser.add_mutually_exclusive_group()
-    stretch.add_argument("--stretch", type=float, nargs=2, metavar=("FROM", "TO"),
-                         help="of the shards, such as 0.9 1; default: all, or as before")
-    stretch.add_argument("--part", dest="stretch", type=float, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--stretch", type=float, nargs=2, metavar=("FROM", "TO"),
+                        help="of the shards, such as 0.9 1; default: all, or as before")
     parser.add_argument("--cache", metavar="DIRECTORY",
                         help="where what lies at a URL is kept; default: where the last of "
                         "--after kept it, else ~/.cache/deberta_ds")
@@ -89,7 +86,6 @@ def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     lines += [f"first_row = {source.first_row}"] if source.first_row else []
     lines += [f"order = {list(source.order)}"] if source.order else []
     lines += [f"part = {list(source.part)}"] if source.part != WHOLE else []
-    lines += [f'part_by = "{source.part_by}"'] if source.part_by != "hash" else []
     return lines
 
 

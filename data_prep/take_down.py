@@ -4,7 +4,6 @@
 The result is another directory; what did not change in it is hard links to the old one's files.
 """
 
-import argparse
 from pathlib import Path
 
 from options import add_cache, add_workers
@@ -18,11 +17,8 @@ def main() -> None:
     parser.add_argument("corpus", help="corpus directory")
     parser.add_argument("--out", required=True, help="directory of the new corpus")
     parser.add_argument("--tokenizer", required=True, help="the corpus's tokenizer")
-    named = parser.add_mutually_exclusive_group()
-    named.add_argument("--document", nargs="+", default=[], metavar="ID",
-                       help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
-    named.add_argument("--documents", dest="document", nargs="+", default=[],
-                       help=argparse.SUPPRESS)
+    parser.add_argument("--document", nargs="+", default=[], metavar="ID",
+                        help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
     parser.add_argument("--documents_from", metavar="FILE", help="a file with one of them a line")
     add_workers(parser)
     add_cache(parser)

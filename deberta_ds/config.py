@@ -36,7 +36,8 @@ _EVAL_NAME = re.compile(r"[\w.-]{1,60}")
 class SourceConfig:
     """One packed corpus and its weight in the mixture.
 
-    The last four are for a second stage; data_prep/mixture.py --after prints them.
+    `first_row`, `order` and `part` are for a second stage; data_prep/mixture.py --after prints
+    them.
     """
 
     path: str = option("directory of a packed corpus", min_length=1)
@@ -47,8 +48,6 @@ class SourceConfig:
         "(seed, position) of the stage that used it first; none: this run's own", None)
     part: tuple[_Share, _Share] = option("stretch of its shards, for stages of other lengths",
                                          (0.0, 1.0))
-    part_by: Literal["hash", "position"] = option(
-        "order of the shards that parts are cut from; position: as version 0.1.0 did", "hash")
     replaced: str = option("rtd_cached: what data_prep/replace.py made of it", "")
 
     def __post_init__(self):
@@ -237,6 +236,12 @@ class RunConfig:
         if self.init.words_only and self.objective.kind != "mlm":
             raise ValueError("init.words_only is the first stage of two and needs "
                              'objective.kind = "mlm" (docs/interop.md)')
+        stored = [f"data.sources[{number}].replaced"
+                  for number, source in enumerate(self.data.sources) if source.replaced]
+        stored += ["data.eval_replaced"] * bool(self.data.eval_replaced)
+        if stored and self.objective.kind != "rtd_cached":
+            raise ValueError(f'{" and ".join(stored)}: for objective.kind = "rtd_cached" alone, '
+                             f"not {self.objective.kind!r}; leave it out")
 
 
 # A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
@@ -253,8 +258,8 @@ def to_dict(config: Any) -> dict:
 
 
 def from_dict(values: dict, place: str = "config") -> RunConfig:
-    """Return the RunConfig of plain values (as written by `to_dict`, also by version 0.1.0)."""
-    return validate(RunConfig, _without_compile(values), place)
+    """Return the RunConfig of plain values (as written by `to_dict`)."""
+    return validate(RunConfig, values, place)
 
 
 def run_options() -> list[Option]:
@@ -291,31 +296,15 @@ def load(path: str | Path, overrides: list[str] = (), complete: Complete | None 
             raise ConfigError(f"{path}: {error}") from None
         origins[key] = "command line"
     _apply_defaults(values, origins, str(path))
-    values = _without_compile(values, str(path))
-    origins.pop("train.compile", None)
     if complete:
         complete(values, origins)
     try:
         config = validate(RunConfig, values, str(path))
     except ConfigError as error:
         raise ConfigError(str(error).replace("init.source", "init.from")) from None
-    _check_replaced(config, str(path))
     for key in flatten(to_dict(config)):
         origins.setdefault(key, "default")
     return config, origins
-
-
-def _check_replaced(run: RunConfig, place: str) -> None:
-    """Raise ConfigError for stored replacements that no objective reads.
-
-    Not a rule of RunConfig: an older version has saved such runs.
-    """
-    stored = [f"data.sources[{number}].replaced" for number, source in enumerate(run.data.sources)
-              if source.replaced]
-    stored += ["data.eval_replaced"] * bool(run.data.eval_replaced)
-    if stored and run.objective.kind != "rtd_cached":
-        raise ConfigError(f'{place}: {" and ".join(stored)}: for objective.kind = "rtd_cached" '
-                          f"alone, not {run.objective.kind!r}; leave it out")
 
 
 def _apply_defaults(values: dict, origins: dict, place: str) -> None:
@@ -337,20 +326,6 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
         if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
             _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
-
-
-def _without_compile(values: dict, run_file: str = "") -> dict:
-    """Return values without train.compile of version 0.1.0: how a step ran, not what it computed.
-
-    A run file that asks for it is refused: torch.compile made steps slower (docs/decisions.md).
-    """
-    train = values.get("train")
-    if not isinstance(train, dict) or "compile" not in train:
-        return values
-    if run_file and train["compile"] is not False:
-        raise ConfigError(f"{run_file}: train.compile is gone: torch.compile made steps slower; "
-                          "leave it out")
-    return values | {"train": {key: train[key] for key in train if key != "compile"}}
 
 
 def _merge_under(values: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:

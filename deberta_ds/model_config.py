@@ -20,9 +20,6 @@ def _none_is_zero(value: Any) -> Any:
 
 # -1 is what Hugging Face and microsoft write for none.
 _Buckets = Annotated[int, BeforeValidator(_none_is_zero)]
-# Version 0.1.0 called the tiled path "linear"; its runs resume and mean the same.
-_AttentionPath = Annotated[Literal["auto", "reference", "tiled", "fused"],
-                           BeforeValidator(lambda name: "tiled" if name == "linear" else name)]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -56,7 +53,7 @@ class ModelConfig:
     attention_dropout: float = option("dropout of attention probabilities", 0.1, ge=0, lt=1)
     norm_eps: float = option("epsilon of every LayerNorm", 1e-7, ge=1e-20, le=1)
     init_std: float = option("deviation of the first weights", 0.02, gt=0, le=10)
-    attention: _AttentionPath = option(
+    attention: Literal["auto", "reference", "tiled", "fused"] = option(
         "implementation of attention; all compute the same", "auto")
     keep_position_terms: bool = option(
         "fused attention keeps its position terms for backward: faster by a twentieth, for 4 bytes "

@@ -8,7 +8,6 @@ better generator sets a harder task: --generator MODEL scores one on rows that t
 generator of MODEL has replaced, whatever run it comes from.
 """
 
-import argparse
 import json
 
 from deberta_ds.command_line import parser_for, positive
@@ -17,9 +16,7 @@ from deberta_ds.errors import UserError, exit_cleanly
 
 def main() -> None:
     parser = parser_for(__doc__)
-    run_group = parser.add_mutually_exclusive_group(required=True)
-    run_group.add_argument("--run", help="run or checkpoint directory")
-    run_group.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
+    parser.add_argument("--run", required=True, help="run or checkpoint directory")
     parser.add_argument("--data", nargs="+",
                         help="packed corpora, scored together and each (default: data.eval)")
     parser.add_argument("--tokenizer", help="path of a tokenizer (default: the run's)")
@@ -39,9 +36,7 @@ def main() -> None:
     from deberta_ds.train.evaluate import evaluate
     from deberta_ds.train.setup import EVAL_SEED
 
-    path = checkpoint.newest(options.run)
-    state, run = checkpoint.load_whole_state(path)
-    rules = checkpoint.read_run_file(path)["row_rules"]  # the rows that its own log scored
+    state, run = checkpoint.load_whole_state(options.run)
     corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
         else run.data.eval_corpora
     if not corpora:
@@ -56,7 +51,7 @@ def main() -> None:
     rows = {name: eval_rows(path, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
                             eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
                             across_documents=run.data.across_documents,
-                            verify=run.data.verify, rules=rules, replaced=stored.get(name, ""),
+                            verify=run.data.verify, replaced=stored.get(name, ""),
                             cache=Cache(run.data.cache, run.data.cache_gigabytes))
             for name, path in corpora.items()}
     if options.generator:

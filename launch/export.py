@@ -12,7 +12,6 @@ compared with PyTorch. README.md is the model card; license and languages are yo
 `--push` uploads the directory to the Hub (log in with `hf auth login`).
 """
 
-import argparse
 from pathlib import Path
 
 from deberta_ds.command_line import parser_for
@@ -21,9 +20,7 @@ from deberta_ds.errors import exit_cleanly
 
 def main() -> None:
     parser = parser_for(__doc__)
-    run = parser.add_mutually_exclusive_group(required=True)
-    run.add_argument("--run", help="run or checkpoint directory")
-    run.add_argument("--checkpoint", dest="run", help=argparse.SUPPRESS)
+    parser.add_argument("--run", required=True, help="run or checkpoint directory")
     parser.add_argument("--out", required=True, help="new directory")
     parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
                         help="add ONNX files: fp32 (the default), or int8 beside it; needs "

@@ -7,14 +7,11 @@
 each task is taken) or a directory of ten TASK.jsonl files.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deberta_ds.command_line import parser_for
 from deberta_ds.errors import UserError, exit_cleanly, naming
-from deberta_ds.finetune.options import underscored
 
 if TYPE_CHECKING:
     from deberta_ds.finetune.tasks import Task
@@ -26,14 +23,13 @@ def main() -> None:
                         help="whose leaderboard")
     parser.add_argument("--data", required=True, help="the suite's data: directory, zip or hub")
     parser.add_argument("--run", help="output of launch/superglue.py, or TASK.jsonl files")
-    parser.add_argument("--predictions", dest="run", help=argparse.SUPPRESS)  # as in 0.1.0
     parser.add_argument("--zip", help="zip file to write")
     parser.add_argument("--check", help="only check this zip file")
     parser.add_argument("--leave_out", nargs="+", default=[], metavar="TASK",
                         help="tasks that may be missing (the leaderboard takes no partial zip)")
     parser.add_argument("--any_size", action="store_true",
                         help="the test files are samples, not the official ones")
-    args = parser.parse_args([underscored(text) for text in sys.argv[1:]])
+    args = parser.parse_args()
 
     from deberta_ds.finetune import glue_submission, submission
     from deberta_ds.finetune.readers import read_split

@@ -1,6 +1,7 @@
 """A tiny tokenizer and tiny corpora, made in-process for the data tests; what holds of a batch."""
 
 import functools
+import io
 import json
 import random
 import tempfile
@@ -9,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
+from deberta_ds import native
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
 from deberta_ds.data.prep.documents import ReadOptions, plan_units
 from deberta_ds.data.prep.pack import pack_corpus
 from deberta_ds.data.prep.readers import read_unit
+from deberta_ds.data.prep.spm_rules import normalizer_tsv
 from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.shards import (
     Manifest,
@@ -24,6 +27,7 @@ from deberta_ds.data.shards import (
     write_manifest,
 )
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.spm import RULES_NAME, model_proto
 
 READ = ReadOptions()
 SENTENCES = (
@@ -45,13 +49,18 @@ def tokenizer_path() -> str:
     generator = random.Random(0)
     text = directory / "text.txt"
     text.write_text("\n".join(generator.choice(SENTENCES) for _ in range(400)), encoding="utf-8")
+    rules, model, path = directory / "rules.tsv", io.BytesIO(), directory / "spm.model"
+    rules.write_text(normalizer_tsv(), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(directory / "spm"), vocab_size=620, minloglevel=2,
+        input=str(text), model_writer=model, vocab_size=620, minloglevel=2,
         model_type="unigram", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
         bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", byte_fallback=True,
-        normalization_rule_name="identity", num_threads=1, hard_vocab_limit=False,
+        normalization_rule_tsv=str(rules), num_threads=1, hard_vocab_limit=False,
     )
-    return str(directory / "spm.model")
+    proto = model_proto(model.getvalue(), path)
+    proto.normalizer_spec.name = RULES_NAME
+    path.write_bytes(proto.SerializeToString(deterministic=True))
+    return str(path)
 
 
 @functools.cache
@@ -68,8 +77,10 @@ def random_documents(count: int, seed: int = 0, longest: int = 12) -> list[str]:
 
 
 # What every run.json of a checkpoint holds, beside its config.
-RUN_RECORD = {"step": 100, "world_size": 1, "tokens_seen": 0, "seconds": 0.0, "deepspeed": {},
-              "fingerprints": {}, "tokenizer_sha256": ""}
+RUN_RECORD = {"step": 100, "world_size": 1, "rows_seen": 0, "tokens_seen": 0, "seconds": 0.0,
+              "deepspeed": {}, "fingerprints": {}, "tokenizer_sha256": "", "recent_losses": [],
+              "since_line": {}, "time_use": {}, "cpu_rules": native.RULES, "begun_from": "",
+              "best": {"score": "", "scored": ""}, "versions": {}}
 
 
 def make_corpus(

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 VOID = {"meta", "br", "line", "path", "link", "img"}
 
 
-def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd", old_keys=False):
-    """Return the records of a run that learns; `old_keys`: as version 0.1.0 named masked LM's."""
+def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
+    """Return the records of a run that learns."""
     noise = random.Random(0)
     records = [event(0, 0.0, "start")]
-    network = "generator" if kind == "rtd" or old_keys else "masked"
+    network = "generator" if kind == "rtd" else "masked"
     for step in range(1, steps + 1):
         seconds = 0.9 * (step if step <= resume else step - resume)
         rise = 1 - math.exp(-step / 140)
@@ -69,7 +69,22 @@ def make_run(directory, records=None, name="demo", kind="rtd", extras=True, **ru
     """Write a run directory; `run` are further values of its run config."""
     directory.mkdir(parents=True)
     write_records(directory, make_records(kind=kind) if records is None else records)
-    config = {
+    (directory / "config.json").write_text(json.dumps(make_config(name, kind, **run)))
+    if extras:
+        stages = [("corpus", "docstrings of the standard library and packages", "11.2 MB", 14.2),
+                  ("tokenizer", "SentencePiece unigram, 8k pieces", "8,001 pieces", 21.0),
+                  ("pretraining", "RTD + GDES under ZeRO-3 on 2 ranks", "400 steps", 371.0),
+                  ("fine-tuning", "RTE and COPA <sample>", "0.60, 0.55", 64.5)]
+        keys = ("stage", "what", "result", "seconds")
+        rows = [dict(zip(keys, stage, strict=True)) for stage in stages]
+        (directory / "summary.json").write_text(json.dumps(rows))
+        make_sweep(directory / "superglue")
+    return directory
+
+
+def make_config(name, kind, **run):
+    """Return the values of config.json; `run` are further values of its run config."""
+    return {
         "run": {
             "name": name, "out_dir": f"runs/{name}",
             "model": {"vocab_size": 8064, "hidden_size": 256, "num_layers": 6, "num_heads": 4,
@@ -85,22 +100,11 @@ def make_run(directory, records=None, name="demo", kind="rtd", extras=True, **ru
         "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": False}},
         "origins": {"model.hidden_size": "launch/runs/demo.toml", "train.steps": "command line"},
         "fingerprints": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
-        "world_size": 2, "hardware": "AMD EPYC 9R14", "commit": "0123456789",
+        "world_size": 2, "hardware": "AMD EPYC 9R14", "device": "cpu", "commit": "0123456789",
         "kernels": {"attention": {"kernel": "tiled", "why": "not fused: no GPU"},
                     "cross-entropy": {"kernel": "chunked", "why": "not fused: no GPU"}},
         "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},
     }
-    (directory / "config.json").write_text(json.dumps(config))
-    if extras:
-        stages = [("corpus", "docstrings of the standard library and packages", "11.2 MB", 14.2),
-                  ("tokenizer", "SentencePiece unigram, 8k pieces", "8,001 pieces", 21.0),
-                  ("pretraining", "RTD + GDES under ZeRO-3 on 2 ranks", "400 steps", 371.0),
-                  ("fine-tuning", "RTE and COPA <sample>", "0.60, 0.55", 64.5)]
-        keys = ("stage", "what", "result", "seconds")
-        rows = [dict(zip(keys, stage, strict=True)) for stage in stages]
-        (directory / "summary.json").write_text(json.dumps(rows))
-        make_sweep(directory / "superglue")
-    return directory
 
 
 def write_records(directory, records):

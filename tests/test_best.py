@@ -2,14 +2,12 @@
 
 import dataclasses
 import os
-from dataclasses import replace
 
 import pytest
 import rank_helpers
 from launching import deepspeed_json, make_run
 
 from deberta_ds import config
-from deberta_ds.data.rows import ROW_RULES
 from deberta_ds.errors import UserError
 from deberta_ds.formats.checkpoint import list_finished, newest, step_of
 from deberta_ds.objectives import rtd
@@ -52,14 +50,12 @@ def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
 def test_a_best_of_other_rows_counts_no_more(tmp_path):
     overrides = ["--train.best=generator_loss"]
     run, _ = config.load(make_run(tmp_path), overrides)
-    tokenizer, _, held_out = setup._open(run, ROW_RULES)
+    tokenizer, _, held_out = setup._open(run)
     scored = best.what_is_scored(run, held_out, [])
     assert scored == best.what_is_scored(run, {"moved": held_out[run.data.eval]}, [])
     fewer = best.what_is_scored(run, {"": held_out[run.data.eval][:8]}, [])
     saved = best.Best("generator_loss", 1.5, 10, scored=scored)
     assert best.continued(run, {"best": saved.state()}, scored) == (saved, "")
-    older = {key: value for key, value in saved.state().items() if key != "scored"}
-    assert best.continued(run, {"best": older}, fewer) == (replace(saved, scored=fewer), "")
     found, note = best.continued(run, {"best": saved.state()}, fewer)
     assert found == best.Best("generator_loss", scored=fewer)
     assert "generator_loss = 1.5 at step 10" in note
@@ -80,7 +76,7 @@ def test_a_directory_in_the_way_of_the_link_is_refused_at_the_start(tmp_path):
 
 def test_what_is_better():
     metrics = {metric.key: metric for metric in rtd.METRICS}
-    one = best.Best("roc_auc")
+    one = best.Best("roc_auc", scored="")
     assert one.accept(metrics["roc_auc"], 10, 0.6) and not one.accept(metrics["roc_auc"], 20, 0.6)
     assert not one.accept(metrics["roc_auc"], 30, None)
     assert not one.accept(metrics["roc_auc"], 40, float("nan"))
@@ -111,7 +107,8 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert "minimal_pairs/de" in problems(best="minimal_pairs/de", eval_corpus=several)
     assert "roc_auc/de" in problems(best="roc_auc/de")
     assert "train.best" in problems(patience=2)
-    saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2))}
+    saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2, scored="x"))}
     wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best="roc_auc"))
     assert best.continued(wanted, saved, "x")[0].without == 2
-    assert best.continued(run, saved, "") == (best.Best(""), "") == best.continued(run, {}, "")
+    none = best.Best("", scored="")
+    assert best.continued(run, saved, "") == (none, "") == best.continued(run, None, "")

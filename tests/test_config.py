@@ -127,16 +127,3 @@ def test_clipping_is_always_written(run_file, tmp_path):
     assert ds["gradient_clipping"] == 0  # DeepSpeed's own default would clip at 1.0
     assert ds["gradient_accumulation_steps"] == 2 and ds["train_batch_size"] == 8
     assert deepspeed_config.precision(ds) == "bf16"
-
-
-def test_values_of_version_0_1_0_are_understood(run_file):
-    """A resumed run, a fine-tuned model and a run file may still say what has another name now."""
-    run, _ = config.load(run_file, ['--model.attention="linear"', "--train.compile=false"])
-    assert run.model.attention == "tiled"
-    stored = config.to_dict(run)
-    stored["model"]["attention"] = "linear"
-    for value in (False, True):
-        stored["train"]["compile"] = value
-        assert config.from_dict(stored) == run
-    with pytest.raises(ConfigError, match="train.compile is gone"):
-        config.load(run_file, ["--train.compile=true"])

@@ -168,7 +168,7 @@ def test_ctrl_c_while_a_script_imports(path):
 @pytest.mark.slow
 def test_ctrl_c_while_torch_is_imported():
     script = ROOT / "launch/evaluate.py"
-    process = subprocess.Popen([sys.executable, script, "--checkpoint", "nowhere"], text=True,
+    process = subprocess.Popen([sys.executable, script, "--run", "nowhere"], text=True,
                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                env=os.environ | {"PYTHONPATH": str(ROOT)},
                                preexec_fn=heed_ctrl_c)

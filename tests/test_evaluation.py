@@ -11,7 +11,7 @@ from launching import make_run
 from report_cases import make_records
 
 from deberta_ds import config
-from deberta_ds.data.rows import ROW_RULES, eval_rows
+from deberta_ds.data.rows import eval_rows
 from deberta_ds.errors import UserError
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objective_config import MaskConfig
@@ -68,10 +68,10 @@ def test_each_corpus_scores_as_if_it_were_alone_and_all_together_as_one(root):
 def test_a_run_names_several_corpora(root):
     names = f'--data.eval={{de = "{root}/heldout", en = "{root}/other"}}'
     run = loaded(root, names, "--train.eval_rows=3")
-    held_out = setup._open(run, ROW_RULES)[2]
+    held_out = setup._open(run)[2]
     assert {name: len(rows) for name, rows in held_out.items()} == {"de": 3, "en": 3}
     assert config.from_dict(config.to_dict(run)) == run
-    alone = setup._open(loaded(root, "--train.eval_rows=3"), ROW_RULES)[2]
+    alone = setup._open(loaded(root, "--train.eval_rows=3"))[2]
     assert list(alone) == [f"{root}/heldout"]
     assert [row.row for row in alone[f"{root}/heldout"]] == [row.row for row in held_out["de"]]
     for wrong, message in (('{"a/b" = "x"}', "letters"), ('{de = ""}', "directory"),
@@ -90,10 +90,10 @@ def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root,
     data[-1] ^= 1
     shard.write_bytes(data)
     run = loaded(root, f"--data.eval={tmp_path}/damaged", "--train.eval_rows=3")
-    setup._open(run, ROW_RULES)  # sizes alone do not show it
+    setup._open(run)  # sizes alone do not show it
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, verify="full"))
     with pytest.raises(UserError, match=f"{shard.name}: xxh3 checksum differs"):
-        setup._open(run, ROW_RULES)
+        setup._open(run)
 
 
 def test_the_page_shows_each_corpus(root):

@@ -1,9 +1,7 @@
-"""A fine-tuned directory is one of Hugging Face's, with our predictions; 0.1.0's stay readable."""
+"""A fine-tuned directory is one of Hugging Face's, with our predictions."""
 
 import dataclasses
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from deberta_ds.finetune.tasks import task_named
 from deberta_ds.formats.pretrained import load_backbone
 from deberta_ds.model.init import init_parameters
 
-FIRST_VERSION = Path(__file__).parent / "fixtures" / "finetuned_0_1_0"
 V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False,
       "key_bias": False}
 SHAPES = {"v3": {}, "v2 convolution": {"conv_kernel": 3}, "v1": V1,
@@ -189,20 +186,6 @@ def test_a_directory_read_back_gives_the_same_scores(tmp_path, name, shape):
     torch.testing.assert_close(found, scores, rtol=0, atol=0)
     words = open_start(str(tmp_path)).weights["words.weight"]
     assert torch.equal(words, load_backbone(tmp_path).backbone.words.weight)
-
-
-@pytest.mark.parametrize("name", ["CB", "WSC"])
-def test_directories_of_version_0_1_0_are_read(tmp_path, name):
-    directory = shutil.copytree(FIRST_VERSION / name, tmp_path / name)
-    shutil.copy(FIRST_VERSION / "CB" / "spm.model", directory)
-    saved = load_finetuned(directory)
-    assert saved.task.labels == task_named(name).labels
-    features = encode(saved.task, sample(name, "val").examples[:3], saved.tokenizer,
-                      max_length=128, window_overlap=16)
-    with torch.no_grad():
-        found = finetuned_model(saved, torch.device("cpu"))(collate(features)).scores
-    wanted = torch.tensor(json.loads((directory / "scores.json").read_text()))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_damage_is_named(tmp_path):

@@ -147,9 +147,6 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
     result.write_text(json.dumps(values | {"labels_and_texts": "0"}))  # as of other data
     with pytest.raises(UserError, match="this run had labels_and_texts = '0'"):
         sweep.run_all(plan(tmp_path))
-    del values["labels_and_texts"]  # as of 0.1.0
-    result.write_text(json.dumps(values))
-    sweep.run_all(plan(tmp_path))
     result.unlink()
     lock.take(tmp_path / "CB" / "seed-1" / lock.NAME, dataclasses.replace(
         lock.this_process(0.0), pid=os.getppid(), started=process.look(os.getppid()).started))
@@ -358,7 +355,7 @@ def test_random_starts_differ_by_seed_and_only_by_seed():
 def test_wrong_command_lines_are_one_clear_line(tmp_path):
     cases = [
         (["--task", "AX-b"], "the RTE model predicts it"),
-        (["--task", "RTE", "--any-size", "--set", "epoch=3"], "did you mean epochs"),  # as 0.1.0
+        (["--task", "RTE", "--any_size", "--all.epoch=3"], "did you mean epochs"),
     ]
     for arguments, message in cases:
         done = launch(*arguments, *common(tmp_path))

@@ -24,7 +24,7 @@ WRITERS = {  # every command that writes: what it writes first
                              "pytorch_model.bin"),
     "finetune": (Command("launch/finetune.py", (
         "--task", "CB", "--model", "hf", "--data", "superglue", "--any_size", "--out", "new",
-        "--set", "epochs=1", "max_length=64")), "new/CB/seed-1/"),
+        "--all.epochs=1", "--all.max_length=64")), "new/CB/seed-1/"),
     "report": (Command("launch/report.py", ("--run", "out", "--out", "new")), "new"),
     "plan": (Command("launch/plan.py", (
         "--config", "run.toml", "--deepspeed_config", "ds.json", "--gpu", "h200", "--gpus", "1",

@@ -17,6 +17,7 @@ SPECIAL = np.zeros(VOCAB, dtype=bool)
 SPECIAL[[0, 1, 2, 3, MASK]] = True
 WORD_START = np.arange(VOCAB) % 3 != 1  # a third of the ids continue a word
 WORD_START[SPECIAL] = True
+ONE_A_TOKEN = np.ones(VOCAB, dtype=bool)  # each begins a character
 
 
 def make_row(seed=0, length=128, real=120):
@@ -29,7 +30,7 @@ def make_row(seed=0, length=128, real=120):
 
 def mask(ids, seed=0, **changes):
     rng = np.random.Generator(np.random.Philox(key=[1, seed]))
-    return mask_row(ids, WORD_START, SPECIAL, MaskConfig(**changes), MASK, rng)
+    return mask_row(ids, WORD_START, ONE_A_TOKEN, SPECIAL, MaskConfig(**changes), MASK, rng)
 
 
 def words_by_loop(ids):
@@ -156,12 +157,12 @@ def test_never_more_than_the_rate_and_one_word(max_ngram):
 
 
 def test_only_rows_with_a_long_word_are_cut():
-    """Masks of existing runs stay: the cut must not touch rows whose words fit."""
     starts, lengths = np.array([1, 4, 9]), np.array([3, 5, 16])
-    assert cut_long_words(starts, lengths, 16)[1] is lengths
-    assert cut_long_words(starts, lengths, 5)[1].tolist() == [3, 5] + [1] * 16
+    begins = np.ones(32, dtype=bool)
+    assert cut_long_words(starts, lengths, 16, begins)[1] is lengths
+    assert cut_long_words(starts, lengths, 5, begins)[1].tolist() == [3, 5] + [1] * 16
     starts, lengths = np.array([1, 20]), np.array([18, 2])
-    found = cut_long_words(starts, lengths, 77)
+    found = cut_long_words(starts, lengths, 77, begins)
     assert found[0].tolist() == [*range(1, 19), 20] and found[1].tolist() == [1] * 18 + [2]
 
 

@@ -312,7 +312,7 @@ def test_the_page_shows_every_score_and_escapes_names():
 
 @pytest.mark.multi
 def test_two_ranks_score_pairs_while_they_train_under_zero_3(tmp_path):
-    old = ROOT / "tests/fixtures/version_0_1_0"
+    tiny = ROOT / "tests/fixtures/tiny_run"
     data = tmp_path / "pairs.jsonl"
     data.write_text(as_jsonl([MinimalPair(f"{word} is here.", f"{word} are here.", word, "p")
                               for word in ("He", "She", "It")]))
@@ -320,10 +320,10 @@ def test_two_ranks_score_pairs_while_they_train_under_zero_3(tmp_path):
     for ranks, stage in ((1, "zero0_fp32"), (2, "zero3_fp32")):
         out = tmp_path / str(ranks)
         rank_helpers.run(ranks, [
-            "--config", str(old / "rtd/run.toml"), "--deepspeed_config",
+            "--config", str(tiny / "rtd/run.toml"), "--deepspeed_config",
             str(ROOT / f"ds_configs/{stage}.json"), f"--out_dir={out}", "--train.steps=2",
-            f'--data.sources=[{{path = "{old}/train"}}]', f"--data.eval={old}/heldout",
-            "--train.eval_every=1", f"--data.tokenizer={old}/spm.model", "--optim.warmup_steps=0",
+            f'--data.sources=[{{path = "{tiny}/train"}}]', f"--data.eval={tiny}/heldout",
+            "--train.eval_every=1", f"--data.tokenizer={tiny}/spm.model", "--optim.warmup_steps=0",
             "--model.hidden_dropout=0", "--model.attention_dropout=0",  # drawn by rank
             f"--evaluate.minimal_pairs={data}"], tmp_path / f"log{ranks}")
         found[ranks] = [record["minimal_pairs"] for record in read_metrics(out / "metrics.jsonl")
@@ -337,7 +337,7 @@ def test_two_ranks_write_what_one_writes(tmp_path):
     short = [MinimalPair(f"{word} is here.", f"{word} are here.", word, "agreement")
              for word in ("He", "She", "It", "Nobody", "This")]
     data.write_text(as_jsonl(short))
-    model = ROOT / "tests/fixtures/version_0_1_0/rtd/export"
+    model = ROOT / "tests/fixtures/tiny_run/rtd/export"
     results = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)

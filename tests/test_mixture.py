@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deberta_ds.data.mixture import SLOTS, build_mixture, build_slot_mixture, temperature_weights
+from deberta_ds.data.mixture import build_mixture, temperature_weights
 from deberta_ds.errors import UserError
 
 GOLDEN = Path(__file__).parent / "golden" / "mixture.json"
 
 
-@pytest.mark.parametrize("build", [build_mixture, build_slot_mixture])
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.05, 10), min_size=1, max_size=8), st.integers(0, 5000))
-def test_counts_and_indices_agree_with_counting(build, weights, last):
-    mixture = build(weights)
+def test_counts_and_indices_agree_with_counting(weights, last):
+    mixture = build_mixture(weights)
     seen = [0] * len(weights)
     for row in range(last % 2500):
         source, index = mixture.locate(row)
@@ -50,32 +49,21 @@ def test_a_thousand_sources_are_spread_evenly():
 
 
 def test_orders_are_golden():
-    """The order of the sources is part of the checkpoint format, of old runs too."""
+    """The order of the sources is part of the checkpoint format."""
     for case in json.loads(GOLDEN.read_text()):
-        build = build_slot_mixture if case["rules"] == 1 else build_mixture
-        mixture = build(case["weights"])
+        mixture = build_mixture(case["weights"])
         assert [list(mixture.locate(row)) for row in case["rows"]] == case["located"]
 
 
-def test_slot_counts_are_spread():
-    mixture = build_slot_mixture([3, 1])
-    assert mixture.counts == (768, 256) and sum(mixture.counts) == SLOTS
-    sources = [mixture.locate(row)[0] for row in range(64)]
-    assert all(sources[i : i + 4].count(1) == 1 for i in range(0, 64, 4))
-
-
 def test_far_rows_are_found_at_once():
-    for build in (build_mixture, build_slot_mixture):
-        assert build([1, 1]).consumed(10**15) == [10**15 // 2] * 2
-        assert build([1, 1]).locate(10**15)[1] == 10**15 // 2
+    assert build_mixture([1, 1]).consumed(10**15) == [10**15 // 2] * 2
+    assert build_mixture([1, 1]).locate(10**15)[1] == 10**15 // 2
 
 
 def test_refuses_useless_weights():
     for weights in ([], [0.0], [-1.0, 1.0], [float("nan")], [1.0, 1e-13], [1e308, 1e308]):
         with pytest.raises(UserError):
             build_mixture(weights)
-    with pytest.raises(UserError, match="one row in 1024"):
-        build_slot_mixture([1.0, 1e-6])
 
 
 def test_temperature_flattens():

@@ -37,8 +37,9 @@ def make_checkpoint(directory):
     """Write what a card reads of a run: run.json of its checkpoint, and metrics.jsonl."""
     step = directory / "checkpoints" / "step-00000040"
     step.mkdir(parents=True)
-    run = {"objective": {"kind": "rtd", "mask": {"rate": 0.3, "final_rate": 0.15}},
-           "train": {"steps": 50, "global_batch_rows": 8},
+    run = {"objective": {"kind": "rtd", "mask": {"rate": 0.3, "final_rate": 0.15},
+                         "temperature": 1.0, "final_temperature": None},
+           "train": {"steps": 50, "global_batch_rows": 8, "first_batch_rows": 0},
            "data": {"seq_len": 64, "sources": [{"path": "gone | <b>", "weight": 3.0},
                                                {"path": "other", "weight": 1.0}]},
            "optim": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.999], "schedule": "wsd"}}

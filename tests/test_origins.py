@@ -129,7 +129,6 @@ def test_origins_do_not_depend_on_the_workers_and_a_missing_id_is_bad(corpus, tm
     with pytest.raises(UserError, match="bad.jsonl:1: no id under 'name'"):
         tokenize_corpus(plan_units([str(bad)], READ), tmp_path / "bad", tiny_tokenizer(),
                         read=READ, clean=CleanOptions())
-    assert "id_key" not in ReadOptions().describe()  # jobs of earlier versions go on
 
 
 def test_the_scripts(corpus, tmp_path):
@@ -145,10 +144,9 @@ def test_the_scripts(corpus, tmp_path):
     printed = run("take_down.py", "--out", str(tmp_path / "new"), "--tokenizer", tokenizer_path(),
                   "--documents_from", str(tmp_path / "ids"), "--workers", "1")
     assert "1 documents taken out, 1 shards" in printed
-    for number, option in enumerate(("--document", "--documents")):  # the second as it was called
-        printed = run("take_down.py", "--out", str(tmp_path / str(number)), "--tokenizer",
-                      tokenizer_path(), option, name, "--workers", "1")
-        assert "1 documents taken out, 1 shards" in printed
+    printed = run("take_down.py", "--out", str(tmp_path / "named"), "--tokenizer",
+                  tokenizer_path(), "--document", name, "--workers", "1")
+    assert "1 documents taken out, 1 shards" in printed
     damaged = next((tmp_path / "new/documents").glob("*.parquet"))
     damaged.unlink()  # it may be a hard link
     damaged.write_bytes(b"x")

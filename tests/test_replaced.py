@@ -29,13 +29,13 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.records import read_metrics
 from deberta_ds.tokenizer import Tokenizer
 
-OLD = ROOT / "tests/fixtures/version_0_1_0"
-GENERATOR = str(OLD / "rtd/export")
+TINY = ROOT / "tests/fixtures/tiny_run"
+GENERATOR = str(TINY / "rtd/export")
 LENGTH = 32
 
 
 def recipe(part: str = "heldout", temperatures=(2.0, 1.0), **changes) -> Recipe:
-    return Recipe(str(OLD / part), GENERATOR, LENGTH, temperatures, **changes)
+    return Recipe(str(TINY / part), GENERATOR, LENGTH, temperatures, **changes)
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -44,8 +44,8 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def dataset_of(replaced: Path, part: str = "heldout", **options) -> RowDataset:
-    return RowDataset([SourceConfig(path=str(OLD / part), replaced=str(replaced))],
-                      Tokenizer(OLD / "spm.model"), seq_len=LENGTH, seed=3, mask=MaskConfig(),
+    return RowDataset([SourceConfig(path=str(TINY / part), replaced=str(replaced))],
+                      Tokenizer(TINY / "spm.model"), seq_len=LENGTH, seed=3, mask=MaskConfig(),
                       **options)
 
 
@@ -81,13 +81,13 @@ def test_workers_and_a_crash_change_no_byte(stored, tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_rows_hold_what_the_generator_puts_there(stored):
-    tokenizer, dataset = Tokenizer(OLD / "spm.model"), dataset_of(stored["heldout"])
+    tokenizer, dataset = Tokenizer(TINY / "spm.model"), dataset_of(stored["heldout"])
     words, masked_lm = load_backbone(GENERATOR).masked_lm
     for draw, temperature in enumerate((2.0, 1.0)):
-        plain = RowDataset([SourceConfig(path=str(OLD / "heldout"))], tokenizer, seq_len=LENGTH,
+        plain = RowDataset([SourceConfig(path=str(TINY / "heldout"))], tokenizer, seq_len=LENGTH,
                            seed=draw, mask=MaskConfig())
         changed = 0
-        rows = plain.num_rows[str(OLD / "heldout")]
+        rows = plain.num_rows[str(TINY / "heldout")]
         epoch = draw * rows  # rows of the second epoch take the second draw
         for g in range(epoch, epoch + rows):
             found = dataset[g]
@@ -108,7 +108,7 @@ def test_shards_keep_no_maps_and_few_descriptors(stored, monkeypatch):
     monkeypatch.setattr(reading, "most_open_files", lambda: 4)
     reading._open_files.clear()
     dataset, place = dataset_of(stored["train"], "train"), str(stored["train"])
-    rows = dataset.num_rows[str(OLD / "train")]
+    rows = dataset.num_rows[str(TINY / "train")]
     found = [dataset[g] for g in range(2 * rows)]  # both draws
     assert place not in Path("/proc/self/maps").read_text()
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
@@ -126,7 +126,7 @@ def test_shards_keep_no_maps_and_few_descriptors(stored, monkeypatch):
 
 def test_draws_follow_the_epoch_or_the_course_of_the_run(stored):
     by_epoch = dataset_of(stored["heldout"])
-    rows = by_epoch.num_rows[str(OLD / "heldout")]
+    rows = by_epoch.num_rows[str(TINY / "heldout")]
     assert [by_epoch.draw(epoch * rows) for epoch in range(5)] == [0, 1, 0, 1, 0]
     by_course = dataset_of(stored["heldout"], draws_by="course", rows_of_run=10)
     assert [by_course.draw(g) for g in range(10)] == [0] * 5 + [1] * 5
@@ -135,9 +135,9 @@ def test_draws_follow_the_epoch_or_the_course_of_the_run(stored):
 @torch.no_grad()
 def test_loss_is_that_of_the_joint_run_on_the_same_replacements(stored):
     """With the generator's samples the same, a discriminator cannot tell the two objectives."""
-    run, _ = load(OLD / "rtd/run.toml", ["--objective.embedding_sharing=nes"])
-    cached, _ = load(OLD / "rtd/run.toml", ["--objective.kind=rtd_cached"])
-    tokenizer = Tokenizer(OLD / "spm.model")
+    run, _ = load(TINY / "rtd/run.toml", ["--objective.embedding_sharing=nes"])
+    cached, _ = load(TINY / "rtd/run.toml", ["--objective.kind=rtd_cached"])
+    tokenizer = Tokenizer(TINY / "spm.model")
     joint, alone = (build_model(one, tokenizer.size).eval() for one in (run, cached))
     generator = torch.Generator().manual_seed(5)
     for parameter in joint.parameters():
@@ -147,10 +147,10 @@ def test_loss_is_that_of_the_joint_run_on_the_same_replacements(stored):
     words, masked_lm = load_backbone(GENERATOR).masked_lm
     joint.words, joint.generator, joint.sampling_seed = words, masked_lm, 0
     options = {"seq_len": LENGTH, "mask": MaskConfig(), "eval_seed": 0}
-    masked = collate(eval_rows(str(OLD / "heldout"), tokenizer, **options))
+    masked = collate(eval_rows(str(TINY / "heldout"), tokenizer, **options))
     one_draw = Path(str(stored["heldout"]) + "-cold")
     replace_corpus(recipe(temperatures=(1.0,)), one_draw)
-    replaced = collate(eval_rows(str(OLD / "heldout"), tokenizer, **options,
+    replaced = collate(eval_rows(str(TINY / "heldout"), tokenizer, **options,
                                  replaced=str(one_draw)))
     divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
     _, sums, view = joint(masked, divisors)
@@ -162,12 +162,12 @@ def test_loss_is_that_of_the_joint_run_on_the_same_replacements(stored):
 
 
 def cached_run(stored, out: Path, *more: str) -> list[str]:
-    source = f'[{{path = "{OLD}/train", replaced = "{stored["train"]}"}}]'
-    return ["--config", str(OLD / "rtd/run.toml"), "--deepspeed_config",
+    source = f'[{{path = "{TINY}/train", replaced = "{stored["train"]}"}}]'
+    return ["--config", str(TINY / "rtd/run.toml"), "--deepspeed_config",
             str(ROOT / "ds_configs/zero1_fp32.json"), f"--out_dir={out}",
             "--objective.kind=rtd_cached", f"--data.sources={source}",
-            f"--data.eval={OLD}/heldout", f"--data.eval_replaced={stored['heldout']}",
-            f"--data.tokenizer={OLD}/spm.model", f"--init.generator={GENERATOR}",
+            f"--data.eval={TINY}/heldout", f"--data.eval_replaced={stored['heldout']}",
+            f"--data.tokenizer={TINY}/spm.model", f"--init.generator={GENERATOR}",
             "--train.steps=8", "--train.log_every=1", "--train.save_every=1",
             "--train.eval_every=4", "--optim.warmup_steps=0", *more]
 
@@ -205,7 +205,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path
     assert "roc_auc" in scores
     for name, value in scores.items():
         assert value == pytest.approx(found[-1][name], rel=1e-5), name
-    refused = evaluate("--run", tmp_path / "whole", "--data", OLD / "train")
+    refused = evaluate("--run", tmp_path / "whole", "--data", TINY / "train")
     assert refused.returncode == 2 and "no stored replacements" in refused.stderr
 
 
@@ -240,12 +240,12 @@ def test_what_does_not_fit_is_refused(stored, tmp_path):
     with pytest.raises(UserError, match="damaged manifest"):
         dataset_of(damaged)
     with pytest.raises(ConfigError, match="init.generator needs init.from"):
-        load(OLD / "rtd/run.toml", [f"--init.generator={GENERATOR}"])
+        load(TINY / "rtd/run.toml", [f"--init.generator={GENERATOR}"])
 
 
 def test_a_seed_without_room_for_draws_is_refused(tmp_path):
     """2e13 ended in a traceback of torch: masks and samples take the seed times a million."""
-    command = [sys.executable, str(ROOT / "data_prep/replace.py"), str(OLD / "heldout"),
+    command = [sys.executable, str(ROOT / "data_prep/replace.py"), str(TINY / "heldout"),
                "--generator", GENERATOR, "--out", str(tmp_path), "--seq_len", str(LENGTH), "--seed"]
     done = subprocess.run([*command, str(1 << 43)], capture_output=True, text=True)
     assert done.returncode == 2 and "--seed: 8796093022208 is not below 8,796," in done.stderr

@@ -18,7 +18,7 @@ from deberta_ds import config
 from deberta_ds.config import DataConfig, SourceConfig
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.remote import upload
-from deberta_ds.data.rows import ROW_RULES, RowDataset
+from deberta_ds.data.rows import RowDataset
 from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
@@ -51,28 +51,23 @@ def run_of(sources, seed=7, seq_len=SEQ_LEN):
     return dataclasses.replace(DEMO, data=data)
 
 
-def dataset_of(run, rules=ROW_RULES):
+def dataset_of(run):
     return RowDataset(run.data.sources, tiny_tokenizer(), seq_len=run.data.seq_len,
-                      seed=run.data.seed, mask=run.objective.mask, rules=rules)
+                      seed=run.data.seed, mask=run.objective.mask)
 
 
-def write_checkpoint(run, out_dir, rows_seen=ROWS_SEEN, rules=ROW_RULES):
+def write_checkpoint(run, out_dir, rows_seen=ROWS_SEEN):
     """Write what the data of a checkpoint is: run.json and the manifest that makes it whole."""
     record = RUN_RECORD | {"rows_seen": rows_seen, "config": config.to_dict(run),
-                           "fingerprints": dataset_of(run, rules).fingerprints}
-    if rules > 1:
-        record["row_rules"] = rules  # version 0.1.0 wrote none
-    else:
-        for source in record["config"]["data"]["sources"]:
-            del source["part_by"]
+                           "fingerprints": dataset_of(run).fingerprints}
     path = out_dir / "checkpoints" / "step-00000100"
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(record))
     (path / "manifest.json").write_text("{}")
 
 
-def rows_of(run, count=ROWS_SEEN, rules=ROW_RULES):
-    dataset = dataset_of(run, rules)
+def rows_of(run, count=ROWS_SEEN):
+    dataset = dataset_of(run)
     located = [dataset.locate(g) for g in range(count)]
     return {(run.data.sources[source].path, row) for source, row in located}
 
@@ -94,26 +89,6 @@ def test_a_stage_with_other_sources_weights_and_seed_repeats_no_row(corpora, tmp
     third = next_source(wiki, stages, seq_len=SEQ_LEN)[0]
     assert third.order == (7, 1) and third.first_row == stages[1].used[0]
     assert not (seen | later) & rows_of(run_of([third]), 10)
-
-
-def test_a_stage_after_a_run_of_version_0_1_0_repeats_no_row(corpora, tmp_path):
-    """Its mixture was a table of slots, and its parts were cut by position."""
-    web, wiki, _ = corpora
-    first = run_of([SourceConfig(path=web, weight=0.7, part=(0.0, 0.6)),
-                    SourceConfig(path=wiki, weight=0.3)])
-    write_checkpoint(first, tmp_path / "old", rules=1)
-    stages = [read_stage(tmp_path / "old")]
-    sources = [next_source(path, stages, seq_len=SEQ_LEN)[0] for path in (web, wiki)]
-    assert sources[0].part == (0.0, 0.6) and sources[0].part_by == "position"
-    seen, later = rows_of(first, rules=1), rows_of(run_of(sources), 40)
-    assert len(seen) == ROWS_SEEN and len(later) == 40 and not seen & later
-
-    def tokens_of(source, seq_len):
-        corpus = Corpus(source.path, seq_len=seq_len, part=source.part, part_by=source.part_by)
-        return {corpus.place(row).split(" ")[0] for row in range(corpus.num_rows)}
-
-    rest, _ = next_source(web, stages, seq_len=128, part=(0.6, 1.0))
-    assert not tokens_of(rest, 128) & tokens_of(sources[0], SEQ_LEN)
 
 
 def test_a_part_is_a_sample_of_all_inputs(corpora):
@@ -186,18 +161,10 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     values = config.to_dict(run_of([SourceConfig(path=wiki)], seed=9))
     values["data"]["sources"] = tomllib.loads(printed)["data"]["sources"]
     second = config.from_dict(values)
-    dataset = _open(second, ROW_RULES)[1]
+    dataset = _open(second)[1]
     assert np.array_equal([dataset.locate(g) for g in range(20)],
                           [dataset_of(second).locate(g) for g in range(20)])
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
-
-
-def test_a_stretch_may_be_called_part_as_before(corpora):
-    printed = [subprocess.run(
-        [sys.executable, str(ROOT / "data_prep/mixture.py"), corpora[0], "--seq_len", str(SEQ_LEN),
-         option, "0.5", "1"], check=True, capture_output=True, text=True,
-    ).stdout for option in ("--stretch", "--part")]
-    assert "part = [0.5, 1.0]" in printed[0] and printed[0] == printed[1]
 
 
 def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path):
@@ -234,21 +201,3 @@ def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path):
                        check=True, capture_output=True, env=os.environ | {"HOME": str(home)})
         assert (tmp_path / "given" if "--cache" in arguments else kept).is_dir()
         assert not (home / ".cache/deberta_ds").exists()
-
-
-def test_a_resumed_run_of_version_0_1_0_keeps_its_rows(corpora):
-    """Rules 1: rows, parts and evaluation rows are those of then."""
-    from deberta_ds.train.setup import _open
-
-    web, wiki, books = corpora
-    run = run_of([SourceConfig(path=web, weight=0.7, part=(0.0, 0.6)),
-                  SourceConfig(path=wiki, weight=0.3)])
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, eval=books),
-                              train=dataclasses.replace(run.train, eval_rows=6))
-    _, old, held_out = _open(run, rules=1)
-    expected = dataset_of(run, rules=1)
-    assert [old.locate(g) for g in range(500)] == [expected.locate(g) for g in range(500)]
-    assert old.fingerprints == expected.fingerprints != dataset_of(run).fingerprints
-    assert [row.row for row in held_out[books]] == list(range(6))
-    with pytest.raises(UserError, match="row rules 4"):
-        _open(run, rules=4)

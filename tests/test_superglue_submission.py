@@ -219,7 +219,7 @@ def submit(*arguments: str) -> subprocess.CompletedProcess:
 def test_the_command_makes_checks_and_refuses(tmp_path):
     for name, text in texts().items():
         (tmp_path / f"{name}.jsonl").write_text(text)
-    made = submit("--predictions", str(tmp_path), "--data", str(SAMPLE), "--any_size",
+    made = submit("--run", str(tmp_path), "--data", str(SAMPLE), "--any_size",
                   "--zip", str(tmp_path / "out.zip"))
     assert made.returncode == 0, made.stderr
     assert "10 files, checked" in made.stdout

@@ -42,14 +42,14 @@ class Corpus:
 
     def __init__(
         self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0),
-        part_by: str = "hash", cache: Cache = DEFAULT_CACHE,
+        cache: Cache = DEFAULT_CACHE,
     ):
         """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale.
 
         `part` (from, to) in [0, 1] opens only that stretch of the shards: stages of other lengths
-        that take other parts share no token. `part_by` "hash" orders the shards by a hash of their
-        names, so that every part is a sample of all inputs; "position" leaves them in input order,
-        as version 0.1.0 did. `path` may be a URL where data_prep/upload.py has put the corpus.
+        that take other parts share no token. Parts are cut from the shards ordered by a hash of
+        their names, so that each is a sample of all inputs. `path` may be a URL where
+        data_prep/upload.py has put the corpus.
         """
         self._remote = RemoteCorpus(str(path), cache) if is_remote(path) else None
         self.path = self._remote.directory if self._remote else Path(path)
@@ -61,11 +61,10 @@ class Corpus:
             self._read_manifests(rows_path)
         self._shards = _part_of(
             list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part,
-            part_by, self.path,
+            self.path,
         )
         if part != (0.0, 1.0):
-            how = " by hash" if part_by == "hash" else ""
-            self.fingerprint += f"[{part[0]}:{part[1]}{how}]"
+            self.fingerprint += f"[{part[0]}:{part[1]}]"
         counts = [rows.rows for _, rows in self._shards]
         self._cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_rows = int(self._cumulative[-1])
@@ -278,8 +277,7 @@ class _Paths(NamedTuple):
 
 
 def _part_of(
-    shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, float], part_by: str,
-    path: Path,
+    shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, float], path: Path,
 ) -> list[tuple[ShardInfo, RowShardInfo]]:
     low, high = part
     if not 0.0 <= low < high <= 1.0:
@@ -287,9 +285,8 @@ def _part_of(
     if not shards:
         raise UserError(f"{path}: has no documents; look at what tokenize_corpus.py left out, or "
                         "hold out more documents (its --heldout_share) if it is the held-out part")
-    order = list(range(len(shards)))
-    if part_by == "hash":
-        order.sort(key=lambda number: xxhash.xxh3_64_hexdigest(shards[number][0].name.encode()))
+    order = sorted(range(len(shards)), key=lambda number: xxhash.xxh3_64_hexdigest(
+        shards[number][0].name.encode()))
     chosen = order[round(low * len(shards)) : round(high * len(shards))]
     if not chosen:
         raise UserError(

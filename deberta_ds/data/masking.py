@@ -30,23 +30,21 @@ LONGEST_WORD = 16  # tokens
 def mask_row(
     ids: np.ndarray,
     word_start: np.ndarray,
+    character_start: np.ndarray,
     special: np.ndarray,
     mask: MaskConfig,
     mask_id: int,
     rng: np.random.Generator,
-    cut_words: bool = True,
     pad_id: int = 0,
-    character_start: np.ndarray | None = None,
     rate: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
-    `word_start` and `special` are bool tables over the tokenizer's ids (pad, cls, sep, unk and mask
-    are special). Of the chosen tokens `mask_share` become [MASK], `random_share` a random ordinary
-    id, the rest stay. Labels are the original ids there and -100 elsewhere. A row with any word
-    gets at least one target. `cut_words` False is version 0.1.0's rule: long words stay whole.
-    `character_start` is the bool table of ids that begin a character; without it long words are cut
-    at every token (rules 2 of the rows). `rate` is the row's; without it `mask.rate`.
+    `word_start`, `character_start` (ids that begin a character) and `special` (pad, cls, sep, unk
+    and mask) are bool tables over the tokenizer's ids. Of the chosen tokens `mask_share` become
+    [MASK], `random_share` a random ordinary id, the rest stay. Labels are the original ids there
+    and -100 elsewhere. A row with any word gets at least one target. `rate` is the row's; without
+    it `mask.rate`.
     """
     special_L = special[ids]
     rate = mask.rate if rate is None else rate
@@ -55,9 +53,7 @@ def mask_row(
         return _deberta_window(ids, word_start, special_L, mask, rate, budget, mask_id,
                                random.Random(int(rng.integers(1 << 63))))
     starts, lengths = word_spans(ids, word_start, special_L)
-    if cut_words:
-        begins_L = None if character_start is None else character_start[ids]
-        starts, lengths = cut_long_words(starts, lengths, budget, begins_L)
+    starts, lengths = cut_long_words(starts, lengths, budget, character_start[ids])
     if mask.max_ngram == 1:
         words = _choose_words(lengths, budget, rng)
     else:
@@ -98,10 +94,11 @@ def word_spans(
 
 
 def cut_long_words(
-    starts: np.ndarray, lengths: np.ndarray, budget: int, begins_L: np.ndarray | None = None
+    starts: np.ndarray, lengths: np.ndarray, budget: int, begins_L: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the words, with each token of one that is too long as a word of its own; given
-    `begins_L` (which tokens begin a character), each token with those that go on inside it.
+    """Return the words, with each character of one that is too long as a word of its own.
+
+    `begins_L` says which tokens begin a character; the others go on inside it.
 
     Too long is above LONGEST_WORD or above `budget`, which could never hold it; but where no word
     is within the budget, the shortest stays whole and overshoots.
@@ -113,8 +110,6 @@ def cut_long_words(
     word = np.arange(len(lengths)).repeat(parts)
     offset = np.arange(len(word)) - (parts.cumsum() - parts)[word]
     starts, lengths = starts[word] + offset, np.where(long, 1, lengths)[word]
-    if begins_L is None:
-        return starts, lengths
     first = (begins_L[starts] | (offset == 0)).nonzero()[0]
     return starts[first], np.add.reduceat(lengths, first)
 

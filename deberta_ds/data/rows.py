@@ -5,11 +5,6 @@
     row -> pieces, each framed as [CLS] piece [SEP]
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere;
     their rate is a function of g and of the run's number of rows
-
-The rules have a version, which a checkpoint keeps: runs begun with version 0.1.0 go on under rules
-1. Those have the mixture's table of 1024 slots, parts of a corpus by position, evaluation rows from
-the front of the held-out corpus, and masks in which long words stay whole. Rules 2 cut such words
-at every token, rules 3 at characters: they differ for characters that are spelled in bytes.
 """
 
 from collections.abc import Sequence
@@ -20,21 +15,20 @@ from deberta_ds.config import SourceConfig
 from deberta_ds.data.batch import Row
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
-from deberta_ds.data.mixture import build_mixture, build_slot_mixture
+from deberta_ds.data.mixture import build_mixture
 from deberta_ds.data.permutation import Permutation
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.data.replaced import Replacements
 from deberta_ds.errors import UserError
 from deberta_ds.objective_config import MaskConfig
 
-ROW_RULES = 3
 _PERMUTATIONS_KEPT = 4096
 
 
 class RowDataset:
     """Rows of a weighted mixture of corpora.
 
-    Attributes: fingerprints {path: hex}, num_rows {path: rows in one epoch}, seq_len, seed, rules.
+    Attributes: fingerprints {path: hex}, num_rows {path: rows in one epoch}, seq_len, seed.
     """
 
     def __init__(
@@ -49,33 +43,24 @@ class RowDataset:
         verify: str = "sizes",
         verify_rank: int = 0,
         verify_world_size: int = 1,
-        rules: int = ROW_RULES,
         draws_by: str = "epoch",
         rows_of_run: int = 0,
         cache: Cache = DEFAULT_CACHE,
     ):
         """Open and check every source.
 
-        UserError for a missing, damaged or stale corpus and for one of another tokenizer, and for
-        rules that this program does not know.
+        UserError for a missing, damaged or stale corpus and for one of another tokenizer.
         """
-        if rules not in range(1, ROW_RULES + 1):
-            raise UserError(f"row rules {rules}: this program knows 1 to {ROW_RULES}; go on with "
-                            "the newer version that the run was begun with")
         self.sources = tuple(sources)
-        self.seq_len, self.seed, self.mask, self.rules = seq_len, seed, mask, rules
+        self.seq_len, self.seed, self.mask = seq_len, seed, mask
         self.across_documents = across_documents
         paths = [source.path for source in sources]
         for path in paths:
             if paths.count(path) > 1:
                 raise UserError(f"data.sources names {path} twice; add up its weights")
-        build = build_mixture if rules > 1 else build_slot_mixture
-        self._mixture = build([source.weight for source in sources])
-        self._corpora = [
-            Corpus(source.path, seq_len=seq_len, part=source.part,
-                   part_by=source.part_by if rules > 1 else "position", cache=cache)
-            for source in sources
-        ]
+        self._mixture = build_mixture([source.weight for source in sources])
+        self._corpora = [Corpus(source.path, seq_len=seq_len, part=source.part, cache=cache)
+                         for source in sources]
         for corpus in self._corpora:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)
@@ -86,9 +71,9 @@ class RowDataset:
             if replaced and verify_rank == 0:
                 replaced.verify(verify)
         self._draws_by, self._rows_of_run = draws_by, rows_of_run
-        official = mask.selection == "deberta_window" and rules > 1
+        official = mask.selection == "deberta_window"
         self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
-        self._character_start = tokenizer.character_starts() if rules > 2 else None
+        self._character_start = tokenizer.character_starts()
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
         self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
                                                     tokenizer.pad_id)
@@ -191,9 +176,8 @@ class RowDataset:
             return Row(g, *replaced.apply(draw, shard, row, ids), segments, positions)
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
-            ids, self._word_start, self._special, self.mask, self._mask_id, rng,
-            cut_words=self.rules > 1, pad_id=self._pad_id, character_start=self._character_start,
-            rate=rate
+            ids, self._word_start, self._character_start, self._special, self.mask, self._mask_id,
+            rng, pad_id=self._pad_id, rate=rate
         )
         return Row(g, input_ids, labels, segments, positions)
 
@@ -228,18 +212,18 @@ def frame_pieces(
 def eval_rows(
     path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
     num_rows: int | None = None, across_documents: bool = False, verify: str = "sizes",
-    verify_rank: int = 0, verify_world_size: int = 1, rules: int = ROW_RULES, replaced: str = "",
+    verify_rank: int = 0, verify_world_size: int = 1, replaced: str = "",
     cache: Cache = DEFAULT_CACHE,
 ) -> list[Row]:
     """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
     They are the same for every checkpoint and world size. None means all; UserError if the corpus
-    has fewer than `num_rows`. Under rules 1 they are the first rows.
+    has fewer than `num_rows`.
     """
     dataset = RowDataset(
         [SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len, seed=eval_seed,
         mask=mask, across_documents=across_documents, verify=verify, verify_rank=verify_rank,
-        verify_world_size=verify_world_size, rules=rules, cache=cache,
+        verify_world_size=verify_world_size, cache=cache,
     )
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows
@@ -249,7 +233,5 @@ def eval_rows(
             f"{seq_len} tokens; ask for fewer (train.eval_rows = {available}, evaluate.py --rows), "
             "or hold out more documents (tokenize_corpus.py --heldout_share)"
         )
-    rows = range(count)
-    if rules > 1:
-        rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
+    rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row, eval_seed) for row in rows]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deberta_ds.config import SourceConfig, from_dict
 from deberta_ds.data.corpus import Corpus
-from deberta_ds.data.mixture import build_mixture, build_slot_mixture
+from deberta_ds.data.mixture import build_mixture
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.errors import UserError
 
@@ -35,22 +35,14 @@ class Stage:
 
 def stage_of(record: dict, place: str | Path) -> Stage:
     """Return the stage of a checkpoint's record (`read_run_file`); UserError names `place`."""
-    try:
-        data = from_dict(record["config"], str(place)).data
-        rows_seen, fingerprints = record["rows_seen"], record["fingerprints"]
-    except KeyError as error:
-        raise UserError(f"{place}: {error} is missing; give another checkpoint") from error
-    rules, sources = record["row_rules"], data.sources
-    build = build_mixture
-    if rules == 1:
-        build = build_slot_mixture
-        sources = tuple(replace(source, part_by="position") for source in sources)
-    given = build([source.weight for source in sources]).consumed(rows_seen)
+    data = from_dict(record["config"], str(place)).data
+    sources = data.sources
+    given = build_mixture([source.weight for source in sources]).consumed(record["rows_seen"])
     return Stage(
         str(place), data.seq_len, sources,
         tuple(source.first_row + count for source, count in zip(sources, given, strict=True)),
         tuple(source.order or (data.seed, number) for number, source in enumerate(sources)),
-        fingerprints, Cache(data.cache, data.cache_gigabytes),
+        record["fingerprints"], Cache(data.cache, data.cache_gigabytes),
     )
 
 
@@ -74,22 +66,18 @@ def next_source(
         for source, used, order in zip(stage.sources, stage.used, stage.orders, strict=True):
             if source.path not in known[stage.place]:
                 continue
-            if source.part != WHOLE:  # parts exclude each other only in one order of the shards
-                found = replace(found, part_by=source.part_by)
             wanted = source.part if part is None and stage.seq_len == seq_len else found.part
             if wanted[1] <= source.part[0] or source.part[1] <= wanted[0]:
                 continue
             if stage.seq_len != seq_len or wanted != source.part:
                 raise UserError(_overlap(path, wanted, seq_len, stage, source.part))
-            corpus = Corpus(path, seq_len=seq_len, part=wanted, part_by=found.part_by,
-                            cache=cache)
+            corpus = Corpus(path, seq_len=seq_len, part=wanted, cache=cache)
             read = _read_by(stage, source)
             if read != corpus.fingerprint:
                 raise UserError(f"{path}: not the corpus that {stage.place} has read (its "
                                 "fingerprint differs); where that stage stopped means nothing here")
             found = replace(found, first_row=used, order=order, part=wanted)
-    return found, Corpus(path, seq_len=seq_len, part=found.part, part_by=found.part_by,
-                         cache=cache)
+    return found, Corpus(path, seq_len=seq_len, part=found.part, cache=cache)
 
 
 def _names_of(path: str, stage: Stage, cache: Cache) -> list[str]:

@@ -16,8 +16,6 @@
     words       none (AutoModel loads the encoder):                head.attention.*,
     spans       deberta_ds.finetune.heads.SpanPairHead               head.classifier.*
     mentions    none: deberta_ds.finetune.heads.MentionHead        head.dense.*, head.classifier.*
-
-Directories of version 0.1.0 (finetuned.json with the model's shape, our tensor names) are read too.
 """
 
 import dataclasses
@@ -27,15 +25,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors
-from safetensors.torch import load_file
 from torch import Tensor
 
 from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError, refuse_pipe
+from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.tasks import Task, task_named
+from deberta_ds.finetune.tasks import Task
 from deberta_ds.formats import configs, hf
 from deberta_ds.formats.relative_rows import with_a_row_a_distance
 from deberta_ds.formats.release import Network
@@ -51,7 +47,7 @@ from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.validation import validate
 
 FACTS, RESULT = "finetuned.json", "result.json"
-_FORMAT = 2  # 0.1.0 wrote no number
+_FORMAT = 2
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
 _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
             "regress": "ForSequenceClassification", "choice": "ForMultipleChoice",
@@ -145,11 +141,9 @@ def load_finetuned(path: str | Path) -> Finetuned:
     if not (path / FACTS).is_file():
         raise UserError(f"{path}: no {FACTS} there; name the model/ directory of a fine-tuned run")
     facts = read_json(path / FACTS)
-    if "format" not in facts:
-        return _load_first_version(path, facts)
-    if facts["format"] != _FORMAT or not {"task", "settings"} <= facts.keys():
-        raise UserError(f"{path / FACTS}: format {facts['format']!r} without a task, or from a "
-                        f"newer version; this version reads {_FORMAT}")
+    if facts.get("format") != _FORMAT or not {"task", "settings", "threshold"} <= facts.keys():
+        raise UserError(f"{path / FACTS}: format {facts.get('format')!r} without task, settings or "
+                        f"threshold, or of another version; this version reads {_FORMAT}")
     task = validate(Task, facts["task"], f"{path / FACTS}, task")
     settings = validate(Settings, facts["settings"], f"{path / FACTS}, settings")
     release = read_release(path)
@@ -159,32 +153,13 @@ def load_finetuned(path: str | Path) -> Finetuned:
         own = key.startswith(("words.", "trunk."))
         key = key.removeprefix(HEAD).replace(_QA, "classifier.")
         weights[(BACKBONE if own else HEAD) + key] = value
-    tokenizer = _tokenizer(release.tokenizer_files, path)
-    threshold = facts.get("threshold", 0.0)
+    tokenizer = open_tokenizer(release.tokenizer_files)
+    if tokenizer is None:
+        raise UserError(f"{path}: no tokenizer beside the weights; fine-tune it again")
+    threshold = facts["threshold"]
     if type(threshold) is not float or not math.isfinite(threshold):
         raise UserError(f"{path / FACTS}: threshold {threshold!r} is no finite number")
     return Finetuned(task, settings, network.config, weights, tokenizer, threshold)
-
-
-def _load_first_version(path: Path, facts: dict) -> Finetuned:
-    try:
-        facts["model"]["position_terms"] = tuple(facts["model"]["position_terms"])
-        config = ModelConfig(**facts["model"])
-        refuse_pipe(path / SAFETENSORS)
-        weights = load_file(path / SAFETENSORS)
-        task = dataclasses.replace(task_named(facts["task"]), labels=tuple(facts["labels"]))
-    except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path}: damaged or not ours ({error}); fine-tune it again") from error
-    settings = validate(Settings, dict(task.settings), f"settings of {task.name}")
-    tokenizer = _tokenizer(find_tokenizer_files(path), path)
-    return Finetuned(task, settings, config, weights, tokenizer)
-
-
-def _tokenizer(files: dict[str, Path], path: Path) -> Tokenizer:
-    tokenizer = open_tokenizer(files)
-    if tokenizer is None:
-        raise UserError(f"{path}: no tokenizer beside the weights; fine-tune it again")
-    return tokenizer
 
 
 def find_finetuned(path: str | Path) -> Path:

@@ -4,7 +4,6 @@ Nothing is imported above that takes time: --help and a mistyped option are answ
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="TOML",
         help="settings, such as launch/runs/superglue/small.toml; any can be overridden: "
         "--all.epochs=3, --RTE.epochs=4 for one task")
-    add("--set", nargs="+", action="extend", default=[], help=argparse.SUPPRESS)  # as in 0.1.0
     add("--deepspeed_config", metavar="JSON", help="how it is run (default: fp32 without ZeRO)")
     add("--tokenizer", help="path of a tokenizer: for random:PRESET, or where the model has none")
     add("--sift", action="store_true",
@@ -42,21 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """Return (options, settings as --table.key=value); 0.1.0's --init-from is --init_from."""
-    words = [underscored(text) for text in sys.argv[1:]]
-    options, overrides = parser.parse_known_args(words)
-    for text in getattr(options, "set", ()):
-        key = text.partition("=")[0]
-        overrides.append(f"--{text}" if "." in key else f"--all.{text}")
-    return options, overrides
-
-
-def underscored(text: str) -> str:
-    """Return an option with underscores in its name; tasks' names (--AX-b.epochs) stay."""
-    name, separator, value = text.partition("=")
-    if not name.startswith("--") or "." in name:
-        return text
-    return "--" + name[2:].replace("-", "_") + separator + value
+    """Return (options, settings as --table.key=value)."""
+    return parser.parse_known_args()
 
 
 def build_sweep(

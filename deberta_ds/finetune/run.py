@@ -95,8 +95,6 @@ def finished(job: Job) -> dict | None:
         raise UserError(f"{error}; delete {job.out} to run this seed again") from None
     _check_result(job, result)
     for key, value in job.identity().items():
-        if key in ("labels_and_texts", "start_weights", "init_weights") and key not in result:
-            continue  # of older versions
         if key == "init_weights" and not value:
             continue  # what it started from is gone
         if result.get(key) != value:

@@ -9,13 +9,12 @@
     OUT/best                         points to the checkpoint of the best evaluation (train.best)
 
 A directory without manifest.json is a save that never finished. There is no `latest` file: every
-file is verified before a tensor is loaded, and only a verified directory is ever loaded. Version
-0.1.0 kept DeepSpeed's own files in zero/ instead of the first two (deepspeed_files.py).
+file is verified before a tensor is loaded, and only a verified directory is ever loaded.
 """
 
 import os
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,43 +26,41 @@ from deberta_ds.config import RunConfig, from_dict
 from deberta_ds.deepspeed_config import precision, zero_stage
 from deberta_ds.errors import UserError, listed, naming
 from deberta_ds.files import xxh3
-from deberta_ds.formats.deepspeed_files import DeepSpeedState
 from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.restore import restore
 from deberta_ds.formats.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.json_files import parse_json, typed
 from deberta_ds.model.backbone import on_meta
-from deberta_ds.model.decay import decay_groups
 from deberta_ds.model_config import computed_anywhere
 from deberta_ds.numbers import counted
-from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
+from deberta_ds.objectives.build import build_model
 from deberta_ds.records import METRICS_FILE
 
 DIRECTORY, BEST = "checkpoints", "best"
 MANIFEST, RUN_FILE = "manifest.json", "run.json"
-VERSION = 2  # of the manifest; 1 is that of version 0.1.0, whose files are in TAG
-TAG = "zero"
+VERSION = 2  # of the manifest
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What run.json must hold, and as what; version 0.1.0 wrote no key that has a default."""
+    """What run.json must hold, and as what."""
 
     step: Annotated[int, Field(ge=0)]
     world_size: Annotated[int, Field(ge=1)]
+    rows_seen: Annotated[int, Field(ge=0)]
     tokens_seen: Annotated[int, Field(ge=0)]
     seconds: float
     config: dict[str, Any]
     deepspeed: dict[str, Any]
     fingerprints: dict[str, Any]
     tokenizer_sha256: str
-    recent_losses: list[float] = field(default_factory=list)
-    since_line: dict[str, float] = field(default_factory=dict)
-    time_use: dict[str, float] = field(default_factory=dict)
-    row_rules: int = 1
-    clip_rules: int = 1
-    begun_from: str = ""
+    recent_losses: list[float]
+    since_line: dict[str, float]
+    time_use: dict[str, float]
+    begun_from: str
+    best: dict[str, Any]
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def list_finished(out_dir: str | Path) -> list[Path]:
 
 
 def read_run_file(path: str | Path) -> dict:
-    """Return run.json of a checkpoint directory, with the defaults of keys that it lacks."""
+    """Return run.json of a checkpoint directory."""
     file = Path(path) / RUN_FILE
     if not file.exists():
         raise CheckpointError(f"{file}: missing; {path} is not a checkpoint directory "
@@ -106,7 +103,7 @@ def read_run_file(path: str | Path) -> dict:
         with naming(file):
             data = file.read_bytes()
         record = parse_json(data)
-        record = asdict(typed(_Record, record)) | record
+        typed(_Record, record)
         zero_stage(record["deepspeed"]), precision(record["deepspeed"])
     except UserError as error:
         raise CheckpointError(f"{error}; use an older checkpoint") from None
@@ -203,17 +200,12 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
             raise ValueError
         for entry in files.values():
             int(entry["bytes"]), str(entry["xxh3"])
-        if version == VERSION:
-            ranks, saved_by = manifest["world_size"], _recorded(path, "world_size")
-            if saved_by is not None and ranks != saved_by:
-                return {}, [f"manifest.json is of {ranks} ranks, {RUN_FILE} of {saved_by}"]
-            wanted = {RUN_FILE, LAYOUT_FILE, *map(rank_file, range(int(ranks)))}
-        elif version == 1:
-            wanted = _files_of_version_1(path)
-        else:
-            return {}, [f"manifest.json has version {version}; this program reads 1 and {VERSION}"]
-    except CheckpointError as error:  # of run.json
-        return {}, [str(error)]
+        if version != VERSION:
+            return {}, [f"manifest.json has version {version}; this program reads {VERSION}"]
+        ranks, saved_by = manifest["world_size"], _recorded(path, "world_size")
+        if saved_by is not None and ranks != saved_by:
+            return {}, [f"manifest.json is of {ranks} ranks, {RUN_FILE} of {saved_by}"]
+        wanted = {RUN_FILE, LAYOUT_FILE, *map(rank_file, range(int(ranks)))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError,
             OverflowError):  # or not what we write
         return {}, ["manifest.json is damaged"]
@@ -235,21 +227,6 @@ def _recorded(path: Path, key: str) -> Any:
         return read_run_file(path)[key]
     except UserError:
         return None
-
-
-def _files_of_version_1(path: Path) -> set[str]:
-    """Return the names of all files that version 0.1.0 wrote, from its run.json."""
-    record = read_run_file(path)
-    stage = zero_stage(record["deepspeed"])
-    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(record["world_size"])]
-    stems = [f"{stem}_model_states.pt" for stem in ranks] if stage == 3 else [
-        "mp_rank_00_model_states.pt"]
-    # BF16_Optimizer and ZeRO-3 in bf16 put "bf16_" before the names of the optimizer's files.
-    written = {file.name for file in (path / TAG).glob("*_optim_states.pt")}
-    for stem in ranks if stage > 0 else []:
-        name = f"{stem}_optim_states.pt"
-        stems.append(f"bf16_{name}" if f"bf16_{name}" in written else name)
-    return {RUN_FILE, *(f"{TAG}/{name}" for name in stems)}
 
 
 def _file_problem(file: Path, entry: dict) -> str | None:
@@ -276,27 +253,8 @@ def layout_changes(record: dict, ds: dict) -> str:
 
 def load(engine, path: str | Path) -> None:
     """Load a verified checkpoint into the engine, whatever world size and stage wrote it."""
-    restore(engine, dist.together(lambda: open_state(path)))
+    restore(engine, dist.together(lambda: SavedState(path)))
     dist.barrier()
-
-
-def open_state(path: str | Path) -> SavedState | DeepSpeedState:
-    """Return the state in a verified checkpoint directory, of this version or 0.1.0."""
-    path = Path(path)
-    if not (path / TAG).is_dir():
-        return SavedState(path)
-    record = read_run_file(path)
-    run = from_dict(record["config"], str(path / RUN_FILE))
-    return DeepSpeedState(path / TAG, zero_stage(record["deepspeed"]), plain_order(run),
-                          objective_of(run).RENAMED)
-
-
-def plain_order(run: RunConfig) -> list[str]:
-    """Return the names of a run's parameters in the order of its optimizer."""
-    model = on_meta(build_model, run)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = decay_groups(model, run.optim.weight_decay, fixed_parameters(run))
-    return [names[id(parameter)] for group in groups for parameter in group["params"]]
 
 
 def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConfig]:
@@ -315,7 +273,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
             "copy it again from its source"
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
     run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
-    state = open_state(path)
+    state = SavedState(path)
     _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}
     whole |= {name: whole[owner] for name, owner in state.aliases.items()}
@@ -323,7 +281,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
     return whole | {name: buffer.float() for name, buffer in state.buffers.items()}, run
 
 
-def _check_model(run: RunConfig, state: SavedState | DeepSpeedState, path: Path) -> None:
+def _check_model(run: RunConfig, state: SavedState, path: Path) -> None:
     """Raise CheckpointError unless a state holds every tensor of the run's model, in its shape."""
     wanted = {name: tuple(tensor.shape)
               for name, tensor in on_meta(build_model, run).state_dict().items()}

@@ -143,8 +143,7 @@ def _changed(out: Path) -> list[str]:
     if not (out / RECORD).is_file():
         return []
     known = read_json(out / RECORD).get("files")
-    if not isinstance(known, dict):
-        return []  # of an older version
+    known = known if isinstance(known, dict) else {}
     return [name for name, state in _files(out).items() if known.get(name) != state]
 
 

@@ -30,7 +30,6 @@ from deberta_ds.formats.tokenizer_files import (
 from deberta_ds.json_files import read_json
 from deberta_ds.model_config import computed_anywhere
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.tokenizer import Tokenizer
 
 MODEL_FILE, FORMAT = "model.json", "deberta_ds-1"
 
@@ -101,16 +100,6 @@ def read_checkpoint(path: Path) -> Release:
         also = f" (newer, but unfinished: {', '.join(skipped)})" if skipped else ""
         release.notes.append(f"read: the run's newest checkpoint, {directory.name}{also}")
     release.tokenizer_files = find_tokenizer_files(directory)
-    if not release.tokenizer_files:  # version 0.1.0 did not keep it
-        path = Path(run.data.tokenizer)
-        if not path.exists():
-            raise UserError(f"{path}: the run's tokenizer is not there; run this from the "
-                            "directory the run was started in")
-        tokenizer, saved = Tokenizer(path), read_run_file(directory)["tokenizer_sha256"]
-        if saved != tokenizer.sha256:
-            raise UserError(f"{path}: is not the tokenizer that {directory} was trained with "
-                            f"(sha256 {saved}); put that one there")
-        release.tokenizer_files = tokenizer.files
     return release
 
 

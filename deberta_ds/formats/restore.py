@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from deberta_ds import dist
-from deberta_ds.formats.deepspeed_files import DeepSpeedState
 from deberta_ds.formats.engine_state import (
     MASTER,
     Buffer,
@@ -26,7 +25,7 @@ from deberta_ds.formats.saved_state import SavedState
 
 
 @torch.no_grad()
-def restore(engine, state: SavedState | DeepSpeedState) -> None:
+def restore(engine, state: SavedState) -> None:
     """Write `state` into a freshly built engine: weights, moments, counters, loss scale, buffers.
 
     Call on every rank. Raises CheckpointError if the engine has other parameters.
@@ -47,7 +46,7 @@ def restore(engine, state: SavedState | DeepSpeedState) -> None:
             value.copy_(state.buffers[name])
 
 
-def _open_files(layout: Layout, state: SavedState | DeepSpeedState) -> None:
+def _open_files(layout: Layout, state: SavedState) -> None:
     """Check the parameters, and open the files that hold what this rank will own."""
     _check_parameters(layout.shapes, state)
     everything = [(name, 0, None) for name in layout.shapes]
@@ -59,7 +58,7 @@ def _open_files(layout: Layout, state: SavedState | DeepSpeedState) -> None:
         state.open(rank)
 
 
-def _check_parameters(shapes: dict, state: SavedState | DeepSpeedState) -> None:
+def _check_parameters(shapes: dict, state: SavedState) -> None:
     if shapes != state.shapes:
         differing = sorted(name for name in shapes.keys() | state.shapes.keys()
                            if shapes.get(name) != state.shapes.get(name))
@@ -69,7 +68,7 @@ def _check_parameters(shapes: dict, state: SavedState | DeepSpeedState) -> None:
 
 
 def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,
-          state: SavedState | DeepSpeedState) -> None:
+          state: SavedState) -> None:
     """Write a buffer's weights and its entry in the optimizer's state, which is that of `name`."""
     target = buffer.weights
     _copy(target.data, MASTER, buffer, state)
@@ -86,7 +85,7 @@ def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,
     optimizer.state[target] = entry
 
 
-def _copy(target: Tensor, key: str, buffer: Buffer, state: SavedState | DeepSpeedState) -> None:
+def _copy(target: Tensor, key: str, buffer: Buffer, state: SavedState) -> None:
     flat = target.view(-1)
     for name, piece in buffer.held:
         flat[piece.offset:piece.offset + piece.count] = state.read(

@@ -162,9 +162,8 @@ class SavedState:
             self.counters = {name: operator.index(values["counters"][name]) for name in COUNTERS}
             self.aliases, self._keys = dict(values["aliases"]), list(values["keys"])
             self._loss_scale = dict(values["loss_scale"])
-            # {key: parameters that have none}; no file of version 0.1.0 or before Muon says so
-            self._without = {key: frozenset(names)
-                             for key, names in values.get("without", {}).items()}
+            # {key: parameters that have none}
+            self._without = {key: frozenset(names) for key, names in values["without"].items()}
             self._scalars = {
                 key: torch.tensor(found["value"], dtype=getattr(torch, found["tensor"]))
                 if found["tensor"] else found["value"] for key, found in values["scalars"].items()}

@@ -28,10 +28,9 @@ def build_tokenizer_json(tokenizer: Tokenizer) -> str:
     fast.decoder = fast_rules.decoder()
     special = set(tokenizer.special_ids.values())
     special |= {number for number, piece in enumerate(proto.pieces) if piece.type == piece.CONTROL}
-    takes_space = {tokenizer.mask_id} if _carries_rules(proto, tokenizer) else set()
     fast.add_special_tokens([
         tokenizers.AddedToken(name, special=True, normalized=False,
-                              lstrip=number in takes_space)
+                              lstrip=number == tokenizer.mask_id)
         for number, name in zip(sorted(special), tokenizer.pieces(sorted(special)), strict=True)])
     return json.dumps(json.loads(fast.to_str()) | framing(tokenizer), ensure_ascii=False)
 
@@ -48,11 +47,10 @@ def _before(proto, tokenizer: Tokenizer):
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     plain = rules.remove_extra_whitespaces and not _defined(proto) and not any(
         SPACE_MARK in piece.piece[1:] for piece in proto.pieces)
-    scheme, ends = ("first", fast_rules.OUTER_SPACES) if _carries_rules(proto, tokenizer) \
-        else ("always", None)
+    scheme, ends = "first", fast_rules.OUTER_SPACES
     if not rules.add_dummy_prefix:
         scheme = "never"
-    elif plain and ends:
+    elif plain:
         ends = fast_rules.LAST_SPACE
     if rules.remove_extra_whitespaces:
         steps += fast_rules.single_spaces(ends)
@@ -66,11 +64,6 @@ def _before(proto, tokenizer: Tokenizer):
         names = sorted(names, key=len, reverse=True)  # the longest is found first
         cut = pre_tokenizers.Split(Regex("|".join(map(re.escape, names))), "isolated")
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)]), cut
-
-
-def _carries_rules(proto, tokenizer: Tokenizer) -> bool:
-    """Return whether a model was not made by version 0.1.0, whose exports stay as they are."""
-    return tokenizer.normalizes_itself or proto.normalizer_spec.name == RULES_NAME
 
 
 def _defined(proto) -> list[str]:

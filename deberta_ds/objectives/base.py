@@ -78,8 +78,6 @@ class Objective(Protocol):
     METRICS: tuple[Metric, ...]
     # {network: prefix of the head it needs}, under the names of model files; "main" is published.
     HEADS: dict[str, str]
-    # {prefix of the model's parameters in checkpoints of older versions: prefix now}.
-    RENAMED: dict[str, str]
 
     def encoders(self, run: RunConfig) -> dict[str, ModelConfig]:
         """Return the shape of every network, by the names in HEADS."""

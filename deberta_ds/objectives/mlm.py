@@ -25,7 +25,6 @@ from deberta_ds.tokenizer import Tokenizer
 
 METRICS = masked_metrics("masked", "Masked-token", on_console="loss")
 HEADS = {"main": "mlm_head."}
-RENAMED = {"generator.": "masked_lm."}
 
 
 def encoders(run: RunConfig) -> dict[str, ModelConfig]:

@@ -60,7 +60,6 @@ METRICS = (*masked_metrics("generator", "Generator", on_console="gen.loss"), *DE
 HEADS = {"main": "rtd_head.", "generator": "mlm_head."}
 # Six discriminators of 8 layers that 2e-3 killed: 4e-4 nats and .005 at most.
 _DEAD_GAIN, _DEAD_AREA = 1e-3, 0.02
-RENAMED: dict[str, str] = {}
 
 
 def encoders(run: RunConfig) -> dict[str, ModelConfig]:

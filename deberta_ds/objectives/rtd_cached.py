@@ -17,7 +17,6 @@ from deberta_ds.objectives.base import Numbers, Tensors
 
 METRICS = rtd.DETECTION_METRICS
 HEADS = {"main": "rtd_head."}
-RENAMED: dict[str, str] = {}
 sentence_scores = rtd.sentence_scores
 
 

@@ -131,18 +131,16 @@ def _learned(metric: Metric, run: Run) -> Tile:
 
 def _model(run: Run) -> Tile:
     shape, objective = run.saved.run.model, run.saved.run.objective
-    parts = ((shape.num_layers, "layers"), (shape.hidden_size, "hidden"),
-             (shape.num_heads, "heads"))
-    note = " · ".join(f"{count:,} {word}" for count, word in parts if count is not None)
+    note = (f"{shape.num_layers:,} layers · {shape.hidden_size:,} hidden · "
+            f"{shape.num_heads:,} heads")
     names = [objective.kind.upper()]
-    if objective.embedding_sharing and len({m.network for m in run.objective.METRICS}) > 1:
+    if len({m.network for m in run.objective.METRICS}) > 1:
         names.append(objective.embedding_sharing.upper())
     return Tile("model", "Model", " + ".join(names), note, is_name=True)
 
 
 def _parameters(run: Run) -> Tile:
-    rows = run.saved.run.model.vocab_size
-    note = "" if rows is None else f"vocabulary of {rows:,}"
+    note = f"vocabulary of {run.saved.run.model.vocab_size:,}"
     return Tile("parameters", "Parameters", format_value(run.saved.parameters, "count"), note,
                 run.saved.parameters)
 

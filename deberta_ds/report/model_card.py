@@ -152,21 +152,21 @@ def _of_checkpoint(directory: Path) -> Training:
     run = record["config"]
     training = Training(seen=f"{record['tokens_seen']:,} tokens in {record['rows_seen']:,} rows "
                              "were read in training, repetitions counted.")
-    shares = [source.get("weight", 1.0) for source in run["data"]["sources"]]
+    shares = [source["weight"] for source in run["data"]["sources"]]
     for source, share in zip(run["data"]["sources"], shares, strict=True):
         training.data.append(_corpus(source["path"], share / sum(shares),
                                      record["fingerprints"].get(source["path"], "")))
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
-    masked = [("masked share of the tokens", _on_line(mask["rate"], mask.get("final_rate")))]
+    masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]
     if objective["kind"] == "rtd":
         masked.append(("temperature of the generator's samples", _on_line(
-            objective.get("temperature", 1.0), objective.get("final_temperature"))))
+            objective["temperature"], objective["final_temperature"])))
     if objective["kind"] == "rtd_cached":
         masked = []  # the stored replacements have theirs
     rules = f"{optim['name']}, "
     if optim["name"] == "muon":
-        rules = f"muon, momentum {optim.get('momentum', 0.95)}; all but matrices: adamw, "
+        rules = f"muon, momentum {optim['momentum']}; all but matrices: adamw, "
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
         ("rows in a step", _rows_in_a_step(train)),
@@ -182,12 +182,12 @@ def _of_checkpoint(directory: Path) -> Training:
 
 
 def _on_line(first: float, last: float | None) -> str:
-    """Return a setting as text; `last` is None where it stays, and in a run of 0.1.0."""
+    """Return a setting as text; `last` is None where it stays."""
     return f"{first}, at the end {last}" if last else f"{first}"
 
 
 def _rows_in_a_step(train: dict) -> str:
-    first = train.get("first_batch_rows")  # 0.1.0: none
+    first = train["first_batch_rows"]
     grows = f"{first:,} growing in {train['batch_growth_steps']:,} steps to " if first else ""
     return f"{grows}{train['global_batch_rows']:,}"
 

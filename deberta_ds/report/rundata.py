@@ -21,10 +21,6 @@ CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
 SUPERGLUE_FILE = "superglue/results.json"
 
-# Keys of masked LM as version 0.1.0 wrote them: read where a record lacks a declared key.
-_FORMER_KEYS = {"masked_loss": "generator_loss", "masked_accuracy": "generator_accuracy",
-                "masked_perplexity": "generator_perplexity"}
-
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Points = list[tuple[float, float]]
 
@@ -33,29 +29,29 @@ Points = list[tuple[float, float]]
 class Shape:
     """The model in four numbers."""
 
-    vocab_size: Count | None = None
-    hidden_size: Count | None = None
-    num_layers: Count | None = None
-    num_heads: Count | None = None
+    vocab_size: Count
+    hidden_size: Count
+    num_layers: Count
+    num_heads: Count
 
 
 @checked(config=READ, frozen=True)
 class _ObjectiveSection:
     kind: str
-    embedding_sharing: str = ""
+    embedding_sharing: str
 
 
 @checked(config=READ, frozen=True)
 class _TrainSection:
-    steps: Count = 0
+    steps: Count
 
 
 @checked(config=READ, frozen=True)
 class _RunSection:
     objective: _ObjectiveSection
-    name: str = ""
-    model: Shape = Shape()
-    train: _TrainSection = _TrainSection()
+    name: str
+    model: Shape
+    train: _TrainSection
 
 
 @checked(config=READ, frozen=True)
@@ -65,12 +61,12 @@ class _Saved:
     run: _RunSection
     origins: dict[str, str]
     versions: dict[str, str]
-    parameters: Count | None = None
-    world_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
-    hardware: str = ""  # of one rank
-    kernels: dict[str, dict[str, str]] = field(default_factory=dict)  # {idea: its kernel and why}
-    device: str = ""  # cpu or cuda
-    commit: str = ""
+    parameters: Count
+    world_size: Annotated[int, Field(ge=1, lt=1 << 31)]
+    hardware: str  # of one rank
+    kernels: dict[str, dict[str, str]]  # {idea: its kernel and why}
+    device: str  # cpu or cuda
+    commit: str
 
 
 @checked(config=READ, frozen=True)
@@ -171,15 +167,13 @@ def read_run(directory: str | Path) -> Run:
     place = directory / CONFIG_FILE
     saved, values = read_checked(place, _Saved)
     objective = _objective(saved.run.objective.kind, place)
-    for record in records:
-        _rename(record, objective)
     _note_ranks(records, directory / METRICS_FILE)
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval")}
     if not by_kind["train"] and not by_kind["eval"]:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
     summary, sweep = directory / SUMMARY_FILE, directory / SUPERGLUE_FILE
     return Run(
-        name=saved.run.name or directory.resolve().name,
+        name=saved.run.name,
         objective=objective,
         train=by_kind["train"],
         evals=by_kind["eval"],
@@ -211,10 +205,3 @@ def _note_ranks(records: list[dict[str, Any]], place: Path) -> None:
                                 f"{ranks!r:.40}")
         elif record["kind"] == "train" and ranks:
             record["world_size"] = ranks
-
-
-def _rename(record: dict[str, Any], objective: Objective) -> None:
-    for metric in objective.METRICS:
-        former = _FORMER_KEYS.get(metric.key)
-        if former in record and metric.key not in record:
-            record[metric.key] = record.pop(former)

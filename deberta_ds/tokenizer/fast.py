@@ -27,7 +27,7 @@ from deberta_ds.tokenizer.words import (
     bytes_of_piece,
     bytes_start_word,
     character_length,
-    metaspace_starts_word,
+    piece_starts_word,
     wordpiece_starts_word,
 )
 
@@ -120,7 +120,7 @@ class FastEngine:
             return data is None or bytes_start_word(data)
         if self.kind == "wordpiece":
             return wordpiece_starts_word(piece, self._prefix)
-        return metaspace_starts_word(piece)
+        return piece_starts_word(piece)
 
     def _byte_level_text(self, number: int) -> str:
         data = bytes_of_piece(self.pieces[number])

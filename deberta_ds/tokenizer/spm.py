@@ -4,8 +4,8 @@ DeBERTa-v2/v3 conventions (microsoft/DeBERTa, `deberta/spm_tokenizer.py`): ids 0
 [SEP] [UNK], and [MASK] is appended after the last SentencePiece piece. Other models are taken if
 they have a token for each role.
 
-Models that data_prep/train_tokenizer.py makes are given text under its rules, and so are models of
-those ids without a normalizer, which version 0.1.0 made. Any other is given the text as it stands.
+Models that data_prep/train_tokenizer.py makes are given text under its rules, any other the text as
+it stands.
 """
 
 import hashlib
@@ -33,7 +33,6 @@ from deberta_ds.tokenizer.words import (
     SPACE_MARK,
     byte_value,
     character_length,
-    metaspace_starts_word,
     piece_starts_word,
 )
 
@@ -75,21 +74,15 @@ class SentencePieceEngine:
                 self.pieces.append(MASK_PIECE)
             self.roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
                           "mask": self.pieces.index(MASK_PIECE)}
-            rules = proto.normalizer_spec
-            self.normalizes_itself = bool(
-                rules.precompiled_charsmap and rules.name != RULES_NAME)
-            self._starts_word = piece_starts_word
         else:
             self.roles = _roles(processor, path, settings)
             if self.roles != _look_up(processor, {})[0]:  # the files beside it say otherwise
                 known = json.dumps([self.sha256, self.roles], sort_keys=True)
                 self.sha256 = hashlib.sha256(known.encode()).hexdigest()
-            self.normalizes_itself = True
-            self._starts_word = metaspace_starts_word
+        self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
         _check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
         self._plain = str if self.normalizes_itself else _plain_spaces
-        self._composes = proto.normalizer_spec.name == RULES_NAME
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
@@ -102,7 +95,7 @@ class SentencePieceEngine:
     def _read(self, text: str) -> tuple[str, Places | None]:
         """Return what the model is given of `text`, and its places unless it is one for one."""
         plain = self._plain(text)
-        return _composed(plain) if self._composes else (plain, None)
+        return (plain, None) if self.normalizes_itself else _composed(plain)
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         return self._fast_processor.encode(texts, return_type="numpy", num_threads=1,
@@ -144,7 +137,7 @@ class SentencePieceEngine:
         return self.pieces[number]
 
     def starts_word(self, number: int) -> bool:
-        return self._starts_word(self.pieces[number])
+        return piece_starts_word(self.pieces[number])
 
     def starts_character(self, number: int) -> bool:
         value = byte_value(self.pieces[number])

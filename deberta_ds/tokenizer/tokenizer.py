@@ -120,16 +120,13 @@ class Tokenizer:
         """Return the ids of texts with a mask between each two.
 
         The space before a mask belongs to the masked piece, as in training; text behind it keeps
-        its own, or continues the word. (SentencePiece: as version 0.1.0, each part on its own.)
+        its own, or continues the word.
         """
         ids: list[int] = []
         for number, part in enumerate(parts):
             ids += [self.mask_id] if number else []
-            if self.normalizes_itself:
-                part = part.rstrip() if number + 1 < len(parts) else part
-                ids += self.encode_after(part) if number and part else self.encode(part)
-            else:
-                ids += self.encode(part) if part else []
+            part = part.rstrip() if number + 1 < len(parts) else part
+            ids += self.encode_after(part) if number and part else self.encode(part)
         return ids
 
     def decode(self, ids) -> str:

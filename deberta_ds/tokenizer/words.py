@@ -12,16 +12,12 @@ An id starts a word if its piece begins with
 
 Special ids and tokens added to the vocabulary start a word too. A combining mark never does; nor
 does a piece that begins inside a character; digits continue a word.
-
-SentencePiece models with DeBERTa's special ids keep the rule of version 0.1.0 for byte pieces:
-<0xE2>..<0xF4> start a word.
 """
 
 import unicodedata
 from functools import cache
 
 SPACE_MARK = "\u2581"
-_FIRST_BYTES_OF_A_WORD = range(0xE2, 0xF5)
 UNSPACED_SCRIPTS = (
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x0F00, 0x0FFF),  # Tibetan
@@ -37,14 +33,6 @@ UNSPACED_SCRIPTS = (
 
 
 def piece_starts_word(piece: str) -> bool:
-    """Return whether a piece of a SentencePiece model starts a word."""
-    value = byte_value(piece)
-    if value is not None:
-        return value in _FIRST_BYTES_OF_A_WORD
-    return piece[:1] in ("", SPACE_MARK, " ") or character_starts_word(piece[0])
-
-
-def metaspace_starts_word(piece: str) -> bool:
     """Return whether a piece of a tokenizer with the space mark starts a word."""
     value = byte_value(piece)
     if value is not None:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -23,10 +23,10 @@ class Best:
     """What `train.best` has come to; a part of every checkpoint's run.json."""
 
     score: str  # a metric's key; empty: none is looked at
+    scored: str = field(kw_only=True)  # checksum of what it is a score of
     value: float | None = None
     step: int = 0
     without: int = 0  # evaluations since then, none of them better
-    scored: str = ""  # checksum of what it is a score of; "": saved by an older version
 
     def accept(self, metric: Metric, step: int, value: float | None) -> bool:
         """Take note of an evaluation; return whether it is the best one so far."""
@@ -62,12 +62,11 @@ def continued(run: RunConfig, record: dict | None, scored: str) -> tuple[Best, s
     Also of the same score of other rows than now, `scored`, whose value would never be reached, or
     always; that is worth a line of the log.
     """
-    saved = (record or {}).get("best") or {}
     new = Best(run.train.best, scored=scored)
-    if saved.get("score") != run.train.best:
+    if not record or record["best"]["score"] != run.train.best:
         return new, ""
-    best = Best(**saved)
-    if best.value is None or best.scored in ("", scored):
+    best = Best(**record["best"])
+    if best.value is None or best.scored == scored:
         return replace(best, scored=scored), ""
     return new, (f"WARNING: train.best is a score of other rows than before: the best so far, "
                  f"{best}, counts no more")

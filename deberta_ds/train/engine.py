@@ -26,7 +26,7 @@ from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
 from deberta_ds.numbers import counted
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
-from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart, measure_in_pieces
+from deberta_ds.train.clipping import clip_networks_apart, measure_in_pieces
 from deberta_ds.train.deepspeed_check import (
     CPU_PARTS,
     check_engine,
@@ -96,12 +96,11 @@ def local_device() -> torch.device:
 
 
 def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
-                             initial: dict[str, Tensor] | None = None,
-                             clip_rules: int = CLIP_RULES):
+                             initial: dict[str, Tensor] | None = None):
     """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
 
     `ds` is the resolved dict of `deepspeed_config.resolve`. `initial` replaces the random values of
-    the parameters it names; only rank 0's is read. `clip_rules` are those the run began with.
+    the parameters it names; only rank 0's is read.
     """
     stage3 = deepspeed_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
@@ -109,8 +108,8 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     gather = _gather_for_writing if stage3 else nullcontext
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
-    apart = objective_of(run).clipped_apart(run) if clip_rules > 1 else ()
-    return build_engine(model, run.optim, ds, fixed_parameters(run), apart=apart)
+    return build_engine(model, run.optim, ds, fixed_parameters(run),
+                        apart=objective_of(run).clipped_apart(run))
 
 
 def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset(),

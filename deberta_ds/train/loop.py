@@ -29,7 +29,6 @@ from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import best, engine, machine
 from deberta_ds.train.check import changed_values
-from deberta_ds.train.clipping import clip_rules_of
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
 from deberta_ds.train.saver import Saver
@@ -82,8 +81,7 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
     tensors, notes = ({}, []) if record else first_weights(run)
     for line in notes:
         log.info(line)
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors,
-                                                   clip_rules_of(record))
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     del tensors
     check_restorable(model_engine)
     if record:
@@ -147,7 +145,7 @@ class Trainer:
         """`record` is run.json of the checkpoint that was loaded; None at step 0."""
         self.begun_from = begun_from
         self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
-        self.objective, self.clip_rules = objective_of(run), clip_rules_of(record)
+        self.objective = objective_of(run)
         self.step = record["step"] if record else 0
         self.tokens_seen = record["tokens_seen"] if record else 0
         self.seconds_before = record["seconds"] if record else 0.0
@@ -345,7 +343,6 @@ class Trainer:
                   "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
-                  "row_rules": self.inputs.dataset.rules, "clip_rules": self.clip_rules,
                   "begun_from": self.begun_from,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
         with self.watchdog.patience(), self.time_use.during("saves"):

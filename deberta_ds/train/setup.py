@@ -14,7 +14,7 @@ from deberta_ds import __version__, config, cpu, deepspeed_config, dist
 from deberta_ds.batch_schedule import problems_with_ranks, rows_before, rows_of_run
 from deberta_ds.config import RunConfig
 from deberta_ds.data.remote import Cache
-from deberta_ds.data.rows import ROW_RULES, Row, RowDataset, eval_rows
+from deberta_ds.data.rows import Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
 from deberta_ds.formats.checkpoint import Found, find, read_run_file
 from deberta_ds.formats.shape import padded_rows
@@ -63,7 +63,7 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     raise_problems(place, problems_with_ranks(run.train, dist.world_size(),
                                               record["step"] if record else 0))
     dist.together(lambda: check_link(run))
-    inputs = _open_inputs(run, ds_values, place, record["row_rules"] if record else ROW_RULES)
+    inputs = _open_inputs(run, ds_values, place)
     if record:
         check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
                        str(found.path))
@@ -87,9 +87,9 @@ def _join_group(run: RunConfig, ds_values: dict, place: str) -> None:
         cpu.use_onednn()
 
 
-def _open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inputs:
-    """Open the inputs under the row rules `rules` and check the whole run; as `_join_group`."""
-    tokenizer, dataset, held_out = dist.together(lambda: _open(run, rules))
+def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
+    """Open the inputs and check the whole run; as `_join_group`."""
+    tokenizer, dataset, held_out = dist.together(lambda: _open(run))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
     num_parameters = count_parameters(on_meta(build_model, run))
@@ -97,7 +97,7 @@ def _open_inputs(run: RunConfig, ds_values: dict, place: str, rules: int) -> Inp
     return Inputs(tokenizer, dataset, held_out, ds, num_parameters, pairs)
 
 
-def _open(run: RunConfig, rules: int) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
+def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     """Open tokenizer and corpora; each rank verifies its share of the shards."""
     data, mask = run.data, run.objective.mask
     cache = Cache(data.cache, data.cache_gigabytes)
@@ -106,13 +106,12 @@ def _open(run: RunConfig, rules: int) -> tuple[Tokenizer, RowDataset, dict[str, 
         data.sources, tokenizer,
         seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
         verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
-        rules=rules, draws_by=run.objective.draws_by,
-        rows_of_run=rows_of_run(run.train), cache=cache)
+        draws_by=run.objective.draws_by, rows_of_run=rows_of_run(run.train), cache=cache)
     held_out = {
         name: eval_rows(path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
                         num_rows=run.train.eval_rows, across_documents=data.across_documents,
                         verify=data.verify, verify_rank=dist.rank(),
-                        verify_world_size=dist.world_size(), rules=rules,
+                        verify_world_size=dist.world_size(),
                         replaced=data.eval_replacements.get(name, ""), cache=cache)
         for name, path in data.eval_corpora.items()}
     return tokenizer, dataset, held_out

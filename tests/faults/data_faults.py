@@ -24,7 +24,7 @@ import psutil
 
 ROOT = Path(__file__).parent.parent.parent
 PREP = ROOT / "data_prep"
-OLD = ROOT / "tests" / "fixtures" / "version_0_1_0"  # a small corpus and its generator
+TINY = ROOT / "tests" / "fixtures" / "tiny_run"  # a small corpus and its generator
 STAGES = ["train_tokenizer", "dedup", "tokenize_corpus", "pack", "near", "filter", "decontaminate",
           "filtered", "take_down", "replace", "stage_local", "upload", "output_at_a_url"]
 FILTERS = 'use = ["language", "lines", "gopher", "personal"]\n[lines]\nend_mark = false\n'
@@ -81,8 +81,8 @@ def stage(name: str, args, out: Path) -> list[str]:
         "take_down": [f"{PREP}/take_down.py", str(args.scratch / "packed"), "--tokenizer", model,
                       "--documents_from", str(args.scratch / "names.txt"), "--out", str(out),
                       *workers],
-        "replace": [f"{PREP}/replace.py", str(OLD / "train"), "--generator",
-                    str(OLD / "rtd" / "export"), "--seq_len", "32", "--temperatures", "2", "1.5",
+        "replace": [f"{PREP}/replace.py", str(TINY / "train"), "--generator",
+                    str(TINY / "rtd" / "export"), "--seq_len", "32", "--temperatures", "2", "1.5",
                     "1", "--out", str(out), *workers],
         "upload": [f"{PREP}/upload.py", str(args.scratch / "packed"), "--to", url],
         "output_at_a_url": [*tokenized, "--out", url, *cache],

@@ -20,7 +20,7 @@ CLASSES: dict[str, Callable[[Random, Path], Case]] = {
         cases_data.corpus, cases_data.shards, cases_data.replaced, cases_data.findings,
         cases_data.remote, cases_data.filters, cases_data.against, cases_data.pairs,
         cases_data.tokenizer,
-        cases_model.checkpoint, cases_model.old_checkpoint, cases_model.model,
+        cases_model.checkpoint, cases_model.model,
         cases_model.microsoft, cases_model.official, cases_model.ours,
         cases_task.task, cases_task.own_task_file, cases_task.settings_file, cases_task.results,
         cases_task.submission, cases_task.finetuned, cases_task.page, cases_paths.paths,

@@ -32,25 +32,6 @@ def checkpoint(random: Random, place: Path) -> Case:
     return Case(command, f"{path.relative_to(step)} {change.text}", ("out", path.name))
 
 
-def old_checkpoint(random: Random, place: Path) -> Case:
-    """A checkpoint of version 0.1.0, DeepSpeed's pickles, with a broken file or with code in it."""
-    step = place / "old/step-00000004"
-    path = random.choice(mutate.files_under(step))
-    if random.random() < 0.3:
-        path = random.choice(sorted(step.rglob("*.pt")))
-        _hide_code(random, path, place)
-        change = mutate.Change(f"{path.name} holds code", False)
-    elif random.random() < 0.4:
-        path = random.choice(sorted(step.rglob("*.pt")))
-        change = _change_pickle(random, path)
-    else:
-        change = (mutate.json_file if path.suffix == ".json" else mutate.file)(random, path)
-    if path.name != "manifest.json" and path.is_file() and random.random() < 0.8:
-        _write_manifest_anew(step)
-        change = mutate.Change(f"{change.text}, fresh manifest", False)
-    return Case(random.choice(READERS["old_checkpoint"]), change.text, ("old", path.name))
-
-
 def model(random: Random, place: Path) -> Case:
     """An exported model with a broken file, read by whoever reads models."""
     return _directory(random, place, "hf", "model")
@@ -113,10 +94,7 @@ def _change_pickle(random: Random, path: Path) -> mutate.Change:
     """Change one value in a pickle of tensors and plain values, and write it again."""
     import torch
 
-    from deberta_ds.formats.deepspeed_files import _SAFE
-
-    with torch.serialization.safe_globals(_SAFE):
-        whole = torch.load(path, map_location="cpu", weights_only=True)
+    whole = torch.load(path, map_location="cpu", weights_only=True)
     nodes = list(_nodes(whole, ()))
     where, parent, key = random.choice(nodes)
     old = parent[key]

@@ -5,7 +5,8 @@ from tests.fuzz.commands import Command
 
 _SPM = ("--tokenizer", "spm.model")
 _STEP = "out/checkpoints/step-00000002"
-_SMALL = ("--any_size", "--set", "epochs=1", "max_length=64", "window_overlap=16", "train_rows=4")
+_SMALL = ("--any_size", "--all.epochs=1", "--all.max_length=64", "--all.window_overlap=16",
+          "--all.train_rows=4")
 SUITE_TASKS = ("CB", "COPA", "RTE", "MultiRC")  # of the small sweep
 _LEFT_OUT = ("BoolQ", "WiC", "WSC", "ReCoRD")
 
@@ -32,7 +33,7 @@ def sweep(out: str) -> Command:
 def own_task(*more: str) -> Command:
     """The command that fine-tunes a task of the user's own."""
     return Command("launch/finetune.py", ("--task", "tickets.toml", "--model", "hf", "--out", "new",
-                                          "--set", "max_length=32", *more))
+                                          "--all.max_length=32", *more))
 
 
 def convert(model: str, to: str, out: str = "new") -> Command:
@@ -107,9 +108,6 @@ READERS: dict[str, list[Command]] = {
         Command("launch/export.py", ("--run", "out", "--out", "new")),
         convert("out", "ours"),
         pretrain("--out_dir=new", "--init.from=out", *BRIEF)],
-    "old_checkpoint": [
-        Command("launch/export.py", ("--run", "old/step-00000004", "--out", "new")),
-        convert("old/step-00000004", "ours")],
     "model": [
         convert("hf", "ms"), convert("hf", "hf"), convert("hf", "ours"),
         Command("launch/fill_mask.py", ("--model", "hf", "the [MASK] of")),

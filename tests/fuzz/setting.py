@@ -72,7 +72,6 @@ max_line_share = 0.9
 [personal]
 kinds = ["email", "phone"]
 """
-OLD = Path("tests/fixtures/version_0_1_0")  # as its run file names the tokenizer
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,6 @@ def prepare(root: Path, server: Server) -> Setting:
              *tokenizer)
         _run(server, root, "data_prep/pack.py", name, "--seq_len", "64", *tokenizer)
     shutil.copytree(ROOT / "tests/fixtures/superglue", root / "superglue")
-    shutil.copytree(ROOT / OLD / "mlm/step-00000004", root / "old/step-00000004")
-    (root / OLD).mkdir(parents=True)
-    shutil.copy(ROOT / OLD / "spm.model", root / OLD)
     _make(server, root, pretrain())
     _run(server, root, "launch/export.py", "--run", "out", "--out", "hf")
     _prepare_more_data(root, server)

@@ -22,7 +22,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deberta_ds import config, dist
+from deberta_ds import config, dist, native
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import MASTER
 from deberta_ds.formats.saved_state import SavedState
@@ -88,7 +88,9 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
 
 def write(model_engine, run, ds: dict, out: Path) -> None:
     record = {"world_size": dist.world_size(), "config": config.to_dict(run), "deepspeed": ds,
-              "tokens_seen": 0, "seconds": 0.0, "fingerprints": {}, "tokenizer_sha256": ""}
+              "rows_seen": 0, "tokens_seen": 0, "seconds": 0.0, "fingerprints": {},
+              "tokenizer_sha256": "", "recent_losses": [], "since_line": {}, "time_use": {},
+              "cpu_rules": native.RULES, "begun_from": "", "best": {}, "versions": {}}
     save_checkpoint(model_engine, out, 2, record, keep=1)
 
 

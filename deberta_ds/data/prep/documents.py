@@ -51,9 +51,8 @@ class ReadOptions:
     extract_html: bool = False
 
     def describe(self) -> dict:
-        """Return what ties a job to these options, as before there were those that came later."""
-        later = ("id_key", "extract_html")
-        return {name: value for name, value in asdict(self).items() if name not in later or value}
+        """Return what ties a job to these options."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

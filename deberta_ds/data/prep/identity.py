@@ -7,7 +7,6 @@
       documents/manifest.json  size and xxh3-128 of each; written before the corpus's own manifest
 
 They take no part in the corpus's fingerprint: equal shards are equal, whatever they came from.
-Corpora of version 0.1.0 have none.
 """
 
 import json
@@ -35,15 +34,13 @@ _AGAIN = "copy it again from its source, or make the corpus again"
 
 
 class Origin(NamedTuple):
-    """Where a document came from. `id` is "" without --id_key; a corpus of 0.1.0 has no
-    `characters`.
-    """
+    """Where a document came from. `id` is "" without --id_key."""
 
     source: str
     place: int
     id: str
     label: str
-    characters: int | None = None
+    characters: int
 
     @property
     def name(self) -> str:
@@ -122,8 +119,7 @@ class Origins:
             self.files = {str(name): [int(size), str(digest)] for name, (size, digest)
                           in json.loads(path.read_bytes())["files"].items()}
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; the corpus was made by a version that kept "
-                            "no origins of documents: make it again to have them") from error
+            raise UserError(f"{path}: {error.strerror}; {_AGAIN}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from error
         self.table = cache(self._read)

@@ -110,10 +110,7 @@ def take_down_shard(
         if number in is_gone:
             row = labels.setdefault(origin.label, [0, 0, 0])
             is_new = (origin.source, origin.place) != before
-            characters = origin.characters
-            if characters is None:
-                characters = len(tokenizer.decode(ids))
-            row[:] = [row[0] + is_new, row[1] + characters, row[2] + len(ids)]
+            row[:] = [row[0] + is_new, row[1] + origin.characters, row[2] + len(ids)]
             before = (origin.source, origin.place)
     if len(gone) == shard.documents:
         return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}

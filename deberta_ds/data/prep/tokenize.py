@@ -116,7 +116,7 @@ def tokenize_corpus(
 
 def _say_unknown(results: list[dict]) -> None:
     """Warn of text that is lost. Not in the manifest, whose hash names a corpus by its shards."""
-    unknown = sum(result.get("unknown_tokens", 0) for result in results)  # of an older unit: 0
+    unknown = sum(result["unknown_tokens"] for result in results)
     tokens = sum(info["tokens"] for result in results for written in result["shards"]
                  for info in written)
     if lost := unknown_pieces(unknown, tokens):
@@ -132,7 +132,7 @@ def _has_files(result: dict, targets: list[str]) -> bool:
         for shard in result["shards"][number]:
             sizes[Path(target, "tokens", f"{shard['name']}.npy")] = shard["bytes"]
             sizes[Path(target, "ends", f"{shard['name']}.npy")] = shard["ends_bytes"]
-        for name, (size, _) in result.get("origins", [{}] * len(targets))[number].items():
+        for name, (size, _) in result["origins"][number].items():
             sizes[origins_path(target, name)] = size
     return all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
 
@@ -251,9 +251,8 @@ def is_held_out(text: str, share: float) -> bool:
 
 def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokenizer) -> None:
     for number, target in reversed(list(enumerate(targets))):
-        write_origins_manifest(target, {  # units done by older versions have none
-            name: file for result in results if "origins" in result
-            for name, file in result["origins"][number].items()})
+        write_origins_manifest(target, {
+            name: file for result in results for name, file in result["origins"][number].items()})
         write_manifest(target, _manifest(results, target == targets[0], tokenizer))
 
 
@@ -266,9 +265,6 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
             total = labels.setdefault(label, [0, 0, 0])
             labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
     counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
-    for name in ("contaminated", "filtered", "held_out"):
-        if not counts[name]:  # version 0.1.0 had no such count: equal shards, equal fingerprint
-            del counts[name]
     counts |= {"documents": sum(shard.documents for shard in shards),
                "characters": sum(row[1] for row in labels.values()),
                "tokens": sum(shard.tokens for shard in shards)}

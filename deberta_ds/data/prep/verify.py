@@ -17,10 +17,8 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
     lengths = sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(path))
     if not lengths:
         raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
-    lines = []
-    if (Path(path) / DIRECTORY).exists():
-        files = Origins(path).verify(mode)
-        lines.append(f"{path}/{DIRECTORY}: {files:,} files agree ({mode})")
+    files = Origins(path).verify(mode)
+    lines = [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})"]
     for seq_len in lengths:
         corpus = Corpus(path, seq_len=seq_len)
         if tokenizer_sha256:
