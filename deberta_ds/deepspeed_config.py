@@ -167,6 +167,9 @@ def problems_between(values: dict) -> list[str]:
           if values.get(name, {}).get("enabled")]
     if len(on) > 1:
         problems.append(f"{' and '.join(on)}: only one of them can be enabled")
+    if stage == 0 and precision(values) != "fp32":
+        problems.append(f"zero_optimization.stage = 0 with {precision(values)}: use stage 1, it "
+                        "computes the same (DeepSpeed 0.19.8 trains wrongly there)")
     return problems
 
 

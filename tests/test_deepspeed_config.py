@@ -56,6 +56,8 @@ def problems(values: dict, tmp_path) -> str:
      "offload_param.device = 'disk': input should be 'none', 'cpu' or 'nvme'"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "only one of them can be enabled"),
     ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "only one of them"),
+    ({"bf16": {"enabled": True}}, "stage = 0 with bf16: use stage 1, it computes the same"),
+    ({"fp16": {"enabled": True}, "zero_optimization": {}}, "stage = 0 with fp16: use stage 1"),
     ({"bf16": {"enabled": "no"}}, "bf16.enabled = 'no': input should be a valid boolean"),
     ({"bf16": True}, "bf16 = True: input should be an object"),
     ({"fp16": {"enabled": True, "hysteresis": True}}, "fp16.hysteresis = True: input should be"),
@@ -113,8 +115,8 @@ def test_what_is_no_json_object_is_named(text, tmp_path):
 def test_a_byte_order_mark_is_passed_over(tmp_path):
     """As Windows' editors write it, here and in TOML files."""
     file = tmp_path / "ds.json"
-    file.write_text('\ufeff{"bf16": {"enabled": true}}')
-    assert deepspeed_config.load(file)["bf16"] == {"enabled": True}
+    file.write_text('\ufeff{"bf16": {"enabled": false}}')
+    assert deepspeed_config.load(file)["bf16"] == {"enabled": False}
     file.write_text('\ufeff[train]\nsteps = 3\n')
     assert read_toml(file, "run file", "x.toml") == {"train": {"steps": 3}}
     file.write_bytes("[train]\nname = 'é'\n".encode("latin-1"))

@@ -140,8 +140,6 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
         train = replace(run.train, checkpoint_layers=layers, recompute=recompute)
         activations = trace(replace(run, train=train), _DTYPES[precision], fused=True)
         for stage in (0, 1, 2, 3):
-            if stage == 0 and precision != "fp32":
-                continue  # not offered: ds_configs/README.md
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if deepspeed_config.problems_between(staged):
                 continue  # pretrain would refuse it

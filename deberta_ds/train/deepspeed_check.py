@@ -27,8 +27,6 @@ _WRAPPER = ("param_groups", "overflow", "optimizer.state")
 _ZERO = (*_WRAPPER, "loss_scaler", "unscale_and_clip_grads", "get_grad_norm_direct",
          "complete_grad_norm_calculation_for_cpu_offload")
 OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; formats/engine_state.py reads and writes their state
-    "FP16_UnfusedOptimizer": (*_WRAPPER, "loss_scale_config", "fp16_groups", "fp32_groups",
-                              "unscale_and_clip_grads"),
     "BF16_Optimizer": (*_WRAPPER, "bf16_groups", "fp32_groups_flat_partition",
                        "fp32_groups_gradients", "clip_grad", "step", "update_lp_params"),
     "DeepSpeedZeroOptimizer": (

@@ -35,7 +35,6 @@ from deberta_ds.train.deepspeed_check import (
     check_machine,
     check_parts,
 )
-from deberta_ds.train.half_without_zero import mend_half_without_zero
 from deberta_ds.train.muon import Muon
 from deberta_ds.train.optim import build_optimizer
 
@@ -151,7 +150,6 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
                                       config=ds)
     check_engine(engine)
-    mend_half_without_zero(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
     clip_networks_apart(engine)

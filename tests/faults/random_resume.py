@@ -83,8 +83,8 @@ def draw_case(random: Random, root: Path) -> list[str]:
     stage = random.choice([0, 1, 2, 3, 3, 3])
     zero = {"stage": stage} | draw(random, OF_ZERO) | (draw(random, OF_STAGE_3) if stage == 3
                                                        else {})
-    (root / "deepspeed.json").write_text(json.dumps(
-        {"zero_optimization": zero} | random.choice(PRECISIONS)))
+    precision = random.choice(PRECISIONS if stage else PRECISIONS[:2])
+    (root / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero} | precision))
     return ["--config", str(run_file), "--deepspeed_config", str(root / "deepspeed.json"),
             *(f"--{name}={value}" for name, value in options.items())]
 

@@ -33,10 +33,10 @@ from deberta_ds.train.setup import open_run
 from deberta_ds.train.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
-KINDS = ("zero0_fp32", "zero0_bf16", "zero0_fp16", "zero1_fp32", "zero1_bf16", "zero1_fp16",
+KINDS = ("zero0_fp32", "zero1_fp32", "zero1_bf16", "zero1_fp16",
          "zero1_bf16_fp32accumulation", "zero1_fp32_roundrobin", "zero2_fp32", "zero2_bf16_cpu",
          "zero3_fp32", "zero3_bf16", "zero3_fp16", "zero3_bf16_cpu")
-SAVED_BY_ONE = ("zero0_bf16", "zero1_fp32_roundrobin", "zero3_bf16")  # the others by two ranks only
+SAVED_BY_ONE = ("zero0_fp32", "zero1_fp32_roundrobin", "zero3_bf16")  # the others by two ranks only
 REFERENCES = {1: "zero1_fp32", 2: "zero3_bf16"}  # by the number of ranks that load
 MUON_KINDS = tuple(kind for kind in KINDS if not kind.endswith("cpu"))  # which it does not take
 NVME_KINDS = ("zero3_nvme", "zero1_fp32")
