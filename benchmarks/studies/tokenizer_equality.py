@@ -1,6 +1,7 @@
 """Are our ids those of AutoTokenizer? Tokenizers in the layouts of public models, trained here.
 
-    python benchmarks/tokenizer_equality.py --languages DIR/LANG/*.md --code DIR --scratch DIR
+    python -m benchmarks.studies.tokenizer_equality --languages DIR/LANG/*.md --code DIR \
+        --scratch DIR
 
 For each tokenizer and each kind of text, the number of texts whose ids differ: from AutoTokenizer
 on the same directory (of a SentencePiece model: from that library on the text as it stands), from
@@ -30,7 +31,7 @@ from deberta_ds.formats.tokenizer_files import write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import tokenizer_cases  # noqa: E402  (needs the path above)
 from word_boundaries import compare_words  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Measure the filters on novels and on pages as the web has them, beside datatrove's rules.
 
-    python benchmarks/data_filters.py filters --text DIR_OF_TXT --scratch DIR
-    python benchmarks/data_filters.py pages --text DIR_OF_TXT --scratch DIR
+    python -m benchmarks.studies.data_filters filters --text DIR_OF_TXT --scratch DIR
+    python -m benchmarks.studies.data_filters pages --text DIR_OF_TXT --scratch DIR
 
 datatrove is taken where it is installed (`pip install --no-deps datatrove loguru humanize`).
 """
@@ -12,7 +12,7 @@ import re
 import time
 from collections import Counter
 
-from data import main
+from benchmarks.data import main
 
 CLEAN, DEBRIS = 2000, (
     "Home | About us | Products | Contact | Login", "Cookie policy: this site uses cookies.",

@@ -1,6 +1,7 @@
 """Kinds of tokenizers beside each other on one text, each trained on the same sample of it.
 
-    python benchmarks/tokenizer_kinds.py --text novels/ --scratch DIR [--kinds bpe] [--pieces 8000]
+    python -m benchmarks.studies.tokenizer_kinds --text novels/ --scratch DIR [--kinds bpe] \
+        [--pieces 8000]
 
 fertility: tokens a word and bytes a token, on held-out text; speed: MB of text a second of
 processor time, a whole batch in the tokenizer's engine; bits a byte: of a small masked LM after one

@@ -2,7 +2,7 @@
 
 All edges come from the kernels' own rules (`fused.bands`), so the picture cannot drift from them.
 
-  python -m benchmarks.attention_picture [--out docs/images/attention-tiles.png]
+  python -m benchmarks.studies.attention_picture [--out docs/images/attention-tiles.png]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Measure the largest memory of a process of every prep command, on texts of several sizes.
 
-    python benchmarks/data_memory.py --text DIR_OF_TXT --scratch DIR --seconds 550
+    python -m benchmarks.studies.data_memory --text DIR_OF_TXT --scratch DIR --seconds 550
 
 Texts: 50 MB and 500 MB of novels by chapter, and one file of 1 GB of JSON lines of about 1,000
 characters. Commands that are done are kept in benchmarks/results/data_memory_commands.json; after
@@ -12,7 +12,7 @@ import json
 import time
 from pathlib import Path
 
-from data import CHAPTERS, PREP, RESULTS, machine, novels, run
+from benchmarks.data import CHAPTERS, PREP, RESULTS, machine, novels, run
 
 SIZES = {"50 MB": 50_000_000, "500 MB": 500_000_000, "1 GB of small documents": 1_000_000_000}
 

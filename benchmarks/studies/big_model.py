@@ -1,6 +1,6 @@
 """Train the 1.5B model for real steps on one CPU machine, under a memory guard; measure it.
 
-    python benchmarks/big_model.py [--out benchmarks/results/big_model.json] [--floor 1.5]
+    python -m benchmarks.studies.big_model [--out benchmarks/results/big_model.json] [--floor 1.5]
         [--config launch/runs/deberta_1p5b_cpu_steps.toml] [-- --data.tokenizer=... ...]
 
 Runs launch/pretrain.py with the NVMe rung (ZeRO-3, bf16, optimizer on disk) as a child: two steps,
@@ -32,7 +32,7 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.planner.activations import trace
 from deberta_ds.planner.plan import memory_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED_MEMORY_GIB, NEEDED_DISK_GIB = 19, 50
 KILL_AFTER = 3  # steps; the run saves after the second
 GIB = 1 << 30

@@ -1,7 +1,7 @@
 """ONNX files against PyTorch: differences at several lengths, sizes, and time, by family.
 
-    python -m benchmarks.onnx_parity                      # benchmarks/results/onnx_parity-cpu.json
-    python -m benchmarks.onnx_parity --classifier runs/nli/MNLI/seed-1/model --data DIR
+    python -m benchmarks.studies.onnx_parity
+    python -m benchmarks.studies.onnx_parity --classifier runs/nli/MNLI/seed-1/model --data DIR
 
 Random weights of published widths, with fewer layers and words. With --classifier it is a
 fine-tuned classifier that is scored on its validation split instead, in PyTorch, fp32 and int8

@@ -1,7 +1,8 @@
-"""Draw what `benchmarks.orderings` tabulates: docs/images/orderings-cpu.png.
+"""Draw what `benchmarks.studies.orderings` tabulates: docs/images/orderings-cpu.png.
 
-    python -m benchmarks.orderings_picture --runs trained --arms gdes es nes mlm
-    python -m benchmarks.orderings_picture --runs trained --arms mlm mlm-noemd mlm-nop2c mlm-noc2p \
+    python -m benchmarks.studies.orderings_picture --runs trained --arms gdes es nes mlm
+    python -m benchmarks.studies.orderings_picture --runs trained \
+        --arms mlm mlm-noemd mlm-nop2c mlm-noc2p \
         --out docs/images/ablations-cpu.png
 
 A line or a point a run; the short line is the mean of an arm's seeds, the dotted one is chance, or
@@ -19,7 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from benchmarks.orderings import Run, find_runs, measures, read  # noqa: E402
+from benchmarks.studies.orderings import Run, find_runs, measures, read  # noqa: E402
 from deberta_ds.errors import exit_cleanly  # noqa: E402
 from deberta_ds.records import read_metrics  # noqa: E402
 

@@ -1,7 +1,8 @@
 """What the checks of every step cost: bad steps, the request to stop, spikes, and the watchdog.
 
-    python benchmarks/check_cost.py --out benchmarks/results/check_cost.json
-    torchrun --nproc_per_node=2 benchmarks/check_cost.py --out benchmarks/results/check_cost.json
+    python -m benchmarks.studies.check_cost --out benchmarks/results/check_cost.json
+    torchrun --nproc_per_node=2 -m benchmarks.studies.check_cost \
+        --out benchmarks/results/check_cost.json
 
 Two ways: steps with and without the checks on one engine, in turn (first one, then the other way
 round); and each check's own calls, timed alone, against the median step. The second is the figure;
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from launching import make_run  # noqa: E402
 from measure import environment  # noqa: E402

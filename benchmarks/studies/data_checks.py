@@ -1,9 +1,9 @@
 """Check what the data pipeline writes, on real text: order, languages, near duplicates, opening.
 
-    python benchmarks/data_checks.py order --text DIR_OF_TXT --scratch DIR
-    python benchmarks/data_checks.py near --text DIR_OF_TXT --scratch DIR
-    python benchmarks/data_checks.py open --scratch DIR
-    python benchmarks/data_checks.py languages --text DIR_OF_LANGUAGE_DIRS --scratch DIR
+    python -m benchmarks.studies.data_checks order --text DIR_OF_TXT --scratch DIR
+    python -m benchmarks.studies.data_checks near --text DIR_OF_TXT --scratch DIR
+    python -m benchmarks.studies.data_checks open --scratch DIR
+    python -m benchmarks.studies.data_checks languages --text DIR_OF_LANGUAGE_DIRS --scratch DIR
 
 Writes the same JSON files as benchmarks/data.py, one a topic.
 """
@@ -15,7 +15,8 @@ import subprocess
 import sys
 
 import numpy as np
-from data import CHAPTERS, PREP, main, novels, run
+
+from benchmarks.data import CHAPTERS, PREP, main, novels, run
 
 
 def measure_order(args) -> dict:

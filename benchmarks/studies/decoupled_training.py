@@ -1,6 +1,7 @@
 """Does the joint loss learn as well as the official two optimizers in turn? Plain PyTorch, CPU.
 
-    python benchmarks/decoupled_training.py --config launch/runs/demo.toml [--section.key=value ...]
+    python -m benchmarks.studies.decoupled_training --config launch/runs/demo.toml \
+        [--section.key=value ...]
 
 joint: L_G + lambda L_D, one backward, one global norm, one AdamW step.
 two_norms: as joint, but each network's gradient is clipped by its own norm (as pretrain.py does).

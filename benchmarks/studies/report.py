@@ -1,6 +1,6 @@
 """Draw benchmarks/results/*.json as the pictures of docs/performance.md.
 
-  python -m benchmarks.report [--results DIR] [--out docs/images]
+  python -m benchmarks.studies.report [--results DIR] [--out docs/images]
 """
 
 import argparse

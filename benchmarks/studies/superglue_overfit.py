@@ -1,6 +1,7 @@
 """Can every SuperGLUE task learn 32 official rows by heart, alike on one process and on two ranks?
 
-    python benchmarks/superglue_overfit.py --fewglue DIR --superglue DIR [--tasks MultiRC ...]
+    python -m benchmarks.studies.superglue_overfit --fewglue DIR --superglue DIR \
+        [--tasks MultiRC ...]
 
 A model of random values (2 layers of 128, 3,000 pieces trained on the rows' own text) is fine-tuned
 on 32 FewGLUE rows a task and scored on the same rows: a score below 95 % says that features or
@@ -25,7 +26,7 @@ from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
 from deberta_ds.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "WSC")
 ROWS = 32
 SETTINGS = ("epochs=80", "batch_rows=8", "learning_rate=1e-3", "weight_decay=0.0", "dropout=0.0",

@@ -1,6 +1,6 @@
 """What each rank of a job of any size does to the file system, from the start to a resume.
 
-    python benchmarks/scale.py --out benchmarks/results/scale.json
+    python -m benchmarks.studies.scale --out benchmarks/results/scale.json
 
 launch/pretrain.py's own `pretrain` runs as rank 0 and as the last rank, one after the other, in a
 process group whose other ranks are imaginary (torch's "fake" one), with the tensors of the 1.5B
@@ -34,7 +34,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("open", "stat", "remove", "rename", "make", "list", "sync")
 PLACES = ("run", "environment")
 LATENCY_SECONDS, SERVER_RATE = 0.005, 20_000  # of an operation; operations a second of the server
@@ -320,7 +320,7 @@ def start_counted(arguments: list[str]) -> int:
     work = Path(tempfile.mkdtemp(prefix="scale"))
     library = work / "operations.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library),
-                    str(ROOT / "benchmarks/scale_operations.c"), "-ldl"], check=True)
+                    str(ROOT / "benchmarks/studies/scale_operations.c"), "-ldl"], check=True)
     environment = Path(json.__file__).parents[1]  # the standard library and, below, the packages
     packages = next((path for path in sys.path if path.endswith("site-packages")), environment)
     variables = os.environ | VARIABLES | {

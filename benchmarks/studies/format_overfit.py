@@ -1,11 +1,11 @@
 """Can every head learn 32 rows by heart from files in the official forms of GLUE, SQuAD, RACE...?
 
-    python -m benchmarks.format_overfit [--tasks CoLA race ...]
+    python -m benchmarks.studies.format_overfit [--tasks CoLA race ...]
 
 The rows are made up: words from a list, and labels that are drawn, so only reading, features and
 heads are tested. They are written as the official files are (tables, documents, columns) and read
 as launch/finetune.py does; a model of random values (2 layers of 128) is scored on the rows that it
-was trained on. SuperGLUE's tasks: benchmarks/superglue_overfit.py, on official rows.
+was trained on. SuperGLUE's tasks: benchmarks/studies/superglue_overfit.py, on official rows.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.superglue_overfit import ROOT, ROWS, SETTINGS, run, write_shape
+from benchmarks.studies.superglue_overfit import ROOT, ROWS, SETTINGS, run, write_shape
 from deberta_ds.errors import exit_cleanly
 from deberta_ds.files import write_atomic
 

@@ -1,9 +1,9 @@
 """Score finished runs of several arms and seeds, and say which of the papers' orderings hold.
 
-    python -m benchmarks.orderings score --runs trained --blimp blimp.tar.xz --nli glue \
+    python -m benchmarks.studies.orderings score --runs trained --blimp blimp.tar.xz --nli glue \
         --superglue superglue --common trained/mlm-s0
-    python -m benchmarks.orderings table --runs trained
-    python -m benchmarks.orderings table --runs recipes --name recipes
+    python -m benchmarks.studies.orderings table --runs trained
+    python -m benchmarks.studies.orderings table --runs recipes --name recipes
 
 Runs are directories named ARM-sSEED. `score` goes on where it was stopped: what a run has in
 RUN/scores/ is not made again. `table` prints what is there and writes results/NAME-cpu.json.
