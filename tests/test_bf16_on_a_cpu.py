@@ -13,7 +13,7 @@ from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
 from deberta_ds.train import deepspeed_check, engine
 from deberta_ds.validation import ConfigError
-from tests.fuzz.commands import ROOT
+from tools.fuzz.commands import ROOT
 
 ROWS, LENGTH, VOCABULARY = 64, 128, 640
 

@@ -6,10 +6,10 @@ import zipfile
 from pathlib import Path
 from random import Random
 
-from tests.fuzz import mutate
-from tests.fuzz.case import Case
-from tests.fuzz.readers import READERS, SUITE_TASKS, finetune, own_task
-from tests.fuzz.toml_text import toml, toml_value
+from tools.fuzz import mutate
+from tools.fuzz.case import Case
+from tools.fuzz.readers import READERS, SUITE_TASKS, finetune, own_task
+from tools.fuzz.toml_text import toml, toml_value
 
 
 def task(random: Random, place: Path) -> Case:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from tests.fuzz import (
+from tools.fuzz import (
     cases_data,
     cases_model,
     cases_options,
@@ -12,7 +12,7 @@ from tests.fuzz import (
     cases_run,
     cases_task,
 )
-from tests.fuzz.case import Case
+from tools.fuzz.case import Case
 
 CLASSES: dict[str, Callable[[Random, Path], Case]] = {
     function.__name__: function for function in (

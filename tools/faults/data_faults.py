@@ -1,6 +1,6 @@
 """Break the data pipeline on purpose and check what is left. Not collected by pytest.
 
-    python tests/faults/data_faults.py --text FILE.txt --scratch DIR [--kills 20] [--stages pack]
+    python tools/faults/data_faults.py --text FILE.txt --scratch DIR [--kills 20] [--stages pack]
 
 Each prep stage is killed (kill -9, the whole process group, or one process of it) at random
 moments, started again until it is done, and compared byte by byte with an unbroken run. Then a full

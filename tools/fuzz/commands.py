@@ -44,7 +44,7 @@ class Server:
         environment = {name: value for name, value in (os.environ | _ENVIRONMENT).items()
                        if name not in _RANK_VARIABLES}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.server"], cwd=ROOT, env=environment, text=True,
+            [sys.executable, "-m", "tools.fuzz.server"], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if self._process.stdout.readline() != "ready\n":
             raise RuntimeError(self._process.stderr.read())

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from tests.fuzz.case import Case
-from tests.fuzz.commands import ROOT, Command
-from tests.fuzz.readers import READERS
+from tools.fuzz.case import Case
+from tools.fuzz.commands import ROOT, Command
+from tools.fuzz.readers import READERS
 
 # No path of this machine outside the case: who writes there takes it away from everybody.
 _VALUES = ["nan", "inf", "-inf", "-1", "0", "1", "2", "-0.5", "0.5", "1e-320", "1e308", "1e999",

@@ -11,11 +11,11 @@ from random import Random
 
 import zstandard
 
-from tests.fuzz import mutate
-from tests.fuzz.case import Case
-from tests.fuzz.commands import Command
-from tests.fuzz.readers import READERS
-from tests.fuzz.toml_text import toml
+from tools.fuzz import mutate
+from tools.fuzz.case import Case
+from tools.fuzz.commands import Command
+from tools.fuzz.readers import READERS
+from tools.fuzz.toml_text import toml
 
 
 def corpus(random: Random, place: Path) -> Case:

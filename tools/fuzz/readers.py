@@ -1,7 +1,7 @@
 """The commands that read each kind of input; on whole inputs (setting.py) each of them succeeds."""
 
-from tests.fuzz.case import BRIEF
-from tests.fuzz.commands import Command
+from tools.fuzz.case import BRIEF
+from tools.fuzz.commands import Command
 
 _SPM = ("--tokenizer", "spm.model")
 _STEP = "out/checkpoints/step-00000002"

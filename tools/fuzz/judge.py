@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from tests.fuzz.case import CANARY, Case
-from tests.fuzz.cases import CLASSES
-from tests.fuzz.commands import Outcome, Server
-from tests.fuzz.setting import Setting
+from tools.fuzz.case import CANARY, Case
+from tools.fuzz.cases import CLASSES
+from tools.fuzz.commands import Outcome, Server
+from tools.fuzz.setting import Setting
 
 _MESSAGES = ("error: ", "usage: ")
 TIMEOUT_SECONDS = 60.0

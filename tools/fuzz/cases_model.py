@@ -6,9 +6,9 @@ import zipfile
 from pathlib import Path
 from random import Random
 
-from tests.fuzz import mutate
-from tests.fuzz.case import CANARY, Case
-from tests.fuzz.readers import READERS
+from tools.fuzz import mutate
+from tools.fuzz.case import CANARY, Case
+from tools.fuzz.readers import READERS
 
 
 def checkpoint(random: Random, place: Path) -> Case:

@@ -1,6 +1,6 @@
 """kill -9 at random moments, resume, compare every loss with an unbroken run.
 
-    python tests/faults/kill_sweep.py --stage 3 --kills 20 --seed 1 \\
+    python tools/faults/kill_sweep.py --stage 3 --kills 20 --seed 1 \\
         --out benchmarks/results/kill_sweep_zero3.json
 
 Two ranks of a tiny RTD run. Two kills of five wait for a checkpoint to be half-written. Either all
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path.insert(0, str(TESTS))
 
 import rank_helpers  # noqa: E402

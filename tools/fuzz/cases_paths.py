@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from tests.fuzz.case import Case
-from tests.fuzz.readers import READERS
+from tools.fuzz.case import Case
+from tools.fuzz.readers import READERS
 
 # No device of this machine: who renames a file over it takes it away from everybody.
 _NAMES = ["a\nb", " ", "\udcff\udcfe", "-x", "x" * 255, "\u202eabc", "%s{0}$(id)", "~", "[a]",

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from tests.fuzz import mutate
-from tests.fuzz.case import BRIEF, Case
-from tests.fuzz.commands import ROOT, Command
-from tests.fuzz.readers import finetune, pretrain
-from tests.fuzz.toml_text import toml, toml_value
+from tools.fuzz import mutate
+from tools.fuzz.case import BRIEF, Case
+from tools.fuzz.commands import ROOT, Command
+from tools.fuzz.readers import finetune, pretrain
+from tools.fuzz.toml_text import toml, toml_value
 
 
 def run_file(random: Random, place: Path) -> Case:

@@ -1,6 +1,6 @@
 """One corpus from a bucket to a training run that starts before all is there. Not run by pytest.
 
-    python tests/faults/s3_road.py --text DIR_OF_TXT --against EVALUATION_FILES --scratch DIR
+    python tools/faults/s3_road.py --text DIR_OF_TXT --against EVALUATION_FILES --scratch DIR
 
 A real S3 server (moto) runs here, behind a proxy that cuts every fifth connection in the middle and
 delays every third answer; while the run reads its rows it also flips a bit in every seventh answer.

@@ -1,6 +1,6 @@
 """Runs of random settings, killed twice and resumed, against the same run unbroken.
 
-    python tests/faults/random_resume.py --seed 1 --minutes 20
+    python tools/faults/random_resume.py --seed 1 --minutes 20
 
 A case draws a model, an objective, a mixture, a schedule and a DeepSpeed JSON. The killed run must
 end with the unbroken one's metrics and checkpoint, bit for bit; stopped and resumed with the other
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import rank_helpers  # noqa: E402
 from data_helpers import make_corpus, random_documents, tiny_tokenizer  # noqa: E402

@@ -1,11 +1,11 @@
 """Break inputs and run the commands that read them; list what is violated.
 
-    python -m tests.fuzz --seed 1 --cases 1000 [--class run_file ...] [--verbose]
+    python -m tools.fuzz --seed 1 --cases 1000 [--class run_file ...] [--verbose]
 
 A violation is a traceback, a hang, a crash, code that ran, nonsense that was accepted, or a message
 that does not name the file. Each is printed with the seed of its case, which makes it again:
 
-    python -m tests.fuzz --again deepspeed_json:17
+    python -m tools.fuzz --again deepspeed_json:17
 """
 
 import argparse
@@ -13,10 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.fuzz.cases import CLASSES
-from tests.fuzz.commands import Server
-from tests.fuzz.judge import try_case
-from tests.fuzz.setting import prepare
+from tools.fuzz.cases import CLASSES
+from tools.fuzz.commands import Server
+from tools.fuzz.judge import try_case
+from tools.fuzz.setting import prepare
 
 
 def main() -> None:

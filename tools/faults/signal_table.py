@@ -1,6 +1,6 @@
 """What a signal does under each launcher: exit code, what was saved, what was left running.
 
-    python tests/faults/signal_table.py --out benchmarks/results/signals.json
+    python tools/faults/signal_table.py --out benchmarks/results/signals.json
 
 Each trial starts two ranks of a tiny RTD run (one rank where there is no launcher; under srun one
 on each of two hosts made of namespaces), waits for its third step, sends a signal, and waits until
@@ -24,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "cluster")]
 
 import fake_hosts  # noqa: E402

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from data_helpers import random_documents, tokenizer_path
 
-from tests.fuzz.commands import ROOT, Command, Server
-from tests.fuzz.readers import READERS, convert, own_task, pretrain, sweep
+from tools.fuzz.commands import ROOT, Command, Server
+from tools.fuzz.readers import READERS, convert, own_task, pretrain, sweep
 
 RUN = """
 name = "small"

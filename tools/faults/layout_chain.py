@@ -1,6 +1,6 @@
 """One run in four layouts, ranks 1 -> 2 -> 4 -> 1 and ZeRO 3 -> 1 -> 2 -> 3, against the unbroken.
 
-    python tests/faults/layout_chain.py --out benchmarks/results/layout_chain.json \
+    python tools/faults/layout_chain.py --out benchmarks/results/layout_chain.json \
         --figure docs/layout_chain.svg
 
 Each leg is stopped at a checkpoint and resumed with --resume auto in the next layout. Dropout is
@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import rank_helpers  # noqa: E402
 from launching import losses, make_run  # noqa: E402

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.fuzz.commands import Command
+from tools.fuzz.commands import Command
 
 CANARY = "canary"  # what code hidden in an input would write
 BRIEF = ("--train.stop_after=2", "--train.keep=1")
