@@ -137,6 +137,9 @@ class Asked(dict):
         self.keys_asked.add(key)
         return super().get(key, default)
 
+    def keys(self):
+        return Asked(self)
+
 
 def test_every_key_that_is_taken_is_one_that_deepspeed_reads():
     DeepSpeedConfig(Asked(train_batch_size=1))
