@@ -30,7 +30,7 @@ from deberta_ds.cluster.watchdog import TICKS, Watchdog  # noqa: E402
 from deberta_ds.files import write_atomic  # noqa: E402
 from deberta_ds.train import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
-from deberta_ds.train.setup import open_run  # noqa: E402
+from deberta_ds.train.setup import join_group, open_run  # noqa: E402
 from deberta_ds.train.spikes import WINDOW, SpikeRule  # noqa: E402
 from deberta_ds.train.step import count_over_ranks, seed_step, train_step  # noqa: E402
 
@@ -91,7 +91,9 @@ def measure(work: Path, stage: int, rounds: int) -> dict:
         make_run(work)
     dist.barrier()
     run, _ = config.load(run_file, overrides)
-    *_, inputs = open_run(run, {"zero_optimization": {"stage": stage}}, "benchmark", "never")
+    ds_values = {"zero_optimization": {"stage": stage}}
+    join_group(run, ds_values, "benchmark")
+    *_, inputs = open_run(run, ds_values, "benchmark", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     micro = next(batches_of(run, inputs, start=0, end=1))
     spikes = SpikeRule(8.0, [40.0 + number % 7 for number in range(WINDOW)])

@@ -42,10 +42,10 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; formats/engine_state.py reads and
 ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "partition_numel")
 
 
-def check_json(values: dict, place: str) -> None:
-    """Raise UserError for a JSON that cannot work, or a DeepSpeed that lacks what we use."""
-    check_parts("deepspeed", deepspeed, MODULE_PARTS)
+def check_deepspeed(values: dict, place: str) -> list[str]:
+    """Check a JSON; return warnings about what this machine does badly. Raises ConfigError."""
     deepspeed_config.check(values, place)
+    return check_machine(values, deepspeed.get_accelerator().device_name(), place)
 
 
 def check_machine(values: dict, device_type: str, place: str) -> list[str]:

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
 
 import deepspeed
 import torch
@@ -30,9 +29,8 @@ from deberta_ds.train.clipping import CLIP_RULES, clip_networks_apart, measure_i
 from deberta_ds.train.deepspeed_check import (
     COMM_PARTS,
     CPU_PARTS,
+    MODULE_PARTS,
     check_engine,
-    check_json,
-    check_machine,
     check_parts,
 )
 from deberta_ds.train.muon import Muon
@@ -42,14 +40,9 @@ from deberta_ds.train.optim import build_optimizer
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 
 
-def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> torch.device:
-    """Join the launcher's process group (or be a group of one); return this rank's device.
-
-    Raises ConfigError on every rank for a DeepSpeed JSON `ds` that cannot work, and warns of what
-    this machine does badly; `place` names its file.
-    """
-    check_json(ds, place)
-    warnings_here = check_machine(ds, deepspeed.get_accelerator().device_name(), place)
+def init_distributed() -> torch.device:
+    """Join the launcher's process group (or be a group of one); return this rank's device."""
+    check_parts("deepspeed", deepspeed, MODULE_PARTS)
     if dist.is_distributed():
         return local_device()
     os.environ.update(rank_variables(os.environ))
@@ -93,8 +86,6 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
         if shares_memory:
             logging.getLogger("deberta_ds").info("collectives: through memory, as all %d ranks are "
                                                  "on this host", dist.world_size())
-        for line in warnings_here:
-            logging.getLogger("deberta_ds").warning(line)
     return device
 
 

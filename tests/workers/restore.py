@@ -29,7 +29,7 @@ from deberta_ds.formats.saved_state import SavedState
 from deberta_ds.formats.saving import save as save_checkpoint
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import open_run
+from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
@@ -66,7 +66,9 @@ def deepspeed_dict(kind: str, directory: Path) -> dict:
 
 
 def build(run, kind: str, directory: Path):
-    *_, inputs = open_run(run, deepspeed_dict(kind, directory), "test", "never")
+    ds_values = deepspeed_dict(kind, directory)
+    join_group(run, ds_values, "test")
+    *_, inputs = open_run(run, ds_values, "test", "never")
     return inputs, engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
 
 
