@@ -25,7 +25,7 @@ from deberta_ds.files import write_atomic  # noqa: E402
 from deberta_ds.formats import checkpoint, saving  # noqa: E402
 from deberta_ds.train import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
-from deberta_ds.train.setup import open_run  # noqa: E402
+from deberta_ds.train.setup import join_group, open_run  # noqa: E402
 from deberta_ds.train.step import train_step  # noqa: E402
 
 SIZES = {
@@ -43,6 +43,7 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
     overrides = [f"--model.{key}={value}" for key, value in shape.items()]
     overrides += ["--objective.kind=mlm", "--train.global_batch_rows=2"]
     run, _ = config.load(make_run(work), overrides)
+    join_group(run, DEEPSPEED, "benchmark")
     *_, inputs = open_run(run, DEEPSPEED, "benchmark", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     micro = next(batches_of(run, inputs, start=0, end=1))

@@ -58,9 +58,6 @@ def main() -> None:
     from deberta_ds.planner.gpus import card_of
     from deberta_ds.planner.plan import make_plan, recommended
     from deberta_ds.report.plan_page import plan_page
-    from deberta_ds.train.deepspeed_check import check_json
-
-    check_json(ds, options.deepspeed_config)
 
     gpu = card_of(options.gpu, options.tflops, options.memory_gb, options.link_gb_s,
                   options.network_gb_s)

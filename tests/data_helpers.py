@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from deberta_ds import native
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
@@ -79,7 +78,7 @@ def random_documents(count: int, seed: int = 0, longest: int = 12) -> list[str]:
 # What every run.json of a checkpoint holds, beside its config.
 RUN_RECORD = {"step": 100, "world_size": 1, "rows_seen": 0, "tokens_seen": 0, "seconds": 0.0,
               "deepspeed": {}, "fingerprints": {}, "tokenizer_sha256": "", "recent_losses": [],
-              "since_line": {}, "time_use": {}, "cpu_rules": native.RULES, "begun_from": "",
+              "since_line": {}, "time_use": {}, "begun_from": "",
               "best": {"score": "", "scored": ""}, "versions": {}}
 
 

@@ -34,7 +34,7 @@ def saved(tmp_path_factory):
     return root
 
 
-KINDS = {"zero0_fp32", "zero0_bf16", "zero0_fp16", "zero1_fp32", "zero1_bf16", "zero1_fp16",
+KINDS = {"zero0_fp32", "zero1_fp32", "zero1_bf16", "zero1_fp16",
          "zero1_bf16_fp32accumulation", "zero1_fp32_roundrobin", "zero2_fp32", "zero2_bf16_cpu",
          "zero3_fp32", "zero3_bf16", "zero3_fp16", "zero3_bf16_cpu"}
 
@@ -50,7 +50,7 @@ def loads_of(kinds: set[str], few: int) -> int:
 def test_every_kind_of_engine_loads_what_every_other_saved_bit_for_bit(saved):
     arguments = [str(saved / "run.toml"), str(saved / "ck")]
     rank_helpers.run(1, ["save", *arguments], saved / "log1", WORKER)
-    for world_size, few in ((1, 46), (2, 58)):
+    for world_size, few in ((1, 40), (2, 50)):
         text = rank_helpers.run(world_size, ["load", *arguments], saved / "log", WORKER)
         assert f"{loads_of(KINDS, few)} loads equal" in text
 
@@ -63,7 +63,7 @@ def test_every_kind_of_engine_keeps_what_muon_has(tmp_path):
     rank_helpers.run(2, ["save", *arguments], tmp_path / "log2", WORKER)
     rank_helpers.run(1, ["save", *arguments], tmp_path / "log1", WORKER)
     kinds = {kind for kind in KINDS if not kind.endswith("cpu")}  # offload is refused
-    for world_size, few in ((1, 40), (2, 50)):
+    for world_size, few in ((1, 34), (2, 42)):
         text = rank_helpers.run(world_size, ["load", *arguments], tmp_path / "log", WORKER)
         assert f"{loads_of(kinds, few)} loads equal" in text
     whole = SavedState(path_of(tmp_path / "ck/w2_zero0_fp32", 2))

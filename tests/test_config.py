@@ -105,8 +105,8 @@ def test_missing_and_invalid_files(tmp_path):
 
 
 @pytest.mark.parametrize("text, expected", [
-    ('{"zero_optimisation": {}}', "did you mean zero_optimization?"),
-    ('{"optimizer": {"type": "Adam"}}', "belongs to optim.name"),
+    ('{"zero_optimisation": {}}', "did you mean zero_optimization.stage?"),
+    ('{"optimizer": {"type": "Adam"}}', "belongs to the run config (optim.name"),
     ('{"train_batch_size": 8}', "train.global_batch_rows"),
     ('{"bf16": {}, "bf16": {}}', "written twice"),
     ('[1]', "one JSON object"),
@@ -120,7 +120,8 @@ def test_deepspeed_json_is_strict(tmp_path, text, expected):
 
 
 def test_clipping_is_always_written(run_file, tmp_path):
-    (tmp_path / "ds.json").write_text('{"gradient_clipping": "auto", "bf16": {"enabled": true}}')
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": "auto", "bf16": {"enabled": true}, '
+                                     '"zero_optimization": {"stage": 1}}')
     run, _ = config.load(run_file, ["--optim.clip_norm=0"])
     values = deepspeed_config.load(tmp_path / "ds.json")
     ds = deepspeed_config.resolve(run, values, world_size=2)

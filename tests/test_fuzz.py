@@ -7,12 +7,12 @@ import pytest
 from small_disk import small_disk
 
 from deberta_ds.formats.checkpoint import step_of
-from tests.fuzz.cases import CLASSES
-from tests.fuzz.commands import ROOT, Command, Server
-from tests.fuzz.judge import try_case
-from tests.fuzz.readers import READERS, finetune, own_task, pretrain
-from tests.fuzz.setting import prepare
-from tests.fuzz.toml_text import toml
+from tools.fuzz.cases import CLASSES
+from tools.fuzz.commands import ROOT, Command, Server
+from tools.fuzz.judge import try_case
+from tools.fuzz.readers import READERS, finetune, own_task, pretrain
+from tools.fuzz.setting import prepare
+from tools.fuzz.toml_text import toml
 
 PREPARE = ("--tokenizer", "spm.model", "--workers", "1")
 WRITERS = {  # every command that writes: what it writes first
@@ -59,7 +59,7 @@ def place(setting, tmp_path):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_no_broken_input_is_met_by_a_traceback_a_hang_or_silence(server, setting, tmp_path, name):
-    """A tenth of what `python -m tests.fuzz --cases 1000` tries; its help says what is violated."""
+    """A tenth of what `python -m tools.fuzz --cases 1000` tries; its help says what is violated."""
     results = [try_case(name, seed, setting, server, tmp_path / "case") for seed in range(4)]
     violations = [str(result) for result in results if result.violation]
     assert not violations, "\n".join(violations)

@@ -9,7 +9,7 @@ import pytest
 from launching import ENVIRONMENT, ROOT
 
 from deberta_ds import config
-from tests.fuzz.commands import Command, Server
+from tools.fuzz.commands import Command, Server
 
 pytestmark = pytest.mark.slow
 SCRIPTS = (("gpu_all.sh", "1"), ("gpu_all.sh", "2"), ("gpu_train.sh", "1"), ("gpu_train.sh", "2"))

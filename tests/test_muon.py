@@ -129,12 +129,6 @@ def test_offload_is_refused(tmp_path, section, refused):
             check()
 
 
-def test_an_untested_optimizer_that_is_forbidden_is_said():
-    ds = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": False}
-    assert "delete it" in problems_with_optimizer("muon", ds)[0]
-    assert not problems_with_optimizer("adamw", ds)
-
-
 SMALL_GROUPS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0,
                                       "sub_group_size": 20_000}}
 LAYOUTS = [("zero0", 1, 0, {}), ("zero1", 1, 1, {}), ("zero2 by two", 2, 2, {}),

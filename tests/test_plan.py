@@ -16,14 +16,15 @@ from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.advice import advise, offloaded
 from deberta_ds.planner.communication import (
+    Gathered,
     Traffic,
     bandwidth,
     host_seconds,
     latency_seconds,
+    most_gathered,
     step_seconds,
     traffic,
 )
-from deberta_ds.planner.gathering import Gathered
 from deberta_ds.planner.gpus import GPUS, card_of, peak_flops
 from deberta_ds.planner.plan import make_plan, memory_of, recommended
 from deberta_ds.validation import ConfigError
@@ -183,6 +184,21 @@ def test_bytes_sent(stage, micro_batches, gathered, gradients, weights, messages
     wide = traffic(1000, ds | {"communication_data_type": "fp32"}, 4, micro_batches, gathered)
     assert wide.gradients == 2 * sent.gradients and wide.weights == sent.weights
     assert traffic(1000, ds, 1, micro_batches, gathered).total == 0
+
+
+@pytest.mark.parametrize("zero, micro_batch, step, messages", [
+    ({}, 2000, 100, 20),  # nothing is far enough from its next use
+    ({"stage3_max_reuse_distance": 4000}, 2000 + (2000 + 200) / 2, 100, 30),
+    ({"stage3_max_reuse_distance": 0}, 4 * 2000 + 200, 100, 80),
+    ({"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
+     4 * 2100 + 200, 0, 84),
+    ({"stage3_param_persistence_threshold": 100}, 0, 2100, 0),
+])
+def test_what_zero3_gathers_at_most(zero, micro_batch, step, messages):
+    zero = {"stage3_param_persistence_threshold": 99} | zero
+    sizes = [100] * 20 + [99]  # a part of the last one is padded
+    found = most_gathered(sizes, zero, ranks=4, layers=10)
+    assert (found.per_micro_batch, found.per_step, found.messages) == (micro_batch, step, messages)
 
 
 def test_what_computing_hides():

@@ -10,9 +10,9 @@ import pytest
 from launching import ENVIRONMENT, ROOT
 
 from deberta_ds import command_line, shipped
-from tests.fuzz.commands import Command, Server
+from tools.fuzz.commands import Command, Server
 
-DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tests/faults")
+DIRECTORIES = ("launch", "launch/cluster", "data_prep", "benchmarks", "tools/faults")
 PYTHON = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.py")
                 if '__name__ == "__main__"' in path.read_text())
 SHELL = sorted(path for name in DIRECTORIES for path in (ROOT / name).glob("*.sh")

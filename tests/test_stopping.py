@@ -23,7 +23,7 @@ from deberta_ds.records import read_metrics
 from deberta_ds.train import loop, spikes, step
 from deberta_ds.train.spikes import SpikeRule
 
-sys.path.insert(0, str(ROOT / "tests/faults"))
+sys.path.insert(0, str(ROOT / "tools/faults"))
 import signal_table  # noqa: E402
 
 

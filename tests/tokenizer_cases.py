@@ -16,7 +16,7 @@ from deberta_ds.tokenizer.publish import add_special_tokens
 BRACKETS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 ANGLES = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 NAMES = ("pad", "cls", "sep", "unk", "mask")
-TEXTS = list(SENTENCES * 4)  # benchmarks/tokenizer_equality.py takes more, and more pieces
+TEXTS = list(SENTENCES * 4)  # benchmarks/studies/tokenizer_equality.py takes more, and more pieces
 SCALE = 1
 
 

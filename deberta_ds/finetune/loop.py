@@ -33,7 +33,6 @@ from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.formats.tensors import weight_file
 from deberta_ds.train.engine import build_engine, gathered, set_learning_rate
-from deberta_ds.train.half_without_zero import backward
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.step import seed_step
 
@@ -273,7 +272,7 @@ def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int
         batch = collate(mine[part], weights[part]).to(engine.device)
         seed_step(seed, step, micro_step, rank)
         output = engine(batch)
-        backward(engine, output.loss_sum * scale)
+        engine.backward(output.loss_sum * scale)
         total += torch.stack([output.loss_sum.detach(), output.adversarial_sum]).double()
         engine.step()
     means = (dist.sum_over_ranks(total) / shape.batch_rows).tolist()

@@ -54,6 +54,7 @@ def build_sweep(
     from deberta_ds.finetune.models import open_start
     from deberta_ds.finetune.sweep import Sweep
     from deberta_ds.finetune.tasks import TASK_NAMES, task_named
+    from deberta_ds.train.deepspeed_check import check_deepspeed
     from deberta_ds.train.engine import init_distributed
 
     for task in tasks:
@@ -71,7 +72,10 @@ def build_sweep(
         if options.sift and "sift_weight" not in task.settings:
             tables.setdefault(task.name, {}).setdefault("sift_weight", SIFT_WEIGHT)
         settings.resolve(task, tables)
-    device = init_distributed(values, options.deepspeed_config or "DeepSpeed's defaults")
+    warnings = check_deepspeed(values, options.deepspeed_config or "DeepSpeed's defaults")
+    device = init_distributed()
+    for line in warnings:
+        say(line)
     return Sweep(
         tasks=tasks,
         num_seeds=options.seeds,

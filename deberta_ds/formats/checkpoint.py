@@ -71,6 +71,9 @@ class Found:
     passed_over: tuple[str, ...] = ()
     begun_from: str = ""  # the PATH of --resume with which the run's course began
 
+    def warnings(self) -> list[str]:
+        return [f"WARNING: checkpoint passed over: {line}" for line in self.passed_over]
+
 
 def path_of(out_dir: str | Path, step: int) -> Path:
     return Path(out_dir) / DIRECTORY / f"step-{step:08d}"

@@ -18,9 +18,9 @@ from deberta_ds import dist
 from deberta_ds.formats.layout import CheckpointError, Group, Layout, Piece, replicated
 
 MASTER = "fp32"  # the key of the fp32 weights beside the optimizer's own keys
-# {DeepSpeed's wrapper: how it cuts}; "whole": every rank has everything, a plain optimizer included
+# {DeepSpeed's wrapper: how it cuts}; a plain optimizer does not: every rank has everything
 _CUTS = {"DeepSpeedZeroOptimizer": "line", "BF16_Optimizer": "line",
-         "DeepSpeedZeroOptimizer_Stage3": "parameter", "FP16_UnfusedOptimizer": "whole"}
+         "DeepSpeedZeroOptimizer_Stage3": "parameter"}
 _SCALE_FIELDS = ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -81,8 +81,7 @@ def base_optimizer(engine) -> torch.optim.Optimizer:
 
 def loss_scaler(engine):
     """Return the object that holds the fp16 loss scale, or None."""
-    found = getattr(engine.optimizer, "loss_scaler", None)
-    return getattr(engine.optimizer, "loss_scale_config", found)
+    return getattr(engine.optimizer, "loss_scaler", None)
 
 
 def read_loss_scale(engine) -> dict:

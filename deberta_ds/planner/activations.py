@@ -9,7 +9,7 @@ number a row and, if asked to, the position terms; their planes are there while 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from deberta_ds.model import encoder, linear_cross_entropy
 from deberta_ds.model.attention import geometry
 from deberta_ds.model.attention.band import make_band, padded
 from deberta_ds.objectives.build import build_model
-from deberta_ds.planner.gathering import CallRecorder, Calls
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Activations:
     """Bytes of a forward and backward pass as its gradients come in."""
 
     points: dict[int, int]  # {bytes of finished gradients: most other bytes by then}
-    calls: Calls = field(default_factory=lambda: Calls([], []))  # for what ZeRO-3 gathers
 
     def peak(self, share: float) -> int:
         """Return the most bytes held at once if `share` of each finished gradient is kept."""
@@ -95,7 +93,6 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
         model = build_model(run)
     finally:
         torch.set_default_dtype(default)
-    recorder = CallRecorder(model)
     batch = _full_batch(run)
     divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
     parameters = list(model.parameters())
@@ -104,7 +101,7 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
             parameter.register_post_accumulate_grad_hook(live.finish_gradient)
         loss, *_ = model(batch, divisors)
         loss.backward()  # and what is recomputed
-    return Activations(live.points, recorder.calls)
+    return Activations(live.points)
 
 
 def _full_batch(run: RunConfig) -> Batch:

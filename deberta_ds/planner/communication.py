@@ -3,7 +3,7 @@
 Counted from what DeepSpeed 0.19.8 calls (tests/test_traffic.py holds it against the bytes of real
 runs): stages 1 and 2 all-reduce gradients, once a step or once a micro-batch, a bucket at a time,
 and gather the new weights once. Stage 3 reduce-scatters the gradients of every micro-batch and
-gathers weights as gathering.py says.
+gathers weights, for which there is an upper bound (`most_gathered`).
 A ring of N sends (N - 1) / N of what is gathered or scattered, and twice that of an all-reduce.
 """
 
@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 
 from deberta_ds import deepspeed_config
-from deberta_ds.planner.gathering import Gathered
 from deberta_ds.planner.gpus import Gpu
 
 BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
+_REUSE_DISTANCE, _SMALL = 1_000_000_000, 100_000  # DeepSpeed's defaults, in elements
 
 _BACKWARD = 2 / 3  # of forward + backward: the time in which gradients come
 _RING_SHARE = 0.95  # of a link that a ring of large messages gets
@@ -35,11 +35,40 @@ class Traffic:
         return self.gradients + self.weights
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """Elements that all-gathers yield, over all ranks, and how many all-gathers there are."""
+
+    per_micro_batch: float
+    per_step: int = 0  # once, after the update: small parameters, which stay
+    messages: int = 0  # of a micro-batch
+
+
+def most_gathered(sizes: list[int], zero: dict, ranks: int, layers: int) -> Gathered:
+    """Return an upper bound of what ZeRO-3 gathers of parameters of `sizes` elements.
+
+    Every large parameter is gathered once. It is gathered again for another use if at least
+    `stage3_max_reuse_distance` elements lie between: for the backward pass where the distance
+    spans two layers, else up to three times (recomputation, matrices used twice in a layer).
+    At most four elements go by for each one of the model. The token embedding has more uses.
+    """
+    distance = int(zero.get("stage3_max_reuse_distance", _REUSE_DISTANCE))
+    limit = int(zero.get("stage3_param_persistence_threshold", _SMALL))
+    padded = [(size <= limit, -(-size // ranks) * ranks) for size in sizes]
+    small = sum(size for stays, size in padded if stays)
+    large = [size for stays, size in padded if not stays]
+    total, embedding = sum(large), max(large, default=0)
+    uses = 1 if distance >= 2 * total / layers else 3
+    again = max(0.0, 1 - distance / max(4 * total, 1))  # share of the parameters
+    return Gathered(total + again * (uses * total + 2 * embedding), small,
+                    math.ceil(len(large) * (1 + uses * again)))
+
+
 def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
             gathered: Gathered | None = None) -> Traffic:
     """Return what a rank sends in a step of `micro_batches` under a DeepSpeed dict.
 
-    `gathered` is what stage 3 gathers; the other stages have no use for it.
+    `gathered` is what stage 3 gathers at most; the other stages have no use for it.
     """
     stage, zero = deepspeed_config.zero_stage(ds), ds.get("zero_optimization", {})
     if ranks == 1:
@@ -50,7 +79,7 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
     bucket = min(int(zero.get("reduce_bucket_size", BUCKET)), parameters)
     buckets = math.ceil(parameters / bucket)
     if stage == 3:
-        weights = micro_batches * gathered.a_micro_batch + gathered.a_step
+        weights = micro_batches * gathered.per_micro_batch + gathered.per_step
         return Traffic(micro_batches * gradients, width * share * weights,
                        micro_batches * (gathered.messages + buckets))
     reductions = micro_batches if stage == 2 else 1

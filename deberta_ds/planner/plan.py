@@ -29,12 +29,12 @@ from deberta_ds.planner.communication import (
     bandwidth,
     host_seconds,
     latency_seconds,
+    most_gathered,
     sending_seconds,
     step_seconds,
     traffic,
     weight_width,
 )
-from deberta_ds.planner.gathering import gathered
 from deberta_ds.planner.gpus import Gpu
 from deberta_ds.validation import raise_problems
 
@@ -128,7 +128,8 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
         raise UserError("this card has no bf16: give a DeepSpeed JSON of fp16, such as "
                         "--deepspeed_config ds_configs/zero1_fp16.json")
     model = on_meta(build_model, run)
-    parameters, tensors = count_parameters(model), len(list(model.parameters()))
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    parameters, tensors = count_parameters(model), len(sizes)
     raise_problems("batch", problems_with_ranks(run.train, ranks, 0))
     full, seq_len = run.train.global_batch_rows, run.data.seq_len
     updates = stretches(run.train, 0, run.train.steps)
@@ -139,16 +140,14 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
         train = replace(run.train, checkpoint_layers=layers, recompute=recompute)
         activations = trace(replace(run, train=train), _DTYPES[precision], fused=True)
         for stage in (0, 1, 2, 3):
-            if stage == 0 and precision != "fp32":
-                continue  # not offered: ds_configs/README.md
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if deepspeed_config.problems_between(staged):
                 continue  # pretrain would refuse it
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.
             row_seconds = compute_row * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
-            weights = gathered(activations.calls, staged["zero_optimization"], ranks) \
-                if stage == 3 else None
+            weights = most_gathered(sizes, staged["zero_optimization"], ranks,
+                                    run.model.num_layers)
             steps = {}  # by the rows of an update: seconds, and those of its communication
             for rows in {full, *(one.rows for one in updates)}:
                 count = micro_batches(rows, ranks, run.train.micro_batch_rows)

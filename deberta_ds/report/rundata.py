@@ -1,7 +1,7 @@
 """A run directory as the page reads it: metrics.jsonl, config.json and optional results."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any

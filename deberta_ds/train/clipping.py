@@ -38,8 +38,6 @@ def clip_networks_apart(engine) -> None:
         _exchange_norms(optimizer, networks)
     elif kind == "BF16_Optimizer":
         _clip_before_step(optimizer, networks, largest)
-    elif kind == "FP16_UnfusedOptimizer":
-        _clip_scaled(optimizer, networks, largest)
     else:
         engine.clip_fp32_gradients = lambda: clip_gradients(optimizer, largest)
 
@@ -116,20 +114,9 @@ def _clip_before_step(optimizer, networks: list[str], largest: float) -> None:
     optimizer.step = clip_and_step
 
 
-def _clip_scaled(optimizer, networks: list[str], largest: float) -> None:
-    """FP16_UnfusedOptimizer: every rank has the whole gradient, times the loss scale."""
-
-    def clip_groups(common_norm: Tensor) -> None:
-        _clip([[p.grad for p in group] for group in optimizer.fp32_groups], networks, largest,
-              optimizer.loss_scale_config.cur_scale)
-
-    optimizer.unscale_and_clip_grads = clip_groups
-
-
 @torch.no_grad()
-def _clip(groups: list[list[Tensor | None]], networks: list[str], largest: float,
-          scale: float = 1.0) -> Tensor:
-    """Divide gradients by `scale`, then clip each network's; return the norm of all before it."""
+def _clip(groups: list[list[Tensor | None]], networks: list[str], largest: float) -> Tensor:
+    """Clip each network's gradients; return the norm of all before it."""
     norms = []
     for network in sorted(set(networks)):
         mine = [gradient for group, name in zip(groups, networks, strict=True) if name == network
@@ -137,9 +124,9 @@ def _clip(groups: list[list[Tensor | None]], networks: list[str], largest: float
         if not mine:
             continue
         # In fp64, so that it is finite where all tensors' norms are, which is what others look at.
-        norms.append(torch.stack(torch._foreach_norm(mine)).double().norm() / scale)
+        norms.append(torch.stack(torch._foreach_norm(mine)).double().norm())
         too_large = ((norms[-1] + _TINY) / largest).clamp(min=1.0)
         # Not 1 / inf = 0 for a norm that is not finite: the step must see that and be passed over.
-        factor = torch.where(norms[-1].isfinite(), 1.0 / (too_large * scale), torch.nan)
+        factor = torch.where(norms[-1].isfinite(), 1.0 / too_large, torch.nan)
         torch._foreach_mul_(mine, factor)
     return torch.stack(norms).norm()

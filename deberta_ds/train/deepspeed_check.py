@@ -1,30 +1,15 @@
 """Whether the JSON, and the installed DeepSpeed, are what this program relies on.
 
 Both are checked before the process group exists, on every rank with the same result: DeepSpeed
-itself would answer with a traceback from each rank, after minutes of start-up on a large job. Its
-own models know the keys and ranges inside a section, but read "no" as true and true as 1, so the
-types are held against the same models strictly.
+itself would answer with a traceback from each rank, after minutes of start-up on a large job.
 """
 
-import math
-import typing
-from enum import Enum
-from pathlib import Path
-
 import deepspeed
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import BaseModel, ValidationError
 
-from deberta_ds.deepspeed_config import precision, problems_between
+from deberta_ds import deepspeed_config
 from deberta_ds.errors import UserError
-from deberta_ds.validation import nearest, raise_problems
+from deberta_ds.validation import ConfigError
 
-_MODELS = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config,
-           "fp16": DeepSpeedFP16Config}
-_ON_GPUS = ("zero_quantized_weights", "zero_quantized_gradients",
-            "zero_quantized_nontrainable_weights")
-_LARGEST = (1 << 63) - 1
 # Parts of DeepSpeed 0.19 that the code uses and that are documented nowhere, by who has them.
 MODULE_PARTS = ("zero.Init", "zero.GatheredParameters", "initialize", "init_distributed",
                 "get_accelerator")
@@ -40,8 +25,6 @@ _WRAPPER = ("param_groups", "overflow", "optimizer.state")
 _ZERO = (*_WRAPPER, "loss_scaler", "unscale_and_clip_grads", "get_grad_norm_direct",
          "complete_grad_norm_calculation_for_cpu_offload")
 OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; formats/engine_state.py reads and writes their state
-    "FP16_UnfusedOptimizer": (*_WRAPPER, "loss_scale_config", "fp16_groups", "fp32_groups",
-                              "unscale_and_clip_grads"),
     "BF16_Optimizer": (*_WRAPPER, "bf16_groups", "fp32_groups_flat_partition",
                        "fp32_groups_gradients", "clip_grad", "step", "update_lp_params"),
     "DeepSpeedZeroOptimizer": (
@@ -57,29 +40,20 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; formats/engine_state.py reads and
 ZERO3_PARAMETER_PARTS = ("ds_id", "ds_shape", "ds_numel", "partition_numel")
 
 
-def check_json(values: dict, place: str) -> None:
-    """Raise ConfigError with every problem inside the sections of a loaded DeepSpeed JSON."""
-    check_parts("deepspeed", deepspeed, MODULE_PARTS)
-    problems = []
-    for name, model in _MODELS.items():
-        section = values.get(name, {})
-        wrong_types = _type_problems(model, section, name)
-        problems += wrong_types or _model_problems(model, section, name)
-    if not problems:
-        problems = problems_between(values)
-    raise_problems(place, problems)
+def check_deepspeed(values: dict, place: str) -> list[str]:
+    """Check a JSON; return warnings about what this machine does badly. Raises ConfigError."""
+    deepspeed_config.check(values, place)
+    return check_machine(values, deepspeed.get_accelerator().device_name(), place)
 
 
 def check_machine(values: dict, device_type: str, place: str) -> list[str]:
     """Return warnings about what this machine does badly; ConfigError for what it cannot do."""
     if device_type != "cpu":
         return []
-    zero, kind = values.get("zero_optimization", {}), precision(values)
-    problems = [f"zero_optimization.{name}: needs a GPU" for name in _ON_GPUS if zero.get(name)]
+    kind = deepspeed_config.precision(values)
     if kind == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
-        problems.append("fp16.enabled: this processor has no fp16; use "
-                        "ds_configs/zero1_autocast_cpu.json")
-    raise_problems(place, problems)
+        raise ConfigError(f"{place}: fp16.enabled: this processor has no fp16; use "
+                          "ds_configs/zero1_autocast_cpu.json")
     if kind == "fp32":
         return []
     return [f"WARNING: {kind} weights without a GPU: torch's CPU kernels add up the gradients of "
@@ -114,57 +88,3 @@ def _has(thing, dotted_name: str) -> bool:
             return False
         thing = getattr(thing, name)
     return True
-
-
-def _type_problems(model: type[BaseModel], section: dict, place: str) -> list[str]:
-    """Return keys that the model does not know, and values of another type than its field's."""
-    fields = {alias: field for name, field in model.model_fields.items()
-              for alias in {name, field.alias or name}}
-    problems = []
-    for key, value in section.items():
-        where = f"{place}.{key}"
-        if key not in fields:
-            problems.append(f"{where}: unknown key{nearest(key, fields)}")
-            continue
-        kinds = _kinds(fields[key].annotation)
-        inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
-        if inner and isinstance(value, dict):
-            problems += _type_problems(inner, value, where)
-        elif problem := _type_problem(kinds, value):
-            problems.append(f"{where} = {value!r}: {problem}")
-    return problems
-
-
-def _kinds(annotation) -> tuple[type, ...]:
-    """Return the classes of an annotation such as Optional[int]."""
-    found = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Union \
-        else (annotation,)
-    return tuple(kind if isinstance(kind, type) else object for kind in found)
-
-
-def _type_problem(kinds: tuple[type, ...], value) -> str:
-    if value is None and type(None) in kinds or object in kinds:
-        return ""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    whole = number and math.isfinite(value) and value == int(value) and abs(value) <= _LARGEST
-    for kind in kinds:
-        if kind is bool:
-            return "" if isinstance(value, bool) else "must be true or false"
-        if issubclass(kind, Enum) and issubclass(kind, str) or kind in (str, Path):
-            return "" if isinstance(value, str) else "must be a text"
-        if issubclass(kind, int):
-            return "" if whole else f"must be a whole number up to {_LARGEST}"
-        if issubclass(kind, float):
-            return "" if number and math.isfinite(value) else "must be a finite number"
-    return "must be a section"
-
-
-def _model_problems(model: type[BaseModel], section: dict, place: str) -> list[str]:
-    try:
-        model(**section)
-        return []
-    except ValidationError as error:
-        return [f"{'.'.join([place, *map(str, item['loc'])])}: {item['msg']}"
-                for item in error.errors()]
-    except (AssertionError, ValueError, TypeError) as error:  # validators of DeepSpeed's own
-        return [f"{place}: {error}"]

@@ -5,12 +5,10 @@ backward; initial values are set after construction, parameter by parameter, bec
 `zero.Init` an assignment in a constructor is a silent no-op.
 """
 
-import logging
 import os
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
 
 import deepspeed
 import torch
@@ -29,12 +27,10 @@ from deberta_ds.objectives.build import build_model, fixed_parameters, objective
 from deberta_ds.train.clipping import clip_networks_apart, measure_in_pieces
 from deberta_ds.train.deepspeed_check import (
     CPU_PARTS,
+    MODULE_PARTS,
     check_engine,
-    check_json,
-    check_machine,
     check_parts,
 )
-from deberta_ds.train.half_without_zero import mend_half_without_zero
 from deberta_ds.train.muon import Muon
 from deberta_ds.train.optim import build_optimizer
 
@@ -42,14 +38,9 @@ from deberta_ds.train.optim import build_optimizer
 warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
 
 
-def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> torch.device:
-    """Join the launcher's process group (or be a group of one); return this rank's device.
-
-    Raises ConfigError on every rank for a DeepSpeed JSON `ds` that cannot work, and warns of what
-    this machine does badly; `place` names its file.
-    """
-    check_json(ds, place)
-    warnings_here = check_machine(ds, deepspeed.get_accelerator().device_name(), place)
+def init_distributed() -> torch.device:
+    """Join the launcher's process group (or be a group of one); return this rank's device."""
+    check_parts("deepspeed", deepspeed, MODULE_PARTS)
     if dist.is_distributed():
         return local_device()
     os.environ.update(rank_variables(os.environ))
@@ -84,8 +75,6 @@ def init_distributed(ds: Mapping = MappingProxyType({}), place: str = "") -> tor
         ) from error
     if dist.is_main():
         log.show_choices()
-        for line in warnings_here:
-            logging.getLogger("deberta_ds").warning(line)
     return device
 
 
@@ -127,7 +116,6 @@ def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
                                       config=ds)
     check_engine(engine)
-    mend_half_without_zero(engine)
     if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
         measure_in_pieces(engine.optimizer)
     clip_networks_apart(engine)

@@ -10,9 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import Tensor
-
-from deberta_ds import batch_schedule, config, deepspeed_config, dist, trackers
+from deberta_ds import batch_schedule, config, deepspeed_config, dist
 from deberta_ds.cluster import ending, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config import RunConfig
@@ -20,32 +18,21 @@ from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.errors import EXIT_REQUEUE, UserError
 from deberta_ds.formats import checkpoint
-from deberta_ds.formats.engine_state import check_restorable
-from deberta_ds.formats.initialize import initial_tensors
-from deberta_ds.formats.saving import point_best, set_aside
-from deberta_ds.log import RunLog
-from deberta_ds.objectives.base import MINIMAL_PAIRS
+from deberta_ds.formats.saving import point_best
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import best, engine, machine
-from deberta_ds.train.check import changed_values
 from deberta_ds.train.evaluate import evaluate
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
 from deberta_ds.train.saver import Saver
 from deberta_ds.train.schedule import learning_rate
-from deberta_ds.train.setup import (
-    Inputs,
-    describe,
-    open_run,
-    read_record,
-    versions,
-    write_config,
-)
+from deberta_ds.train.setup import Inputs, read_record, versions
 from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
+from deberta_ds.train.start import Started, start
 from deberta_ds.train.step import StepResult, train_step
 from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
 from deberta_ds.train.throughput import SpeedMeter
-from deberta_ds.train.time_use import TimeUse, lost_seconds
+from deberta_ds.train.time_use import TimeUse
 
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
@@ -56,49 +43,21 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     """
     stop_request = signals.listen()
     watchdog = Watchdog(run.out_dir, run.train.watchdog_seconds)
-    with watchdog.watch():
-        engine.init_distributed()
-        with lock.held(run.out_dir, watchdog.interval) as job:
-            watchdog.join(job)
-            stopped = _pretrain(run, ds_values, resume, place, origins, stop_request, watchdog)
+    with watchdog.watch(), start(run, ds_values, resume=resume, place=place, origins=origins,
+                                 watchdog=watchdog) as started:
+        stopped = _train(run, started, stop_request, watchdog)
     if stopped and dist.is_main():
         ending.record(EXIT_REQUEUE)
     return EXIT_REQUEUE if stopped else 0
 
 
-def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins: dict[str, str],
-              stop_request: signals.StopRequest, watchdog: Watchdog) -> bool:
+def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
+           watchdog: Watchdog) -> bool:
     """Train; return whether a signal stopped the run before its end."""
-    found, record, inputs = open_run(run, ds_values, place, resume)
-    log = dist.together(lambda: RunLog(
-        run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
-        total_steps=run.train.steps, track=trackers.chosen(run.log)))
-    for line in describe(run, inputs, origins):
-        log.info(line)
-    for line in found.passed_over:
-        log.info(f"WARNING: checkpoint passed over: {line}")
-    dist.together(lambda: write_config(run, inputs, origins))
-    tensors, notes = ({}, []) if record else first_weights(run)
-    for line in notes:
-        log.info(line)
-    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
-    del tensors
-    check_restorable(model_engine)
-    if record:
-        checkpoint.load(model_engine, found.path)
-        if change := checkpoint.layout_changes(record, inputs.ds):
-            log.info(f"resumed in another layout: {change}")
-        for line in changed_values(run, record):
-            log.info(f"changed since the checkpoint: {line}")
-        for line in dist.together(lambda: set_aside(run.out_dir, record["step"])
-                                  if dist.is_main() else []):
-            log.info(line)
-    before, lost = dist.together(lambda: lost_seconds(log.path, record))
-    dist.together(lambda: log.truncate(record["step"] if record else 0))
-    trainer = Trainer(run, inputs, model_engine, log, record, stop_request, watchdog,
-                      before + lost, found.begun_from)
-    event, detail = ("resume", f"from {found.path}") if record else ("start", "from step 0")
-    trainer.log_event(event, detail, lost_seconds=lost, world_size=dist.world_size())
+    trainer = Trainer(run, started, stop_request, watchdog)
+    event, detail = ("resume", f"from {started.found.path}") if started.record else (
+        "start", "from step 0")
+    trainer.log_event(event, detail, lost_seconds=started.lost_now, world_size=dist.world_size())
     try:
         stopped = trainer.run_to_end()
     except UserError as error:
@@ -108,18 +67,8 @@ def _pretrain(run: RunConfig, ds_values: dict, resume: str, place: str, origins:
         trainer.log_event("fail", str(error))
         raise
     with watchdog.patience():  # rank 0's trackers may take minutes
-        dist.together(log.close)
+        dist.together(started.log.close)
     return stopped
-
-
-def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
-
-    A resumed run has no use for it.
-    """
-    if not (run.init.source or run.init.generator):
-        return {}, []
-    return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))
 
 
 def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
@@ -139,22 +88,23 @@ def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Itera
 class Trainer:
     """The loop and what it carries from step to step."""
 
-    def __init__(self, run: RunConfig, inputs: Inputs, model_engine, log: RunLog,
-                 record: dict | None, stop_request: signals.StopRequest, watchdog: Watchdog,
-                 lost_seconds: float = 0.0, begun_from: str = ""):
-        """`record` is run.json of the checkpoint that was loaded; None at step 0."""
-        self.begun_from = begun_from
-        self.run, self.inputs, self.engine, self.log = run, inputs, model_engine, log
+    def __init__(self, run: RunConfig, started: Started, stop_request: signals.StopRequest,
+                 watchdog: Watchdog):
+        self.run, self.begun_from = run, started.found.begun_from
+        self.engine, self.log = started.engine, started.log
+        record, self.inputs = started.record, started.inputs
         self.objective = objective_of(run)
         self.step = record["step"] if record else 0
         self.tokens_seen = record["tokens_seen"] if record else 0
         self.seconds_before = record["seconds"] if record else 0.0
         self.started = time.monotonic()
-        peak = peak_flops(model_engine.device, deepspeed_config.product_precision(inputs.ds))
+        peak = peak_flops(self.engine.device,
+                          deepspeed_config.product_precision(self.inputs.ds))
         self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
                                 self._rows_seen())
-        self.time_use = TimeUse(record["time_use"] if record else {}, lost_seconds)
-        self.work = WorkMeter(model_engine.device)
+        self.time_use = TimeUse(record["time_use"] if record else {},
+                                started.lost_before + started.lost_now)
+        self.work = WorkMeter(self.engine.device)
         self.hosts = dist.gather_objects(socket.gethostname())
         self.worked = [0.0] * len(self.hosts)  # seconds of each rank, since it was last said
         self.stop_request = stop_request
@@ -162,11 +112,11 @@ class Trainer:
         self.spikes = SpikeRule(run.train.spike_sigmas, record["recent_losses"] if record else [])
         self.bad_steps_in_a_row = 0
         self.best, note = best.continued(run, record, best.what_is_scored(
-            run, inputs.held_out, inputs.pairs[0]))
+            run, self.inputs.held_out, self.inputs.pairs[0]))
         if note:
-            log.info(note)
+            self.log.info(note)
         self.best_metric = best.metric_of(run)
-        self.saver = Saver(model_engine, run.out_dir, run.train, inputs.tokenizer.files)
+        self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files)
         if self.best.value is not None and dist.is_main():  # a kill may have come between
             point_best(checkpoint.path_of(run.out_dir, self.best.step))
         self.watchdog = watchdog

@@ -11,10 +11,11 @@ from deberta_ds.config import RunConfig
 from deberta_ds.formats.engine_state import check_restorable
 from deberta_ds.train import engine
 from deberta_ds.train.check import changed_values
-from deberta_ds.train.loop import batches_of, first_weights
+from deberta_ds.train.loop import batches_of
 from deberta_ds.train.preflight import preflight, room
-from deberta_ds.train.setup import describe, open_run, versions
+from deberta_ds.train.setup import describe, join_group, open_run, versions
 from deberta_ds.train.spikes import BadStepError, find_bad_gradients
+from deberta_ds.train.start import first_weights
 from deberta_ds.train.step import count_over_ranks, seed_step
 
 
@@ -25,11 +26,12 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     Where it would go on from a checkpoint, that is verified; the micro-batch sees random weights.
     Raises UserError, on every rank, also if the loss or a gradient is not finite.
     """
+    warnings = join_group(run, ds_values, place)
     found, record, inputs = open_run(run, ds_values, place, resume)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
     lines = preflight(engine.local_device(), socket.gethostname(), versions())
-    lines += [f"WARNING: checkpoint passed over: {line}" for line in found.passed_over]
+    lines += [*warnings, *found.warnings()]
     if found.path:
         lines.append(f"would go on from {found.path}, step {record['step']:,}")
         lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]

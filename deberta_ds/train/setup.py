@@ -27,6 +27,7 @@ from deberta_ds.toml_files import flatten
 from deberta_ds.train import engine, machine
 from deberta_ds.train.best import check_link
 from deberta_ds.train.check import check_identity, check_run
+from deberta_ds.train.deepspeed_check import check_deepspeed
 from deberta_ds.train.engine import local_device
 from deberta_ds.train.minimal_pairs import Pairs, open_pairs
 from deberta_ds.validation import raise_problems
@@ -52,12 +53,11 @@ class Inputs:
 
 def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
              ) -> tuple[Found, dict | None, Inputs]:
-    """Join the process group, find where the run goes on, open its inputs and check them.
+    """Find where the run goes on, open its inputs and check them; the group is joined.
 
     Returns what was found, its run.json (None at step 0) and the inputs. Raises UserError, on every
     rank.
     """
-    _join_group(run, ds_values, place)
     found = find(run.out_dir, resume)
     record = read_record(found.path) if found.path else None
     raise_problems(place, problems_with_ranks(run.train, dist.world_size(),
@@ -75,20 +75,22 @@ def read_record(path: Path) -> dict:
     return dist.together(lambda: read_run_file(path))
 
 
-def _join_group(run: RunConfig, ds_values: dict, place: str) -> None:
-    """Join the process group and check what can be checked without the inputs.
+def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:
+    """Join the process group, check what can be checked without the inputs; return warnings.
 
-    `ds_values` is a checked DeepSpeed JSON, `place` names the run file in errors. Raises UserError,
-    on every rank.
+    `ds_values` is a DeepSpeed JSON, `place` names the run file in errors. Raises UserError, on
+    every rank.
     """
-    device = engine.init_distributed(ds_values, place)
+    warnings = check_deepspeed(ds_values, place)
+    device = engine.init_distributed()
     check_run(run, ds_values, dist.world_size(), None, place)
     if device.type == "cpu":
         cpu.use_onednn()
+    return warnings
 
 
 def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
-    """Open the inputs and check the whole run; as `_join_group`."""
+    """Open the inputs and check the whole run; as `join_group`."""
     tokenizer, dataset, held_out = dist.together(lambda: _open(run))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = deepspeed_config.resolve(run, ds_values, dist.world_size())

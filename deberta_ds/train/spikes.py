@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deberta_ds import dist
 from deberta_ds.errors import UserError, listed
-from deberta_ds.train.half_without_zero import backward
 
 WINDOW = 100  # accepted steps that a loss is compared with
 MOST_IN_A_ROW = 10  # bad steps after which a run stops whatever it was told
@@ -85,7 +84,7 @@ def find_bad_gradients(engine, batches: list, run_micro_batch) -> str:
                 bad.append(name)
 
         hooks = [p.register_hook(lambda g, n=name, note=note: note(g, n)) for name, p in parameters]
-        backward(engine, run_micro_batch(micro_step))
+        engine.backward(run_micro_batch(micro_step))
         for hook in hooks:
             hook.remove()
         if bad:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from deberta_ds import dist
-from deberta_ds.train.half_without_zero import backward
 from deberta_ds.train.spikes import BadStepError, describe_losses, find_bad_gradients
 from deberta_ds.train.stragglers import WorkMeter
 
@@ -84,12 +83,12 @@ def train_step(engine, batches: list, *, step: int, seed: int,
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
         if micro_step + 1 < len(batches):
-            backward(engine, loss)
+            engine.backward(loss)
             engine.step()
     agreed = torch.stack([whole_loss, _number(float(stop), engine.device), *totals.values()])
     agreed = dist.sum_over_ranks(agreed)
     good = agreed[0] <= ceiling  # False for NaN
-    backward(engine, loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
+    engine.backward(loss * torch.where(good, 1.0, torch.nan).to(loss.dtype))
     mean_loss, stops, *summed = torch.cat([agreed, torch.stack(list(counts.values()))]).tolist()
     sums = dict(zip([*totals, *counts], summed, strict=True))
     bad_loss = not mean_loss <= ceiling

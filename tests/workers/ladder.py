@@ -19,7 +19,7 @@ from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.formats.engine_state import base_optimizer, buffers, layout_of
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import open_run
+from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.spikes import BadStepError
 from deberta_ds.train.step import train_step
 
@@ -27,6 +27,7 @@ BAD = "generator.head.dense.weight"
 
 
 def climb(run, ds_values: dict) -> dict:
+    join_group(run, ds_values, "test")
     *_, inputs = open_run(run, ds_values, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train

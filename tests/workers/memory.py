@@ -21,7 +21,7 @@ from deberta_ds import config
 from deberta_ds.model import dropout
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import open_run
+from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
 
 
@@ -48,6 +48,7 @@ def measure(run, stage: int) -> dict:
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1_000_000}
     ds = {"zero_optimization": zero, "bf16": {"enabled": stage > 0}}
+    join_group(run, ds, "test")
     *_, inputs = open_run(run, ds, "test", "never")
     batches = batches_of(run, inputs, start=0, end=2)
 

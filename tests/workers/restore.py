@@ -22,21 +22,21 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deberta_ds import config, dist, native
+from deberta_ds import config, dist
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import MASTER
 from deberta_ds.formats.saved_state import SavedState
 from deberta_ds.formats.saving import save as save_checkpoint
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import open_run
+from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
-KINDS = ("zero0_fp32", "zero0_bf16", "zero0_fp16", "zero1_fp32", "zero1_bf16", "zero1_fp16",
+KINDS = ("zero0_fp32", "zero1_fp32", "zero1_bf16", "zero1_fp16",
          "zero1_bf16_fp32accumulation", "zero1_fp32_roundrobin", "zero2_fp32", "zero2_bf16_cpu",
          "zero3_fp32", "zero3_bf16", "zero3_fp16", "zero3_bf16_cpu")
-SAVED_BY_ONE = ("zero0_bf16", "zero1_fp32_roundrobin", "zero3_bf16")  # the others by two ranks only
+SAVED_BY_ONE = ("zero0_fp32", "zero1_fp32_roundrobin", "zero3_bf16")  # the others by two ranks only
 REFERENCES = {1: "zero1_fp32", 2: "zero3_bf16"}  # by the number of ranks that load
 MUON_KINDS = tuple(kind for kind in KINDS if not kind.endswith("cpu"))  # which it does not take
 NVME_KINDS = ("zero3_nvme", "zero1_fp32")
@@ -66,7 +66,9 @@ def deepspeed_dict(kind: str, directory: Path) -> dict:
 
 
 def build(run, kind: str, directory: Path):
-    *_, inputs = open_run(run, deepspeed_dict(kind, directory), "test", "never")
+    ds_values = deepspeed_dict(kind, directory)
+    join_group(run, ds_values, "test")
+    *_, inputs = open_run(run, ds_values, "test", "never")
     return inputs, engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
 
 
@@ -90,7 +92,7 @@ def write(model_engine, run, ds: dict, out: Path) -> None:
     record = {"world_size": dist.world_size(), "config": config.to_dict(run), "deepspeed": ds,
               "rows_seen": 0, "tokens_seen": 0, "seconds": 0.0, "fingerprints": {},
               "tokenizer_sha256": "", "recent_losses": [], "since_line": {}, "time_use": {},
-              "cpu_rules": native.RULES, "begun_from": "", "best": {}, "versions": {}}
+              "begun_from": "", "best": {}, "versions": {}}
     save_checkpoint(model_engine, out, 2, record, keep=1)
 
 

@@ -13,12 +13,13 @@ from deberta_ds.objectives.build import objective_of
 from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.schedule import learning_rate
-from deberta_ds.train.setup import open_run
+from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
 
 
 def trajectory(run, ds_values: dict) -> dict:
     """Return {"generator", "discriminator": losses, "words", "delta": final tables}."""
+    join_group(run, ds_values, "test")
     *_, inputs = open_run(run, ds_values, "test", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     train = run.train

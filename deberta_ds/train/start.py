@@ -1,0 +1,92 @@
+"""The start of a run, once: join the group, lock out_dir, open the inputs, build the engine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deberta_ds import dist, trackers
+from deberta_ds.cluster import lock
+from deberta_ds.cluster.watchdog import Watchdog
+from deberta_ds.config import RunConfig
+from deberta_ds.formats import checkpoint
+from deberta_ds.formats.engine_state import check_restorable
+from deberta_ds.formats.initialize import initial_tensors
+from deberta_ds.formats.saving import set_aside
+from deberta_ds.log import RunLog
+from deberta_ds.objectives.base import MINIMAL_PAIRS
+from deberta_ds.objectives.build import objective_of
+from deberta_ds.train import engine
+from deberta_ds.train.check import changed_values
+from deberta_ds.train.setup import Inputs, describe, join_group, open_run, write_config
+from deberta_ds.train.time_use import lost_seconds
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run that is ready for its next step."""
+
+    found: checkpoint.Found
+    record: dict | None  # run.json of the checkpoint that was loaded; None at step 0
+    inputs: Inputs
+    log: RunLog
+    engine: object  # DeepSpeed's
+    lost_before: float  # seconds that earlier starts took, and the steps that they lost
+    lost_now: float  # the same of this start
+
+
+@contextmanager
+def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: dict[str, str],
+          watchdog: Watchdog) -> Iterator[Started]:
+    """Yield a started run, and hold its out_dir until the end; call on every rank.
+
+    Raises UserError, on every rank.
+    """
+    warnings = join_group(run, ds_values, place)
+    with lock.held(run.out_dir, watchdog.interval) as job:
+        watchdog.join(job)
+        found, record, inputs = open_run(run, ds_values, place, resume)
+        log = dist.together(lambda: RunLog(
+            run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
+            total_steps=run.train.steps, track=trackers.chosen(run.log)))
+        for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
+            log.info(line)
+        dist.together(lambda: write_config(run, inputs, origins))
+        model_engine = _build(run, inputs, record, log)
+        if record:
+            _restore(run, inputs, found, record, model_engine, log)
+        before, now = dist.together(lambda: lost_seconds(log.path, record))
+        dist.together(lambda: log.truncate(record["step"] if record else 0))
+        yield Started(found, record, inputs, log, model_engine, before, now)
+
+
+def _build(run: RunConfig, inputs: Inputs, record: dict | None, log: RunLog):
+    tensors, notes = ({}, []) if record else first_weights(run)
+    for line in notes:
+        log.info(line)
+    model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
+    check_restorable(model_engine)
+    return model_engine
+
+
+def _restore(run: RunConfig, inputs: Inputs, found: checkpoint.Found, record: dict, model_engine,
+             log: RunLog) -> None:
+    checkpoint.load(model_engine, found.path)
+    if change := checkpoint.layout_changes(record, inputs.ds):
+        log.info(f"resumed in another layout: {change}")
+    for line in changed_values(run, record):
+        log.info(f"changed since the checkpoint: {line}")
+    for line in dist.together(lambda: set_aside(run.out_dir, record["step"])
+                              if dist.is_main() else []):
+        log.info(line)
+
+
+def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
+
+    A resumed run has no use for it.
+    """
+    if not (run.init.source or run.init.generator):
+        return {}, []
+    return dist.together(lambda: initial_tensors(run) if dist.is_main() else ({}, []))
