@@ -2,14 +2,17 @@
 
 import math
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deberta_ds.planner import goodput
+from deberta_ds.train.meters import Meters
 from deberta_ds.train.saver import Saver
 from deberta_ds.train.stragglers import WorkMeter, find_slowest
+from deberta_ds.train.throughput import SpeedMeter
 from deberta_ds.train.time_use import (
     TimeUse,
     lost_before,
@@ -38,6 +41,25 @@ def test_the_line_counts_saves_evaluations_starts_and_what_a_crash_has_lost():
     assert use.record(300.0) == {"saves_seconds": 10.0, "evaluations_seconds": 40.0,
                                  "restarts_seconds": 100.0, "goodput": 0.625}
     assert 0 < seconds_since_start() < 1e6
+
+
+def test_all_clocks_know_what_is_no_step():
+    waits = []
+
+    @contextmanager
+    def patience():
+        waits.append("begin")
+        yield
+        waits.append("end")
+
+    speed = SpeedMeter(flops_per_token=1.0, peak=None, world_size=1, rows_seen=0)
+    meters = Meters(speed, TimeUse({}, lost=0.0), None, SimpleNamespace(patience=patience))
+    speed.start()
+    with meters.during("saves"):
+        time.sleep(0.2)
+    speed.count(1.0)
+    assert meters.time_use.seconds["saves"] >= 0.2 and meters.time_use.seconds["evaluations"] == 0
+    assert speed.read(1, 2)["tokens_per_second"] > 1 / 0.2 and waits == ["begin", "end"]
 
 
 def test_the_interval_between_saves_loses_least():

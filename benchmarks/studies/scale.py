@@ -169,7 +169,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
         f"--out_dir={out}", f"--train.global_batch_rows={job}", f"--train.stop_after={stop_after}"])
     zero = {"stage": stage}
     if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 0, "allgather_sequential": True}
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_allgather_sequential": True}
     phases = [(setup, "_open_inputs", "start-up"), (setup, "find", "find and verify"),
               (engine, "build_pretraining_engine", "build"), (checkpoint, "load", "resume"),
               (loop, "train_step", "step"), (loop, "evaluate", "evaluation"),

@@ -23,6 +23,7 @@ from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
 from deberta_ds.train import best, engine, machine
 from deberta_ds.train.evaluate import evaluate
+from deberta_ds.train.meters import Meters
 from deberta_ds.train.minimal_pairs import score_minimal_pairs
 from deberta_ds.train.saver import Saver
 from deberta_ds.train.schedule import learning_rate
@@ -62,7 +63,7 @@ def _train(run: RunConfig, started: Started, stop_request: signals.StopRequest,
         stopped = trainer.run_to_end()
     except UserError as error:
         if isinstance(error, BadStepError):  # on every rank
-            with watchdog.patience():
+            with trainer.meters.during("saves"):
                 trainer.finish_save(wait=True)
         trainer.log_event("fail", str(error))
         raise
@@ -100,11 +101,11 @@ class Trainer:
         self.started = time.monotonic()
         peak = peak_flops(self.engine.device,
                           deepspeed_config.product_precision(self.inputs.ds))
-        self.speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
-                                self._rows_seen())
-        self.time_use = TimeUse(record["time_use"] if record else {},
-                                started.lost_before + started.lost_now)
-        self.work = WorkMeter(self.engine.device)
+        speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
+                           self._rows_seen())
+        time_use = TimeUse(record["time_use"] if record else {},
+                           started.lost_before + started.lost_now)
+        self.meters = Meters(speed, time_use, WorkMeter(self.engine.device), watchdog)
         self.hosts = dist.gather_objects(socket.gethostname())
         self.worked = [0.0] * len(self.hosts)  # seconds of each rank, since it was last said
         self.stop_request = stop_request
@@ -119,7 +120,6 @@ class Trainer:
         self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files)
         if self.best.value is not None and dist.is_main():  # a kill may have come between
             point_best(checkpoint.path_of(run.out_dir, self.best.step))
-        self.watchdog = watchdog
         watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
         self.since_line: dict[str, float] = record["since_line"] if record else {}
@@ -129,21 +129,21 @@ class Trainer:
         run, train = self.run, self.run.train
         end = min(train.steps, train.stop_after or train.steps)
         batches = batches_of(run, self.inputs, start=self.step, end=end)
-        self.speed.start()
+        self.meters.speed.start()
         while self.step < end and not self._is_past_its_best():
             # ---------------------------------------------------------------- single training step
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
-            with self.work.loading():
+            with self.meters.work.loading():
                 share = self.step / max(1, train.steps - 1)
                 micro = [replace(batch, share_of_run=share) for batch in next(batches)]
             stop = bool(self.stop_request or self.log.problem)
             result = train_step(self.engine, micro, step=self.step, seed=train.seed,
                                 ceiling=self.spikes.ceiling(), stop=stop,
-                                raise_if_bad=train.on_spike == "stop", meter=self.work)
+                                raise_if_bad=train.on_spike == "stop", meter=self.meters.work)
             self.step += 1
             self._account(result)
-            self.watchdog.beat(self.step)
+            self.meters.watchdog.beat(self.step)
             # -------------------------------------------------------------------------------------
             if self.step % train.log_every == 0 or self.step == end:
                 self._log_step(rate)
@@ -157,7 +157,7 @@ class Trainer:
             if self.saver.is_due(self.step) or is_best or ends:
                 self._save(is_best)
             if ends:
-                with self.watchdog.patience(), self.time_use.during("saves"):
+                with self.meters.during("saves"):
                     self.finish_save(wait=True)
                 dist.together(self.log.check)
                 self._say_where_time_goes()
@@ -187,7 +187,7 @@ class Trainer:
 
     def _log_end(self, event: str, detail: str) -> None:
         """As `log_event`, with where the time of the whole run went."""
-        self.log_event(event, detail, **self.time_use.record(self._seconds()))
+        self.log_event(event, detail, **self.meters.time_use.record(self._seconds()))
 
     def _rows_seen(self) -> int:
         return batch_schedule.rows_before(self.run.train, self.step)
@@ -207,7 +207,7 @@ class Trainer:
         self.bad_steps_in_a_row = 0
         self.spikes.accept(result.loss)
         self.tokens_seen += int(result.sums["tokens"])
-        self.speed.count(result.sums["tokens"])
+        self.meters.speed.count(result.sums["tokens"])
         for name, value in result.sums.items():
             self.since_line[name] = self.since_line.get(name, 0.0) + value
 
@@ -226,13 +226,13 @@ class Trainer:
         if self.run.train.on_spike == "skip":
             self.log_event("skip", f"no update: {problem}", **place)
             return
-        with self.watchdog.patience():
+        with self.meters.during("saves"):
             self.finish_save(wait=True)
         found = checkpoint.find(self.run.out_dir, "auto")
         if found.path is None:
             raise BadStepError(f"step {self.step}: {problem}, and there is no checkpoint to roll "
                                'back to; lower train.save_every or use train.on_spike = "skip"')
-        with self.watchdog.patience():
+        with self.meters.during("saves"):
             checkpoint.load(self.engine, found.path)
         self.spikes = SpikeRule(self.run.train.spike_sigmas,
                                 read_record(found.path)["recent_losses"])
@@ -240,7 +240,7 @@ class Trainer:
 
     def _log_step(self, rate: float) -> None:
         """Write one line of means over the good steps since the last line, if there are any."""
-        worked = dist.gather_number(self.work.read(), self.engine.device)
+        worked = dist.gather_number(self.meters.work.read(), self.engine.device)
         slowest = find_slowest(worked, self.hosts)
         self.worked = [a + b for a, b in zip(self.worked, worked, strict=True)]
         if not self.since_line:
@@ -250,18 +250,19 @@ class Trainer:
         record = {"kind": "train", "step": self.step, "rows_seen": self._rows_seen(),
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
                   "epochs": self._rows_seen() / sum(self.inputs.dataset.num_rows.values())}
-        record |= self.time_use.record(record["seconds"])
+        record |= self.meters.time_use.record(record["seconds"])
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
-        record |= self.speed.read(self._rows_seen(), batch_schedule.rows_of_run(self.run.train))
+        record |= self.meters.speed.read(self._rows_seen(),
+                                         batch_schedule.rows_of_run(self.run.train))
         record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
         if slowest:
             record["slowest_share"] = slowest.share
         self.log.metrics(record)
 
     def _say_where_time_goes(self) -> None:
-        self.log.info(self.time_use.line(self._seconds()))
+        self.log.info(self.meters.time_use.line(self._seconds()))
         slowest, self.worked = find_slowest(self.worked, self.hosts), [0.0] * len(self.hosts)
         if slowest and slowest.share > SHOWN_SHARE:
             self.log.info(f"slowest: {slowest.name}, {slowest.share:.0%} behind the median")
@@ -270,8 +271,7 @@ class Trainer:
         """Score the held-out rows; return whether train.best has not been better before."""
         if not self.inputs.held_out:
             return False
-        self.speed.pause()
-        with self.watchdog.patience(), self.time_use.during("evaluations"):
+        with self.meters.during("evaluations"):
             scores = evaluate(self.engine, self.objective, self.engine.device,
                               self.inputs.held_out, self.run.train.micro_batch_rows)
             if self.inputs.pairs[0]:
@@ -279,28 +279,25 @@ class Trainer:
                                               *self.inputs.pairs, self.inputs.tokenizer)
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
-        self.speed.start()
         return bool(self.best_metric) and self.best.accept(
             self.best_metric, self.step, scores.get(self.run.train.best))
 
     def _save(self, is_best: bool) -> None:
-        self.speed.pause()
         run = self.run
         record = {"rows_seen": self._rows_seen(),
                   "tokens_seen": self.tokens_seen, "since_line": self.since_line,
                   "best": self.best.state(),
-                  "seconds": self._seconds(), "time_use": dict(self.time_use.seconds),
+                  "seconds": self._seconds(), "time_use": dict(self.meters.time_use.seconds),
                   "recent_losses": self.spikes.state(),
                   "world_size": dist.world_size(), "config": config.to_dict(run),
                   "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
                   "begun_from": self.begun_from,
                   "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
-        with self.watchdog.patience(), self.time_use.during("saves"):
+        with self.meters.during("saves"):
             self.finish_save(wait=True)
             dist.together(lambda: lock.check(run.out_dir) if dist.is_main() else None)
             self.saver.begin(self.step, record, is_best)
             self.finish_save(wait=not run.train.save_in_background)
-        self.speed.start()
 
     def finish_save(self, *, wait: bool) -> None:
         """Make the checkpoint whole that is being written, if all ranks are done with it."""
