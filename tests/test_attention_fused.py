@@ -90,6 +90,21 @@ def test_steps_of_a_model_through_the_kernels_under_zero():
     assert line["loss_error"] < 1e-6 and line["error"] < 2e-4
 
 
+@pytest.mark.parametrize(("size", "too_large", "passed", "reason"), [
+    (160, False, True, "heads of 160 are larger than 128"),
+    (64, True, True, "more than 65,535 rows times heads"), (64, False, False, "keys off by 1.0")])
+def test_a_gpu_that_goes_without_the_kernels_is_a_warning(card, caplog, size, too_large, passed,
+                                                          reason):
+    card(passed=passed)
+    with caplog.at_level("INFO", "deberta_ds"):
+        for device in ("cpu", "cuda"):
+            dispatch._choose("auto", torch.device(device), torch.bfloat16, size, False,
+                             too_large=too_large)
+    quiet, loud = caplog.records
+    assert (quiet.levelname, loud.levelname) == ("INFO", "WARNING")
+    assert reason in loud.message and "several times slower" in loud.message
+
+
 def test_every_tile_is_in_the_table():
     for capability in ((8, 0), (9, 0), (10, 0)):
         for size in (16, 32, 64, dispatch.LARGEST_SIZE):

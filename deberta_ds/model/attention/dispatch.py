@@ -38,7 +38,7 @@ def attend(
     mode: str = "auto",
     keep_terms: bool = False,
 ) -> torch.Tensor:
-    """Return the attention context [B,Q,H,D].
+    """Return the attention context [B,Q,H,D] in the one dtype of queries, keys and values.
 
     segments: integers [B,L]; a query sees the keys of its own segment, and 0 means padding. A
       query that sees no key gives 0.
@@ -64,6 +64,7 @@ def attend(
         (pos_key_HSD is not None, pos_query_HSD is not None),
         batch * heads > _GRID or plane >= 1 << 31,
     )
+    assert q_BHQD.dtype == k_BHLD.dtype == v_BHLD.dtype
     run = _implementation(chosen)
     kept = {"keep_terms": keep_terms} if chosen == "fused" else {}
     return run(
@@ -103,7 +104,9 @@ def _choose(mode: str, device: torch.device, dtype: torch.dtype, size: int, long
     chosen, reason = mode, ""
     if mode == "auto":
         chosen, reason = _choose_itself(obstacle, device, dtype, size, long, terms)
-    _LOG.info("attention: %s on %s, asked for: %s%s", chosen, device.type, mode, reason)
+    slow = mode == "auto" and chosen == "tiled" and device.type == "cuda"
+    _LOG.log(logging.WARNING if slow else logging.INFO, "attention: %s on %s, asked for: %s%s%s",
+             chosen, device.type, mode, reason, "; this is several times slower" if slow else "")
     return chosen
 
 
