@@ -61,6 +61,8 @@ def linear_cross_entropy(
     sampled_ids: int64 [T], or None without `uniforms_T`. Row t gets the id where the cumulative
       softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact draw.
     chunk: vocabulary ids handled at once; None picks a size that suits the device.
+    labels_T: ids below valid_vocab. ValueError for others on a CPU; a GPU would have to be waited
+      for, and training data were checked when they were read.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
     gradient: leave the table's gradient there, for the look-up that was given the same one.
     """
@@ -69,6 +71,8 @@ def linear_cross_entropy(
         raise ValueError(f"valid_vocab {size} is not in 1..{weight_VC.shape[0]}")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
+    if labels_T.is_cpu:
+        _check_labels(labels_T, size)
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
@@ -83,6 +87,17 @@ def linear_cross_entropy(
         _Vocabulary(size, min(chunk, size)),
         gradient,
     )
+
+
+def _check_labels(labels_T: Tensor, size: int) -> None:
+    """Raise ValueError for a label that cannot be predicted: its loss would look like any other."""
+    if type(labels_T) is not Tensor or torch.compiler.is_compiling() or not labels_T.numel():
+        return  # a traced tensor has no numbers
+    low, high = (int(label) for label in labels_T.aminmax())
+    if not 0 <= low <= high < size:
+        raise ValueError(f"labels {low}..{high} are not all in 0..{size - 1}, the ids that may be "
+                         "predicted; leave tokens without a label out, and use the tokenizer that "
+                         "the model was made for")
 
 
 def _chunk_for(rows: int, device: str) -> int:
@@ -217,8 +232,8 @@ class _NativeCrossEntropy(torch.autograd.Function):
         top_KT, top_id_KT, mass_KT, draw_mass_KT, label_logit_T = native_vocabulary.chunk_sums(
             *problem, vocabulary.size, vocabulary.chunk, temperature)
         log_norm_T = mass_KT.logsumexp(0)
-        best_K = top_KT.max(0, keepdim=True).indices
-        correct = (top_id_KT.gather(0, best_K)[0] == labels_T).sum()
+        best_chunk_1T = top_KT.max(0, keepdim=True).indices
+        correct = (top_id_KT.gather(0, best_chunk_1T)[0] == labels_T).sum()
 
         def logits_of(number, chosen):
             start, end = vocabulary.spans()[number]
