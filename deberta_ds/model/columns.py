@@ -34,8 +34,5 @@ class _AtColumns(torch.autograd.Function):
         parts = []
         for columns_N in torch.arange(ctx.length, device=columns_BM.device).split(_COLUMNS):
             one_hot_BNM = columns_N[:, None] == columns_BM[:, None, :]
-            if one_hot_BNM.is_cpu and not one_hot_BNM.any():  # a GPU would have to be waited for
-                parts.append(grad_BMC.new_zeros(*one_hot_BNM.shape[:2], grad_BMC.shape[2]))
-            else:
-                parts.append(torch.bmm(one_hot_BNM.to(grad_BMC.dtype), grad_BMC))
+            parts.append(torch.bmm(one_hot_BNM.to(grad_BMC.dtype), grad_BMC))
         return torch.cat(parts, 1), None
