@@ -197,24 +197,12 @@ def count_step(run: RunConfig) -> Count:
                  (F, "dropout", gpu_dropout),
                  (chunked, "_sample", activations._first_words),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
-    _forget()
-    activations.keep_reach(run.model)
-    try:
-        with ExitStack() as stack:
-            for stand_in in stand_ins:
-                stack.enter_context(activations._replaced(*stand_in))
-            stack.enter_context(FakeTensorMode())
-            _run(run, count)
-    finally:
-        _forget()
+    with ExitStack() as stack:
+        for stand_in in stand_ins:
+            stack.enter_context(activations._replaced(*stand_in))
+        stack.enter_context(FakeTensorMode())
+        _run(run, count)
     return count
-
-
-def _forget() -> None:
-    """Drop what is kept from step to step: real and fake tensors must not meet."""
-    activations._forget_tables()
-    fused.one_hot.cache_clear()
-    fused.recent_facts.clear()
 
 
 def _run(run: RunConfig, count: Count) -> None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DebertaConfig, DebertaV2Config
 from transformers.models.deberta.modeling_deberta import (
     DisentangledSelfAttention as AttentionV1,
@@ -62,6 +63,36 @@ def test_reach_is_where_both_sides_saturate(geometry):
     reach = geometry.reach
     assert (slots[600 + reach :] == slots[-1]).all() and (slots[: 601 - reach] == slots[0]).all()
     assert slots[600 + reach - 1] != slots[-1] or slots[601 - reach] != slots[0]
+
+
+@pytest.mark.parametrize("fake_first", [True, False])
+def test_tables_made_without_numbers_are_kept_from_real_tensors(fake_first):
+    """One use under FakeTensorMode, or a torch.export that failed, and each later call raised."""
+    geometry = Geometry(77 + fake_first, 14)  # of no other test: nothing is kept of it yet
+    inputs, segments = _inputs(slots=geometry.num_slots), torch.ones(2, 11, dtype=torch.int64)
+
+    def run(*tensors, segments):
+        return attend(*tensors, geometry=geometry, segments=segments, mode="reference")
+
+    def run_fake():
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(x) for x in (*inputs, segments)]
+            assert run(*fakes[:5], segments=fakes[5]).shape == (2, 11, HEADS, SIZE)
+            assert geometry.reach > 1
+
+    if fake_first:
+        run_fake()
+    first = run(*inputs, segments=segments)
+    run_fake()
+    assert torch.equal(run(*inputs, segments=segments), first)
+
+
+def test_queries_keys_and_values_have_one_dtype():
+    """The implementations disagree on whose dtype the context would have."""
+    q, k, v, *tables = _inputs(slots=8)
+    with pytest.raises(AssertionError):
+        attend(q, k, v.bfloat16(), *tables, geometry=Geometry(4, 0),
+               segments=torch.ones(2, 11, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("geometry", [Geometry(4, 0), Geometry(9, 4)])

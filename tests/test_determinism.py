@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deberta_ds.config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Row, collate
+from deberta_ds.model import columns as columns_module
 from deberta_ds.model import dropout
 from deberta_ds.model.attention import skew, spans, tiled
 from deberta_ds.model.columns import at_columns
@@ -82,7 +83,7 @@ def batch_of_packed_rows():
     generator = np.random.default_rng(5)
     rows = []
     for number in range(3):
-        ids = generator.integers(4, 200, 40)
+        ids = generator.integers(4, 190, 40)
         labels = np.full(40, -100)
         targets = generator.choice(40, 4 + number, replace=False)
         labels[targets], ids[targets] = ids[targets], 3
@@ -130,6 +131,39 @@ def test_the_watch_sees_what_it_is_for():
         torch.randn(3).cumsum(0)
         torch.zeros(4).index_add_(0, torch.tensor([1, 1]), torch.ones(2))
     assert len(watch.found) == 3
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 512])
+def test_gradients_of_repeated_columns_are_those_of_gather(at_once, monkeypatch):
+    monkeypatch.setattr(columns_module, "_COLUMNS", at_once)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    columns = torch.tensor([[1, 1, 0, 0, 1, 3, 0], [4, 2, 4, 0, 2, 4, 4], [0, 0, 0, 0, 0, 0, 0]])
+    direction = torch.randn(3, 7, 4, generator=generator, dtype=torch.float64)
+    (ours,) = torch.autograd.grad(at_columns(hidden, columns), hidden, direction)
+    gathered = hidden.gather(1, columns[..., None].expand(-1, -1, 4))
+    (right,) = torch.autograd.grad(gathered, hidden, direction)
+    torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-14)
+
+
+def test_memory_of_a_gradient_of_columns_grows_with_the_length_alone():
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.numel = max(self.numel, made.numel())
+            return made
+
+    found = []
+    for length in (1024, 2048, 4096):
+        hidden = torch.zeros(1, length, 8, requires_grad=True)
+        taken = at_columns(hidden, torch.arange(length)[None] // 300 * 300)
+        with Largest() as largest:
+            taken.sum().backward()
+        found.append(largest.numel)
+    assert found[2] == 2 * found[1] == 4 * found[0]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.bfloat16, 3e-3)])

@@ -97,7 +97,11 @@ def test_hidden_states_and_gradients_equal_transformers(family, length):
 
     (hidden * direction).sum().backward()
     (expected * direction).sum().backward()
-    gradients = {name: p.grad for name, p in backbone.named_parameters()}
+    compare_gradients(config, {name: p.grad for name, p in backbone.named_parameters()}, theirs)
+
+
+def compare_gradients(config, gradients, theirs):
+    """Compare those of a backbone with those that transformers' model has."""
     gradients = names.to_theirs(gradients, config.num_layers, config.absolute_input)
     if configs.is_v1_shape(config) and not config.key_bias:
         gradients = names.pack_v1(gradients, config.num_heads)
@@ -158,18 +162,72 @@ def test_masked_lm_with_enhanced_decoder_equals_rebuild(family, length):
     theirs = hugging_face(config, tensors)
     batch = masked_batch(length)
     head = masked_lm.head
+    decoded = decoded_by_transformers(theirs, config, masked_lm.positions.weight, batch)
+    states = decoded[batch.labels >= 0]
+    expected = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
+    labels = batch.labels[batch.labels >= 0]
+    expected_loss = F.cross_entropy(expected, labels, reduction="sum")
+    own = [words.weight, masked_lm.positions.weight, *head.parameters()]
+    expected_own = torch.autograd.grad(expected_loss, own, retain_graph=True)
+    expected_loss.backward(inputs=list(theirs.parameters()))
     with torch.no_grad():
-        decoded = decoded_by_transformers(theirs, config, masked_lm.positions.weight, batch)
-        states = decoded[batch.labels >= 0]
-        expected = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
         read = masked_lm.target_states(words, batch)
         logits = head.norm(F.gelu(head.dense(read))) @ words.weight.T + head.bias
-        loss_sum, correct, _ = masked_lm(words, batch)
+    loss_sum, correct, _ = masked_lm(words, batch)
     assert relative_error(logits, expected) <= 1e-5
-    labels = batch.labels[batch.labels >= 0]
-    torch.testing.assert_close(loss_sum, F.cross_entropy(expected, labels, reduction="sum"),
-                               rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss_sum, expected_loss, rtol=1e-5, atol=0)
     assert correct == (expected.argmax(-1) == labels).sum()
+    loss_sum.backward()
+    for ours, right in zip(own[1:], expected_own[1:], strict=True):
+        assert relative_error(ours.grad, right) <= 1e-4
+    # The table that predicts is the one that is looked up; transformers' has the look-up alone.
+    gradients = {name: p.grad for name, p in masked_lm.named_parameters() if "trunk" in name}
+    compare_gradients(config, {"words.weight": words.weight.grad - expected_own[0]} | gradients,
+                      theirs)
+
+
+def rows_of_pieces(ids, apart):
+    """Return (ids, segments, positions) of pieces in a row each, or in two packed rows."""
+    packing = [[one] for one in ids] if apart else [ids, ids[::-1]]
+    length = max(sum(map(len, row)) for row in packing) + 3
+    found = torch.zeros(3, len(packing), length, dtype=torch.long)
+    for row, pieces in enumerate(packing):
+        real = torch.stack([torch.cat(parts) for parts in (
+            pieces, [torch.full_like(x, number) for number, x in enumerate(pieces, 1)],
+            [torch.arange(len(x)) for x in pieces])])
+        found[:, row, :real.size(1)] = real
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_detector_learns_from_packed_pieces_as_transformers_from_each_alone(family):
+    """Many tokens of a row read one [CLS] state, and no piece sees its neighbours."""
+    config = FAMILIES[family]
+    backbone = random_values(Backbone(config)).eval()
+    head = random_values(ReplacedTokenHead(config)).eval()
+    theirs = hugging_face(config, backbone.state_dict())
+    generator = torch.Generator().manual_seed(5)
+    sizes = (5, 1, 9, 3, 40)
+    ids = [torch.randint(4, config.vocab_size, (size,), generator=generator) for size in sizes]
+    weights = [torch.randn(size, generator=generator) for size in sizes]
+    packed, segments, positions = rows_of_pieces(ids, apart=False)
+    vectors = backbone.words(packed)
+    logits = head(backbone.trunk(vectors, segments, positions), positions)[segments > 0]
+    alone, mask, _ = rows_of_pieces(ids, apart=True)
+    states = theirs(alone, attention_mask=mask).last_hidden_state
+    mixed = F.layer_norm(states[:, :1] + states, (config.hidden_size,), head.norm.weight,
+                         head.norm.bias, config.norm_eps)
+    mixed = F.gelu(F.linear(mixed, head.dense.weight, head.dense.bias))
+    scores = F.linear(mixed, head.classifier.weight, head.classifier.bias).squeeze(-1)
+    expected = [row[:size] for row, size in zip(scores, sizes, strict=True)]
+    assert relative_error(logits, torch.cat(expected + expected[::-1])) <= 1e-5
+    right = (torch.cat(expected) * torch.cat(weights)).sum() * 2  # each piece is in both rows
+    expected_own = torch.autograd.grad(right, list(head.parameters()), retain_graph=True)
+    right.backward(inputs=list(theirs.parameters()))
+    (logits * torch.cat(weights + weights[::-1])).sum().backward()
+    for parameter, wanted in zip(head.parameters(), expected_own, strict=True):
+        assert relative_error(parameter.grad, wanted) <= 1e-4
+    compare_gradients(config, {name: p.grad for name, p in backbone.named_parameters()}, theirs)
 
 
 def test_masked_lm_without_decoder_equals_transformers_head():

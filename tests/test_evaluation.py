@@ -1,10 +1,12 @@
 """Evaluation: several held-out corpora are scored together, and each as if it were alone."""
 
+import copy
 import dataclasses
 import json
 import shutil
 
 import pytest
+import thread_ranks
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from launching import make_run
@@ -63,6 +65,17 @@ def test_each_corpus_scores_as_if_it_were_alone_and_all_together_as_one(root):
     in_one = evaluate(model, rtd, device, {"": first[:6] + second[:4]}, 2)
     split = evaluate(model, rtd, device, {"one": first[:6], "two": second[:4]}, 2)
     assert in_one == {key: value for key, value in split.items() if "/" not in key}
+
+
+def test_a_batch_that_a_rank_repeats_for_company_is_not_counted(root):
+    """Seven rows are four batches; of three ranks' six turns two are such repetitions."""
+    model = build_model(loaded(root), tiny_tokenizer().size)
+    init_parameters(model, 0.05, seed=1)
+    device, rows = torch.device("cpu"), {"": rows_of(root / "heldout", 7)}
+    alone = evaluate(model, rtd, device, rows, 2)
+    models = [copy.deepcopy(model) for _ in range(3)]
+    for found in thread_ranks.run(3, lambda rank: evaluate(models[rank], rtd, device, rows, 2)):
+        assert found == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_run_names_several_corpora(root):

@@ -75,13 +75,19 @@ def test_the_step_goes_uphill_and_is_bounded():
         seen.append(vectors.detach().clone())
         return vectors.double().mean(1) @ weight
 
-    clean = words.mean(1) @ weight
-    adversarial_divergence(score, words, clean, Sift(weight=1.0, step=0.3, noise=0.01))
+    base = F.layer_norm(words.float(), (8,), eps=1e-7)
+    clean = base.double().mean(1) @ weight  # of the unmoved input: the noise alone lies between
+    adversarial_divergence(score, words, clean, Sift(weight=1.0, step=0.3, noise=0.1))
     before, after = seen
+    moving = before.double().requires_grad_()
+    log_p, log_t = (moving.mean(1) @ weight).log_softmax(-1), clean.log_softmax(-1)
+    # Of symmetric KL each half lets its own student move: here that of the moving scores.
+    (uphill,) = torch.autograd.grad((log_t.exp() * (log_t - log_p)).sum(), moving)
+    wanted = 0.3 * uphill / (1e-6 + uphill.abs().amax(-1, keepdim=True))
+    torch.testing.assert_close((after - before).double(), wanted, rtol=1e-3, atol=1e-4)
     moved = (after - before).abs().amax(-1)
     torch.testing.assert_close(moved, torch.full_like(moved, 0.3), rtol=1e-3, atol=1e-4)
-    base = F.layer_norm(words.float(), (8,), eps=1e-7)
-    assert ((before - base).abs() <= 0.02 + 1e-6).all()
+    assert ((before - base).abs() <= 0.2 + 1e-6).all()
     values = [divergence(x.double().mean(1) @ weight, clean, "symmetric_kl").sum() for x in seen]
     assert values[1] > values[0]
 

@@ -52,6 +52,20 @@ def test_on_a_cpu_torchs_operators_run(card, idea):
                           f"not {'shared' if idea == 'projections' else 'fused'}: no GPU")
 
 
+@pytest.mark.parametrize(("changes", "passed", "reason"), [
+    ({"size": 160}, True, "heads of 160 are larger than 128"),
+    ({"obstacle": "too large"}, True, "too large"), ({}, False, "result off by 1.0")])
+def test_a_gpu_that_goes_without_the_kernels_is_a_warning(card, caplog, changes, passed, reason):
+    pytest.importorskip("triton")
+    card(passed=passed)
+    with caplog.at_level("INFO", "deberta_ds"):
+        for device in (CPU, GPU):
+            pick("attention", request("attention", device, **changes))
+    loud, = caplog.records
+    assert loud.levelname == "WARNING"
+    assert reason in loud.message and "several times slower" in loud.message
+
+
 def test_on_a_card_triton_runs_where_it_is_right(card):
     pytest.importorskip("triton")
     for idea in IDEAS[:4]:

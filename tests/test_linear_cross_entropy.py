@@ -52,6 +52,15 @@ def test_loss_and_gradients(chunk, valid, dtype, tolerance):
         assert (ours.double() - 3 * right).norm() <= tolerance * 3 * right.norm()
 
 
+@pytest.mark.parametrize("wrong", [-100, -1, 203, 210, VOCAB, 10**6])
+def test_a_label_that_cannot_be_predicted_is_an_error(wrong):
+    """It gave a loss like any other, and a gradient that pulled towards no id."""
+    leaves, labels, _ = _inputs()
+    labels[5] = wrong
+    with pytest.raises(ValueError, match="not all in 0..202"):
+        linear_cross_entropy(*leaves, labels, valid_vocab=203)
+
+
 def test_bf16_is_as_good_as_plain_bf16():
     leaves, labels, _ = _inputs(torch.bfloat16)
     _, gradients, _ = _oracle(leaves, labels)

@@ -4,12 +4,15 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import rank_helpers
+import thread_ranks
 import torch
 from launching import deepspeed_json, make_run
 from rank_helpers import PRETRAIN
@@ -61,6 +64,23 @@ def test_every_element_has_one_place_and_every_slice_is_found(world_size):
                         for p in layout.pieces(name, start, count)]
                 wanted = values[start:None if count is None else start + count]
                 assert torch.equal(torch.cat([torch.empty(0, dtype=torch.long), *read]), wanted)
+
+
+@pytest.mark.parametrize("world_size", range(1, 8))
+@pytest.mark.parametrize("count", range(1, 24))
+def test_the_shares_of_zero_3_are_those_of_a_padded_tensor(world_size, count):
+    """DeepSpeed fills a tensor up until the ranks divide it, and cuts it in equal parts."""
+    share = -(-count // world_size)
+    padded = torch.full((world_size * share,), -1)
+    padded[:count] = torch.arange(count)
+    layout = Layout(world_size, "parameter", {"x": (2,), "y": (count,)},
+                    (Group(("x", "y"), (0, 2), 2 + share),))
+    for rank, wanted in enumerate(padded.view(world_size, share)):
+        held = [piece for name, piece in layout.held_by(rank, 0) if name == "y"]
+        real = wanted[wanted >= 0].tolist()
+        assert [(p.offset, p.start, p.count) for p in held] == ([(2, real[0], len(real))]
+                                                                if real else [])
+        assert [p for p in layout.pieces("y") if p.rank == rank] == held
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -202,7 +222,64 @@ def test_a_checkpoint_holds_its_tokenizer_and_can_be_exported_where_the_run_was_
     assert read_checkpoint(runs / "b").tokenizer_files == {"spm.model": path / "spm.model"}
 
 
-def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatch):
+@pytest.fixture
+def engine_state(monkeypatch):
+    """A state of 24 numbers, cut over the ranks; no engine is asked."""
+    weights = torch.ones(24)
+    monkeypatch.setattr(saving, "layout_of",
+                        lambda engine: replicated({"w": (24,)}, dist.world_size()))
+    monkeypatch.setattr(saving, "is_on_disk", lambda engine: False)
+    monkeypatch.setattr(saving, "described_tensors", lambda engine, layout: [
+        ("0.fp32", torch.float32, layout.groups[0].size)])
+    monkeypatch.setattr(saving, "tensors_of_rank", lambda engine, layout: iter(
+        [("0.fp32", weights.view(dist.world_size(), -1)[dist.rank()])]))
+    values = {"keys": [], "scalars": {}, "counters": dict.fromkeys(saved_state.COUNTERS, 0),
+              "loss_scale": {}, "aliases": {}, "buffers": {}}
+    monkeypatch.setattr(saving, "describe_engine",
+                        lambda engine, layout: layout.to_values() | values)
+    return weights
+
+
+def test_no_rank_writes_before_the_remains_of_a_killed_save_are_gone(
+        tmp_path, monkeypatch, engine_state):
+    """Rank 0 deletes them; what others have written by then would go with them."""
+    path = checkpoint.path_of(tmp_path, 5)
+    path.mkdir(parents=True)
+    (path / rank_file(7)).write_bytes(b"left behind")
+    empty = saving._empty
+    monkeypatch.setattr(saving, "_empty", lambda path: (time.sleep(0.3), empty(path)))
+    engine_state.copy_(torch.arange(24))
+    saved = thread_ranks.run(3, lambda rank: saving.save(None, tmp_path, 5, {}, 3))
+    assert saved == [path] * 3 and not checkpoint.problems_of(path)
+    assert SavedState(path).read("w", saved_state.MASTER).tolist() == list(range(24))
+
+
+def test_an_old_checkpoint_s_directory_goes_when_every_rank_has_deleted_its_files(
+        tmp_path, monkeypatch):
+    """Or rank 0 deletes thousands of files alone, and a network disk keeps the directory."""
+    for step in (1, 2):
+        path = checkpoint.path_of(tmp_path, step)
+        path.mkdir(parents=True)
+        for name in (checkpoint.MANIFEST, *map(rank_file, range(7))):
+            (path / name).write_bytes(b"{}")
+    remove, seen = shutil.rmtree, []
+    unlink = Path.unlink
+
+    def slow_unlink(path, **options):
+        time.sleep(0.1 * dist.rank())
+        unlink(path, **options)
+
+    def seen_remove(path, **options):
+        seen.append(sorted(os.listdir(path)))
+        remove(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", slow_unlink)
+    monkeypatch.setattr(shutil, "rmtree", seen_remove)
+    thread_ranks.run(3, lambda rank: saving.prune(tmp_path, 1))
+    assert seen == [[]] and [p.name for p in checkpoint.list_steps(tmp_path)] == ["step-00000002"]
+
+
+def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatch, engine_state):
     """A real thread that is held back: the copy is of the step, the manifest waits, one at most."""
     release = threading.Event()
     real_write = saving.write_stream
@@ -211,22 +288,11 @@ def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatc
         release.wait(20)
         return real_write(*arguments)
 
-    weights = torch.ones(24)
     monkeypatch.setattr(saving, "write_stream", slow_write)
-    monkeypatch.setattr(saving, "layout_of", lambda engine: replicated({"w": (24,)}, 1))
-    monkeypatch.setattr(saving, "is_on_disk", lambda engine: False)
-    monkeypatch.setattr(saving, "described_tensors",
-                        lambda engine, layout: [("0.fp32", torch.float32, 24)])
-    monkeypatch.setattr(saving, "tensors_of_rank",
-                        lambda engine, layout: iter([("0.fp32", weights)]))
-    values = {"keys": [], "scalars": {}, "counters": dict.fromkeys(saved_state.COUNTERS, 0),
-              "loss_scale": {}, "aliases": {}, "buffers": {}}
-    monkeypatch.setattr(saving, "describe_engine",
-                        lambda engine, layout: layout.to_values() | values)
     began = time.monotonic()
     one = saving.begin_save(None, tmp_path, 5, {}, 3, in_background=True)
     assert time.monotonic() - began < 10 and not one.is_written()
-    weights.zero_()  # the next step
+    engine_state.zero_()  # the next step
     assert checkpoint.find(tmp_path, "auto").path is None
     release.set()
     path = saving.finish_save(one)

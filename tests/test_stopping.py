@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections import Counter
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,6 +104,32 @@ def test_spike_rule():
     assert rule.ceiling() == pytest.approx(3.0)
     assert SpikeRule(3.0, json.loads(json.dumps(rule.state()))).ceiling() == rule.ceiling()
     assert SpikeRule(0.0, rule.state()).ceiling() > 1e300
+
+
+def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeypatch):
+    """With one good step between bad ones it threw away every stretch that it had trained."""
+    path, loaded = Path("out/checkpoints/step-00000100"), []
+    monkeypatch.setattr(loop.checkpoint, "find", lambda *_: loop.checkpoint.Found(path))
+    monkeypatch.setattr(loop.checkpoint, "load", lambda engine, path: loaded.append(path))
+    monkeypatch.setattr(loop, "read_record", lambda path: {"recent_losses": []})
+    train = SimpleNamespace(on_spike="rollback", spike_sigmas=0.0, global_batch_rows=8,
+                            first_batch_rows=0, batch_growth_steps=0, steps=1000)
+    trainer = SimpleNamespace(
+        bad_steps_in_a_row=0, rollbacks=Counter(), engine=None, finish_save=lambda wait: None,
+        run=SimpleNamespace(train=train, out_dir="out"), step=100, _rows_seen=lambda: 0,
+        watchdog=SimpleNamespace(patience=nullcontext), log_event=lambda *_, **__: None)
+    monkeypatch.setattr(loop.batch_schedule, "rows_before", lambda train, step: 8 * step)
+    for _ in range(3):
+        for _ in range(3):  # in a row: nothing is thrown away but the bad rows
+            loop.Trainer._pass_over(trainer, "the loss is nan")
+        trainer.bad_steps_in_a_row = 0  # a good step
+    assert loaded == [path] * 9
+    with pytest.raises(spikes.BadStepError, match="3 rollbacks to .*step-00000100.*older one"):
+        loop.Trainer._pass_over(trainer, "the loss is nan")
+    path = Path("out/checkpoints/step-00000200")
+    trainer.bad_steps_in_a_row = 0
+    loop.Trainer._pass_over(trainer, "the loss is nan")
+    assert loaded[-1] == path
 
 
 @pytest.fixture(scope="module")

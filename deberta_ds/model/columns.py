@@ -1,15 +1,18 @@
 """Rows of hidden states at chosen columns, with a gradient that is the same in every run.
 
 The gradient of `gather` adds with atomics on a GPU: in any order, and in the tensor's own dtype, so
-that the states of many tokens which share one [CLS] lose two digits in bf16. Here it is a product
-with a one-hot matrix: a fixed order, summed in fp32.
+that the states of many tokens which share one [CLS] lose two digits in bf16. Here it is a matmul
+with a one-hot matrix: a fixed order, summed in fp32. A matrix of all columns would have L x M
+elements, so long sequences take some columns at a time.
 
-Legend: B batch, L length, C hidden, M chosen columns.
+Legend: B batch, L length, N columns of one matmul, C hidden, M chosen columns.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_COLUMNS = 512  # of one matmul
 
 
 def at_columns(hidden_BLC: Tensor, columns_BM: Tensor) -> Tensor:
@@ -28,6 +31,8 @@ class _AtColumns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_BMC: Tensor) -> tuple[Tensor, None]:
         (columns_BM,) = ctx.saved_tensors
-        columns_L = torch.arange(ctx.length, device=columns_BM.device)
-        one_hot_BLM = columns_L[:, None] == columns_BM[:, None, :]
-        return torch.bmm(one_hot_BLM.to(grad_BMC.dtype), grad_BMC), None
+        parts = []
+        for columns_N in torch.arange(ctx.length, device=columns_BM.device).split(_COLUMNS):
+            one_hot_BNM = columns_N[:, None] == columns_BM[:, None, :]
+            parts.append(torch.bmm(one_hot_BNM.to(grad_BMC.dtype), grad_BMC))
+        return torch.cat(parts, 1), None

@@ -6,6 +6,7 @@ card (`kernel_check`); its answer says why the better ones were not taken. docs/
 the same table.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from deberta_ds.model import kernel_check
 from deberta_ds.model.kernel_check import Verdict
 from deberta_ds.model_config import ModelConfig
 
+_LOG = logging.getLogger("deberta_ds")
 OPTIONS = {"attention": "attention", "cross-entropy": "vocabulary_loss"}  # keys of [model], by idea
 LARGEST_HEAD = 128  # of fused attention; sizes that are no power of 2 are filled with zeros
 LONGEST_SHORT = 512  # longer sequences may have pairs beyond the reach of the relative table
@@ -114,7 +116,11 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
         if not problem:
             return Choice(kernel, "; ".join(missed))
         missed.append(f"not {kernel.name}: {problem}")
-    return Choice(known[-1], "; ".join(missed))  # runs everywhere
+    why = "; ".join(missed)
+    if request.device.type == "cuda" and known[0].check:
+        _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea,
+                     known[-1].name, known[0].name, why)
+    return Choice(known[-1], why)  # runs everywhere
 
 
 def _named(mode: str, known: list[Kernel], request: Request, interpreted: bool) -> Choice:

@@ -56,6 +56,8 @@ def linear_cross_entropy(
     sampled_ids: int64 [T], or None without `uniforms_T`. Row t gets the id where the cumulative
       softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact draw.
     chunk: vocabulary ids handled at once; None picks a size that suits the device.
+    labels_T: ids below valid_vocab. ValueError for others on a CPU; a GPU would have to be waited
+      for, and training data were checked when they were read.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
     """
     size = weight_VC.shape[0] if valid_vocab is None else valid_vocab
@@ -63,6 +65,8 @@ def linear_cross_entropy(
         raise ValueError(f"valid_vocab {size} is not in 1..{weight_VC.shape[0]}")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
+    if labels_T.is_cpu:
+        _check_labels(labels_T, size)
     device = hidden_TC.device.type
     if torch.is_autocast_enabled(device):
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
@@ -75,6 +79,17 @@ def linear_cross_entropy(
         None if uniforms_T is None else _Draw(uniforms_T, temperature),
         _Vocabulary(size, min(chunk, size)),
     )
+
+
+def _check_labels(labels_T: Tensor, size: int) -> None:
+    """Raise ValueError for a label that cannot be predicted: its loss would look like any other."""
+    if type(labels_T) is not Tensor or torch.compiler.is_compiling() or not labels_T.numel():
+        return  # a traced tensor has no numbers
+    low, high = (int(label) for label in labels_T.aminmax())
+    if not 0 <= low <= high < size:
+        raise ValueError(f"labels {low}..{high} are not all in 0..{size - 1}, the ids that may be "
+                         "predicted; leave tokens without a label out, and use the tokenizer that "
+                         "the model was made for")
 
 
 def _chunk_for(rows: int, device: str) -> int:

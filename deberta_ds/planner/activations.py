@@ -17,10 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
-from deberta_ds.model.attention import geometry
 from deberta_ds.model.attention.band import make_band, padded
 from deberta_ds.objectives.build import build_model
 
@@ -45,23 +44,12 @@ def trace(run: RunConfig, dtype: torch.dtype, fused: bool) -> Activations:
     # The seed of attention dropout is read on the host, which a tensor without data cannot answer.
     # The reference attention stands for all that are not fused: it keeps the most.
     run = replace(run, model=replace(run.model, attention_dropout=0.0, attention="reference"))
-    _forget_tables()
-    try:
-        keep_reach(run.model)
-        with ExitStack() as stack:
-            if fused:
-                stack.enter_context(_replaced(encoder, "attend", _fused_attend))
-            stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_words))
-            stack.enter_context(FakeTensorMode())
-            return _run_counted(run, dtype)
-    finally:
-        _forget_tables()
-
-
-def keep_reach(model: ModelConfig) -> None:
-    """Read how far a model's distances reach, which a tensor without data cannot tell."""
-    assert geometry.Geometry(model.largest_distance, model.position_buckets).reach
-    geometry._slot_table.cache_clear()
+    with ExitStack() as stack:
+        if fused:
+            stack.enter_context(_replaced(encoder, "attend", _fused_attend))
+        stack.enter_context(_replaced(linear_cross_entropy, "_sample", _first_words))
+        stack.enter_context(FakeTensorMode())
+        return _run_counted(run, dtype)
 
 
 @contextmanager
@@ -77,13 +65,6 @@ def _replaced(module, name: str, value) -> Iterator[None]:
 
 def _first_words(draw, *_arguments) -> Tensor:
     return torch.zeros_like(draw.uniforms_T, dtype=torch.int64)
-
-
-def _forget_tables() -> None:
-    """Drop cached index tables: real and fake tensors must not meet."""
-    for function in vars(geometry).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
 
 
 def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:

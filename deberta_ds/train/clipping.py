@@ -9,7 +9,8 @@ scales a group's gradient, the norm of its network takes the place of the common
 reported, and tested for not being finite, stays the common norm.
 """
 
-import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,12 @@ def clip_networks_apart(engine) -> None:
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         groups = (optimizer.sub_group_to_group_id[n] for n in range(len(optimizer.fp16_groups)))
-        _exchange_norms(optimizer, [networks[group] for group in groups])
+        _exchange_norms(optimizer, [networks[group] for group in groups], optimizer.fp16_groups,
+                        lambda number: number)
     elif kind == "DeepSpeedZeroOptimizer":
-        _exchange_norms(optimizer, networks)
+        flats = optimizer.single_partition_of_fp32_groups
+        _exchange_norms(optimizer, networks, optimizer.params_in_partition,
+                        lambda gradients: _place(gradients[0], [flat.grad for flat in flats]))
     elif kind == "BF16_Optimizer":
         _clip_before_step(optimizer, networks, largest)
     else:
@@ -70,29 +74,44 @@ def clip_gradients(optimizer: torch.optim.Optimizer, largest: float) -> None:
               [group.get("network", "") for group in groups], largest)
 
 
-def _exchange_norms(optimizer, networks: list[str]) -> None:
-    """ZeRO-1 to 3: every step measures all (sub-)groups in turn, then scales them in turn."""
-    norms, turn = [], itertools.cycle(range(len(networks)))
+def _place(wanted, things: list) -> int:
+    return next(number for number, thing in enumerate(things) if thing is wanted)
+
+
+def _exchange_norms(optimizer, networks: list[str], parameters: list[list],
+                    group_of: Callable[[Any], int]) -> None:
+    """ZeRO-1 to 3: a step measures every (sub-)group, then scales every one.
+
+    `parameters` are the lists that are measured; group_of(first argument of a scaling) is the
+    number of its group.
+    """
+    norms: dict[int, Tensor] = {}
+    scaled: set[int] = set()
 
     def remembered(measure):
         def measure_group(*arguments, **named) -> Tensor:
-            if len(norms) == len(networks):
-                norms.clear()  # of the step before
-            norms.append(measure(*arguments, **named))
-            return norms[-1]
+            number = _place(arguments[-1], parameters)
+            if number in norms:  # of a step before, whose update was not made
+                norms.clear()
+            norms[number] = measure(*arguments, **named)
+            return norms[number]
         return measure_group
 
     for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
         setattr(optimizer, name, remembered(getattr(optimizer, name)))
     unscale_and_clip = optimizer.unscale_and_clip_grads
 
-    def clip_group(gradients, common_norm: Tensor) -> None:
-        network = networks[next(turn)]
-        own = torch.stack([norm for norm, name in zip(norms, networks, strict=True)
-                           if name == network])
+    def clip_group(group, common_norm: Tensor) -> None:
+        number = group_of(group)
+        assert len(norms) == len(networks) and number not in scaled, (number, norms, scaled)
+        own = torch.stack([norms[other] for other, name in enumerate(networks)
+                           if name == networks[number]])
         # A group whose norm is not finite measures -1.
-        unscale_and_clip(gradients, torch.where((own >= 0).all(), own.norm(),
-                                                common_norm.to(own.device)))
+        unscale_and_clip(group, torch.where((own >= 0).all(), own.norm(),
+                                            common_norm.to(own.device)))
+        scaled.add(number)
+        if len(scaled) == len(networks):
+            norms.clear(), scaled.clear()
 
     optimizer.unscale_and_clip_grads = clip_group
 

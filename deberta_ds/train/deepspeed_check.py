@@ -29,7 +29,7 @@ OPTIMIZER_PARTS = {  # by DeepSpeed's wrapper; formats/engine_state.py reads and
                        "fp32_groups_gradients", "clip_grad", "step", "update_lp_params"),
     "DeepSpeedZeroOptimizer": (
         *_ZERO, "round_robin_bit16_groups", "round_robin_bit16_offsets",
-        "single_partition_of_fp32_groups", "update_lp_params"),
+        "single_partition_of_fp32_groups", "params_in_partition", "update_lp_params"),
     "DeepSpeedZeroOptimizer_Stage3": (
         *_ZERO, "fp16_groups", "fp32_partitioned_groups_flat", "swap_optimizer",
         "sub_group_to_group_id",

@@ -7,8 +7,10 @@ and the dropout are functions of it, so a checkpoint holds no generator state an
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from deberta_ds import batch_schedule, config, deepspeed_config, dist
 from deberta_ds.cluster import ending, lock, signals
@@ -28,7 +30,7 @@ from deberta_ds.train.minimal_pairs import score_minimal_pairs
 from deberta_ds.train.saver import Saver
 from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import Inputs, read_record, versions
-from deberta_ds.train.spikes import MOST_IN_A_ROW, BadStepError, SpikeRule
+from deberta_ds.train.spikes import MOST_IN_A_ROW, MOST_ROLLBACKS, BadStepError, SpikeRule
 from deberta_ds.train.start import Started, start
 from deberta_ds.train.step import StepResult, train_step
 from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
@@ -112,6 +114,7 @@ class Trainer:
         stop_request.resumes_from = f"step {self.step:,}"
         self.spikes = SpikeRule(run.train.spike_sigmas, record["recent_losses"] if record else [])
         self.bad_steps_in_a_row = 0
+        self.rollbacks: Counter[Path] = Counter()  # those that threw away good steps
         self.best, note = best.continued(run, record, best.what_is_scored(
             run, self.inputs.held_out, self.inputs.pairs[0]))
         if note:
@@ -232,6 +235,12 @@ class Trainer:
         if found.path is None:
             raise BadStepError(f"step {self.step}: {problem}, and there is no checkpoint to roll "
                                'back to; lower train.save_every or use train.on_spike = "skip"')
+        self.rollbacks[found.path] += self.bad_steps_in_a_row == 1
+        if self.rollbacks[found.path] > MOST_ROLLBACKS:
+            raise BadStepError(
+                f"step {self.step}: {problem}, and {MOST_ROLLBACKS} rollbacks to {found.path} did "
+                "not get the run to its next checkpoint; resume from an older one with a lower "
+                "optim.lr, or lower train.save_every")
         with self.meters.during("saves"):
             checkpoint.load(self.engine, found.path)
         self.spikes = SpikeRule(self.run.train.spike_sigmas,

@@ -17,6 +17,7 @@ from deberta_ds.errors import UserError, listed
 
 WINDOW = 100  # accepted steps that a loss is compared with
 MOST_IN_A_ROW = 10  # bad steps after which a run stops whatever it was told
+MOST_ROLLBACKS = 3  # to one checkpoint, with good steps between them
 
 
 class BadStepError(UserError):

@@ -4,9 +4,10 @@ Whether a step is bad is agreed on the device, before its last backward pass: th
 summed over the ranks, and if it is above the ceiling or not finite, the last micro-batch's loss is
 multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
 precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
-only stage 0 in fp32 does not, so that case is tested here). One collective and one host sync a
-step carry the verdict, the sums that are logged and the request to stop. Before it the host waits
-for nothing: numbers go to a GPU as arguments of kernels, because a copy would wait for its queue.
+only stage 0 in fp32 does not, so that case is tested here, by one more host sync). One collective
+and one host sync a step carry the verdict, the sums that are logged and the request to stop. Before
+it the host waits for nothing: numbers go to a GPU as arguments of kernels, because a copy would
+wait for its queue.
 """
 
 import hashlib
@@ -120,7 +121,7 @@ def _update(engine) -> bool:
         return not bool(engine.optimizer.overflow)
     # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    finite = all(bool(norm.isfinite()) for norm in torch._foreach_norm(gradients))
+    finite = bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all())
     if finite:
         engine.step()
     else:  # what the wrappers do; engine.step() cannot clip when there is nothing to clip

@@ -33,7 +33,9 @@ def trajectory(run, ds_values: dict) -> dict:
         losses["generator"].append(means["generator_loss"])
         losses["discriminator"].append(means["discriminator_loss"])
     module = model_engine.module
-    tables = {"words": module.words.weight, "delta": module.discriminator.words.weight}
+    tables = {"words": module.words.weight}
+    if run.objective.embedding_sharing != "es":
+        tables["delta"] = module.discriminator.words.weight
     with engine.gathered(list(tables.values())):
         return losses | {name: table.detach().clone() for name, table in tables.items()}
 

@@ -28,7 +28,7 @@ def attend(
     mode: str = "auto",
     keep_terms: bool = False,
 ) -> torch.Tensor:
-    """Return the attention context [B,Q,H,D].
+    """Return the attention context [B,Q,H,D] in the one dtype of queries, keys and values.
 
     segments: integers [B,L]; a query sees the keys of its own segment, and 0 means padding. A
       query that sees no key gives 0.
@@ -54,6 +54,7 @@ def attend(
         q_BHQD.device, q_BHQD.dtype, size, long=keys > kernels.LONGEST_SHORT or band.far,
         terms=(pos_key_HSD is not None, pos_query_HSD is not None),
         obstacle=_TOO_LARGE if too_large else "")
+    assert q_BHQD.dtype == k_BHLD.dtype == v_BHLD.dtype
     chosen = kernels.pick("attention", request, mode)
     kept = {"keep_terms": keep_terms} if chosen.name == "fused" else {}
     run = chosen.load()

@@ -11,11 +11,31 @@ distance, onto which farther ones are clamped, to the next bucket in about 1 of 
 where buckets // 2 is a power of two.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 
 import numpy as np
 import torch
+
+
+def kept_tensors(maxsize: int) -> Callable:
+    """Return `lru_cache` for a function that makes tensors.
+
+    A tensor that was made under FakeTensorMode or torch.export has no numbers: it is returned to
+    nobody else, and no real tensor to the code under that mode.
+    """
+    def decorate(make: Callable) -> Callable:
+        kept = lru_cache(maxsize)(lambda _mode, *key: make(*key))
+
+        @wraps(make)
+        def find(*key) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return make(*key)
+            with torch.inference_mode(False):  # or training could not use it
+                return kept(getattr(torch.empty(0), "fake_mode", None), *key)
+        return find
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -74,18 +94,22 @@ def _log(ratios) -> np.ndarray:
     return np.log(np.float32(ratios).astype(np.float64)).astype(np.float32)
 
 
-@lru_cache(maxsize=64)
-def _slot_table(geometry: Geometry, device: torch.device) -> torch.Tensor:
-    """Return the slots of distances -M..M as int64 on `device`."""
+def _slots(geometry: Geometry) -> np.ndarray:
+    """Return the slots of distances -M..M."""
     buckets, span = _buckets(geometry), geometry.span
     signed = np.concatenate([-buckets[:0:-1], buckets])
-    slots = (signed + span).clip(0, 2 * span - 1)
-    return torch.tensor(slots, dtype=torch.int64, device=device)
+    return (signed + span).clip(0, 2 * span - 1)
+
+
+@kept_tensors(maxsize=64)
+def _slot_table(geometry: Geometry, device: torch.device) -> torch.Tensor:
+    """Return the slots of distances -M..M as int64 on `device`."""
+    return torch.tensor(_slots(geometry), dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=64)
 def _reach(geometry: Geometry) -> int:
-    slots = _slot_table(geometry, torch.device("cpu")).tolist()
+    slots = _slots(geometry).tolist()
     limit = geometry.max_relative
     reach = limit
     while (

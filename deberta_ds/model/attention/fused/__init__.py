@@ -5,7 +5,6 @@ expanded table.
 """
 
 from collections import deque
-from functools import lru_cache
 from operator import is_
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from deberta_ds.model.attention.band import make_band
 from deberta_ds.model.attention.fused import ops
-from deberta_ds.model.attention.geometry import Geometry
+from deberta_ds.model.attention.geometry import Geometry, kept_tensors
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernel_check import on_device_of
 
@@ -78,25 +77,18 @@ def _expand(
     """
     if table_HSD is None:
         return None
-    key = (geometry, radius, rows_are_queries, dtype, table_HSD.device)
-    if torch.compiler.is_compiling():
-        one_hot_CS = _make_one_hot(*key)
-    else:
-        with torch.inference_mode(False):
-            one_hot_CS = one_hot(*key)
+    one_hot_CS = _one_hot(geometry, radius, rows_are_queries, dtype, table_HSD.device)
     rows_SK = table_HSD.transpose(0, 1).flatten(1).to(dtype)  # as a projection left them
     return (one_hot_CS @ rows_SK).view(2 * radius, *table_HSD.shape[::2])
 
 
-def _make_one_hot(geometry: Geometry, radius: int, rows_are_queries: bool, dtype, device) -> Tensor:
+@kept_tensors(maxsize=16)  # 1 MB each at 512 tokens
+def _one_hot(geometry: Geometry, radius: int, rows_are_queries: bool, dtype, device) -> Tensor:
     """Return [C,S]: which row of the relative table serves each row of the expanded one."""
     distances_C = torch.arange(2 * radius, device=device) - radius
     slots_C = geometry.slots(-distances_C if rows_are_queries else distances_C)
     one_hot_CS = slots_C[:, None] == torch.arange(geometry.num_slots, device=device)
     return one_hot_CS.to(dtype)
-
-
-one_hot = lru_cache(maxsize=16)(_make_one_hot)  # 1 MB each at 512 tokens
 
 
 def _facts_once(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:
