@@ -48,10 +48,6 @@ class Request:
     obstacle: str = ""  # what only the caller can see that rules out all but the last
 
 
-def _no_limits(_request: Request) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an idea. Without `devices` and `dtypes` it runs everywhere."""
@@ -61,7 +57,7 @@ class Kernel:
     place: str = ""  # "module:function" below deberta_ds.model; none: the module's own operators
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
-    limits: Callable[[Request], str] = _no_limits  # why it cannot run, or an empty string
+    limits: Callable[[Request], str] | None = None  # why it cannot run, or an empty string
     check: Callable[[Request], Verdict] | None = None  # of Triton kernels: is it right here?
     needs: str = ""  # the limits in words, for the documentation
     by_name_only: bool = False
@@ -145,7 +141,8 @@ def _problem(kernel: Kernel, request: Request, interpreted: bool) -> str:
     unknown = {request.dtype, request.state or request.dtype} - known
     if kernel.dtypes and unknown:
         return f"it takes {_names(kernel.dtypes)}, not {_names(tuple(unknown))}"
-    return (request.obstacle if kernel.devices else "") or kernel.limits(request)
+    found = request.obstacle if kernel.devices else ""
+    return found or (kernel.limits(request) if kernel.limits else "")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -218,12 +215,16 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
     weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. The kernels
     are checked as in the first step.
     """
+    from deberta_ds.model.attention.band import make_band
+    from deberta_ds.model.attention.geometry import Geometry
+
+    reach = Geometry(model.largest_distance, model.position_buckets).reach
+    long = length > LONGEST_SHORT or make_band(reach, length).far
     terms = tuple(term in model.position_terms for term in ("c2p", "p2c"))
     states = Request(device, matmuls, model.hidden_size, weights)
     separate = "autocast" if weights != matmuls else "ZeRO-3" if zero_stage == 3 else ""
     requests = {
-        "attention": Request(device, matmuls, model.head_size, long=length > LONGEST_SHORT,
-                             terms=terms),
+        "attention": Request(device, matmuls, model.head_size, long=long, terms=terms),
         "cross-entropy": Request(device, matmuls, model.hidden_size),
         "LayerNorm": states, "GELU": states, "dropout": states,
         "projections": Request(device, weights, model.hidden_size, obstacle=separate)}
