@@ -34,6 +34,7 @@ def main() -> None:
     from deberta_ds.data.remote import Cache
     from deberta_ds.data.rows import eval_rows
     from deberta_ds.formats import checkpoint
+    from deberta_ds.formats.run_record import read_run_record
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
     from deberta_ds.train.evaluate import evaluate
@@ -41,7 +42,7 @@ def main() -> None:
 
     path = checkpoint.newest(options.run)
     state, run = checkpoint.load_whole_state(path)
-    rules = checkpoint.read_run_file(path)["row_rules"]  # the rows that its own log scored
+    rules = read_run_record(path).row_rules  # the rows that its own log scored
     corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
         else run.data.eval_corpora
     if not corpora:

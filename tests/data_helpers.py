@@ -68,7 +68,8 @@ def random_documents(count: int, seed: int = 0, longest: int = 12) -> list[str]:
 
 
 # What every run.json of a checkpoint holds, beside its config.
-RUN_RECORD = {"step": 100, "world_size": 1, "tokens_seen": 0, "seconds": 0.0, "deepspeed": {},
+RUN_RECORD = {"step": 100, "rows_seen": 0, "world_size": 1, "tokens_seen": 0,
+              "seconds": 0.0, "deepspeed": {},
               "fingerprints": {}, "tokenizer_sha256": ""}
 
 

@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 from deberta_ds.errors import UserError
 from deberta_ds.files import xxh3
-from deberta_ds.formats.checkpoint import load_whole_state, newest, read_run_file
+from deberta_ds.formats.checkpoint import load_whole_state, newest
 from deberta_ds.formats.convert import convert
 from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.relative_rows import TABLE, UNREAD_ROWS
 from deberta_ds.formats.release_reader import SIDE_FILE, read_release
+from deberta_ds.formats.run_record import read_run_record
 from deberta_ds.records import read_metrics
 
 OLD = ROOT / "tests/fixtures/version_0_1_0"
@@ -69,8 +70,8 @@ def test_old_checkpoint_resumes_with_the_losses_of_the_old_code(tmp_path, kind):
     assert_same_numbers(numbers(tmp_path / "out/metrics.jsonl", 0),
                         numbers(OLD / kind / "metrics.jsonl", 4))
     # It keeps its rules for good: the common norm of both networks among them.
-    record = read_run_file(newest(tmp_path / "out"))
-    assert [record[name] for name in ("row_rules", "cpu_rules", "clip_rules")] == [1, 1, 1]
+    record = read_run_record(newest(tmp_path / "out"))
+    assert [getattr(record, name) for name in ("row_rules", "cpu_rules", "clip_rules")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -33,14 +33,11 @@ class Stage:
     cache: Cache
 
 
-def stage_of(record: dict, place: str | Path) -> Stage:
-    """Return the stage of a checkpoint's record (`read_run_file`); UserError names `place`."""
-    try:
-        data = from_dict(record["config"], str(place)).data
-        rows_seen, fingerprints = record["rows_seen"], record["fingerprints"]
-    except KeyError as error:
-        raise UserError(f"{place}: {error} is missing; give another checkpoint") from error
-    rules, sources = record["row_rules"], data.sources
+def stage_of(place: str | Path, *, config: dict, rows_seen: int, fingerprints: dict[str, str],
+             rules: int) -> Stage:
+    """Return the stage of a checkpoint from what its run.json holds; UserError names `place`."""
+    data = from_dict(config, str(place)).data
+    sources = data.sources
     build = build_mixture
     if rules == 1:
         build = build_slot_mixture

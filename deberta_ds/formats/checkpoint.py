@@ -15,23 +15,23 @@ file is verified before a tensor is loaded, and only a verified directory is eve
 
 import os
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from deberta_ds import dist
-from deberta_ds.config import RunConfig, from_dict
+from deberta_ds.config import RunConfig
 from deberta_ds.deepspeed_config import precision, zero_stage
 from deberta_ds.errors import UserError, listed, naming
 from deberta_ds.files import xxh3
 from deberta_ds.formats.deepspeed_files import DeepSpeedState
 from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.restore import restore
+from deberta_ds.formats.run_record import RUN_FILE, RunRecord, read_run_record
 from deberta_ds.formats.saved_state import LAYOUT_FILE, SavedState, rank_file
-from deberta_ds.json_files import parse_json, typed
+from deberta_ds.json_files import parse_json
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.decay import decay_groups
 from deberta_ds.model_config import computed_anywhere
@@ -40,31 +40,10 @@ from deberta_ds.objectives.build import build_model, fixed_parameters, objective
 from deberta_ds.records import METRICS_FILE
 
 DIRECTORY, BEST = "checkpoints", "best"
-MANIFEST, RUN_FILE = "manifest.json", "run.json"
+MANIFEST = "manifest.json"
 VERSION = 2  # of the manifest; 1 is that of version 0.1.0, whose files are in TAG
 TAG = "zero"
 _NAME = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True)
-class _Record:
-    """What run.json must hold, and as what; version 0.1.0 wrote no key that has a default."""
-
-    step: Annotated[int, Field(ge=0)]
-    world_size: Annotated[int, Field(ge=1)]
-    tokens_seen: Annotated[int, Field(ge=0)]
-    seconds: float
-    config: dict[str, Any]
-    deepspeed: dict[str, Any]
-    fingerprints: dict[str, Any]
-    tokenizer_sha256: str
-    recent_losses: list[float] = field(default_factory=list)
-    since_line: dict[str, float] = field(default_factory=dict)
-    time_use: dict[str, float] = field(default_factory=dict)
-    row_rules: int = 1
-    cpu_rules: int = 1
-    clip_rules: int = 1
-    begun_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,25 +77,6 @@ def list_steps(out_dir: str | Path) -> list[Path]:
 def list_finished(out_dir: str | Path) -> list[Path]:
     """Return those of `list_steps` whose save ended; their files may have been damaged since."""
     return [path for path in list_steps(out_dir) if (path / MANIFEST).exists()]
-
-
-def read_run_file(path: str | Path) -> dict:
-    """Return run.json of a checkpoint directory, with the defaults of keys that it lacks."""
-    file = Path(path) / RUN_FILE
-    if not file.exists():
-        raise CheckpointError(f"{file}: missing; {path} is not a checkpoint directory "
-                              f"(those are named OUT/{DIRECTORY}/step-NNNNNNNN)")
-    try:
-        with naming(file):
-            data = file.read_bytes()
-        record = parse_json(data)
-        record = asdict(typed(_Record, record)) | record
-        zero_stage(record["deepspeed"]), precision(record["deepspeed"])
-    except UserError as error:
-        raise CheckpointError(f"{error}; use an older checkpoint") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: damaged: {error}; use an older checkpoint") from None
-    return record
 
 
 def is_unsaved_run(directory: Path) -> bool:
@@ -233,19 +193,19 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
     return ({}, problems) if unsafe else (files, problems)
 
 
-def _recorded(path: Path, key: str) -> Any:
+def _recorded(path: Path, field: str) -> Any:
     """Return what run.json says; None if it cannot be read, which its checksum will say."""
     try:
-        return read_run_file(path)[key]
+        return getattr(read_run_record(path), field)
     except UserError:
         return None
 
 
 def _files_of_version_1(path: Path) -> set[str]:
     """Return the names of all files that version 0.1.0 wrote, from its run.json."""
-    record = read_run_file(path)
-    stage = zero_stage(record["deepspeed"])
-    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(record["world_size"])]
+    record = read_run_record(path)
+    stage = zero_stage(record.deepspeed)
+    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(record.world_size)]
     stems = [f"{stem}_model_states.pt" for stem in ranks] if stage == 3 else [
         "mp_rank_00_model_states.pt"]
     # BF16_Optimizer and ZeRO-3 in bf16 put "bf16_" before the names of the optimizer's files.
@@ -270,7 +230,7 @@ def _file_problem(file: Path, entry: dict) -> str | None:
     return None
 
 
-def layout_changes(record: dict, ds: dict) -> str:
+def layout_changes(record: RunRecord, ds: dict) -> str:
     """Return "2 ranks, ZeRO-3, fp32 -> 1 rank, ..." if a checkpoint's layout differs, or ""."""
     saved = (f"{counted(record['world_size'], 'rank')}, ZeRO-{zero_stage(record['deepspeed'])}, "
              f"{precision(record['deepspeed'])}")
@@ -289,9 +249,9 @@ def open_state(path: str | Path) -> SavedState | DeepSpeedState:
     path = Path(path)
     if not (path / TAG).is_dir():
         return SavedState(path)
-    record = read_run_file(path)
-    run = from_dict(record["config"], str(path / RUN_FILE))
-    return DeepSpeedState(path / TAG, zero_stage(record["deepspeed"]), plain_order(run),
+    record = read_run_record(path)
+    run = record.run(path / RUN_FILE)
+    return DeepSpeedState(path / TAG, zero_stage(record.deepspeed), plain_order(run),
                           objective_of(run).RENAMED)
 
 
@@ -318,7 +278,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
         remedy = f"name another one beside it ({listed(others[::-1])})" if others else \
             "copy it again from its source"
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
-    run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
+    run = read_run_record(path).run(path / RUN_FILE)
     state = open_state(path)
     _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}

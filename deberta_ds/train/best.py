@@ -56,13 +56,12 @@ def what_is_scored(run: RunConfig, held_out: dict[str, list[Row]], pairs: Pairs)
     return digest.hexdigest()
 
 
-def continued(run: RunConfig, record: dict | None, scored: str) -> tuple[Best, str]:
-    """Return the best of a checkpoint's run.json and "", or a new one where it is of another score.
+def continued(run: RunConfig, saved: dict, scored: str) -> tuple[Best, str]:
+    """Return the `saved` best of a checkpoint and "", or a new one where it is of another score.
 
     Also of the same score of other rows than now, `scored`, whose value would never be reached, or
     always; that is worth a line of the log.
     """
-    saved = (record or {}).get("best") or {}
     new = Best(run.train.best, scored=scored)
     if saved.get("score") != run.train.best:
         return new, ""

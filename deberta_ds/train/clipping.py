@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from deberta_ds.formats.engine_state import base_optimizer
+from deberta_ds.formats.run_record import RunRecord
 
 CLIP_RULES = 2  # of a run; 1: one norm for all networks, as before
 _TINY = 1e-6  # DeepSpeed's and torch's
 _PIECE = 1 << 16  # numbers whose fp64 copy stays in cache
 
 
-def clip_rules_of(record: dict | None) -> int:
+def clip_rules_of(record: RunRecord | None) -> int:
     """Return the rules of a run: those of its checkpoint's run.json, or the newest."""
-    return record["clip_rules"] if record else CLIP_RULES
+    return record.clip_rules if record else CLIP_RULES
 
 
 def clip_networks_apart(engine) -> None:
