@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -23,6 +24,7 @@ from launching import make_run  # noqa: E402
 from deberta_ds import config  # noqa: E402
 from deberta_ds.files import write_atomic  # noqa: E402
 from deberta_ds.formats import checkpoint, saving  # noqa: E402
+from deberta_ds.formats.run_record import RunRecord  # noqa: E402
 from deberta_ds.train import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
 from deberta_ds.train.setup import join_group, open_run  # noqa: E402
@@ -48,20 +50,23 @@ def measure(work: Path, shape: dict, rounds: int) -> dict:
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     micro = next(batches_of(run, inputs, start=0, end=1))
     train_step(model_engine, micro, step=0, seed=0)  # so that the optimizer has its moments
-    record = {"world_size": 1, "config": config.to_dict(run), "deepspeed": inputs.ds}
+    record = RunRecord(step=1, rows_seen=2, tokens_seen=0, seconds=0.0, world_size=1,
+                       config=config.to_dict(run), deepspeed=inputs.ds, fingerprints={},
+                       tokenizer_sha256=inputs.tokenizer.sha256)
     parameters = sum(parameter.numel() for parameter in model_engine.module.parameters())
     rows = []
     for number in range(rounds):
-        path = checkpoint.path_of(work / "out", number + 1)
+        record = replace(record, step=number + 1)
+        path = checkpoint.path_of(work / "out", record.step)
         started = time.perf_counter()
-        in_background = saving.begin_save(model_engine, work / "out", number + 1, record, keep=1,
+        in_background = saving.begin_save(model_engine, work / "out", record, keep=1,
                                           in_background=True)
         begun = time.perf_counter()
         saving.finish_save(in_background)
         finished = time.perf_counter()
         shutil.rmtree(path)
         again = time.perf_counter()
-        saving.save(model_engine, work / "out", number + 1, record, keep=1)
+        saving.save(model_engine, work / "out", record, keep=1)
         saved = time.perf_counter()
         assert not checkpoint.problems_of(path)
         verified = time.perf_counter()

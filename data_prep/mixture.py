@@ -73,9 +73,12 @@ def main() -> None:
 def _read_stage(directory: str) -> "Stage":
     from deberta_ds.data.stages import stage_of
     from deberta_ds.formats import checkpoint  # imports torch, which a mixture alone does not need
+    from deberta_ds.formats.run_record import read_run_record
 
     path = checkpoint.newest(directory)
-    return stage_of(checkpoint.read_run_file(path), path)
+    record = read_run_record(path)
+    return stage_of(path, config=record.config, rows_seen=record.rows_seen,
+                    fingerprints=record.fingerprints)
 
 
 def source_lines(source: "SourceConfig", weight: float) -> list[str]:

@@ -55,12 +55,12 @@ def test_a_best_of_other_rows_counts_no_more(tmp_path):
     assert scored == best.what_is_scored(run, {"moved": held_out[run.data.eval]}, [])
     fewer = best.what_is_scored(run, {"": held_out[run.data.eval][:8]}, [])
     saved = best.Best("generator_loss", 1.5, 10, scored=scored)
-    assert best.continued(run, {"best": saved.state()}, scored) == (saved, "")
-    found, note = best.continued(run, {"best": saved.state()}, fewer)
+    assert best.continued(run, saved.state(), scored) == (saved, "")
+    found, note = best.continued(run, saved.state(), fewer)
     assert found == best.Best("generator_loss", scored=fewer)
     assert "generator_loss = 1.5 at step 10" in note
     other, _ = config.load(make_run(tmp_path), ["--train.best=minimal_pairs"])
-    assert best.continued(other, {"best": saved.state()}, "x") == (
+    assert best.continued(other, saved.state(), "x") == (
         best.Best("minimal_pairs", scored="x"), "")
     pairs = [([5, 6], [5, 7])]
     assert best.what_is_scored(other, {}, pairs) != best.what_is_scored(other, held_out, [])
@@ -107,8 +107,8 @@ def test_a_score_that_is_not_measured_is_named(tmp_path):
     assert "minimal_pairs/de" in problems(best="minimal_pairs/de", eval_corpus=several)
     assert "roc_auc/de" in problems(best="roc_auc/de")
     assert "train.best" in problems(patience=2)
-    saved = {"best": dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2, scored="x"))}
+    saved = dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2, scored="x"))
     wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best="roc_auc"))
     assert best.continued(wanted, saved, "x")[0].without == 2
     none = best.Best("", scored="")
-    assert best.continued(run, saved, "") == (none, "") == best.continued(run, None, "")
+    assert best.continued(run, saved, "") == (none, "") == best.continued(run, {}, "")

@@ -3,12 +3,14 @@
 import dataclasses
 
 import pytest
+from data_helpers import RUN_RECORD
 from launching import make_run
 
 from deberta_ds import config
 from deberta_ds.config import RunConfig
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.formats.checkpoint import CheckpointError
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train.check import changed_values, check_identity
 
@@ -30,12 +32,13 @@ def fingerprints(run: RunConfig) -> dict[str, str]:
             for source in run.data.sources}
 
 
-def record_of(run: RunConfig) -> dict:
-    return {"config": config.to_dict(run), "fingerprints": fingerprints(run),
-            "tokenizer_sha256": Tokenizer(run.data.tokenizer).sha256}
+def record_of(run: RunConfig) -> RunRecord:
+    return RunRecord(**RUN_RECORD | {"config": config.to_dict(run),
+                                     "fingerprints": fingerprints(run),
+                                     "tokenizer_sha256": Tokenizer(run.data.tokenizer).sha256})
 
 
-def check(run: RunConfig, record: dict) -> None:
+def check(run: RunConfig, record: RunRecord) -> None:
     check_identity(run, fingerprints(run), Tokenizer(run.data.tokenizer).sha256, record, "step-1")
 
 
@@ -63,14 +66,15 @@ def test_moved_corpus_moved_tokenizer_and_another_attention_resume(run, tmp_path
 
 
 def test_another_tokenizer_of_the_same_name_is_refused_by_name(run):
-    record = record_of(run) | {"tokenizer_sha256": "0" * 64}
+    record = dataclasses.replace(record_of(run), tokenizer_sha256="0" * 64)
     with pytest.raises(CheckpointError, match=r"data\.tokenizer = .*spm\.model, sha256 0000"):
         check(run, record)
 
 
 def test_changed_corpus_at_the_same_path_is_refused_by_name(run):
     record = record_of(run)
-    record["fingerprints"] = {path: "0" * 64 for path in record["fingerprints"]}
+    record = dataclasses.replace(
+        record, fingerprints={path: "0" * 64 for path in record.fingerprints})
     with pytest.raises(CheckpointError, match=r"data\.sources\[0\] = .*train: .*0000"):
         check(run, record)
 

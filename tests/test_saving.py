@@ -14,6 +14,7 @@ import pytest
 import rank_helpers
 import thread_ranks
 import torch
+from data_helpers import RUN_RECORD
 from launching import deepspeed_json, make_run
 from rank_helpers import PRETRAIN
 
@@ -23,6 +24,7 @@ from deberta_ds.formats.checkpoint import CheckpointError
 from deberta_ds.formats.engine_state import Buffer
 from deberta_ds.formats.layout import Group, Layout, layout_from, replicated
 from deberta_ds.formats.ours import read_checkpoint
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.formats.saved_state import SavedState, rank_file
 from deberta_ds.records import read_metrics
 
@@ -289,8 +291,9 @@ def test_a_slow_disk_delays_the_manifest_and_never_training(tmp_path, monkeypatc
         return real_write(*arguments)
 
     monkeypatch.setattr(saving, "write_stream", slow_write)
+    record = RunRecord(**RUN_RECORD | {"step": 5, "config": {}})
     began = time.monotonic()
-    one = saving.begin_save(None, tmp_path, 5, {}, 3, in_background=True)
+    one = saving.begin_save(None, tmp_path, record, 3, in_background=True)
     assert time.monotonic() - began < 10 and not one.is_written()
     engine_state.zero_()  # the next step
     assert checkpoint.find(tmp_path, "auto").path is None

@@ -22,6 +22,7 @@ from deberta_ds.data.rows import RowDataset
 from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.errors import UserError
 from deberta_ds.formats import checkpoint
+from deberta_ds.formats.run_record import read_run_record
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,9 @@ def corpora(tmp_path_factory):
 
 def read_stage(directory):
     path = checkpoint.newest(directory)
-    return stage_of(checkpoint.read_run_file(path), path)
+    record = read_run_record(path)
+    return stage_of(path, config=record.config, rows_seen=record.rows_seen,
+                    fingerprints=record.fingerprints, rules=record.row_rules)
 
 
 def run_of(sources, seed=7, seq_len=SEQ_LEN):

@@ -33,16 +33,17 @@ class Stage:
     cache: Cache
 
 
-def stage_of(record: dict, place: str | Path) -> Stage:
-    """Return the stage of a checkpoint's record (`read_run_file`); UserError names `place`."""
-    data = from_dict(record["config"], str(place)).data
+def stage_of(place: str | Path, *, config: dict, rows_seen: int, fingerprints: dict[str, str]
+             ) -> Stage:
+    """Return the stage of a checkpoint from what its run.json holds; UserError names `place`."""
+    data = from_dict(config, str(place)).data
     sources = data.sources
-    given = build_mixture([source.weight for source in sources]).consumed(record["rows_seen"])
+    given = build_mixture([source.weight for source in sources]).consumed(rows_seen)
     return Stage(
         str(place), data.seq_len, sources,
         tuple(source.first_row + count for source, count in zip(sources, given, strict=True)),
         tuple(source.order or (data.seed, number) for number, source in enumerate(sources)),
-        record["fingerprints"], Cache(data.cache, data.cache_gigabytes),
+        fingerprints, Cache(data.cache, data.cache_gigabytes),
     )
 
 

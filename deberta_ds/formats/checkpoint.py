@@ -16,20 +16,20 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from deberta_ds import dist
-from deberta_ds.config import RunConfig, from_dict
+from deberta_ds.config import RunConfig
 from deberta_ds.deepspeed_config import precision, zero_stage
 from deberta_ds.errors import UserError, listed, naming
 from deberta_ds.files import xxh3
 from deberta_ds.formats.layout import CheckpointError
 from deberta_ds.formats.restore import restore
+from deberta_ds.formats.run_record import RUN_FILE, RunRecord, read_run_record
 from deberta_ds.formats.saved_state import LAYOUT_FILE, SavedState, rank_file
-from deberta_ds.json_files import parse_json, typed
+from deberta_ds.json_files import parse_json
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model_config import computed_anywhere
 from deberta_ds.numbers import counted
@@ -37,30 +37,9 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.records import METRICS_FILE
 
 DIRECTORY, BEST = "checkpoints", "best"
-MANIFEST, RUN_FILE = "manifest.json", "run.json"
+MANIFEST = "manifest.json"
 VERSION = 2  # of the manifest
 _NAME = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True)
-class _Record:
-    """What run.json must hold, and as what."""
-
-    step: Annotated[int, Field(ge=0)]
-    world_size: Annotated[int, Field(ge=1)]
-    rows_seen: Annotated[int, Field(ge=0)]
-    tokens_seen: Annotated[int, Field(ge=0)]
-    seconds: float
-    config: dict[str, Any]
-    deepspeed: dict[str, Any]
-    fingerprints: dict[str, Any]
-    tokenizer_sha256: str
-    recent_losses: list[float]
-    since_line: dict[str, float]
-    time_use: dict[str, float]
-    begun_from: str
-    best: dict[str, Any]
-    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -94,25 +73,6 @@ def list_steps(out_dir: str | Path) -> list[Path]:
 def list_finished(out_dir: str | Path) -> list[Path]:
     """Return those of `list_steps` whose save ended; their files may have been damaged since."""
     return [path for path in list_steps(out_dir) if (path / MANIFEST).exists()]
-
-
-def read_run_file(path: str | Path) -> dict:
-    """Return run.json of a checkpoint directory."""
-    file = Path(path) / RUN_FILE
-    if not file.exists():
-        raise CheckpointError(f"{file}: missing; {path} is not a checkpoint directory "
-                              f"(those are named OUT/{DIRECTORY}/step-NNNNNNNN)")
-    try:
-        with naming(file):
-            data = file.read_bytes()
-        record = parse_json(data)
-        typed(_Record, record)
-        zero_stage(record["deepspeed"]), precision(record["deepspeed"])
-    except UserError as error:
-        raise CheckpointError(f"{error}; use an older checkpoint") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: damaged: {error}; use an older checkpoint") from None
-    return record
 
 
 def is_unsaved_run(directory: Path) -> bool:
@@ -224,10 +184,10 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
     return ({}, problems) if unsafe else (files, problems)
 
 
-def _recorded(path: Path, key: str) -> Any:
+def _recorded(path: Path, field: str) -> Any:
     """Return what run.json says; None if it cannot be read, which its checksum will say."""
     try:
-        return read_run_file(path)[key]
+        return getattr(read_run_record(path), field)
     except UserError:
         return None
 
@@ -246,7 +206,7 @@ def _file_problem(file: Path, entry: dict) -> str | None:
     return None
 
 
-def layout_changes(record: dict, ds: dict) -> str:
+def layout_changes(record: RunRecord, ds: dict) -> str:
     """Return "2 ranks, ZeRO-3, fp32 -> 1 rank, ..." if a checkpoint's layout differs, or ""."""
     saved = (f"{counted(record['world_size'], 'rank')}, ZeRO-{zero_stage(record['deepspeed'])}, "
              f"{precision(record['deepspeed'])}")
@@ -275,7 +235,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
         remedy = f"name another one beside it ({listed(others[::-1])})" if others else \
             "copy it again from its source"
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
-    run = from_dict(read_run_file(path)["config"], str(path / RUN_FILE))
+    run = read_run_record(path).run(path / RUN_FILE)
     state = SavedState(path)
     _check_model(run, state, path)
     whole = {name: state.read_whole(name) for name in state.shapes}

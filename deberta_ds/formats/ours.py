@@ -10,18 +10,13 @@ The second form is what `convert --to ours` writes: consolidated, exact, without
 import json
 from pathlib import Path
 
-from deberta_ds.config import ModelConfig, RunConfig, from_dict, to_dict
+from deberta_ds.config import ModelConfig, RunConfig, to_dict
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.formats import configs
-from deberta_ds.formats.checkpoint import (
-    RUN_FILE,
-    list_steps,
-    load_whole_state,
-    newest,
-    read_run_file,
-)
+from deberta_ds.formats.checkpoint import list_steps, load_whole_state, newest
 from deberta_ds.formats.release import Network, Release
+from deberta_ds.formats.run_record import RUN_FILE, read_run_record
 from deberta_ds.formats.tensors import SAFETENSORS, read_tensors, write_safetensors
 from deberta_ds.formats.tokenizer_files import (
     copy_tokenizer_files,
@@ -106,7 +101,7 @@ def read_checkpoint(path: Path) -> Release:
 def shapes_of_checkpoint(path: Path) -> dict[str, ModelConfig]:
     """Return the shape of each network of a training checkpoint, or of a run's newest one."""
     directory = newest(path)
-    run = from_dict(read_run_file(directory)["config"], str(directory / RUN_FILE))
+    run = read_run_record(directory).run(directory / RUN_FILE)
     return objective_of(run).encoders(run)
 
 

@@ -27,7 +27,6 @@ from deberta_ds.formats.checkpoint import (
     BEST,
     LAYOUT_FILE,
     MANIFEST,
-    RUN_FILE,
     VERSION,
     list_finished,
     list_steps,
@@ -36,6 +35,7 @@ from deberta_ds.formats.checkpoint import (
 )
 from deberta_ds.formats.engine_state import is_on_disk, layout_of
 from deberta_ds.formats.layout import CheckpointError
+from deberta_ds.formats.run_record import RUN_FILE, RunRecord
 from deberta_ds.formats.saved_state import (
     RANK_FILE,
     describe_engine,
@@ -78,21 +78,21 @@ class Save:
             log.error("while a checkpoint was written", exc_info=True)
 
 
-def save(engine, out_dir: str | Path, step: int, record: dict, keep: int) -> Path:
+def save(engine, out_dir: str | Path, record: RunRecord, keep: int) -> Path:
     """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
-    return finish_save(begin_save(engine, out_dir, step, record, keep))
+    return finish_save(begin_save(engine, out_dir, record, keep))
 
 
-def begin_save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
+def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
                tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
                is_best: bool = False) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
 
-    `record` goes into run.json with the step, the tokenizer's files {name: path} beside it. All but
+    `record` goes into run.json, the tokenizer's files {name: path} beside it. All but
     the newest `keep` checkpoints and the best one will be deleted. An optimizer on NVMe is always
     written in the foreground.
     """
-    one = Save(path_of(out_dir, step), step, keep, is_best)
+    one = Save(path_of(out_dir, record.step), record.step, keep, is_best)
     if dist.is_main():
         one.attempt(lambda: _empty(one.path))
     one.problem = dist.broadcast_object(one.problem)
@@ -102,7 +102,7 @@ def begin_save(engine, out_dir: str | Path, step: int, record: dict, keep: int,
     described, tensors = described_tensors(engine, layout), tensors_of_rank(engine, layout)
     small = {}
     if dist.is_main():
-        small = {RUN_FILE: json.dumps({"step": step} | record, indent=1) + "\n",
+        small = {RUN_FILE: record.to_json(),
                  LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
     in_background = in_background and not is_on_disk(engine)
     if in_background:

@@ -13,7 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.config import FREE_FIELDS, ModelConfig, from_dict
+from deberta_ds.config import FREE_FIELDS, ModelConfig
 from deberta_ds.errors import UserError
 
 ROW_MULTIPLE = 64  # word tables of such a height are fast, and divide evenly among GPUs
@@ -93,10 +93,10 @@ def _checkpoint(out_dir: Any, resume: str) -> Path | None:
 
 def _saved_shape(checkpoint: Path) -> dict[str, Any]:
     """Return the shape of a checkpoint as its run wrote it, nothing where that cannot be read."""
-    from deberta_ds.formats.checkpoint import read_run_file
+    from deberta_ds.formats.run_record import read_run_record
 
     try:
-        run = from_dict(read_run_file(checkpoint)["config"], str(checkpoint))
+        run = read_run_record(checkpoint).run(checkpoint)
     except (UserError, KeyError, TypeError):
         return {}  # resuming will say what is wrong with it
     return _flat(run.model, run.objective.generator_layers)

@@ -18,9 +18,10 @@ from deberta_ds.data.shards import read_manifest
 from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
 from deberta_ds.finetune.directory import FACTS, find_finetuned, is_finetuned
-from deberta_ds.formats.checkpoint import newest, read_run_file
+from deberta_ds.formats.checkpoint import newest
 from deberta_ds.formats.convert import Summary
 from deberta_ds.formats.hf import GENERATOR_DIRECTORY
+from deberta_ds.formats.run_record import read_run_record
 from deberta_ds.formats.tensors import SAFETENSORS
 from deberta_ds.json_files import read_json
 from deberta_ds.numbers import format_value
@@ -148,14 +149,14 @@ def _of_source(source: Path) -> Training:
 
 
 def _of_checkpoint(directory: Path) -> Training:
-    record = read_run_file(directory)
-    run = record["config"]
-    training = Training(seen=f"{record['tokens_seen']:,} tokens in {record['rows_seen']:,} rows "
+    record = read_run_record(directory)
+    run = record.config
+    training = Training(seen=f"{record.tokens_seen:,} tokens in {record.rows_seen:,} rows "
                              "were read in training, repetitions counted.")
     shares = [source["weight"] for source in run["data"]["sources"]]
     for source, share in zip(run["data"]["sources"], shares, strict=True):
         training.data.append(_corpus(source["path"], share / sum(shares),
-                                     record["fingerprints"].get(source["path"], "")))
+                                     record.fingerprints.get(source["path"], "")))
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
     masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]
@@ -168,16 +169,16 @@ def _of_checkpoint(directory: Path) -> Training:
     if optim["name"] == "muon":
         rules = f"muon, momentum {optim['momentum']}; all but matrices: adamw, "
     training.settings = [(_cell(key), _cell(value)) for key, value in (
-        ("objective", objective["kind"]), ("steps", f"{record['step']:,} of {train['steps']:,}"),
+        ("objective", objective["kind"]), ("steps", f"{record.step:,} of {train['steps']:,}"),
         ("rows in a step", _rows_in_a_step(train)),
         ("tokens in a row", f"{run['data']['seq_len']:,}"),
         *masked, ("optimizer", rules + f"betas {optim['betas']}"),
         ("learning rate", f"{optim['lr']}, schedule {optim['schedule']}"),
-        ("sha256 of the tokenizer", record["tokenizer_sha256"]),
-        ("versions", ", ".join(f"{name} {text}" for name, text in record["versions"].items())))]
+        ("sha256 of the tokenizer", record.tokenizer_sha256),
+        ("versions", ", ".join(f"{name} {text}" for name, text in record.versions.items())))]
     metrics = directory.parent.parent / METRICS_FILE
     if metrics.is_file() and objective["kind"] in OBJECTIVES:
-        _add_scores(training, read_metrics(metrics), record["step"], objective["kind"])
+        _add_scores(training, read_metrics(metrics), record.step, objective["kind"])
     return training
 
 

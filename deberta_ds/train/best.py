@@ -56,16 +56,16 @@ def what_is_scored(run: RunConfig, held_out: dict[str, list[Row]], pairs: Pairs)
     return digest.hexdigest()
 
 
-def continued(run: RunConfig, record: dict | None, scored: str) -> tuple[Best, str]:
-    """Return the best of a checkpoint's run.json and "", or a new one where it is of another score.
+def continued(run: RunConfig, saved: dict, scored: str) -> tuple[Best, str]:
+    """Return the `saved` best of a checkpoint and "", or a new one where it is of another score.
 
     Also of the same score of other rows than now, `scored`, whose value would never be reached, or
     always; that is worth a line of the log.
     """
     new = Best(run.train.best, scored=scored)
-    if not record or record["best"]["score"] != run.train.best:
+    if not saved or saved["score"] != run.train.best:
         return new, ""
-    best = Best(**record["best"])
+    best = Best(**saved)
     if best.value is None or best.scored == scored:
         return replace(best, scored=scored), ""
     return new, (f"WARNING: train.best is a score of other rows than before: the best so far, "

@@ -6,6 +6,7 @@ import json
 from deberta_ds import config, deepspeed_config
 from deberta_ds.config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.formats.checkpoint import CheckpointError
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.toml_files import flatten
 from deberta_ds.train import best
@@ -43,7 +44,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
 
 
 def check_identity(run: RunConfig, fingerprints: dict[str, str], tokenizer_sha256: str,
-                   record: dict, place: str) -> None:
+                   record: RunRecord, place: str) -> None:
     """Raise CheckpointError with a diff if a checkpoint's run.json is of another run.
 
     Corpora and tokenizer are what is in their files, wherever these lie: `fingerprints` {path of a
@@ -54,12 +55,12 @@ def check_identity(run: RunConfig, fingerprints: dict[str, str], tokenizer_sha25
                                for values in (then, now)))
              for key in sorted(now.keys() | then.keys())
              if now.get(key) != then.get(key) and _is_identity(key)]
-    if record["tokenizer_sha256"] != tokenizer_sha256:
+    if record.tokenizer_sha256 != tokenizer_sha256:
         lines.append(_difference(
-            "data.tokenizer", f"{then['data.tokenizer']}, sha256 {record['tokenizer_sha256']}",
+            "data.tokenizer", f"{then['data.tokenizer']}, sha256 {record.tokenizer_sha256}",
             f"{now['data.tokenizer']}, sha256 {tokenizer_sha256}"))
     sources = itertools.zip_longest(
-        _described_sources(then["data.sources"], record["fingerprints"]),
+        _described_sources(then["data.sources"], record.fingerprints),
         _described_sources(now["data.sources"], fingerprints), fillvalue=("none", "none"))
     lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
               for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
@@ -81,16 +82,16 @@ def _described_sources(sources: list[dict], fingerprints: dict[str, str]) -> lis
            if key not in ("path", "replaced")})) for source in sources]  # known by fingerprint
 
 
-def changed_values(run: RunConfig, record: dict) -> list[str]:
+def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
     """Return "key: then -> now" for values that may change on resume and did."""
     now, then = _now_and_then(run, record)
     return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in sorted(now.keys() | then.keys())
             if now.get(key) != then.get(key) and not _is_identity(key)]
 
 
-def _now_and_then(run: RunConfig, record: dict) -> tuple[dict, dict]:
+def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:
     """Return both configs flat; one saved before a key existed gets that key's default."""
-    then = config.from_dict(record["config"], "run.json")
+    then = record.run("run.json")
     return flatten(config.to_dict(run)), flatten(config.to_dict(then))
 
 

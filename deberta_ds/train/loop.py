@@ -20,6 +20,7 @@ from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.errors import EXIT_REQUEUE, UserError
 from deberta_ds.formats import checkpoint
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.formats.saving import point_best
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
@@ -97,25 +98,25 @@ class Trainer:
         self.engine, self.log = started.engine, started.log
         record, self.inputs = started.record, started.inputs
         self.objective = objective_of(run)
-        self.step = record["step"] if record else 0
-        self.tokens_seen = record["tokens_seen"] if record else 0
-        self.seconds_before = record["seconds"] if record else 0.0
+        self.step = record.step if record else 0
+        self.tokens_seen = record.tokens_seen if record else 0
+        self.seconds_before = record.seconds if record else 0.0
         self.started = time.monotonic()
         peak = peak_flops(self.engine.device,
                           deepspeed_config.product_precision(self.inputs.ds))
         speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
                            self._rows_seen())
-        time_use = TimeUse(record["time_use"] if record else {},
+        time_use = TimeUse(record.time_use if record else {},
                            started.lost_before + started.lost_now)
         self.meters = Meters(speed, time_use, WorkMeter(self.engine.device), watchdog)
         self.hosts = dist.gather_objects(socket.gethostname())
         self.worked = [0.0] * len(self.hosts)  # seconds of each rank, since it was last said
         self.stop_request = stop_request
         stop_request.resumes_from = f"step {self.step:,}"
-        self.spikes = SpikeRule(run.train.spike_sigmas, record["recent_losses"] if record else [])
+        self.spikes = SpikeRule(run.train.spike_sigmas, record.recent_losses if record else [])
         self.bad_steps_in_a_row = 0
         self.rollbacks: Counter[Path] = Counter()  # those that threw away good steps
-        self.best, note = best.continued(run, record, best.what_is_scored(
+        self.best, note = best.continued(run, record.best if record else {}, best.what_is_scored(
             run, self.inputs.held_out, self.inputs.pairs[0]))
         if note:
             self.log.info(note)
@@ -125,7 +126,7 @@ class Trainer:
             point_best(checkpoint.path_of(run.out_dir, self.best.step))
         watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
-        self.since_line: dict[str, float] = record["since_line"] if record else {}
+        self.since_line: dict[str, float] = record.since_line if record else {}
 
     def run_to_end(self) -> bool:
         """Train to the last step or train.stop_after; return whether a signal stopped it."""
@@ -244,7 +245,7 @@ class Trainer:
         with self.meters.during("saves"):
             checkpoint.load(self.engine, found.path)
         self.spikes = SpikeRule(self.run.train.spike_sigmas,
-                                read_record(found.path)["recent_losses"])
+                                read_record(found.path).recent_losses)
         self.log_event("rollback", f"weights and optimizer of {found.path}: {problem}", **place)
 
     def _log_step(self, rate: float) -> None:
@@ -293,19 +294,18 @@ class Trainer:
 
     def _save(self, is_best: bool) -> None:
         run = self.run
-        record = {"rows_seen": self._rows_seen(),
-                  "tokens_seen": self.tokens_seen, "since_line": self.since_line,
-                  "best": self.best.state(),
-                  "seconds": self._seconds(), "time_use": dict(self.meters.time_use.seconds),
-                  "recent_losses": self.spikes.state(),
-                  "world_size": dist.world_size(), "config": config.to_dict(run),
-                  "deepspeed": self.inputs.ds, "fingerprints": self.inputs.dataset.fingerprints,
-                  "begun_from": self.begun_from,
-                  "tokenizer_sha256": self.inputs.tokenizer.sha256, "versions": versions()}
+        record = RunRecord(
+            step=self.step, rows_seen=self._rows_seen(), tokens_seen=self.tokens_seen,
+            seconds=self._seconds(), world_size=dist.world_size(), config=config.to_dict(run),
+            deepspeed=self.inputs.ds, fingerprints=self.inputs.dataset.fingerprints,
+            tokenizer_sha256=self.inputs.tokenizer.sha256, versions=versions(),
+            recent_losses=self.spikes.state(), since_line=self.since_line,
+            time_use=dict(self.meters.time_use.seconds), best=self.best.state(),
+            begun_from=self.begun_from)
         with self.meters.during("saves"):
             self.finish_save(wait=True)
             dist.together(lambda: lock.check(run.out_dir) if dist.is_main() else None)
-            self.saver.begin(self.step, record, is_best)
+            self.saver.begin(record, is_best)
             self.finish_save(wait=not run.train.save_in_background)
 
     def finish_save(self, *, wait: bool) -> None:

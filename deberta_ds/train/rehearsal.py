@@ -33,7 +33,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     lines = preflight(engine.local_device(), socket.gethostname(), versions())
     lines += [*warnings, *found.warnings()]
     if found.path:
-        lines.append(f"would go on from {found.path}, step {record['step']:,}")
+        lines.append(f"would go on from {found.path}, step {record.step:,}")
         lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
     lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
                                             bool(run.train.best))))

@@ -12,6 +12,7 @@ import torch
 
 from deberta_ds import dist
 from deberta_ds.config import TrainConfig
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.formats.saving import Save, begin_save, finish_save
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.planner.goodput import pause_of_copy, save_interval
@@ -44,12 +45,12 @@ class Saver:
             return 60 * self.train.save_minutes
         return save_interval(dist.world_size(), self.pause_seconds, self.write_seconds)
 
-    def begin(self, step: int, record: dict, is_best: bool) -> None:
+    def begin(self, record: RunRecord, is_best: bool) -> None:
         """Begin a checkpoint; a former one must have been finished."""
         assert self.in_background is None, "two copies of the state would be in memory"
         self.begun_at = time.monotonic()
         self.in_background = begin_save(
-            self.engine, self.out_dir, step, record, self.train.keep, self.tokenizer,
+            self.engine, self.out_dir, record, self.train.keep, self.tokenizer,
             in_background=self.train.save_in_background, is_best=is_best)
         self.pause_seconds = time.monotonic() - self.begun_at
 

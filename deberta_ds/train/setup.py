@@ -16,7 +16,8 @@ from deberta_ds.config import RunConfig
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import Row, RowDataset, eval_rows
 from deberta_ds.files import write_atomic
-from deberta_ds.formats.checkpoint import Found, find, read_run_file
+from deberta_ds.formats.checkpoint import Found, find
+from deberta_ds.formats.run_record import RunRecord, read_run_record
 from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model import kernels
 from deberta_ds.model.backbone import count_parameters, on_meta
@@ -52,7 +53,7 @@ class Inputs:
 
 
 def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
-             ) -> tuple[Found, dict | None, Inputs]:
+             ) -> tuple[Found, RunRecord | None, Inputs]:
     """Find where the run goes on, open its inputs and check them; the group is joined.
 
     Returns what was found, its run.json (None at step 0) and the inputs. Raises UserError, on every
@@ -61,7 +62,7 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     found = find(run.out_dir, resume)
     record = read_record(found.path) if found.path else None
     raise_problems(place, problems_with_ranks(run.train, dist.world_size(),
-                                              record["step"] if record else 0))
+                                              record.step if record else 0))
     dist.together(lambda: check_link(run))
     inputs = _open_inputs(run, ds_values, place)
     if record:
@@ -70,9 +71,9 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     return found, record, inputs
 
 
-def read_record(path: Path) -> dict:
+def read_record(path: Path) -> RunRecord:
     """Return run.json of a checkpoint; call on every rank, as one alone may fail to read it."""
-    return dist.together(lambda: read_run_file(path))
+    return dist.together(lambda: read_run_record(path))
 
 
 def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:

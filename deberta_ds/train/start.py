@@ -13,6 +13,7 @@ from deberta_ds.config import RunConfig
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import check_restorable
 from deberta_ds.formats.initialize import initial_tensors
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.formats.saving import set_aside
 from deberta_ds.log import RunLog
 from deberta_ds.objectives.base import MINIMAL_PAIRS
@@ -28,7 +29,7 @@ class Started:
     """A run that is ready for its next step."""
 
     found: checkpoint.Found
-    record: dict | None  # run.json of the checkpoint that was loaded; None at step 0
+    record: RunRecord | None  # run.json of the checkpoint that was loaded; None at step 0
     inputs: Inputs
     log: RunLog
     engine: object  # DeepSpeed's
@@ -57,11 +58,11 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         if record:
             _restore(run, inputs, found, record, model_engine, log)
         before, now = dist.together(lambda: lost_seconds(log.path, record))
-        dist.together(lambda: log.truncate(record["step"] if record else 0))
+        dist.together(lambda: log.truncate(record.step if record else 0))
         yield Started(found, record, inputs, log, model_engine, before, now)
 
 
-def _build(run: RunConfig, inputs: Inputs, record: dict | None, log: RunLog):
+def _build(run: RunConfig, inputs: Inputs, record: RunRecord | None, log: RunLog):
     tensors, notes = ({}, []) if record else first_weights(run)
     for line in notes:
         log.info(line)
@@ -70,14 +71,14 @@ def _build(run: RunConfig, inputs: Inputs, record: dict | None, log: RunLog):
     return model_engine
 
 
-def _restore(run: RunConfig, inputs: Inputs, found: checkpoint.Found, record: dict, model_engine,
-             log: RunLog) -> None:
+def _restore(run: RunConfig, inputs: Inputs, found: checkpoint.Found, record: RunRecord,
+             model_engine, log: RunLog) -> None:
     checkpoint.load(model_engine, found.path)
     if change := checkpoint.layout_changes(record, inputs.ds):
         log.info(f"resumed in another layout: {change}")
     for line in changed_values(run, record):
         log.info(f"changed since the checkpoint: {line}")
-    for line in dist.together(lambda: set_aside(run.out_dir, record["step"])
+    for line in dist.together(lambda: set_aside(run.out_dir, record.step)
                               if dist.is_main() else []):
         log.info(line)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from deberta_ds import dist
 from deberta_ds.cluster import process
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.numbers import format_duration
 from deberta_ds.records import read_metrics
 
@@ -40,14 +41,14 @@ def repeated_seconds(records: Sequence[dict], checkpoint_seconds: float) -> floa
     return max(0.0, max(logged, default=0.0) - checkpoint_seconds)
 
 
-def lost_seconds(path: Path, record: dict | None) -> tuple[float, float]:
+def lost_seconds(path: Path, record: RunRecord | None) -> tuple[float, float]:
     """Return what earlier starts of a run have lost, and what this one has until now.
 
     `path` is its metrics.jsonl, as a killed run left it; `record` run.json of the checkpoint, None
     at step 0. Only rank 0's result counts.
     """
     lines = read_metrics(path) if dist.is_main() and path.exists() else []
-    repeated = repeated_seconds(lines, record["seconds"] if record else 0.0)
+    repeated = repeated_seconds(lines, record.seconds if record else 0.0)
     return lost_before(lines), repeated + seconds_since_start()
 
 

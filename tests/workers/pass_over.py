@@ -6,6 +6,7 @@ A "rollback" is followed by a "fresh" run: a new engine that starts from the sam
 rows after the bad step. Per run: a digest of every parameter before each step.
 """
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -17,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deberta_ds import config, deepspeed_config, dist
 from deberta_ds.files import write_atomic, xxh3
 from deberta_ds.formats import checkpoint
+from deberta_ds.formats.run_record import read_run_record
 from deberta_ds.train import engine, loop
 
 real_step = loop.train_step
@@ -41,8 +43,8 @@ def copy_as_step(source: Path, out: Path, step: int) -> None:
     """Copy a checkpoint as if it had been saved at another step."""
     path = checkpoint.path_of(out, step)
     shutil.copytree(source, path)
-    record = checkpoint.read_run_file(path) | {"step": step}
-    write_atomic(path / "run.json", json.dumps(record))
+    record = dataclasses.replace(read_run_record(path), step=step)
+    write_atomic(path / "run.json", record.to_json())
     manifest = json.loads((path / "manifest.json").read_text()) | {"step": step}
     manifest["files"]["run.json"] = {"bytes": (path / "run.json").stat().st_size,
                                      "xxh3": xxh3(path / "run.json")}

@@ -25,6 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from deberta_ds import config, dist
 from deberta_ds.formats import checkpoint
 from deberta_ds.formats.engine_state import MASTER
+from deberta_ds.formats.run_record import RunRecord
 from deberta_ds.formats.saved_state import SavedState
 from deberta_ds.formats.saving import save as save_checkpoint
 from deberta_ds.train import engine
@@ -89,11 +90,11 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
 
 
 def write(model_engine, run, ds: dict, out: Path) -> None:
-    record = {"world_size": dist.world_size(), "config": config.to_dict(run), "deepspeed": ds,
-              "rows_seen": 0, "tokens_seen": 0, "seconds": 0.0, "fingerprints": {},
-              "tokenizer_sha256": "", "recent_losses": [], "since_line": {}, "time_use": {},
-              "begun_from": "", "best": {}, "versions": {}}
-    save_checkpoint(model_engine, out, 2, record, keep=1)
+    record = RunRecord(step=2, rows_seen=0, tokens_seen=0, seconds=0.0,
+                       world_size=dist.world_size(), config=config.to_dict(run), deepspeed=ds,
+                       fingerprints={}, tokenizer_sha256="", recent_losses=[], since_line={},
+                       time_use={}, begun_from="", best={}, versions={})
+    save_checkpoint(model_engine, out, record, keep=1)
 
 
 def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
