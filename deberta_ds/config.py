@@ -176,7 +176,7 @@ class TrainConfig:
         if self.first_batch_rows and self.global_batch_rows % self.first_batch_rows:
             raise ValueError(f"first_batch_rows = {self.first_batch_rows} must divide "
                              f"global_batch_rows = {self.global_batch_rows}")
-        if 0 < self.watchdog_seconds < 1:  # it would end a run before its first heartbeat
+        if 0 < self.watchdog_seconds < 1:  # it would end a run before its first beat
             raise ValueError(f"watchdog_seconds = {self.watchdog_seconds} must be 0 or at least 1")
 
 

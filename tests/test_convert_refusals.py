@@ -130,7 +130,7 @@ def test_broken_source_is_one_clear_error(tmp_path, sound, case):
 def test_a_run_that_has_saved_nothing_yet_is_named_as_such(tmp_path):
     """It was "no weight file; model.safetensors or pytorch_model.bin is expected"."""
     run = tmp_path / "run"
-    (run / "heartbeats").mkdir(parents=True)
+    run.mkdir()
     (run / "config.json").write_text('{"run": {}}')
     (run / "metrics.jsonl").write_text("")
     for directories in ((), ("checkpoints",), ("checkpoints/step-00000010",)):

@@ -149,7 +149,7 @@ def test_a_killed_sweep_continues_where_it_was(process_group, tmp_path):
         sweep.run_all(plan(tmp_path))
     result.unlink()
     lock.take(tmp_path / "CB" / "seed-1" / lock.NAME, dataclasses.replace(
-        lock.this_process(0.0), pid=os.getppid(), started=process.look(os.getppid()).started))
+        lock.this_process(), pid=os.getppid(), started=process.look(os.getppid()).started))
     with pytest.raises(UserError, match="another job writes there"):
         sweep.run_all(plan(tmp_path))
 

@@ -149,9 +149,9 @@ def test_a_run_that_broke_off_is_not_in_progress(tmp_path):
     text, page = read_page(tmp_path, run)
     assert ">Interrupted</span>" in text and "pill bad" in text
     assert "2 checkpoints saved, 2 updates skipped, 1 rollback" in page.text
-    with lock.held(run, 1.0):
+    with lock.held(run):
         assert ">In progress</span>" in read_page(tmp_path, run)[0]
-    holder = dataclasses.replace(lock.this_process(1.0), started=1)  # a killed one leaves its lock
+    holder = dataclasses.replace(lock.this_process(), started=1)  # a killed one leaves its lock
     (run / lock.NAME).write_text(json.dumps(dataclasses.asdict(holder)))
     assert ">Interrupted</span>" in read_page(tmp_path, run)[0]
     write_records(run, [*records, event(42, 9.0, "fail") | {"detail": "9 bad steps: <nan>"}])

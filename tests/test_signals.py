@@ -147,39 +147,13 @@ def test_a_loader_process_ends_with_its_rank():
         time.sleep(0.02)
 
 
-START = """
-import subprocess, sys
-from deberta_ds.cluster.launcher import this_start
-if sys.argv[1:]:
-    print(this_start())
-else:  # as mpirun: two ranks, one of them by way of a shell
-    rank = [sys.executable, "-c", "from deberta_ds.cluster import launcher; "
-            "print(launcher.this_start())"]
-    subprocess.run(rank)
-    subprocess.run(["sh", "-c", '"$0" "$@"; true', *rank])
-"""
-
-
-def test_two_starts_of_one_command_have_nothing_in_common(tmp_path):
-    """The second one wrote over the first one's heartbeats, and could end it with 70."""
-    (tmp_path / "mpirun").write_text(START)
-    alone = ENVIRONMENT | {"WORLD_SIZE": "1"}
-    shown = [subprocess.run([sys.executable, str(tmp_path / "mpirun"), *words], text=True,
-                            capture_output=True, check=True, env=environment).stdout.split()
-             for words, environment in (((), ENVIRONMENT), ((), ENVIRONMENT), (("1",), alone),
-                                        (("1",), alone))]
-    ranks, again, first, second = shown
-    assert len(ranks) == 2 and len(set(ranks)) == len(set(again)) == 1
-    assert len({ranks[0], again[0], first[0], second[0]}) == 4
-
-
 def dead_holder() -> lock.Holder:
     """A holder of this machine whose process has ended."""
     child = subprocess.Popen(["sleep", "100"])
     seen = process.look(child.pid)
     child.kill()
     child.wait()
-    return replace(lock.this_process(3.0), pid=seen.pid, started=seen.started)
+    return replace(lock.this_process(), pid=seen.pid, started=seen.started)
 
 
 def write(path, holder: lock.Holder) -> None:
@@ -189,58 +163,50 @@ def write(path, holder: lock.Holder) -> None:
 
 def test_a_live_job_keeps_its_out_dir(tmp_path):
     path = tmp_path / "out" / lock.NAME
-    with lock.held(path.parent, 3.0) as job:
-        assert job == lock.this_process(3.0).job
+    with lock.held(path.parent):
         with pytest.raises(UserError, match="another job writes there") as caught:
-            lock.take(path, lock.this_process(3.0))
+            lock.take(path, lock.this_process())
         assert f"process {os.getpid()} on" in str(caught.value) and "\n" not in str(caught.value)
     assert not path.exists()
 
 
 def test_the_lock_of_a_killed_job_is_taken_over(tmp_path):
     write(tmp_path / lock.NAME, dead_holder())
-    with lock.held(tmp_path, 3.0) as job:
-        assert job in lock.Holder(**json.loads((tmp_path / lock.NAME).read_text())).job
+    with lock.held(tmp_path):
+        holder = lock.Holder(**json.loads((tmp_path / lock.NAME).read_text()))
+        assert holder.job == lock.this_process().job
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_the_lock_of_another_machine_is_judged_by_its_heartbeats(tmp_path, monkeypatch, alive):
+def test_the_lock_of_another_machine_is_judged_by_what_its_job_counts(tmp_path, monkeypatch, alive):
     monkeypatch.setattr(lock, "_SLACK_SECONDS", 0.5)
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.1)
     path = tmp_path / lock.NAME
-    other = replace(lock.this_process(0.1), host="elsewhere", machine="another boot")
+    other = replace(lock.this_process(), host="elsewhere", machine="another boot")
     write(path, other)
-    beats = tmp_path / lock.HEARTBEATS / "host-00000"
-    beats.parent.mkdir()
-    text = (f"import sys, time\nfor tick in range(600):\n    open({str(beats)!r}, 'w').write("
-            f"f'{other.job if alive else 'elsewhere:1:1'} {{tick}}')\n    time.sleep(0.1)\n")
-    writer = subprocess.Popen([sys.executable, "-c", text])
+    ended = threading.Event()
+    job = other.job if alive else "elsewhere:1:1"
+    counter = threading.Thread(target=lock._count, args=(tmp_path / lock.BEAT, job, ended))
+    counter.start()
     try:
-        while not beats.exists():
-            assert writer.poll() is None
-            time.sleep(0.01)
         if alive:
             with pytest.raises(UserError, match="on elsewhere"):
-                lock.take(path, lock.this_process(3.0))
-        else:  # another job's heart beats there
-            lock.take(path, lock.this_process(3.0))
+                lock.take(path, lock.this_process())
+        else:  # another job counts there
+            lock.take(path, lock.this_process())
     finally:
-        writer.kill()
-        writer.wait()
-
-
-def test_without_heartbeats_another_machine_is_believed_to_live(tmp_path):
-    write(tmp_path / lock.NAME, replace(lock.this_process(0.0), machine="another boot"))
-    with pytest.raises(UserError, match="delete "):
-        lock.take(tmp_path / lock.NAME, lock.this_process(3.0))
+        ended.set()
+        counter.join()
 
 
 def test_a_damaged_lock_and_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / lock.NAME).write_text("{")
     with pytest.raises(UserError, match="run.lock: damaged"):
-        lock.take(tmp_path / lock.NAME, lock.this_process(3.0))
+        lock.take(tmp_path / lock.NAME, lock.this_process())
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        lock.take(tmp_path / "file" / lock.NAME, lock.this_process(3.0))
+        lock.take(tmp_path / "file" / lock.NAME, lock.this_process())
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -251,7 +217,7 @@ def test_a_full_disk_leaves_no_lock_and_an_empty_one_keeps_nobody_out(tmp_path, 
 
     if not links:
         monkeypatch.setattr(os, "link", no_links)
-    path, mine = tmp_path / lock.NAME, lock.this_process(3.0)
+    path, mine = tmp_path / lock.NAME, lock.this_process()
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # fails as a full disk does
     try:
@@ -276,31 +242,30 @@ def test_a_lock_whose_making_was_not_answered_is_held(tmp_path, monkeypatch):
         raise FileExistsError(errno.EEXIST, "File exists", *names)
 
     monkeypatch.setattr(os, "link", unanswered)
-    lock.take(tmp_path / lock.NAME, lock.this_process(3.0))
+    lock.take(tmp_path / lock.NAME, lock.this_process())
     assert lock.is_held(tmp_path) and list(tmp_path.iterdir()) == [tmp_path / lock.NAME]
 
 
 def test_a_host_that_does_not_see_the_out_dir_is_named_at_once(tmp_path, monkeypatch):
     """It was found at the first save, where room was to be made."""
-    first = replace(lock.this_process(3.0), host="node0", machine="another")
+    first = replace(lock.this_process(), host="node0", machine="another")
     monkeypatch.setattr(lock, "_SEEN_SECONDS", 0.3)
     monkeypatch.setattr(lock.dist, "is_main", lambda: False)
     monkeypatch.setattr(lock.dist, "broadcast_object", lambda mine: first)
     with pytest.raises(UserError, match="must be shared by all hosts: .* that node0 has written"):
-        with lock.held(tmp_path, 3.0):
+        with lock.held(tmp_path):
             pass
     monkeypatch.setattr(lock, "_SEEN_SECONDS", 60)
     late = threading.Timer(0.5, lambda: write(tmp_path / lock.NAME, first))
     late.start()
-    with lock.held(tmp_path, 3.0) as job:
-        assert job == first.job
-    late.join()
+    with lock.held(tmp_path):
+        late.join()
 
 
 def _contend(path, gate, winners) -> None:
     gate.wait()
     try:
-        lock.take(path, lock.this_process(3.0))
+        lock.take(path, lock.this_process())
         winners.put(os.getpid())
         time.sleep(3)
     except UserError:

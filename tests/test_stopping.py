@@ -82,18 +82,14 @@ def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
     os.kill(victim.pid, number)
     try:
         other.join(90)
-        # A killed rank is met by the collective's own error or by the watchdog, whichever is first.
-        assert other.exitcode in ((EXIT_STUCK,) if number == signal.SIGSTOP else (1, EXIT_STUCK))
+        assert other.exitcode == EXIT_STUCK
         assert time.monotonic() - started < 45  # 10 s where the machine is not shared
     finally:
         rank_helpers.kill(processes)
     text = (root / "log").read_text()
-    problem = "SILENT: frozen, stopped by a signal" if number == signal.SIGSTOP else "GONE"
-    assert f"rank {frozen} on {os.uname().nodename} (pid {victim.pid}): {problem}" in text
+    assert f"rank {frozen} on {os.uname().nodename} (pid {victim.pid}): SILENT" in text
     assert "last step" in text
-    if number == signal.SIGSTOP:
-        stack = (root / f"out/heartbeats/rank-{1 - frozen:05d}.stack").read_text()
-        assert "run_to_end" in stack, stack  # whichever collective it waits in
+    assert "in run_to_end" in text, text  # whichever collective it waits in
 
 
 def test_spike_rule():
@@ -188,36 +184,6 @@ def test_the_shipped_fp16_scale_settles_after_two_overflows(passed_over):
     assert losses[-1] < losses[2]
 
 
-@pytest.mark.multi
-@pytest.mark.slow
-def test_a_rank_that_is_killed_before_the_ranks_meet_does_not_leave_the_others_waiting(job):
-    """There is no launcher that would notice, and no collective that would fail."""
-    arguments, root = job
-    arguments.append("--train.watchdog_seconds=6")
-    processes = rank_helpers.start(3, arguments, root / "log")
-    processes[2].kill()  # it may not even have begun, so the others cannot meet
-
-    def has_begun(pid: int) -> bool:
-        for path in Path("/dev/shm").glob("deberta_ds-*/1"):
-            with suppress(FileNotFoundError):  # of another job, which has ended
-                if f" {pid} " in path.read_text():
-                    return True
-        return False
-
-    while not has_begun(processes[1].pid):
-        assert processes[1].is_alive()
-        time.sleep(0.05)
-    started = time.monotonic()
-    os.kill(processes[1].pid, signal.SIGKILL)
-    try:
-        processes[0].join(120)
-        assert processes[0].exitcode == EXIT_STUCK, (root / "log").read_text()[-4000:]
-        assert time.monotonic() - started < 60
-    finally:
-        rank_helpers.kill(processes)
-    assert f"(pid {processes[1].pid}): GONE: its process has ended" in (root / "log").read_text()
-
-
 @pytest.mark.parametrize(("launcher", "what", "code"), [
     ("python", "SIGTERM to the group", EXIT_REQUEUE),
     ("python", "Ctrl-C", EXIT_REQUEUE),
@@ -243,7 +209,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_where_the_run_goes_on(tmp_path):
 
 def test_a_job_that_lost_its_directory_writes_no_more(tmp_path):
     """It stood still, another took over; a lock that is gone or damaged says nothing."""
-    mine = lock.this_process(1.0)
+    mine = lock.this_process()
     lock.check(tmp_path)
     lock.take(tmp_path / lock.NAME, mine)
     lock.check(tmp_path)

@@ -1,339 +1,394 @@
-"""The watchdog without a training run: slow from stuck, gone, frozen, thawed, and at scale."""
+"""The watchdog: real ranks that are frozen, killed, stuck or slow, and thousands simulated ones."""
 
-import errno
+import ctypes
 import os
+import re
+import signal
 import socket
-import subprocess
-import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+import rank_helpers
+import torch.distributed as torch_dist
+from torch.distributed import TCPStore
 
-from deberta_ds.cluster import beats, process, reach, stacks
-from deberta_ds.cluster.neighbours import Neighbours
-from deberta_ds.cluster.ring import Host, Ring, at_once
-from deberta_ds.cluster.watchdog import Watchdog, hosts_of
+from deberta_ds.cluster import watchdog
+from deberta_ds.cluster.watchdog import BUSY, ENDED, EXIT_STUCK, FAILED, STEPPING, Peer, Watchdog
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import watchdog_scale  # noqa: E402
+SECONDS = 6.0
+BUSY_MACHINE = 3  # times the promised time, where the machine is shared
+CLIENTS = [256, 1024, 4096] if os.environ.get("FULL_TABLE") else [256]
+_context = rank_helpers._context  # not a fork of this process, which has threads
+
+
+class Job:
+    """Real ranks of one job, each a process with a gloo group and a watchdog."""
+
+    def __init__(self, work: Path, body: Callable, world_size: int = 3, seconds: float = SECONDS):
+        rank_helpers._start_server()
+        self.log, port = work / "log", rank_helpers.free_port()
+        self.log.touch()
+        self.text = self.log.read_text
+        self.ranks = [_context.Process(target=_rank_main, args=(
+            self.log, port, rank, world_size, seconds, body)) for rank in range(world_size)]
+        for rank in self.ranks:
+            rank.start()
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        deadline = time.monotonic() + 60
+        while self.text().count(text) < count:
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def codes(self, *ranks: int) -> list[int]:
+        """Wait for these ranks, all by default, and return their exit codes."""
+        chosen = [self.ranks[rank] for rank in ranks or range(len(self.ranks))]
+        for rank in chosen:
+            rank.join(60)
+        return [rank.exitcode for rank in chosen]
+
+    def named(self) -> set[int]:
+        return {int(rank) for rank in re.findall(r"^  rank (\d+) on", self.text(), re.MULTILINE)}
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """A list that grows when a watchdog would end this process."""
-    found = []
-    monkeypatch.setattr(Watchdog, "_exit", lambda self: found.append(True))
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        monkeypatch.setenv(name, {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.get(name, "0"))
-    return found
+def start(tmp_path):
+    """A function that starts a Job; what is left of it ends with the test."""
+    jobs = []
+
+    def begin(body: Callable, **more) -> Job:
+        (tmp_path / str(len(jobs))).mkdir()
+        jobs.append(Job(tmp_path / str(len(jobs)), body, **more))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        for rank in job.ranks:
+            rank.kill()
+            rank.join()
 
 
-def test_the_watchdog_knows_slow_from_stuck(tmp_path, ended, capfd):
-    dog = Watchdog(tmp_path, 1.0)  # limit 0.7 s, a heartbeat every 0.05 s
+def _rank_main(log: Path, port: int, rank: int, world_size: int, seconds: float, body: Callable
+               ) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch_dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    watchdog._ALIVE = 1.5 if body is hold_the_interpreter else watchdog._ALIVE
+    code, dog = 0, Watchdog(log.parent, seconds)
+    try:
+        with dog.watch():
+            dog.join()
+            body(dog, rank)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def take_steps(dog: Watchdog, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        torch_dist.barrier()
+        dog.beat(step)
+        if step == 3:
+            print("three steps", flush=True)
+        time.sleep(0.02)
+
+
+def train(dog: Watchdog, rank: int) -> None:
+    take_steps(dog, 1, 100_000)
+
+
+@pytest.mark.parametrize(("victim", "number"), [
+    (1, signal.SIGSTOP), (0, signal.SIGSTOP), (2, signal.SIGKILL), (0, signal.SIGKILL)])
+@pytest.mark.multi
+def test_a_frozen_or_killed_rank_is_named_in_time_and_nobody_else(start, victim, number):
+    """Rank 0 has the store, so that is dead, too."""
+    job = start(train)
+    job.wait_for("three steps", 3)
+    os.kill(job.ranks[victim].pid, number)
+    began = time.monotonic()
+    others = [rank for rank in range(3) if rank != victim]
+    assert job.codes(*others) == [EXIT_STUCK] * 2, job.text()
+    seconds = time.monotonic() - began
+    print(f"{number.name} of rank {victim}: ended after {seconds:.1f} of {SECONDS:g} s")
+    assert seconds < BUSY_MACHINE * SECONDS
+    assert job.named() == {victim}, job.text()
+    assert f"(pid {job.ranks[victim].pid}): SILENT" in job.text()
+    assert "take_steps" in job.text()  # the stacks of those who wait
+
+
+def train_shortly(dog: Watchdog, rank: int) -> None:
+    take_steps(dog, 1, 200)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_job_that_was_frozen_as_a_whole_goes_on(start):
+    job = start(train_shortly, seconds=3.0)
+    job.wait_for("three steps", 3)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in job.ranks:
+            os.kill(rank.pid, number)
+        time.sleep(6 if number == signal.SIGSTOP else 0)
+    assert job.codes() == [0] * 3, job.text()
+    assert "WATCHDOG" not in job.text()
+
+
+def hold_the_interpreter(dog: Watchdog, rank: int) -> None:
+    take_steps(dog, 1, 5)
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(100)  # C code that keeps the lock
+    take_steps(dog, 6, 100_000)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_rank_whose_interpreter_is_held_is_named_shows_its_stacks_and_is_ended(start):
+    job = start(hold_the_interpreter)
+    assert job.codes() == [EXIT_STUCK, -signal.SIGALRM, EXIT_STUCK], job.text()
+    assert job.named() == {1} and "in hold_the_interpreter" in job.text(), job.text()
+
+
+def save_and_evaluate(dog: Watchdog, rank: int) -> None:
+    time.sleep(SECONDS / 2)  # compiles kernels
+    take_steps(dog, 1, 5)
+    for _ in range(2):
+        with dog.patience():
+            time.sleep(SECONDS / 2)
+    take_steps(dog, 6, 5)
+    with dog.patience():
+        time.sleep(SECONDS / 2 * rank)  # the others have ended
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_slow_start_a_long_save_and_an_early_end_are_no_deaths(start):
+    job = start(save_and_evaluate, seconds=SECONDS / 3)
+    assert job.codes() == [0] * 3 and "WATCHDOG" not in job.text(), job.text()
+
+
+def fail(dog: Watchdog, rank: int) -> None:
+    take_steps(dog, 1, 5)
+    if rank == 1:
+        raise ValueError("boom")
+    take_steps(dog, 6, 100_000)
+
+
+@pytest.mark.multi
+def test_an_error_of_one_rank_keeps_its_code_and_is_nobodys_death(start):
+    job = start(fail)
+    assert job.codes() == [1] * 3 and not job.named(), job.text()
+    assert "ValueError: boom" in job.text()
+
+
+def fail_unnoticed(dog: Watchdog, rank: int) -> None:
+    take_steps(dog, 1, 5)
+    if rank == 1:
+        raise ValueError("boom")
+    time.sleep(100)  # as in a collective of NCCL
+
+
+@pytest.mark.multi
+def test_a_rank_that_ended_with_an_error_is_named_with_it(start):
+    job = start(fail_unnoticed, seconds=4.0)
+    assert job.codes() == [EXIT_STUCK, 1, EXIT_STUCK] and job.named() == {1}, job.text()
+    assert "ENDED with an error: boom" in job.text()
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_jobs_at_once_do_not_meet(start):
+    first, second = start(train, world_size=2), start(train, world_size=2)
+    for job in (first, second):
+        job.wait_for("three steps", 2)
+    first.ranks[0].kill()
+    assert first.codes(1) == [EXIT_STUCK] and first.named() == {0}
+    time.sleep(SECONDS / 2)
+    assert all(rank.is_alive() for rank in second.ranks) and "WATCHDOG" not in second.text()
+
+
+class SlowWay:
+    """A way to a store on which each message takes `seconds`, in either direction."""
+
+    def __init__(self, port: int, seconds: float):
+        self._target, self._seconds = port, seconds
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            ends = [self._server.accept()[0], socket.create_connection(("127.0.0.1", self._target))]
+            for source, sink in (ends, ends[::-1]):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(self._seconds)
+                sink.sendall(data)
+
+
+@pytest.mark.slow
+def test_a_slow_store_ends_nobody_who_lives_and_hides_nobody_who_does_not(tmp_path, monkeypatch,
+                                                                          capfd):
+    """Three ranks in one process, no step, 0.5 s a message and about 2.5 s an exchange."""
+    exits = []
+    monkeypatch.setattr(Watchdog, "_exit", lambda self: exits.append(self._rank))
+    root = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    way = SlowWay(root.port, 0.5)
+    stores = [root, *(TCPStore("127.0.0.1", way.port) for _ in range(2))]
+    dogs = [Watchdog(tmp_path, 10.0) for _ in stores]
+    for rank, store in enumerate(stores):
+        watchdog.introduce(store, rank)
+    for rank, (dog, store) in enumerate(zip(dogs, stores, strict=True)):
+        dog.begin(rank, 3, store)
+        dog.beat(1)
+    time.sleep(20)
+    assert not exits and "SILENT" not in capfd.readouterr().err
+    dogs[2]._leaving.wait = lambda seconds: time.sleep(1000)  # talks no more
+    began = time.monotonic()
+    while 0 not in exits:
+        assert time.monotonic() - began < 60
+        time.sleep(0.1)
+    text = capfd.readouterr().err
+    assert set(re.findall(r"  rank (\d) on \S+ \(pid \d+\): SILENT", text)) == {"2"}, text
+    for dog in dogs:
+        dog._stopped.set()
+
+
+def test_the_watchdog_knows_slow_from_stuck(tmp_path, monkeypatch, capfd):
+    """One rank alone: nobody else can be dead."""
+    ended = []
+    monkeypatch.setattr(Watchdog, "_exit", lambda self: ended.append(True))
+    dog = Watchdog(tmp_path, 1.0)
     with dog.watch():
-        dog.join("job")
-        time.sleep(1.0)  # the first step
+        dog.join()
+        time.sleep(1.5)  # the first step
         dog.beat(1)
         with dog.patience():
-            time.sleep(1.0)
+            time.sleep(1.5)
         assert "WATCHDOG" not in capfd.readouterr().err
-        text = ""
-        deadline = time.monotonic() + 60  # too long for a step, but the only rank is alive
-        while "test_the_watchdog_knows_slow" not in text and time.monotonic() < deadline:  # stack
+        text, deadline = "", time.monotonic() + 60
+        while "test_the_watchdog_knows_slow" not in text and time.monotonic() < deadline:
             time.sleep(0.1)
             text += capfd.readouterr().err
         assert text.count("WATCHDOG") == 1 and "all ranks in sight are alive" in text and not ended
         while not ended and time.monotonic() < deadline:
             time.sleep(0.1)
         assert ended
-    assert "rank-00000.stack" in os.listdir(tmp_path / beats.DIRECTORY)
-    assert not dog._neighbours.files.directory.exists()
 
 
-def test_a_heartbeat_costs_microseconds(tmp_path):
-    """It notes numbers, in well under one; the limit is for a machine that is busy."""
-    dog = Watchdog(tmp_path, 60)
-    started = time.process_time()
-    for step in range(10_000):
-        dog.beat(step)
-    assert (time.process_time() - started) / 10_000 < 100e-6
+def peers(silences: list[float], state: str = STEPPING) -> Watchdog:
+    """Rank 0 of a job of ranks that have been silent so long, two on each host."""
+    dog = Watchdog("unused", 10.0)
+    dog._world_size, dog._state = len(silences), STEPPING
+    here = socket.gethostname()
+    dog._peers = {rank: Peer(f"node{rank // 2}" if rank > 1 else here, str(100 + rank), step=7,
+                             state=state, silent_seconds=silence)
+                  for rank, silence in enumerate(silences) if rank}
+    return dog
 
 
-def neighbours(rank: int, key: str) -> Neighbours:
-    found = Neighbours(key, rank, 1.0, 0.05)
-    found.show(1, 5)
-    return found
+@pytest.mark.parametrize(("silences", "state", "no_step", "named", "hosts"), [
+    ([0, 0, 0, 5.1, 0, 0], STEPPING, 6.0, [3], {"node1"}),
+    ([0, 0, 0, 5.1, 0, 0], STEPPING, 1.0, [], set()),  # steps go on
+    ([0, 0, 5.1, 4.9, 0, 0], STEPPING, 6.0, [], set()),  # a node is named whole
+    ([0, 0, 6.1, 4.9, 0, 0], STEPPING, 7.0, [2], {"node1"}),  # not for ever
+    ([0, 0, 5.4, 5.2, 0, 0], STEPPING, 6.0, [2, 3], {"node1"}),
+    ([0, 0, 9, 9, 9, 9], STEPPING, 9.5, [0], {socket.gethostname()}),  # this node is cut off
+    ([0, 0, 9, 9], STEPPING, 9.5, [2, 3], {"node1"}),
+    ([0, 0, 7.0, 0], BUSY, 9.0, [], set()),
+    ([0, 0, 7.6, 0], BUSY, 9.0, [2], {"node1"}),
+    ([0, 9, 9, 9], ENDED, 9.5, [], set()),
+    ([0, 9, 0, 0], FAILED, 9.5, [1], set())])
+def test_who_is_named(silences, state, no_step, named, hosts):
+    lines, avoided = peers(silences, state)._suspects(no_step)
+    assert [int(line.split()[1]) for line in lines] == named and avoided == hosts, lines
 
 
-def test_who_lives_is_silent_is_gone_has_ended_and_leads(tmp_path):
-    mine = neighbours(1, str(tmp_path))
-    child = subprocess.Popen(["sleep", "100"])
-    mine.files.write(beats.RankBeat(0, 1, 7, process.look(child.pid)))  # lives, and says no more
-    neighbours(2, str(tmp_path)).leave()
-    mine.expect({0, 1, 2})
-    mine.look()
-    assert mine.suspects(0.2) == {} and not mine.leads() and mine.steps() == {0: 7, 1: 5}
-    for tick in range(2, 12):
-        time.sleep(0.05)
-        mine.show(tick, 5)
-        mine.look()
-    assert mine.suspects(0.2) == {0: "SILENT: frozen"} and mine.leads() and not mine.gone(0.1)
-    child.kill()
-    child.wait()
-    for tick in range(12, 16):
-        time.sleep(0.05)
-        mine.show(tick, 5)
-        mine.look()
-    assert mine.suspects(0.2) == {0: "GONE: its process has ended"} and mine.gone(0.1)
-    assert mine.steps() == {1: 5}
-    mine.files.remove(0)
-    mine.look()
-    assert mine.suspects(0.2) == {0: "ENDED"} and not mine.gone(0.1)
-    mine.leave()
+def test_after_an_error_a_silent_rank_is_named_soon_and_a_slow_store_makes_patient():
+    dog = peers([0, 0, 2.0])
+    dog._state = FAILED
+    assert dog._suspects(3.0)[0]
+    dog._exchange_seconds = 1.0
+    assert not dog._suspects(3.0)[0]
 
 
-def test_a_thawed_rank_blames_nobody_for_the_time_in_which_it_was_frozen(tmp_path):
-    mine, other = neighbours(0, str(tmp_path)), neighbours(1, str(tmp_path))
-    mine.look()
-    time.sleep(1.5)  # this process did not look
-    mine.look()
-    assert mine.suspects(0.3) == {}
-    other.leave()
-    mine.leave()
-
-
-HOSTS = hosts_of([(f"id{rank // 2}", f"node{rank // 2}", 100 + rank, f"10.0.0.{rank}:1")
-                  for rank in range(8)])
-
-
-def test_hosts_are_told_apart_by_identity():
-    assert [list(host.ranks) for host in HOSTS] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert HOSTS[1] == Host("node1", {2: 102, 3: 103}, {2: "10.0.0.2:1", 3: "10.0.0.3:1"})
-
-
-def ring(tmp_path, mine: int = 0) -> Ring:
-    (tmp_path / beats.DIRECTORY).mkdir(exist_ok=True)
-    return Ring(tmp_path, "job", HOSTS, mine, 1.0, 0.01)
-
-
-def beat(tmp_path, host: int, tick: int, job: str = "job") -> None:
-    first = HOSTS[host].first_rank
-    beats.write_host(beats.host_path(tmp_path, first),
-                     beats.HostBeat(job, tick, "-", {first: tick, first + 1: tick}))
-
-
-def test_one_host_is_read_while_it_lives_and_more_when_it_is_silent(tmp_path, monkeypatch):
-    found, reads = ring(tmp_path), []
-    real = beats.read_host
-    monkeypatch.setattr(beats, "read_host", lambda path: reads.append(path.name) or real(path))
-    for tick in range(20):
-        for host in (1, 3):
-            beat(tmp_path, host, tick)
-        found.look()
-    assert set(reads) == {"host-00002"}
-    for tick in range(20, 60):
-        beat(tmp_path, 3, tick)
-        time.sleep(0.01)
-        found.look()
-    assert set(reads[20:]) == {"host-00002", "host-00004", "host-00006"}
-    silent = [watched.host.name for watched in found.silent(0.05)]
-    assert silent == ["node1"]  # node2 has never been seen, so it is not missed
-    assert found.steps(0.0)[2] == (HOSTS[1], 19)
-    assert 2 not in found.steps(time.monotonic() - 0.2)  # old news
-    beat(tmp_path, 2, 1)  # its last word, read late
-    for tick in range(60, 100):
-        beat(tmp_path, 3, tick)
-        time.sleep(0.01)
-        found.look()
-    assert [watched.host.name for watched in found.silent(0.05)] == ["node1", "node2"]
-
-
-@pytest.mark.parametrize("trouble", ["stale", "empty", "torn", "no descriptor", "another job"])
-def test_trouble_with_reading_ends_nothing_and_is_no_heartbeat(tmp_path, monkeypatch, trouble):
-    found = ring(tmp_path)
-    beat(tmp_path, 1, 1)
-    found.look()
-    path = beats.host_path(tmp_path, 2)
-    if trouble in ("stale", "no descriptor"):
-        number = errno.ESTALE if trouble == "stale" else errno.EMFILE
-
-        def fail(path):
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(beats, "read_host", fail)
-    elif trouble == "another job":
-        beat(tmp_path, 1, 2, "other")
-    else:
-        path.write_text("" if trouble == "empty" else path.read_text()[:10])
-    for _ in range(10):
-        time.sleep(0.01)
-        found.look()
-    silent = found.silent(0.02)
-    assert bool(silent) == (trouble in ("empty", "torn", "another job"))
-    monkeypatch.undo()
-    path.unlink()
-    beat(tmp_path, 1, 3)
-    found.look()
-    assert not found.silent(0.0001)
-
-
-def test_a_verdict_reaches_every_host_and_the_first_one_stays(tmp_path):
-    first, second, third = ring(tmp_path, 1), ring(tmp_path, 2), ring(tmp_path, 3)
-    first.publish("rank 0 on node0: SILENT\n  rank 1 on node0: SILENT")
-    second.publish("another one")
-    third.look()
-    assert first.verdict == second.verdict == third.verdict and "rank 1 on node0" in third.verdict
-
-
-def test_own_slowness_makes_patient(tmp_path):
-    found = ring(tmp_path)
-    assert found.patience_seconds() == pytest.approx(0.3)
-    with found._reads.round():
-        time.sleep(0.5)
-    assert found.patience_seconds() > 3 * 0.45
-
-
-def test_doors_to_knock_at_are_near_and_far():
-    many = hosts_of([(f"id{rank}", f"node{rank}", rank, f"10.0.0.{rank}:1") for rank in range(64)])
-    found = Ring("unused", "job", many, 10, 1.0, 0.01)
-    names = [host.name for host in found.addresses().values()]
-    assert names[:4] == ["node11", "node12", "node13", "node14"] and len(names) == 8
-    assert len(ring_of_two().addresses()) == 1
-
-
-def ring_of_two() -> Ring:
-    return Ring("unused", "job", HOSTS[:2], 1, 1.0, 0.01)
-
-
-def test_a_name_that_means_loopback_gives_an_address_that_others_reach(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")  # Debian's /etc/hosts for the host's own name
-    card = type("Card", (), {"family": socket.AF_INET, "address": "10.1.2.3"})
-    loopback = type("Card", (), {"family": socket.AF_INET, "address": "127.0.0.1"})
-    monkeypatch.setattr(reach.psutil, "net_if_addrs", lambda: {"lo": [loopback], "eth0": [card]})
-    assert reach._own_ip() == "10.1.2.3"
-    monkeypatch.setattr(reach.psutil, "net_if_addrs", lambda: {"lo": [loopback]})
-    assert reach._own_ip().startswith("127.")
-
-
-def test_a_watchdog_without_room_or_descriptors_watches_on_and_blames_nobody(tmp_path, ended,
-                                                                             monkeypatch):
-    """Its thread died of the first OSError: nobody watched, and the others saw a silent rank."""
-    def fail(*_arguments):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    child = subprocess.Popen(["sleep", "100"])
-    dog = Watchdog(tmp_path, 1.0)
+def _root_main(work: Path, port: int, clients: int, seconds: float) -> None:
+    os.dup2(os.open(work / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    store = watchdog.introduce(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
+                               timeout=timedelta(seconds=300)), 0)
+    dog = Watchdog(work, seconds)
     with dog.watch():
-        files = dog._neighbours.files
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "write_text", fail)  # of files and of /proc
-            patch.setattr(Path, "read_text", fail)
-            time.sleep(0.3)
-            assert dog._thread.is_alive()
-        files.write(beats.RankBeat(1, 1, 5, process.look(child.pid)))
-        deadline = time.monotonic() + 30
-        while 1 not in dog._neighbours.ranks and time.monotonic() < deadline:
-            time.sleep(0.01)
-        ticks = files.read()[0].tick
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_text", fail)
-            time.sleep(0.3)
-            assert not dog._neighbours.ranks[1].ended and not dog._neighbours.gone(0.0001)
-        assert files.read()[0].tick > ticks and not ended
-        files.remove(1)
-        child.kill()
-        child.wait()
+        dog.begin(0, clients + 1, store)
+        dog.beat(1)
+        time.sleep(1000)
 
 
-def test_containers_that_share_memory_but_no_process_ids_do_not_judge_each_other(tmp_path,
-                                                                                 monkeypatch):
-    """Each took the other's live ranks for gone: their process ids mean nothing to it."""
-    mine = neighbours(0, str(tmp_path))
-    monkeypatch.setattr(process, "machine", lambda: "the same boot, other process ids")
-    other = neighbours(1, str(tmp_path))
-    mine.look()
-    other.look()
-    assert (set(mine.ranks), set(other.ranks)) == ({0}, {1})
-    assert mine.files.directory != other.files.directory
-    mine.expect({0})
-    dead = process.Process(1 << 22, 1, 0, "")
-    mine.files.write(beats.RankBeat(7, 1, 5, dead))  # of another job, whoever it is
-    mine.look()
-    assert set(mine.ranks) == {0}
-    mine.files.remove(7)
-    other.leave()
-    mine.leave()
+def _clients_main(port: int, ranks: range, dead: range, die, ready, interval: float, told) -> None:
+    """Be the talking threads of many ranks, one after the other."""
+    with ThreadPoolExecutor(64) as pool:  # each asks for the name of its host
+        made = pool.map(lambda rank: watchdog.introduce(TCPStore("127.0.0.1", port), rank), ranks)
+        stores = dict(zip(ranks, made, strict=True))
+    ready.release()
+    tick, ends = 0, []
+    while len(ends) < len(ranks):
+        tick += 1
+        for rank, store in stores.items():
+            if rank in ends or rank in dead and die.is_set():
+                continue
+            store.set(f"beat/{rank}", f"{tick} 1 {STEPPING} 0.01 ")
+            if store.multi_get(["beat/0", "verdict"])[1]:
+                store.set(f"beat/{rank}", f"{tick + 1} 1 {ENDED} 0.01 ")
+                ends.append(rank)
+                told.put(time.monotonic())
+        time.sleep(interval)
 
 
-def test_stacks_of_all_threads_are_written(tmp_path):
-    stacks.write(tmp_path / "new", 3)
-    assert "test_stacks_of_all_threads" in (tmp_path / "new/rank-00003.stack").read_text()
-
-
-def test_a_silent_rack_is_watched_and_knocked_at_within_a_few_looks(tmp_path, monkeypatch):
-    """One more host a look, and a rack was named host by host."""
-    many = hosts_of([(f"id{rank}", f"node{rank}", rank, f"10.0.0.{rank}:1") for rank in range(64)])
-    (tmp_path / beats.DIRECTORY).mkdir()
-    clock = watchdog_scale.Clock()
-    monkeypatch.setattr("deberta_ds.cluster.ring.time", clock)
-    found = Ring(tmp_path, "job", many, 0, 60.0, 3.0)
-    for rank in range(1, 64):
-        beats.write_host(beats.host_path(tmp_path, rank),
-                         beats.HostBeat("job", 1, "-", {rank: 1}))
-    for look in range(20):
-        found.look()
-        clock.now += 3.0
-        if look == 7:
-            assert len(found.silent(0.0)) == 63  # 1 until it is suspicious, 4, 16, 63
-    assert len(found.silent(18.0)) == 63
-    assert {host.name for host in found.addresses().values()} == {f"node{n}" for n in range(1, 64)}
-
-
-def test_reading_many_hosts_takes_as_long_as_reading_one():
-    began = time.monotonic()
-    at_once([lambda: time.sleep(0.3)] * 40)
-    assert 0.6 <= time.monotonic() - began < 6  # two lots; one after the other 12 s
-
-
-@pytest.mark.parametrize("latency_ms, seconds", [(5, 60), (50, 10), (500, 60)])
-@pytest.mark.parametrize("dead", watchdog_scale.DEAD)
-def test_the_dead_are_named_in_time_and_nobody_else(dead, latency_ms, seconds):
-    """128 ranks in simulated time; a rack is named whole on slow files and with a short limit."""
-    # 500 ms: at the end of the ring, so that a rack holds its last host, and rank 0's.
-    first = 13 if latency_ms == 500 else 0 if latency_ms == 50 else 3
-    case = watchdog_scale.Case(128, dead, latency_ms, seconds, first_dead=first)
-    result = watchdog_scale.simulate(case)
-    assert result.live_ranks_named == 0, result
-    assert result.dead_ranks_named == result.dead_ranks, result
-    if result.dead_ranks:
-        assert result.hosts_ended == {"rank": 16, "host": 15, "rack": 8}[dead], result
-        assert result.first_report_seconds <= seconds, result
-        assert result.last_end_seconds <= 1.2 * seconds, result
-    else:
-        assert result.first_report_seconds is None, result
-        assert not result.hosts_ended or seconds < 60, result  # no step for ten times the limit
-    assert result.operations_per_host_second * seconds < 14 * 20  # whatever the number of hosts
-
-
-def test_what_a_killed_job_left_in_memory_goes_after_a_day(tmp_path):
-    old, young, foreign = (tmp_path / name for name in ("deberta_ds-1", "deberta_ds-2", "other"))
-    for directory in (old, young, foreign):
-        directory.mkdir()
-        (directory / "0").write_text("1 1 1 1")
-        long_ago = time.time() - 2 * 86400
-        os.utime(directory / "0", (long_ago, long_ago))
-        os.utime(directory, (long_ago, long_ago))
-    (young / "1").write_text("1 1 1 1")  # a rank of it lives
-    beats.remove_stale(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["deberta_ds-2", "other"]
-
-
-def test_ranks_that_leave_at_once_do_not_meet_a_directory_that_is_gone(tmp_path, monkeypatch):
-    """One takes it along after the other has seen it, and before that one has read it."""
-    files = beats.LocalBeats(str(tmp_path))
-    files.directory.rmdir()
-    monkeypatch.setattr(Path, "is_dir", lambda path, **_: True)
-    assert files.read() == {}
-    files.remove(0)
+@pytest.mark.parametrize("clients", CLIENTS)
+@pytest.mark.multi
+@pytest.mark.slow
+def test_sixty_four_dead_of_thousands_are_named_in_time_and_nobody_else(tmp_path, clients):
+    """One real store and rank 0; the talking of the others in four processes."""
+    seconds = 10.0 if clients == 256 else 60.0
+    port, ready = rank_helpers.free_port(), _context.Semaphore(0)
+    die, told = _context.Event(), _context.SimpleQueue()
+    root = _context.Process(target=_root_main, args=(tmp_path, port, clients, seconds))
+    dead, share = range(100, 164), clients // 4
+    rank_helpers._start_server()
+    others = [_context.Process(target=_clients_main, args=(
+        port, range(1 + n * share, 1 + (n + 1) * share), dead, die, ready, seconds / 20, told))
+        for n in range(4)]
+    for process in (root, *others):
+        process.start()
+    try:
+        for _ in others:
+            assert ready.acquire(timeout=400)
+        time.sleep(seconds / 2)
+        assert root.is_alive(), (tmp_path / "log").read_text()
+        died = time.monotonic()
+        die.set()
+        ends = [told.get() - died for _ in range(clients - len(dead))]
+        for process in others:
+            process.kill()
+        root.join(60)
+        print(f"{clients:,} ranks: first told after {min(ends):.1f}, last after {max(ends):.1f} of "
+              f"{seconds:g} s")
+        text = (tmp_path / "log").read_text()
+        assert root.exitcode == EXIT_STUCK, text[-3000:]
+        assert set(map(int, re.findall(r"  rank (\d+) on .*SILENT", text))) == set(dead)
+        assert max(ends) < BUSY_MACHINE * seconds
+    finally:
+        for process in (root, *others):
+            process.kill()
+            process.join()

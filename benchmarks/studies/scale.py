@@ -15,8 +15,8 @@ What other ranks would write is put there as links to rank 0's files; what rank 
 replayed. Under ZeRO-3 DeepSpeed cuts every weight and gradient into W pieces in Python, seconds a
 step at 1,024 ranks, without a file being touched: here weights are gathered one by one
 (allgather_sequential), and of a gradient a rank takes its own piece. Fails if an operation costs a
-rank more in a large job than in a small one. The watchdog has a simulation of its own,
-watchdog_scale.py.
+rank more in a large job than in a small one. What the watchdog does in a large job is in
+tests/test_watchdog.py.
 """
 
 import argparse

@@ -11,7 +11,6 @@ And is the launcher still there? DeepSpeed's ends on SIGTERM without a word to i
 would train on as orphans; any launcher may be killed.
 """
 
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -54,17 +53,6 @@ class Launcher:
             if not ancestor.lives():
                 return f"{_title(words)}, pid {ancestor.pid}"
         return ""
-
-
-def this_start() -> str:
-    """Return what all ranks of this start on this host share, and no other start has.
-
-    The launcher process above them, or of a run without one this process; "" if nothing is known.
-    """
-    nearest = next((one for one, words in _ancestors() if is_launcher(words)), None)
-    if nearest is None and os.environ.get("WORLD_SIZE") == "1":
-        nearest = process.look()
-    return f"{nearest.pid}:{nearest.started}" if nearest else ""
 
 
 def is_launcher(words: list[str]) -> bool:

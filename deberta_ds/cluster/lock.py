@@ -1,13 +1,15 @@
 """One job per out_dir: OUT/run.lock names the process that writes there.
 
 A killed job leaves its lock behind. On the same machine the kernel knows whether that process still
-runs (its id and its start time). From another machine its job's heartbeats are watched: if none of
-them moves, the job is dead and the lock is taken over. Clocks are never compared.
+runs (its id and its start time). From another machine OUT/run.beat is watched, in which the process
+counts: if the number stands still, the job is dead and the lock is taken over. Clocks are never
+compared.
 """
 
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,9 +23,10 @@ from deberta_ds.files import write_atomic
 from deberta_ds.json_files import parse_json, typed
 
 NAME = "run.lock"
-HEARTBEATS = "heartbeats"
+BEAT = "run.beat"
 
-_BEATS = 5  # heartbeats' time in which a living job's must move
+_BEAT_SECONDS = 3.0
+_BEATS = 5  # beats' time in which a living job's must move
 _SLACK_SECONDS = 5.0  # for a slow file system
 _SEEN_SECONDS = 180.0  # in which a new file is seen by the other hosts: NFS keeps names for 60
 _SETTLE_SECONDS = 1.0  # two jobs that take over one stale lock: the later one has it
@@ -38,7 +41,6 @@ class Holder:
     pid: int
     started: int  # of the process, as its kernel counts
     since: str  # for people
-    beat_seconds: float  # between two heartbeats of the job; 0: it has none
 
     @property
     def job(self) -> str:
@@ -46,30 +48,47 @@ class Holder:
         return f"{self.host}:{self.pid}:{self.started}"
 
 
-def this_process(beat_seconds: float) -> Holder:
+def this_process() -> Holder:
     mine = process.look()
     return Holder(socket.gethostname(), process.machine(), mine.pid, mine.started,
-                  time.strftime("%Y-%m-%d %H:%M:%S"), beat_seconds)
+                  time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
 @contextmanager
-def held(out_dir: str | Path, beat_seconds: float, across_hosts: bool = True) -> Iterator[str]:
-    """Hold `out_dir` for this job and yield the job's name; call on every rank.
+def held(out_dir: str | Path) -> Iterator[None]:
+    """Hold `out_dir` for this job; call on every rank.
 
-    UserError on every rank if another job has it, or a host does not see the directory; without
-    `across_hosts`, if a job of this machine has it, as nobody could tell from here whether another
-    machine's job without heartbeats lives.
+    UserError on every rank if another job has it, or a host does not see the directory.
     """
-    mine = dist.broadcast_object(this_process(beat_seconds))
+    mine = dist.broadcast_object(this_process())
     path = Path(out_dir) / NAME
-    dist.together(lambda: take(path, mine, across_hosts) if dist.is_main() else None)
+    dist.together(lambda: take(path, mine) if dist.is_main() else None)
+    ended = threading.Event()
+    counter = threading.Thread(target=_count, args=(path.with_name(BEAT), mine.job, ended),
+                               daemon=True)
+    if dist.is_main():
+        counter.start()
     try:
         dist.together(lambda: _see(path, mine))
-        yield mine.job
+        yield
     finally:
+        ended.set()
         with suppress(UserError, OSError):
             if dist.is_main() and _read(path) == mine:
+                counter.join(_BEAT_SECONDS)  # a file system may be gone
+                path.with_name(BEAT).unlink(missing_ok=True)
                 path.unlink()
+
+
+def _count(path: Path, job: str, ended: threading.Event) -> None:
+    """Show that `job` lives. Written in place: NFS shows a file that is renamed over another late.
+    """
+    number = 0
+    while not ended.is_set():
+        number += 1
+        with suppress(OSError):
+            path.write_text(f"{job} {number}\n")
+        ended.wait(_BEAT_SECONDS)
 
 
 def check(out_dir: str | Path) -> None:
@@ -81,7 +100,7 @@ def check(out_dir: str | Path) -> None:
         holder = _read(Path(out_dir) / NAME)
     except UserError:  # cannot be read: nothing is known
         return
-    if holder is not None and holder.job != this_process(0.0).job:
+    if holder is not None and holder.job != this_process().job:
         raise UserError(f"{out_dir}: process {holder.pid} on {holder.host} has taken it over since "
                         f"{holder.since}, as this job had stood still; this one writes no more")
 
@@ -92,7 +111,7 @@ def is_held(out_dir: str | Path) -> bool:
     return holder is not None and (holder.machine != process.machine() or _lives_here(holder))
 
 
-def take(path: Path, mine: Holder, across_hosts: bool = True) -> None:
+def take(path: Path, mine: Holder) -> None:
     """Write the lock `path`; raises UserError if a live job holds it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +119,7 @@ def take(path: Path, mine: Holder, across_hosts: bool = True) -> None:
             holder = _read(path)
             if holder is None and not _is_empty(path):
                 continue
-            if holder and (across_hosts or holder.machine == mine.machine) and _lives(holder, path):
+            if holder and _lives(holder, path):
                 raise UserError(
                     f"{path.parent}: another job writes there: process {holder.pid} on "
                     f"{holder.host}, since {holder.since}; wait for its end, stop it, or choose "
@@ -208,13 +227,11 @@ def _is_empty(path: Path) -> bool:
 def _lives(holder: Holder, path: Path) -> bool:
     if holder.machine == process.machine():
         return _lives_here(holder)
-    if not holder.beat_seconds:
-        return True  # train.watchdog_seconds = 0: nothing can be known from here
-    deadline = time.monotonic() + _BEATS * holder.beat_seconds + _SLACK_SECONDS
-    before = _beats(path.parent / HEARTBEATS, holder.job)
+    deadline = time.monotonic() + _BEATS * _BEAT_SECONDS + _SLACK_SECONDS
+    before = _beat(path.with_name(BEAT), holder.job)
     while time.monotonic() < deadline:
-        time.sleep(min(1.0, holder.beat_seconds))
-        if _beats(path.parent / HEARTBEATS, holder.job) != before:
+        time.sleep(_BEAT_SECONDS / 3)
+        if _beat(path.with_name(BEAT), holder.job) != before:
             return True
     return False
 
@@ -223,14 +240,10 @@ def _lives_here(holder: Holder) -> bool:
     return process.Process(holder.pid, holder.started, 0, "").lives()
 
 
-def _beats(directory: Path, job: str) -> dict[str, str]:
-    """Return {file: text} of the heartbeats of one job."""
-    texts = {}
-    for file in sorted(directory.glob("host-*")):
-        try:
-            text = file.read_text()
-        except OSError:
-            continue
-        if job in text:
-            texts[file.name] = text
-    return texts
+def _beat(path: Path, job: str) -> str:
+    """Return what `job` counts, "" if it does not."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return ""
+    return text if text.startswith(f"{job} ") else ""

@@ -1,124 +1,128 @@
-"""A stuck or dead rank is named, the stacks of the live ones are shown, and the job ends.
+"""A dead or stuck rank is named, the stacks of the live ones are shown, and the job ends with 70.
 
 A frozen rank leaves the others in a collective, which reports nothing for ten minutes and then
-names nobody. So each rank has a thread that shows its host that it lives, and that watches its own
-rank's progress and the other ranks of the host, by the files and processes of that host alone. One
-rank of each host does the same for its host towards the next one (ring.py); this and only this goes
-over the shared directory, in threads of its own, so nothing here waits for a file system.
+names nobody. So each rank has two threads. One talks to a TCPStore in rank 0's process: it writes
+this rank's beat and reads rank 0's beat and the verdict; rank 0 reads all beats. The other one
+looks at the clock and at what was read, decides, and never waits for the network.
 
-Ended at once: a rank of this host that is gone. Ended when no step has come for `train.
-watchdog_seconds` at most: a rank or a host that is silent, a host that cannot be reached over the
-network while its files still move. Slow is not dead: when all ranks are alive, also when one of
-them is behind, that is shown, and the job ends only after ten times the limit. The limit is at
-least four times the slowest ordinary step so far; the first step, evaluations and saves have thirty
-times the limit.
+Rank 0 publishes the verdict: which ranks are silent while no step ends. If rank 0 or its store is
+silent, each rank decides alone. Only time in which a rank looked counts, by its own clock, and a
+slow store makes all ranks more patient. Slow is not dead: when all ranks live and no step ends, the
+stacks are shown, and the job ends after ten times the limit.
 
-It starts before the ranks know each other, and sees until then the ranks of its own host only.
+A rank whose Python stands still (C code that keeps the interpreter's lock) is silent to the others.
+A timer of the kernel ends it, with its stacks, after ten times the seconds.
 """
 
+import faulthandler
 import os
+import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+from torch.distributed import TCPStore
+
 from deberta_ds import dist
-from deberta_ds.cluster import beats, ending, stacks
-from deberta_ds.cluster.launcher import rank_variables, this_start
-from deberta_ds.cluster.neighbours import Neighbours
-from deberta_ds.cluster.reach import Door, Knock
-from deberta_ds.cluster.ring import Host, Ring
-from deberta_ds.errors import UserError, tell
+from deberta_ds.cluster import ending
+from deberta_ds.errors import UserError, first_line, tell
 
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h: restart from the last checkpoint
+TICKS = 20  # beats in train.watchdog_seconds
 
-TICKS = 20  # heartbeats in train.watchdog_seconds
-_LIMIT_SHARE = 0.7  # of train.watchdog_seconds; the rest is for reading and reporting
-_GONE_TICKS = 3  # between the end of a process and the report: its launcher may be ending the job
-_KNOCK_TICKS = 3  # that a host may take to answer
+STEPPING, BUSY, FAILED, ENDED = "stepping", "busy", "failed", "ended"  # the states of a rank
+# Shares of train.watchdog_seconds without a beat, after which a rank is missed.
+_SILENT = {STEPPING: 0.5, BUSY: 0.75, FAILED: 0.5}
+_SILENT_AFTER_ERROR = 0.15  # when the collective of another rank has failed
+_ROOT_LATER = 1.2  # times that for rank 0, which judges first where it can
+_TOGETHER = 1.2  # times that, within which ranks that fall silent together are named together
+_STORE = 3  # times what an exchange with the store takes, at least
+_AFTER_ERROR_TICKS = 6  # that a failed rank waits for the verdict
+_LIMIT = 0.9  # of train.watchdog_seconds without a step
 _SLOW_STEPS = 4  # times the slowest ordinary step
 _ALIVE = 10  # times the limit, while every rank lives
 _PATIENCE = 30  # times the limit, for what is slow by nature
 
 
+@dataclass
+class Peer:
+    """Another rank, by its last beat."""
+
+    host: str
+    pid: str
+    beat: bytes = b""
+    step: int = 0
+    state: str = BUSY
+    seconds: float = 0.0  # that its exchanges with the store take
+    error: str = ""
+    silent_seconds: float = 0.0
+
+    def hear(self, beat: bytes, counted: float) -> None:
+        """Take note of what was read, so many seconds after the last time."""
+        self.silent_seconds += counted
+        if beat != self.beat:
+            self.beat, self.silent_seconds = beat, 0.0
+            _, step, self.state, seconds, self.error = beat.decode().split(" ", 4)
+            self.step, self.seconds = int(step), float(seconds)
+
+
 class Watchdog:
-    """The heartbeat of one rank; `seconds` = 0 makes it do nothing."""
+    """The watchdog of one rank; `seconds` = 0 makes it do nothing."""
 
     def __init__(self, out_dir: str | Path, seconds: float):
-        self._out_dir, self._seconds, self.interval = Path(out_dir), seconds, seconds / TICKS
-        self._rank = self._world_size = 0
-        self._step, self._tick = 0, 0
+        self._out_dir, self._seconds, self._interval = Path(out_dir), seconds, seconds / TICKS
+        self._rank, self._world_size = 0, 1
+        self._store: TCPStore | None = None
+        self._peers: dict[int, Peer] = {}  # all others for rank 0; rank 0 for the others
+        self._tick, self._step, self._state = 0, 0, BUSY
         self._progress = time.monotonic()  # when the last step ended
-        self._slowest = 0.0
-        self._factor = _PATIENCE  # the first step compiles, connects and warms up
-        self._looked_into = -1, 0.0  # the step after which it was silent last, and how long
-        self._ended = threading.Event()
-        self._neighbours: Neighbours | None = None
-        self._ring: Ring | None = None
-        self._door: Door | None = None
-        self._knocker: threading.Thread | None = None
-        self._unreached: tuple[int, list[Host]] = (-1, [])  # in the silence after which step
+        self._slowest_step = self._exchange_seconds = 0.0
+        self._shown_at = -1  # the step after which the stacks were shown last
+        self._failure: BaseException | None = None
+        self._verdict = ""
+        self._leaving, self._stopped = threading.Event(), threading.Event()
+        self._talker = threading.Thread(target=self._talk, name="watchdog-talk", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch the block; an exception in it (a broken connection) also names silent ranks."""
-        if not self._seconds:
-            yield
-            return
-        stacks.keep_nccl_records()
-        os.environ.update(rank_variables(os.environ))
-        if "RANK" in os.environ:  # otherwise MPI will say
-            self._start_local(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        """Watch the block from `join` on; an exception in it also names silent ranks."""
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL remembers
         try:
             yield
-        except UserError:
-            raise
-        except Exception:
-            if self._neighbours:
-                self._ended.wait(_GONE_TICKS * self.interval)
-                lines, _ = self._suspects(2 * self.interval, patient=False)
-                self._say(self._report("a collective or a kernel failed", lines))
+            self._leave(None)
+        except BaseException as error:
+            self._fail(error)
             raise
         finally:
-            self._ended.set()
-            if self._neighbours:
-                self._thread.join()
-                with suppress(OSError):
-                    self._neighbours.leave()
-            if self._door:
-                self._door.close()
+            if self._watcher.is_alive():
+                self._stopped.set()
+                self._watcher.join()
+            if self._store:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _start_local(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-        key = " ".join([str(self._out_dir.absolute()), this_start(),
-                        *(os.environ.get(name, "") for name in names)])
-        self._neighbours = Neighbours(key, rank, self._seconds, self.interval)
-        self._neighbours.show(0, self._step)
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._thread.start()
+    def join(self) -> None:
+        """Open the store, and begin; call on every rank, when the process group is there."""
+        if self._seconds:
+            store = _open_store(self._seconds) if dist.world_size() > 1 else None
+            self.begin(dist.rank(), dist.world_size(), store)
 
-    def join(self, job: str) -> None:
-        """Meet the other hosts; call on every rank, when the process group is there."""
-        if not self._seconds:
-            return
-        if self._neighbours is None:
-            self._start_local(dist.rank(), dist.world_size())
-        self._door = Door()
-        mine = (self._neighbours.files.host, socket.gethostname(), os.getpid(), self._door.address)
-        hosts = hosts_of(dist.gather_objects(mine))
-        self.join_hosts(job, hosts)
-
-    def join_hosts(self, job: str, hosts: list[Host]) -> None:
-        """As `join`, for a rank that knows the hosts of the job already."""
-        mine = next(number for number, host in enumerate(hosts) if self._rank in host.ranks)
-        self._neighbours.expect(set(hosts[mine].ranks))
-        ring = Ring(self._out_dir, job, hosts, mine, self._seconds, self.interval)
-        ring.start(self._neighbours.leads, self._neighbours.steps,
-                   self._door.address if self._door else "-", self._ended)
-        self._ring = ring
+    def begin(self, rank: int, world_size: int, store: TCPStore | None) -> None:
+        """As `join`, with a store in which all ranks have introduced themselves."""
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._progress = time.monotonic()
+        self._watcher.start()
+        if store:
+            faulthandler.register(signal.SIGALRM, chain=True)  # shows stacks, then ends
+            self._talker.start()
 
     def start_at(self, step: int) -> None:
         """Note that `step` steps were done before this start."""
@@ -127,202 +131,209 @@ class Watchdog:
     def beat(self, step: int) -> None:
         """Note that `step` steps are done."""
         now = time.monotonic()
-        if self._factor == 1:
-            self._slowest = max(self._slowest, now - self._progress)
-        self._step, self._progress, self._factor = step, now, 1
+        if self._state == STEPPING:
+            self._slowest_step = max(self._slowest_step, now - self._progress)
+        self._step, self._progress, self._state = step, now, STEPPING
 
     @contextmanager
     def patience(self) -> Iterator[None]:
         """Allow the block thirty times the time: an evaluation, a save."""
-        self._progress, self._factor = time.monotonic(), _PATIENCE
+        self._progress, self._state = time.monotonic(), BUSY
         yield
-        self._progress, self._factor = time.monotonic(), 1
+        self._progress, self._state = time.monotonic(), STEPPING
 
-    def _limit(self) -> float:
-        return self._factor * max(_LIMIT_SHARE * self._seconds, _SLOW_STEPS * self._slowest)
+    def _talk(self) -> None:
+        try:
+            others = range(1, self._world_size) if self._rank == 0 else [0]
+            names = self._store.multi_get([f"name/{rank}" for rank in others])
+            self._peers = {rank: Peer(*name.decode().split())
+                           for rank, name in zip(others, names, strict=True)}
+            ended = time.monotonic()
+            while True:
+                leaves, began = self._leaving.is_set(), time.monotonic()
+                self._exchange(began - ended)
+                ended = time.monotonic()
+                self._exchange_seconds = max(ended - began, 0.8 * self._exchange_seconds)
+                if leaves and (self._rank or self._all_left()):
+                    return
+                if leaves:
+                    time.sleep(0.05)
+                self._leaving.wait(self._interval)
+        except RuntimeError:  # torch's: the connection is gone
+            pass  # silence says the rest
 
-    def _run(self) -> None:
+    def _exchange(self, elapsed: float) -> None:
+        """Tell and read once, `elapsed` seconds after the last time."""
+        self._tick += 1
+        error = first_line(self._failure)[:200] if self._failure else ""
+        self._store.set(f"beat/{self._rank}", f"{self._tick} {self._step} {self._state} "
+                        f"{self._exchange_seconds:.3f} {error}")
+        if self._rank:
+            root, verdict = self._store.multi_get(["beat/0", "verdict"])
+            self._peers[0].hear(root, 0.0)  # _watch counts
+            self._verdict = self._verdict or verdict.decode()
+            return
+        self._store.set("verdict", self._verdict)
+        counted = min(elapsed, 2 * self._interval) + self._exchange_seconds
+        beats = self._store.multi_get([f"beat/{rank}" for rank in self._peers])
+        for peer, beat in zip(self._peers.values(), beats, strict=True):
+            peer.hear(beat, counted)
+
+    def _all_left(self) -> bool:
+        """Return whether rank 0 may take the store along."""
+        gone = _SILENT_AFTER_ERROR * self._seconds
+        return all(peer.state == ENDED or (peer.silent_seconds > gone if self._verdict else
+                                           peer.state == FAILED) for peer in self._peers.values())
+
+    def _watch(self) -> None:
         last = time.monotonic()
-        while not self._ended.wait(self.interval):
-            elapsed, last = time.monotonic() - last, time.monotonic()
-            if self.turn(elapsed):
+        while True:
+            if self._store:  # a rank alone keeps nobody waiting
+                signal.setitimer(signal.ITIMER_REAL, _ALIVE * self._seconds)
+            if self._stopped.wait(self._interval):
+                return
+            now = time.monotonic()
+            elapsed, last = now - last, now
+            if elapsed > 2 * self._interval:  # this process did not run: frozen, and now thawed
+                self._progress += elapsed - self._interval
+            if self._rank and self._peers:
+                self._peers[0].silent_seconds += min(elapsed, 2 * self._interval)
+            if end := self._judge(now - self._progress):
+                self._end(*end)
                 return
 
-    def turn(self, elapsed: float) -> bool:
-        """Show, look and judge, `elapsed` seconds after the last time; True if the job was ended.
-        """
-        if elapsed > 2 * self.interval:  # this process did not run: frozen, and now thawed
-            self._progress += elapsed - self.interval
-        self.show_and_look()
-        silence, limit = time.monotonic() - self._progress, self._limit()
-        if report := self._fatal(silence, limit):
-            self._end(*report)
-            return True
-        looked, looked_at = self._looked_into
-        if silence > limit + (looked_at if looked == self._step else 0.0):
-            if looked != self._step:
-                self._say(self._report(f"no step for {silence:.0f} s", self._behind()))
-                stacks.show()
-                self._aside(lambda: stacks.write(self._directory, self._rank))
-            self._looked_into = self._step, silence
-        return False
-
-    def show_and_look(self) -> None:
-        """One heartbeat; no room or no descriptor for it is no reason to stop watching."""
-        self._tick += 1
-        with suppress(OSError):
-            self._neighbours.show(self._tick, self._step)
-        with suppress(OSError):
-            self._neighbours.look()
-        if self._door:
-            self._door.empty()
-
-    def _fatal(self, silence: float, limit: float) -> tuple[str, set[str] | None] | None:
-        """Return (report, hosts to avoid; None: another one has said it) if the job has to end."""
-        heard = self._neighbours.files.read_verdict() or (self._ring.verdict if self._ring else "")
-        if heard:
-            return heard, None
-        what = f"no step for {silence:.0f} s"
-        # Before the ranks have met, the file of a dead process may be an earlier job's.
-        certain = _GONE_TICKS * self.interval if self._neighbours.complete else self._seconds
-        due = min(limit, self._seconds - 2 * self.interval)
-        if silence > due - (_KNOCK_TICKS + 1) * self.interval:
-            self._knock()
-        gone = self._neighbours.gone(certain) and silence > certain
-        if silence > due and silence < self._seconds - 2 * self.interval \
-                and self._ring and self._ring.undecided():
-            due = silence  # a rack is named whole
-        if gone or silence > due:
-            lines, hosts = self._suspects(0.0 if self._factor == 1 else self._seconds)
-            if lines:
-                return self._report(what, lines), hosts
-        if silence > _ALIVE * limit:
-            return self._report(what, self._behind()), set()
+    def _judge(self, no_step: float) -> tuple[str, set[str] | None] | None:
+        """Return (report, hosts to avoid; None: another rank has said it) if the job has to end."""
+        patience = 1 if self._state == STEPPING else _PATIENCE
+        limit = patience * max(_LIMIT * self._seconds, _SLOW_STEPS * self._slowest_step)
+        if self._verdict:
+            return self._verdict, None
+        lines, hosts = self._suspects(no_step)
+        if lines or self._rank == 0 and no_step > _ALIVE * limit:
+            return self._report(no_step, lines), hosts
+        silent = max((peer.silent_seconds for peer in self._peers.values()), default=0.0)
+        if no_step > limit and self._shown_at != self._step and silent < self._seconds / 4:
+            self._shown_at = self._step
+            tell(self._report(no_step, lines))
+            _show_stacks()
         return None
 
-    def _end(self, report: str, hosts: set[str] | None) -> None:
-        """Tell everybody, leave stacks behind, and end this process; waits for no file system."""
-        self._say(report)
-        stacks.show()
-        with suppress(OSError):
-            self._neighbours.files.write_verdict(report)
+    def _suspects(self, no_step: float) -> tuple[list[str], set[str]]:
+        """Return (a line for each rank that is not alive, their hosts)."""
+        peers, here = dict(self._peers), socket.gethostname()
+        failed = self._state == FAILED or any(peer.state == FAILED for peer in peers.values())
+        named, undecided, longest = {}, False, 0.0
+        for rank, peer in peers.items():
+            share = _SILENT[BUSY if BUSY in (self._state, peer.state) else STEPPING]
+            if failed and peer.state != FAILED:
+                share = _SILENT_AFTER_ERROR
+            limit = max(share * self._seconds * (1 if rank else _ROOT_LATER),
+                        _STORE * (self._exchange_seconds + peer.seconds))
+            silence = min(peer.silent_seconds, no_step) / limit
+            if peer.state != ENDED and silence > 0.5:
+                longest, undecided = max(longest, silence), undecided or silence <= 1
+                if silence > 1:
+                    named[rank] = peer
+        if undecided and longest < _TOGETHER:
+            return [], set()
+        others = {rank for rank, peer in peers.items() if peer.host != here}
+        if others <= named.keys() and len({peers[rank].host for rank in others}) > 1:
+            return [f"rank {self._rank} on {here} (pid {os.getpid()}): REACHES NO OTHER NODE; last "
+                    f"step {self._step}"], {here}
+        cut = "its link" if self._rank == 0 else "the network between it and this node"
+        return ([f"rank {rank} on {peer.host} (pid {peer.pid}): " + (
+            f"ENDED with an error: {peer.error}" if peer.state == FAILED else
+            f"SILENT: frozen or dead, or {cut} is down") + f"; last step {peer.step}"
+            for rank, peer in named.items()],
+            {peer.host for peer in named.values() if peer.state != FAILED})
 
-        def tell() -> None:
-            if self._ring and self._neighbours.leads():
-                self._ring.publish(report)
+    def _report(self, no_step: float, lines: list[str]) -> str:
+        newest = max([self._step, *(peer.step for peer in self._peers.values())])
+        lines = lines or [
+            f"rank {rank} on {peer.host} (pid {peer.pid}): alive but BEHIND; last step {peer.step} "
+            f"of {newest}" for rank, peer in self._peers.items() if peer.step < newest] or [
+            "all ranks in sight are alive: a busy machine, or a deadlock; compare their stacks"]
+        return (f"WATCHDOG: no step for {no_step:.0f} s; seen by rank {self._rank} of "
+                f"{self._world_size} on {socket.gethostname()} (pid {os.getpid()}) after step "
+                f"{self._step}:\n  " + "\n  ".join(lines))
+
+    def _end(self, report: str, hosts: set[str] | None) -> None:
+        """Tell everybody, and end this process."""
+        self._verdict, self._state = report, ENDED
+        tell(report)
+        if self._failure:
+            traceback.print_exception(self._failure)
+        _show_stacks()
+
+        def record() -> None:
             if hosts is not None:
                 ending.record_first(EXIT_STUCK, hosts)
-            stacks.write(self._directory, self._rank)
+            _write_nccl_records(self._out_dir / f"watchdog/rank-{self._rank:05d}.nccl")
 
-        self._aside(tell).join(2 * self.interval)
-        self._ended.wait(2 * self.interval)  # the other hosts read it
+        recorder = threading.Thread(target=record, daemon=True)  # a file system may be gone, too
+        recorder.start()
+        if self._rank == 0 or hosts is None:  # else the store is silent
+            self._leave(self._seconds / 4)
+        recorder.join(2 * self._interval)
         self._exit()
 
-    @staticmethod
-    def _exit() -> None:
+    def _exit(self) -> None:
         os._exit(EXIT_STUCK)
 
-    @staticmethod
-    def _aside(work) -> threading.Thread:
-        """Run what may wait for a file system in a thread of its own."""
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        return thread
+    def _fail(self, error: BaseException) -> None:
+        """Say that this rank fails, and leave time to find out whether another one is the cause."""
+        self._failure, self._state = error, FAILED
+        if self._peers and isinstance(error, Exception) and not isinstance(error, UserError):
+            time.sleep(_AFTER_ERROR_TICKS * self._interval + _STORE * self._exchange_seconds)
+        self._leave(2 * self._interval)
 
-    def _knock(self) -> None:
-        """Find out which hosts do not answer, meanwhile; once at a time, by one rank of the host.
-
-        A host that reaches none of several others is cut off itself.
-        """
-        if self._ring is None or self._knocker and self._knocker.is_alive():
-            return
-        if not self._neighbours.leads():
-            return
-
-        def knock() -> None:
-            doors = self._ring.addresses()
-            try:
-                trial = Knock(set(doors))
-            except OSError:  # no descriptor left: that is no evidence
-                return
-            trial.wait(_KNOCK_TICKS * self.interval)
-            trial.close()
-            lost = [doors[address] for address in sorted(trial.unanswered)]
-            alone = len(lost) == len(doors) > 1
-            self._unreached = step, [self._ring.host] if alone else lost
-
-        step = self._step
-        self._knocker = self._aside(knock)
-
-    def _suspects(self, least_seconds: float, patient: bool = True
-                  ) -> tuple[list[str], set[str]]:
-        """Return (a line for each rank that is not alive or not reached, their hosts).
-
-        Silent are those that were so for `least_seconds` and, if `patient`, long enough for a
-        machine or a file system as slow as they lately were.
-        """
-        here = socket.gethostname()
-        lines, hosts = [], set()
-        patience = self._neighbours.patience_seconds() if patient else 0.0
-        for rank, problem in self._neighbours.suspects(max(least_seconds, patience)).items():
-            beat = self._neighbours.ranks[rank].beat
-            lines.append(f"rank {rank} on {here} (pid {beat.process.pid}): {problem}; last step "
-                         f"{beat.step}")
-            hosts.add(here)
-        if self._ring is None:
-            return lines, hosts
-        patience = self._ring.patience_seconds() if patient else 0.0
-        for watched in self._ring.silent(max(least_seconds, patience)):
-            lines += _lines(watched.host, "SILENT: frozen, dead or cut off", watched.beat.steps)
-            hosts.add(watched.host.name)
-        step, unreached = self._unreached
-        for host in unreached if step == self._step else []:
-            if host.name not in hosts:
-                own = host is self._ring.host
-                lines += _lines(host, "REACHES NO OTHER HOST over the network" if own else
-                                "NOT REACHED over the network", {})
-                hosts.add(host.name)
-        return lines, hosts
-
-    def _behind(self) -> list[str]:
-        """Return a line for each rank in sight that is alive and has finished fewer steps."""
-        here = socket.gethostname()
-        steps = {rank: (here, step) for rank, step in self._neighbours.steps().items()}
-        if self._ring:
-            seen = self._ring.steps(self._progress + self._ring.patience_seconds())
-            steps |= {rank: (host.name, step) for rank, (host, step) in seen.items()}
-        newest = max((step for _, step in steps.values()), default=0)
-        return [f"rank {rank} on {host}: alive but BEHIND; last step {step} of {newest}"
-                for rank, (host, step) in sorted(steps.items()) if step < newest]
-
-    def _report(self, what: str, lines: list[str]) -> str:
-        lines = lines or ["all ranks in sight are alive: a busy machine, or a deadlock; compare "
-                          f"their stacks ({self._directory}/*.stack)"]
-        return (f"WATCHDOG: {what}; seen by rank {self._rank} of {self._world_size} on "
-                f"{socket.gethostname()} (pid {os.getpid()}) after step {self._step}:\n  "
-                + "\n  ".join(lines))
-
-    @property
-    def _directory(self) -> Path:
-        return self._out_dir / beats.DIRECTORY
-
-    def _say(self, text: str) -> None:
-        tell(text)
+    def _leave(self, seconds: float | None) -> None:
+        """Say that this rank ends; rank 0 keeps the store for the others, so long at most."""
+        if self._state != FAILED:
+            self._state, self._progress = ENDED, time.monotonic()
+        self._leaving.set()
+        if self._rank:
+            seconds = 2 * self._interval + _STORE * self._exchange_seconds
+        if self._talker.is_alive():
+            self._talker.join(seconds)
 
 
-def hosts_of(ranks: list[tuple[str, str, int, str]]) -> list[Host]:
-    """Return the hosts of (host identity, host name, process id, door) of every rank in order."""
-    found: dict[str, Host] = {}
-    for rank, (identity, name, pid, address) in enumerate(ranks):
-        host = found.setdefault(identity, Host(name, {}, {}))
-        host.ranks[rank], host.addresses[rank] = pid, address
-    return list(found.values())
+def introduce(store: TCPStore, rank: int) -> TCPStore:
+    """Write what the others must find in `store` from the beginning; return it."""
+    if rank == 0:
+        store.set("verdict", "")
+    store.set(f"name/{rank}", f"{socket.gethostname()} {os.getpid()}")
+    store.set(f"beat/{rank}", f"0 0 {BUSY} 0 ")
+    return store
 
 
-def _lines(host: Host, problem: str, steps: dict[int, int]) -> list[str]:
-    """Return a line for each rank of `host`."""
-    lines = []
-    for rank, pid in sorted(host.ranks.items()):
-        last = f"; last step {steps[rank]}" if rank in steps else ""
-        lines.append(f"rank {rank} on {host.name} (pid {pid}): {problem}{last}")
-    return lines
+def _open_store(seconds: float) -> TCPStore:
+    """Return a store in rank 0's process, for this start alone; call on every rank."""
+    address = os.environ["MASTER_ADDR"]
+    timeout = timedelta(seconds=max(60.0, seconds))
+    store = dist.together(lambda: TCPStore(address, 0, is_master=True, wait_for_workers=False,
+                                           timeout=timeout) if dist.is_main() else None)
+    port = dist.broadcast_object(store.port if store else 0)
+
+    def connect() -> TCPStore:
+        try:
+            return introduce(store or TCPStore(address, port, timeout=timeout), dist.rank())
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {dist.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}, "
+                f"port {port} ({first_line(error)}); let the nodes of the job connect to each "
+                "other on any port, or set train.watchdog_seconds = 0") from None
+
+    return dist.together(connect)
+
+
+def _show_stacks() -> None:
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+
+
+def _write_nccl_records(path: Path) -> None:
+    """Write what NCCL's flight recorder holds, for torch's fr_trace."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if dump and torch.cuda.is_available():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(dump())

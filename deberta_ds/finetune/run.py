@@ -54,7 +54,7 @@ def run(job: Job) -> dict:
             job.say(f"  without its model, which was not kept; delete {job.out / RESULT} to run it "
                     "again, and keep it")
         return found
-    with lock.held(job.out, 0.0, across_hosts=False):
+    with lock.held(job.out):
         return _run(job)
 
 

@@ -45,8 +45,8 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
     Raises UserError, on every rank.
     """
     warnings = join_group(run, ds_values, place)
-    with lock.held(run.out_dir, watchdog.interval) as job:
-        watchdog.join(job)
+    with lock.held(run.out_dir):
+        watchdog.join()
         found, record, inputs = open_run(run, ds_values, place, resume)
         log = dist.together(lambda: RunLog(
             run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
