@@ -1,7 +1,7 @@
 """Files of any size and kind -> work units -> documents, in bounded memory.
 
 Text (.txt, .md), JSON lines (.jsonl), .csv and .tsv, all also as .gz .zst .xz .bz2 or .lz4;
-.warc and .wet (also .gz); .parquet; .arrow and directories that `datasets` has saved; and Hub
+.warc and .wet (also .gz); .parquet; .arrow, .feather and what `datasets` has saved; and Hub
 datasets as `hub:NAME[@CONFIG][#SPLIT]`, streamed. Paths may be remote (fsspec). Plain text and
 JSON lines are split into byte ranges, so one file of 100 GB keeps all workers busy; small files
 share a unit.
