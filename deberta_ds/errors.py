@@ -85,7 +85,8 @@ def naming(path: str | Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
             raise UserError(_system_message(error, path)) from error
-        if not isinstance(error, _DAMAGE) and not _is_named(error, _DAMAGE_NAMES):
+        if not isinstance(error, _DAMAGE) and not _is_named(error, _DAMAGE_NAMES) and not (
+                str(error).startswith("LZ4")):  # lz4 has no class of its own for damage
             raise
         raise UserError(f"{path}: damaged or cut short, or another kind of file "
                         f"({first_line(error)}); fetch or make it again") from error

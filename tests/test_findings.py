@@ -122,7 +122,7 @@ def test_documents_with_evaluation_text_are_found_and_left_out(tmp_path):
     report = find_contamination(units, against, tmp_path / "found", read=READ, workers=1)
     for name in ("old.txt", "old.jsonl"):
         (tmp_path / name).write_bytes('"ok"\n"ما هي عاصمة"'.encode("cp1256"))
-        with pytest.raises(UserError, match=f"{name}:2: not UTF-8 .* not be found; convert"):
+        with pytest.raises(UserError, match=f"{name}:2: invalid UTF-8 .*; convert"):
             find_contamination(units, [str(tmp_path / name)], tmp_path / "old", read=READ)
     assert report.documents == [40, 2]
     assert list(report.examples.values()) == [[3, 3], [1, 0]]

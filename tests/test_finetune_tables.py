@@ -1,6 +1,7 @@
 """Tables of every kind are read into examples, and tags into spans as seqeval reads them."""
 
 import csv
+import gzip
 import json
 import random
 from pathlib import Path
@@ -78,11 +79,22 @@ def test_an_empty_line_of_one_column_is_named(tmp_path, ending):
 def test_a_csv_of_another_encoding_or_with_long_texts(tmp_path):
     file = tmp_path / "a.csv"
     file.write_bytes("words,label\nok,a\nZo\u00eb,b\n".encode("latin-1"))
-    with pytest.raises(UserError, match="a.csv: after line .: not UTF-8 text .*save the file as"):
+    with pytest.raises(UserError, match="a.csv:3: invalid UTF-8; convert the file"):
         list(read_table(file))
     file.write_text("words,label\n" + "long " * 50_000 + ",a\n")  # beyond the library's 128 KiB
     ((_, row),) = read_table(file)
     assert len(row["words"]) == 250_000
+
+
+@pytest.mark.parametrize("text", ["a;b\n1,5;x\n", "sep=;\na;b\n1,5;x\n", "a\tb\n1,5\tx\n",
+                                  'a,b\n"1,5",x\n', '"a, c; d",b\n"1,5",x\n', "a|b\n1,5|x"])
+def test_the_header_of_a_csv_tells_its_delimiter_and_it_may_be_compressed(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("a.csv", "a.csv.gz"):
+        ((place, row),) = read_table(tmp_path / name)
+        assert list(row.values()) == ["1,5", "x"]
+        assert place == f"{tmp_path / name}:{text.strip().count(chr(10)) + 1}"
 
 
 def test_a_table_has_the_columns_of_superglue_or_of_glue():

@@ -15,7 +15,7 @@ from launching import ROOT
 from test_encoder_parity import FAMILIES, hugging_face, random_values
 
 from deberta_ds.analysis import minimal_pairs, published
-from deberta_ds.analysis.sentence_scores import cut_work, masked_scores, queries_of
+from deberta_ds.analysis.sentence_scores import cut_work, masked_scores
 from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.errors import UserError
 from deberta_ds.formats.ours import write_ours
@@ -24,6 +24,7 @@ from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.objectives.sentences import queries_of
 from deberta_ds.records import read_metrics
 from deberta_ds.report.pairs_page import pairs_page
 from deberta_ds.tokenizer import piece_starts_word

@@ -60,12 +60,12 @@ def test_formats_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name, text, message", [
-    ("x.jsonl", "{", "line 1: not a JSON object"),
-    ("x.jsonl", "[]", "must be a JSON object"),
+    ("x.jsonl", "{", "x.jsonl:1: not a JSON object"),
+    ("x.jsonl", "3", "must be a JSON object"),
     ("x.jsonl", '{"sentence_good": "a"}', "sentence_bad: must be a sentence, it is null"),
-    ("x.jsonl", '\n{"sentence_good": "a", "sentence_bad": " "}', "line 2, sentence_bad: is empty"),
+    ("x.jsonl", '\n{"sentence_good": "a", "sentence_bad": " "}', "l:2, sentence_bad: is empty"),
     ("x.jsonl", '{"sentence_good": "a", "sentence_bad": "b", "UID": 3}', "UID: must be a name"),
-    ("x.jsonl", '{"sentence_good": "\\ud800", "sentence_bad": "b"}', "sentence_good"),
+    ("x.jsonl", '{"sentence_good": "\\ud800", "sentence_bad": "b"}', "1: not a JSON object (half"),
     ("x.jsonl", "", "no pairs"),
     ("x.txt", "one\ntwo\nthree\n", "3 lines"),
     ("x.tar", "no archive", "neither .jsonl nor .txt nor a whole tar archive"),

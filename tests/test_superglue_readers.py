@@ -79,9 +79,10 @@ def test_broken_parquet_is_one_error(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "rte").mkdir()
     (tmp_path / "rte" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match="not a whole parquet file"):
+    with pytest.raises(UserError, match="train-00000-of-00001.parquet: damaged or cut short"):
         read_split(task_named("RTE"), tmp_path, "train", any_size=True)
-    with pytest.raises(UserError, match="not a whole parquet file"):  # it was "no test split"
+    # It was "no test split".
+    with pytest.raises(UserError, match="train-00000-of-00001.parquet: damaged or cut short"):
         has_split(task_named("RTE"), tmp_path, "train")
     assert not has_split(task_named("RTE"), tmp_path, "test")
 
@@ -140,7 +141,7 @@ def test_a_cut_line_a_short_file_and_a_repeated_idx_are_errors(tmp_path):
         (data[:-20], r"val.jsonl:16: not a JSON object"),
         (data, "16 predictions, but the official RTE val has 277: the file is truncated"),
         (data + data.splitlines(keepends=True)[0], r"idx \(0,\) was already used at .*:1"),
-        (data[:60] + b"\xff" + data[60:], "not UTF-8"),
+        (data[:60] + b"\xff" + data[60:], "val.jsonl:1: invalid UTF-8"),
         (b"", "not a single example"),
     ]
     for content, message in cases:

@@ -92,8 +92,8 @@ def test_rows_of_a_table_with_other_cells_than_its_header_are_bad(tmp_path):
     path.write_text('id,text\n1,"one, two"\n\n2,three, four\n3\n4,five\n')
     problems, documents = problems_of(path)
     assert [d.text for d in documents if not d.problem] == ["one, two", "five"]
-    assert problems == [f"{path}:row 2: 3 cells, the header names 2",
-                        f"{path}:row 3: 1 cells, the header names 2"]
+    assert problems == [f"{path}:row 2: 3 columns, the header has 2",
+                        f"{path}:row 3: 1 columns, the header has 2"]
     path.with_suffix(".tsv").write_text('id\ttext\n1\tone\n2\t"two" or three\n')
     with pytest.raises(UserError, match=r"a.tsv:3: .* quotation mark"):
         texts_of([path.with_suffix(".tsv")])

@@ -21,12 +21,12 @@ from deberta_ds.analysis.sentence_scores import (
     cut_work,
     masked_scores,
     original_scores,
-    queries_of,
 )
 from deberta_ds.data.minimal_pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.errors import UserError
 from deberta_ds.formats.pretrained import LoadedModel
 from deberta_ds.numbers import counted
+from deberta_ds.objectives.sentences import queries_of
 
 _DRAWS, _LEVEL = 10_000, 0.95
 _FEW_PAIRS = 5  # of a paradigm, whose pairs are drawn anew by themselves

@@ -20,45 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deberta_ds.data.batch import IGNORE, Batch
-from deberta_ds.data.masking import word_spans
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.objectives.sentences import Queries, masked_batch
 from deberta_ds.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
 _LOGITS_AT_ONCE = 1 << 22
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Forward rows of pseudo-log-likelihoods: log p(piece at `target`) with [target, end) masked.
-
-    A row serves both readings where they agree: words of one piece, and last pieces of words.
-    """
-
-    sentence: np.ndarray
-    target: np.ndarray
-    end: np.ndarray
-    by_piece: np.ndarray
-    by_word: np.ndarray
-
-
-def queries_of(sentences: list[list[int]], tokenizer: Tokenizer) -> Queries:
-    """Return the rows that both readings of all sentences need, each once."""
-    word_start, special = tokenizer.word_starts(), tokenizer.is_special()
-    rows = []
-    for number, sentence in enumerate(sentences):
-        ids = np.array(sentence)
-        for start, length in zip(*word_spans(ids, word_start, special[ids]), strict=True):
-            end = int(start + length)
-            rows += [(number, target, end, target + 1 == end, True)
-                     for target in range(int(start), end)]
-            rows += [(number, target, target + 1, True, False)
-                     for target in range(int(start), end - 1)]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-    return Queries(*columns[:3], *columns[3:].astype(bool))
 
 
 @dataclass(frozen=True)
@@ -87,14 +56,12 @@ def masked_scores(words: WordEmbedding, masked_lm: MaskedLm, tokenizer: Tokenize
     """Yield (batch, log p of its queries' pieces, fp64 [B]) for each batch of `work`."""
     device = words.weight.device
     for batch in work:
-        sentence_B, target_B, end_B = (part[batch.items] for part in (
-            queries.sentence, queries.target, queries.end))
-        ids_BL = np.array([sentences[number] for number in sentence_B])
-        columns_L = np.arange(batch.length)
-        hidden_BL = (columns_L >= target_B[:, None]) & (columns_L < end_B[:, None])
-        label_B = torch.from_numpy(ids_BL[np.arange(len(ids_BL)), target_B]).to(device)
-        inputs = _batch(np.where(hidden_BL, tokenizer.mask_id, ids_BL), target_B).to(device)
+        asked = zip(queries.sentence[batch.items], queries.target[batch.items],
+                    queries.end[batch.items], strict=True)
+        inputs = masked_batch([(sentences[number], target, end) for number, target, end in asked],
+                              tokenizer).to(device)
         states_BC = masked_lm.target_states(words, inputs)
+        label_B = inputs.labels.gather(1, inputs.target_positions)[:, 0]
         yield batch, log_probabilities(words, masked_lm, states_BC, label_B, tokenizer.size)
 
 
@@ -124,15 +91,3 @@ def original_scores(backbone: Backbone, head: ReplacedTokenHead, sentences: list
         segments_BL = torch.ones_like(ids_BL, dtype=torch.int32)
         logits_BL = head(backbone(ids_BL, segments_BL, positions_BL), positions_BL)
         yield batch, F.logsigmoid(-logits_BL).double().cpu().numpy()
-
-
-def _batch(input_ids_BL: np.ndarray, target_B: np.ndarray) -> Batch:
-    """Return a training batch whose only targets are the columns `target_B`."""
-    ids_BL = torch.from_numpy(input_ids_BL)
-    rows, length = ids_BL.shape
-    return Batch(rows=torch.zeros(rows, dtype=torch.int64), input_ids=ids_BL,
-                 labels=torch.full_like(ids_BL, IGNORE),
-                 segments=torch.ones_like(ids_BL, dtype=torch.int32),
-                 positions=torch.arange(length).expand(rows, length).contiguous(),
-                 target_positions=torch.from_numpy(target_B)[:, None],
-                 target_index=torch.arange(rows), num_targets=rows, num_tokens=rows * length)

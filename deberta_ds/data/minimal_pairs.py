@@ -10,6 +10,7 @@ the file's name (with its directory, where several files have one name), and the
 paradigm. In a directory or an archive README.txt, LICENSE.txt and their like are no pairs.
 """
 
+import io
 import json
 import random
 import tarfile
@@ -17,13 +18,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from deberta_ds import shipped
+from deberta_ds.data.prep.tables import read_table, text_lines
 from deberta_ds.data.prep.text import BadTextError, normalise
 from deberta_ds.errors import UserError, naming
-from deberta_ds.json_files import parse_json
 from deberta_ds.tokenizer import Tokenizer
 
 # Scores that differ by less, relatively, are equal: fp32 resolves no more.
@@ -51,15 +53,10 @@ def read_pairs(path: str | Path) -> list[MinimalPair]:
     files = list(_files(shipped.find(path)))
     known = Counter(Path(name).stem for _, name, _ in files)
     for place, name, data in files:
-        try:
-            lines = data.decode("utf-8-sig").split("\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{place}: byte {error.start} is not UTF-8") from None
-        reader = _zorro if name.endswith(".txt") else _jsonl
         stem = Path(name).stem
         if known[stem] > 1:
             stem = Path(name).with_suffix("").as_posix()
-        pairs += reader(place, stem, [line.removesuffix("\r") for line in lines])
+        pairs += (_zorro if name.endswith(".txt") else _of_table)(place, stem, io.BytesIO(data))
     if not pairs:
         raise UserError(f"{path}: no pairs; a .jsonl with sentence_good and sentence_bad, a .txt "
                         "of Zorro, or a directory or tar archive of such files is expected")
@@ -135,33 +132,24 @@ def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
         raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
 
 
-def _jsonl(place: str, stem: str, lines: list[str]) -> list[MinimalPair]:
-    pairs = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        at = f"{place}, line {number}"
-        try:
-            values = parse_json(line, strict=False)
-        except ValueError as error:
-            raise UserError(f"{at}: not a JSON object ({error})") from None
+def _of_table(place: str, stem: str, file: BinaryIO) -> Iterator[MinimalPair]:
+    for at, values in read_table(place, file):
         if not isinstance(values, dict):
             raise UserError(f"{at}: must be a JSON object with sentence_good and sentence_bad")
         good, bad = (_sentence(values.get(key), f"{at}, {key}")
                      for key in ("sentence_good", "sentence_bad"))
         paradigm = _name(values, "paradigm", stem, at)
-        pairs.append(MinimalPair(good, bad, paradigm, _name(values, "phenomenon", paradigm, at)))
-    return pairs
+        yield MinimalPair(good, bad, paradigm, _name(values, "phenomenon", paradigm, at))
 
 
-def _zorro(place: str, stem: str, lines: list[str]) -> list[MinimalPair]:
-    while lines and not lines[-1].strip():
+def _zorro(place: str, stem: str, file: BinaryIO) -> list[MinimalPair]:
+    lines = list(text_lines(place, file))
+    while lines and not lines[-1][1].strip():
         lines = lines[:-1]
     if len(lines) % 2:
         raise UserError(f"{place}: {len(lines)} lines; Zorro's files hold a bad line and then its "
                         "good one, so their number is even")
-    sentences = [_sentence(line, f"{place}, line {number}")
-                 for number, line in enumerate(lines, start=1)]
+    sentences = [_sentence(line, at) for at, line in lines]
     phenomenon = stem.rpartition("-")[0] or stem
     return [MinimalPair(good, bad, stem, phenomenon)
             for bad, good in zip(sentences[::2], sentences[1::2], strict=True)]

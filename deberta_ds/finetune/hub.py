@@ -5,8 +5,6 @@ numbers and a label of -1 means none. Source: huggingface/datasets datasets/supe
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from deberta_ds.errors import UserError
 from deberta_ds.finetune.tables import to_line
@@ -35,23 +33,8 @@ def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
             f"{repository} {task.hub} {name}: cannot be read from the Hub ({error}); "
             "download the official zip and pass its directory"
         ) from error
-    return _rows(table, f"hub:{repository}/{task.hub}/{name}")
-
-
-def read_parquet(files: list[Path], place: str) -> list[tuple[str, dict]]:
-    """Return (place, row) of the parquet files of one split."""
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        table = Dataset.from_parquet([str(file) for file in files], keep_in_memory=True)
-        return _rows(table, place)
-    except (OSError, ValueError, TypeError, NotImplementedError, DatasetGenerationError) as error:
-        raise UserError(f"{place}: not a whole parquet file ({error})") from error
-
-
-def _rows(table: Any, place: str) -> list[tuple[str, dict]]:
-    return [(f"{place}:{number}", row) for number, row in enumerate(table, start=1)]
+    return [(f"hub:{repository}/{task.hub}/{name}:row {number}", row)
+            for number, row in enumerate(table, start=1)]
 
 
 def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:

@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from deberta_ds.errors import UserError, naming
-from deberta_ds.finetune.hub import HUB, hub_split, official_lines, read_hub, read_parquet
+from deberta_ds.data.prep import tables
+from deberta_ds.errors import UserError
+from deberta_ds.finetune.hub import HUB, hub_split, official_lines, read_hub
 from deberta_ds.finetune.layouts import Example, examples_of
 from deberta_ds.finetune.line import line_format
-from deberta_ds.finetune.tables import json_of, read_table, text_lines, to_line
+from deberta_ds.finetune.tables import read_table, to_line
 from deberta_ds.finetune.tasks import TASK_NAMES, NoSplitError, Task
 
 _COMBINED = "combined.zip"
@@ -152,7 +153,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     elif root.is_dir():
         file = root / name
         if file.is_file():
-            return str(file), _jsonl_file(file)
+            return str(file), tables.read_table(file)
         tried.append(str(file))
         if split in task.files:
             for table in _places(task, root, task.files[split]):
@@ -163,14 +164,15 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
         parquet = sorted((root / task.hub).glob(f"{hub_split(task, split)}-*.parquet"))
         if task.hub and parquet:
             place = f"{root / task.hub}/{hub_split(task, split)}-*.parquet"
-            return place, official_lines(task, read_parquet(parquet, place))
+            rows = [row for shard in parquet for row in tables.read_table(shard)]
+            return place, official_lines(task, rows)
     else:
         raise UserError(f"{root}: no such directory or zip of task data; name the one that holds "
                         f"{name}, or download it with --data hub")
     for archive in archives:
         tried.append(f"{archive}!{name}")
         if archive.is_file() and (found := _member(archive, name)) is not None:
-            return f"{archive}!{name}", _json_values(io.BytesIO(found), f"{archive}!{name}")
+            return f"{archive}!{name}", tables.read_table(f"{archive}!{name}", io.BytesIO(found))
     raise NoSplitError(
         f"{task.name} {split} is not there: looked for {', '.join(tried)} and "
         f"{root / task.hub}/{hub_split(task, split)}-*.parquet. Unpack the official "
@@ -206,14 +208,3 @@ def _member(archive: Path, name: str) -> bytes | None:
         # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
         raise UserError(f"{archive}: not a whole zip file ({error}); fetch it again") from error
     return None
-
-
-def _json_values(file: BinaryIO, source: str) -> Iterator[tuple[str, Any]]:
-    for place, line in text_lines(file, source):
-        if line.strip():
-            yield place, json_of(place, line)
-
-
-def _jsonl_file(path: Path) -> Iterator[tuple[str, Any]]:
-    with naming(path), open(path, "rb") as file:
-        yield from _json_values(file, str(path))

@@ -1,34 +1,28 @@
 """Tables of any common kind -> lines of the form that layouts.py reads, by column names.
 
-    .jsonl .json .ndjson   one JSON object a line      .csv   quoted, with a header
-    .json                  also a list of objects, or a SQuAD document
-    .tsv                   GLUE's: no quoting
+What data.prep.tables reads, and on top of that the layouts of fine-tuning's own:
+    .json                  a SQuAD document
     .conll .txt .bio .iob2 eng.train eng.testa eng.testb
                            one token a line (token first, tag last), a blank line after a sentence
     no ending, or those and .tsv    WikiANN's, known by its lines: en:token, a tab, the tag
     a directory            RACE's: a JSON document a file, with an article and its questions
-    .parquet .arrow .feather    class numbers that `datasets` wrote with names become those names
-
-Rows are read one after another, so a file may be larger than memory (parquet and Arrow by batches;
-of JSON files only lists and SQuAD's are read whole).
 """
 
-import csv
 import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from deberta_ds.data.prep.tables import arrow_batches
+from deberta_ds.data.prep.tables import TABLE_KINDS, read_rows, row_place, suffix_of, text_lines
 from deberta_ds.data.prep.text import is_removed
-from deberta_ds.errors import UserError, naming
+from deberta_ds.errors import UserError
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.json_files import parse_json, read_json
+from deberta_ds.json_files import read_json
 
 _COLUMNS = (".conll", ".txt", ".bio", ".iob2", ".train", ".testa", ".testb")
-KINDS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", *_COLUMNS)
+_KINDS = " ".join((*TABLE_KINDS, *_COLUMNS))
 _WIKIANN = re.compile(r"[a-z]{2,3}(-[a-z]+)*:[^\t]+\t[^\t]+")
 _LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
@@ -47,77 +41,34 @@ def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: in
         return
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    kind = path.suffix.lower()
-    if kind not in (*KINDS, ""):
-        raise UserError(f"{path}: unknown kind of table; the ending must be one of "
-                        f"{' '.join(KINDS)}")
-    with naming(path):
-        if kind == ".csv":
-            yield from _csv(path)
-        elif kind in (".parquet", ".arrow", ".feather"):
-            yield from _arrow(path)
-        else:
-            with open(path, "rb") as file:
-                lines = text_lines(file, str(path))
-                first = list(itertools.islice(lines, _LOOK_AHEAD))
-                lines = itertools.chain(first, lines)
-                if kind in ("", ".tsv", *_COLUMNS) and _is_wikiann(first):
-                    yield from _conll(_without_language(lines))
-                elif kind == ".tsv":
-                    yield from _tsv(path, lines, headless, skip_broken)
-                elif kind in _COLUMNS:
-                    yield from _conll(lines)
-                elif kind == "":
-                    raise UserError(f"{path}:1: a file without an ending is read as WikiANN's, "
-                                    "whose lines are LANGUAGE:TOKEN, a tab, TAG; give it an ending "
-                                    f"that says what it is, of {' '.join(KINDS)}")
-                else:
-                    yield from _json_lines(lines)
-
-
-def text_lines(file: BinaryIO, source: str) -> Iterator[tuple[str, str]]:
-    """Yield (place, line) of UTF-8 bytes; only a line feed ends a line (texts hold U+2028)."""
-    for number, line in enumerate(file, start=1):
-        place = f"{source}:{number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{place}: not UTF-8 text ({error.reason}); save the file as UTF-8"
-                            ) from error
-        yield place, text.removesuffix("\n").removesuffix("\r")
-
-
-def json_of(place: str, line: str) -> Any:
-    """Return the JSON value of a line."""
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        raise UserError(f"{place}: not a JSON object ({error}); a line cut short means a download "
-                        "that stopped") from error
-
-
-def _json_lines(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
-    first = True
-    for place, line in lines:
-        if not line.strip():
+    suffix = suffix_of(path)
+    if suffix in ("", ".tsv", *_COLUMNS):
+        lines = text_lines(path)
+        first = list(itertools.islice(lines, _LOOK_AHEAD))
+        lines = itertools.chain(first, lines)
+        if _is_wikiann(first):
+            yield from _conll(_without_language(lines))
+            return
+        if suffix in _COLUMNS:
+            yield from _conll(lines)
+            return
+    if suffix == "":
+        raise UserError(f"{path}:1: a file without an ending is read as WikiANN's, whose lines are "
+                        "LANGUAGE:TOKEN, a tab, TAG; give it an ending that says what it is, of "
+                        f"{_KINDS}")
+    if suffix not in TABLE_KINDS:
+        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}")
+    for row in read_rows(path, names=headless, class_names=True):
+        if row.problem and skip_broken:
+            skip_broken -= 1
             continue
-        if first and (line.strip() == "{" or line.lstrip().startswith("[")):
-            line += "\n" + "\n".join(more for _, more in lines)  # one value on many lines
-        value = json_of(place, line)
-        if first and isinstance(value, list):
-            for number, row in enumerate(value):
-                yield f"{place}, entry {number}", _object(f"{place}, entry {number}", row)
-        elif first and _is_squad(value):
-            yield from squad_rows(place, value["data"])
+        place = row_place(path, row)
+        if row.number == 0 and _is_squad(row.values):
+            yield from squad_rows(place, row.values["data"])
+        elif not isinstance(row.values, dict):
+            raise UserError(f"{place}: not a JSON object; write one object a line")
         else:
-            yield place, _object(place, value)
-        first = False
-
-
-def _object(place: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{place}: not a JSON object; write one object a line")
-    return value
+            yield place, row.values
 
 
 def _is_squad(value: Any) -> bool:
@@ -166,111 +117,6 @@ def _race(directory: Path) -> Iterator[Row]:
             row = {"example_id": name, "article": article, "question": question,
                    "options": choices}
             yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
-
-
-def _csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(1 << 30)  # of a text; the library's own is 128 KiB
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        header, blank = None, ""
-        while True:
-            try:
-                row = next(reader, None)
-            except csv.Error as error:
-                raise UserError(f"{path}:{reader.line_num}: {error}; a quote may be missing"
-                                ) from error
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}: after line {reader.line_num}: not UTF-8 text "
-                                f"({error.reason}); save the file as UTF-8") from error
-            if header is None:
-                header = row or []
-                _check_header(path, header)
-                continue
-            if row is None:
-                return
-            place = f"{path}:{reader.line_num}"
-            if not row:
-                blank = blank or place
-                continue
-            _check_blank(blank, header)
-            _check_width(place, row, header)
-            yield place, dict(zip(header, row, strict=True))
-
-
-def _tsv(path: Path, lines: Iterator[tuple[str, str]], headless: tuple[str, ...],
-         skip_broken: int) -> Iterator[Row]:
-    header = list(headless) or next(lines, ("", ""))[1].split("\t")
-    _check_header(path, header)
-    skipped, blank = 0, ""
-    for place, line in lines:
-        row = line.split("\t")
-        blank = blank or ("" if line else place)
-        if line:
-            _check_blank(blank, header)
-        if not line or (len(row) < len(header) and skipped < skip_broken):
-            skipped += bool(line)
-            continue
-        _check_width(place, row, header)
-        yield place, dict(zip(header, row, strict=True))
-
-
-def _check_header(path: Path, header: list[str]) -> None:
-    if not any(header):
-        raise UserError(f"{path}:1: no column names; the first line must name the columns")
-    if doubled := {name for name in header if header.count(name) > 1}:
-        raise UserError(f"{path}:1: column {sorted(doubled)[0]!r} is there twice; rename one")
-
-
-def _check_blank(blank: str, header: list[str]) -> None:
-    """Raise UserError for a blank line between the rows of one column: is it one of them?"""
-    if blank and len(header) == 1:
-        raise UserError(f"{blank}: an empty line, in a table of one column {header[0]!r}; fill it "
-                        "in or delete it, or the rows behind it would be counted wrongly")
-
-
-def _check_width(place: str, row: list[str], header: list[str]) -> None:
-    if len(row) != len(header):
-        raise UserError(f"{place}: {len(row)} columns, the header has {len(header)}")
-
-
-def _arrow(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet
-
-    number = 0
-    with open(path, "rb") as file:  # pyarrow would take "~" and "s3:" in a path for more
-        if path.suffix.lower() == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096)
-        else:
-            _, batches = arrow_batches(file)
-        for batch in batches:
-            names = _class_names(batch.schema.metadata)
-            for row in batch.to_pylist():
-                number += 1
-                for column in names.keys() & row.keys():
-                    row[column] = _named(row[column], names[column], f"{path}:{number}")
-                yield f"{path}:{number}", row
-
-
-def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, list[str]]:
-    """Return {column: names by number} of class labels (also in lists) that `datasets` wrote."""
-    try:
-        features = parse_json((metadata or {})[b"huggingface"])["info"]["features"]
-        inner = {name: feature.get("feature", feature) for name, feature in features.items()}
-        return {name: list(feature["names"]) for name, feature in inner.items()
-                if feature.get("_type") == "ClassLabel"}
-    except (KeyError, TypeError, ValueError, AttributeError):  # written by something else
-        return {}
-
-
-def _named(value: Any, names: list[str], place: str) -> Any:
-    """Return the name of a class number, in lists too; -1 means that there is no label."""
-    if isinstance(value, list):
-        return [_named(part, names, place) for part in value]
-    if value is None or value == -1:
-        return None
-    if not 0 <= value < len(names):
-        raise UserError(f"{place}: class {value}, but the file names {len(names)} classes")
-    return names[value]
 
 
 def _is_wikiann(lines: list[tuple[str, str]]) -> bool:

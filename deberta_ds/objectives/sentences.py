@@ -1,7 +1,7 @@
-"""Sentences as batches of a pretraining model, for scores that a run takes while it trains.
+"""Sentences as batches: the queries of pseudo-log-likelihoods, for runs and for finished models."""
 
-analysis.sentence_scores does the same for finished models, faster and with more readings.
-"""
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,22 +12,56 @@ from deberta_ds.tokenizer import Tokenizer
 SENTENCES_AT_ONCE = 32
 
 
-def masked_copies(sentence: list[int], tokenizer: Tokenizer) -> Batch:
-    """Return the sentence once for every piece: it and what follows in its word are masked.
+@dataclass(frozen=True)
+class Queries:
+    """Forward rows of pseudo-log-likelihoods: log p(piece at `target`) with [target, end) masked.
 
-    The piece is the copy's only target, so the batch's loss is the sentence's negative
-    pseudo-log-likelihood by word (Kauf and Ivanova 2023).
+    A row serves both readings where they agree: words of one piece, and last pieces of words.
     """
-    ids = np.array(sentence)
-    spans = word_spans(ids, tokenizer.word_starts(), tokenizer.is_special()[ids])
+
+    sentence: np.ndarray
+    target: np.ndarray
+    end: np.ndarray
+    by_piece: np.ndarray
+    by_word: np.ndarray
+
+
+def queries_of(sentences: list[list[int]], tokenizer: Tokenizer) -> Queries:
+    """Return the rows that both readings of all sentences need, each once."""
+    word_start, special = tokenizer.word_starts(), tokenizer.is_special()
     rows = []
-    for start, length in zip(*spans, strict=True):
-        for target in range(int(start), int(start + length)):
-            inputs, labels = ids.copy(), np.full_like(ids, IGNORE)
-            inputs[target:start + length] = tokenizer.mask_id
-            labels[target] = ids[target]
-            rows.append(_row(inputs, labels, len(ids)))
-    return collate(rows or [_row(ids, np.full_like(ids, IGNORE), len(ids))])
+    for number, sentence in enumerate(sentences):
+        ids = np.array(sentence)
+        for start, length in zip(*word_spans(ids, word_start, special[ids]), strict=True):
+            end = int(start + length)
+            rows += [(number, target, end, target + 1 == end, True)
+                     for target in range(int(start), end)]
+            rows += [(number, target, target + 1, True, False)
+                     for target in range(int(start), end - 1)]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    return Queries(*columns[:3], *columns[3:].astype(bool))
+
+
+def masked_copies(sentence: list[int], tokenizer: Tokenizer) -> Batch:
+    """Return the sentence once for every token: it and what follows in its word are masked.
+
+    The loss of this batch is the sentence's negative pseudo-log-likelihood by word.
+    """
+    queries = queries_of([sentence], tokenizer)
+    spans = zip(queries.target[queries.by_word], queries.end[queries.by_word], strict=True)
+    return masked_batch([(sentence, *span) for span in spans] or [(sentence, 0, 0)], tokenizer)
+
+
+def masked_batch(queries: Iterable[tuple[list[int], int, int]], tokenizer: Tokenizer) -> Batch:
+    """Return a batch of sentences of one length, [target, end) masked, `target` to be predicted."""
+    rows = []
+    for sentence, target, end in queries:
+        ids = np.array(sentence)
+        inputs, labels = ids.copy(), np.full_like(ids, IGNORE)
+        inputs[target:end] = tokenizer.mask_id
+        labels[target:min(target + 1, end)] = ids[target]
+        rows.append(_row(inputs, labels, len(ids)))
+    return collate(rows)
 
 
 def padded(sentences: list[list[int]], tokenizer: Tokenizer) -> Batch:

@@ -7,7 +7,6 @@ A document that holds one of these n-grams is contaminated. n = 13 is what GPT-3
 took (Brown et al. 2020, appendix C): shorter ones find idioms, longer ones miss edited copies.
 """
 
-import csv
 import json
 from array import array
 from bisect import bisect_right
@@ -34,16 +33,15 @@ from deberta_ds.data.prep.findings import (
     input_files,
     save_found,
 )
-from deberta_ds.data.prep.inputs import open_bytes, open_seekable
 from deberta_ds.data.prep.readers import read_unit
-from deberta_ds.data.prep.tables import arrow_batches
-from deberta_ds.data.prep.text import TEXT_RULES_VERSION, TO_UTF8, BadTextError, normalise
+from deberta_ds.data.prep.tables import TABLE_KINDS, read_table, text_lines
+from deberta_ds.data.prep.text import TEXT_RULES_VERSION, BadTextError, normalise
 from deberta_ds.data.prep.units import Part, job, run_units
 from deberta_ds.data.prep.words import WORD
 from deberta_ds.data.shards import MANIFEST, save_array
-from deberta_ds.errors import UserError, naming
+from deberta_ds.errors import UserError
 from deberta_ds.files import write_atomic
-from deberta_ds.json_files import parse_json, read_json, typed
+from deberta_ds.json_files import read_json, typed
 
 SHORTEST = 8  # words: shorter strings are everywhere
 REPORT = "report.json"
@@ -129,41 +127,13 @@ def _hash_word(word: str) -> int:
 
 def _strings(path: str, kind: str) -> Iterator[list[str]]:
     """Yield the texts of each example of an evaluation file."""
-    if kind not in ("json", "text", "table", "parquet", "arrow"):
+    if kind == "text":
+        yield from ([line] for _, line in text_lines(path))
+    elif kind in TABLE_KINDS.values():
+        # No header: some of GLUE's tables have none, and rows of any number of cells.
+        yield from (list(_texts_in(values)) for _, values in read_table(path, names=None))
+    else:
         raise UserError(f"{path}: evaluation files are JSON lines, tables, parquet, Arrow or text")
-    opened = open_seekable if kind in ("parquet", "arrow") else open_bytes
-    with naming(path), opened(path) as file:
-        if kind in ("parquet", "arrow"):
-            for batch in _batches_of(file, kind):
-                yield from (list(_texts_in(record)) for record in batch.to_pylist())
-        elif kind == "json":
-            yield from (list(_texts_in(parse_json(line.removeprefix("\ufeff"))))
-                        for line in _decoded(path, file) if line.strip())
-        else:
-            lines = _decoded(path, file)
-            if kind == "text":
-                yield from ([line.rstrip("\r\n")] for line in lines)
-            elif ".csv" in Path(path).suffixes:
-                yield from csv.reader(lines)
-            else:  # GLUE's tables quote nothing: a quotation mark is one
-                yield from (line.rstrip("\r\n").split("\t") for line in lines)
-
-
-def _decoded(path: str, file: Iterable[bytes]) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8 ({error.reason}), so text of it would "
-                            f"not be found; {TO_UTF8}") from None
-
-
-def _batches_of(file, kind: str) -> Iterator:
-    import pyarrow.parquet
-
-    if kind == "arrow":
-        return arrow_batches(file)[1]
-    return pyarrow.parquet.ParquetFile(file).iter_batches(1024)
 
 
 def _texts_in(value) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Files of any size and kind -> work units -> documents, in bounded memory.
 
 Text (.txt, .md), JSON lines (.jsonl), .csv and .tsv, all also as .gz .zst .xz .bz2 or .lz4;
-.warc and .wet (also .gz); .parquet; .arrow and directories that `datasets` has saved; and Hub
+.warc and .wet (also .gz); .parquet; .arrow, .feather and what `datasets` has saved; and Hub
 datasets as `hub:NAME[@CONFIG][#SPLIT]`, streamed. Paths may be remote (fsspec). Plain text and
 JSON lines are split into byte ranges, so one file of 100 GB keeps all workers busy; small files
 share a unit.
@@ -26,12 +26,11 @@ from deberta_ds.data.prep.inputs import (
     open_seekable,
     open_stream,
 )
+from deberta_ds.data.prep.tables import TABLE_KINDS
 from deberta_ds.data.remote import file_system
 from deberta_ds.errors import UserError, naming
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-TABLE_SUFFIXES = (".csv", ".tsv")
 WARC_SUFFIXES = (".warc", ".wet")
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
@@ -173,7 +172,7 @@ def _whole_inputs(
         if kind is None and path == name:
             raise UserError(
                 f"{path}: unknown kind of file; known are .txt .md .jsonl .csv .tsv (each also .gz "
-                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet and .arrow"
+                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet, .arrow and .feather"
             )
         if kind is None:
             passed_over.append(path)
@@ -266,11 +265,10 @@ def input_kind(path: str) -> str | None:
     stem, suffix = os.path.splitext(path)
     if suffix in COMPRESSED_SUFFIXES:
         suffix = os.path.splitext(stem)[1]
-    for kind, suffixes in (("text", TEXT_SUFFIXES), ("json", JSON_SUFFIXES),
-                           ("table", TABLE_SUFFIXES), ("warc", WARC_SUFFIXES)):
+    for kind, suffixes in (("text", TEXT_SUFFIXES), ("warc", WARC_SUFFIXES)):
         if suffix in suffixes:
             return kind
-    return suffix[1:] if suffix in (".parquet", ".arrow") else None
+    return TABLE_KINDS.get(suffix)
 
 
 def _split(

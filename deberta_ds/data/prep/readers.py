@@ -3,42 +3,33 @@
 import codecs
 import io
 import json
-import lzma
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import compress
+from pathlib import Path
+from typing import Any
 
 import orjson
-import zstandard
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
-from deberta_ds.data.prep.fields import EMPTY_LINE, columns_of, directory_label, fields_of
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
-from deberta_ds.data.prep.tables import read_arrow, read_parquet, read_table
+from deberta_ds.data.prep.tables import check_columns, read_rows
 from deberta_ds.data.prep.warc import read_records
 from deberta_ds.errors import UserError, naming
 
 _BLOCK_BYTES = 1 << 18
+_EMPTY_LINE: dict = {}  # what an empty line of JSON lines stands for
 
 
 def read_unit(unit: list[Extent], options: ReadOptions) -> Iterator[Document]:
     """Yield the documents of one unit in order; unreadable ones have `problem` set."""
-    readers = {"text": _read_lines, "json": _read_lines, "table": read_table,
-               "warc": _read_warc, "parquet": read_parquet, "arrow": read_arrow,
-               "stream": _read_stream}
     for extent in joined(unit):
         with naming(extent.path):
-            try:
-                yield from readers[extent.kind](extent, options)
-            except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError,
-                    RuntimeError) as error:
-                if isinstance(error, RuntimeError) and not str(error).startswith("LZ4"):
-                    raise  # lz4 has no class of its own for damage
-                raise UserError(
-                    f"{extent.path}: damaged or cut short ({error}); fetch the file again"
-                ) from error
+            if extent.kind in ("text", "json"):
+                yield from _read_lines(extent, options)
+            elif extent.start < extent.end or extent.kind != "parquet":  # that has no rows
+                yield from _read_records(extent, options)
 
 
 def joined(unit: list[Extent]) -> Iterator[Extent]:
@@ -59,7 +50,7 @@ def joined(unit: list[Extent]) -> Iterator[Extent]:
 
 
 def _read_lines(extent: Extent, options: ReadOptions) -> Iterator[Document]:
-    label = directory_label(extent, options)
+    label = _directory_label(extent, options)
     with open_bytes(extent.path) as file:
         compressed = extent.path.endswith(COMPRESSED_SUFFIXES)
         end = None if compressed else extent.end
@@ -212,7 +203,7 @@ def _json_document(
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
                 record = _parse_again(line)
-            text, problem, label, name = fields_of(record, label, options)
+            text, problem, label, name = _fields_of(record, label, options)
             (label + name).encode()
         except UnicodeEncodeError:
             text = label = name = ""
@@ -229,21 +220,70 @@ def _json_document(
 def _parse_again(line: bytes):
     """Return the value of what orjson refuses."""
     if not line.strip():
-        return EMPTY_LINE
+        return _EMPTY_LINE
     return json.loads(line.decode())  # knows NaN, which Python writes, and names the fault
 
 
-def _read_warc(extent: Extent, options: ReadOptions) -> Iterator[Document]:
-    label = directory_label(extent, options)
-    columns_of(options, ["text", "url", "id", "language", "date"], extent.path)
-    for number, record, problem in read_records(extent, options):
-        found, missing, named, name = fields_of(record, label, options)
-        yield Document(found, extent.path, number, extent.kind, named, problem or missing, name)
+def _read_records(extent: Extent, options: ReadOptions) -> Iterator[Document]:
+    """Yield the documents of a format that has records: tables, web archives, streams."""
+    wanted = [options.text_key, *filter(None, (options.label_key, options.id_key))]
+    place, rows = extent.source, _records_of(extent, options, list(dict.fromkeys(wanted)))
+    directory = _directory_label(extent, options)
+    for number, values, problem in rows:
+        text = name = ""
+        label = directory
+        if not problem:
+            text, problem, label, name = _fields_of(values, directory, options)
+        yield Document(text, place, number, extent.kind, label, problem, name)
 
 
-def _read_stream(extent: Extent, options: ReadOptions) -> Iterator[Document]:
-    stream = open_stream(extent.path).shard(num_shards=extent.end, index=extent.start)
-    for row, record in enumerate(stream):
-        text, problem, label, name = fields_of(record, "", options)
-        place = f"{extent.path} (shard {extent.start})"
-        yield Document(text, place, row, "stream", label, problem, name)
+def _records_of(extent: Extent, options: ReadOptions, columns: list[str]
+                ) -> Iterable[tuple[int, Any, str]]:
+    """Return (number in the input, values, problem) of each record."""
+    if extent.kind == "stream":
+        stream = open_stream(extent.path).shard(num_shards=extent.end, index=extent.start)
+        return ((number, values, "") for number, values in enumerate(stream))
+    if extent.kind == "warc":
+        check_columns(columns, ["text", "url", "id", "language", "date"], extent.path)
+        return read_records(extent, options)
+    groups = range(extent.start, extent.end) if extent.kind == "parquet" else None
+    return ((row.number, row.values, row.problem) for row in read_rows(
+        extent.path, columns=columns, groups=groups, quoted_tabs=True,
+        longest=min(options.max_document_bytes, 1 << 30)))
+
+
+def _directory_label(extent: Extent, options: ReadOptions) -> str:
+    return Path(extent.path).parent.name if options.label_from_directory else ""
+
+
+def _fields_of(record, label: str, options: ReadOptions) -> tuple[str, str, str, str]:
+    """Return (text, problem, label, id) of one record."""
+    text = record.get(options.text_key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        return "", _why_no_text(record, options), label, ""
+    if options.label_key:
+        value = record.get(options.label_key)
+        label = "" if value is None else str(value)
+    if not options.id_key:
+        return text, "", label, ""
+    name = record.get(options.id_key)
+    if name is None or name == "":
+        return "", f"no id under {options.id_key!r}; see --id_key", label, ""
+    if not isinstance(name, str | int) or isinstance(name, bool):  # two may read the same then
+        return "", (f"its id under {options.id_key!r} is neither text nor a whole number of at "
+                    "most 64 bits"), label, ""
+    return text, "", label, str(name)
+
+
+def _why_no_text(record, options: ReadOptions) -> str:
+    """Return what is wrong with a record without a text; "" if it stands for an empty line."""
+    if record is _EMPTY_LINE:
+        return ""
+    if not isinstance(record, dict):
+        return f"a JSON {type(record).__name__}, not an object"
+    if options.text_key in record:
+        value = record[options.text_key]
+        kind = "null" if value is None else type(value).__name__
+        return f"no string under {options.text_key!r} but {kind}"
+    found = ", ".join(map(str, record)) or "nothing"
+    return f"no string under {options.text_key!r} (found: {found}); see --text_key"
