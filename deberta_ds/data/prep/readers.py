@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from deberta_ds.data.prep.documents import Document, Extent, ReadOptions
 from deberta_ds.data.prep.inputs import COMPRESSED_SUFFIXES, open_bytes, open_stream
-from deberta_ds.data.prep.tables import check_columns, read_rows
+from deberta_ds.data.prep.tables import Row, check_columns, read_rows
 from deberta_ds.data.prep.warc import read_records
 from deberta_ds.errors import UserError, naming
 
@@ -229,7 +228,7 @@ def _read_records(extent: Extent, options: ReadOptions) -> Iterator[Document]:
     wanted = [options.text_key, *filter(None, (options.label_key, options.id_key))]
     place, rows = extent.source, _records_of(extent, options, list(dict.fromkeys(wanted)))
     directory = _directory_label(extent, options)
-    for number, values, problem in rows:
+    for number, _, values, problem in rows:
         text = name = ""
         label = directory
         if not problem:
@@ -237,19 +236,16 @@ def _read_records(extent: Extent, options: ReadOptions) -> Iterator[Document]:
         yield Document(text, place, number, extent.kind, label, problem, name)
 
 
-def _records_of(extent: Extent, options: ReadOptions, columns: list[str]
-                ) -> Iterable[tuple[int, Any, str]]:
-    """Return (number in the input, values, problem) of each record."""
+def _records_of(extent: Extent, options: ReadOptions, columns: list[str]) -> Iterable[Row]:
     if extent.kind == "stream":
         stream = open_stream(extent.path).shard(num_shards=extent.end, index=extent.start)
-        return ((number, values, "") for number, values in enumerate(stream))
+        return (Row(number, 0, values) for number, values in enumerate(stream))
     if extent.kind == "warc":
         check_columns(columns, ["text", "url", "id", "language", "date"], extent.path)
-        return read_records(extent, options)
+        return (Row(number, 0, *record) for number, *record in read_records(extent, options))
     groups = range(extent.start, extent.end) if extent.kind == "parquet" else None
-    return ((row.number, row.values, row.problem) for row in read_rows(
-        extent.path, columns=columns, groups=groups, quoted_tabs=True,
-        longest=min(options.max_document_bytes, 1 << 30)))
+    return read_rows(extent.path, columns=columns, groups=groups, quoted_tabs=True,
+                     longest=min(options.max_document_bytes, 1 << 30))
 
 
 def _directory_label(extent: Extent, options: ReadOptions) -> str:

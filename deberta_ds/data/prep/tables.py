@@ -200,19 +200,21 @@ def _quoted(path: str, text: io.TextIOWrapper, suffix: str, longest: int
     first = text.readline()
     before = int(first.startswith("sep="))  # Excel's line on the delimiter
     delimiter = "\t" if suffix == ".tsv" else first[4:5] if before else _delimiter_of(first)
-    pending: list[str] = []  # lines of the row that is read
+    lines = chain([] if before else [first], text)
+    pending: list[str] = []  # lines of the row that is read, between tabs
 
     def kept_lines() -> Iterator[str]:
-        for line in chain([] if before else [first], text):
+        for line in lines:
             pending.append(line)
             yield line
 
-    rows = csv.reader(kept_lines(), delimiter=delimiter, strict=True)
+    rows = csv.reader(kept_lines() if delimiter == "\t" else lines, delimiter=delimiter,
+                      strict=True)
     width = 0
     try:
         for cells in rows:
             width = width or len(cells)
-            if len(pending) > 1 and delimiter == "\t" and width > 1 and (
+            if len(pending) > 1 and width > 1 and (
                     pending[0].count("\t") == pending[-1].count("\t") == width - 1):
                 raise UserError(
                     f"{path}:{before + rows.line_num - len(pending) + 1}: quotation marks make one "
@@ -255,12 +257,11 @@ def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | N
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
     check_columns(columns or schema.names, schema.names, path)
     classes = _class_names(schema.metadata) if class_names else {}
+    classes = {name: classes[name] for name in columns or schema.names if name in classes}
     for batch in batches:
         for values in _records(batch.select(columns or schema.names)):
-            if values is not None:
-                for column in classes.keys() & values.keys():
-                    values[column] = _named(values[column], classes[column],
-                                            f"{path}:row {number + 1}")
+            for column in classes if values else ():
+                values[column] = _named(values[column], classes[column], f"{path}:row {number + 1}")
             yield Row(number, 0, values, _BAD_UTF8 if values is None else "")
             number += 1
 
