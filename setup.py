@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# What lies beside the package in a clone is inside it in an installation (deberta_ds/shipped.py).
+# What lies beside the package in a clone is inside it in an installation (base/command_line.py).
 INSIDE = {f"deberta_ds.{folder}": folder for folder in ("launch", "data_prep", "ds_configs")}
 SCRIPTS = [path for folder in ("launch", "data_prep") for path in Path(folder).glob("*.py")
            if path.stem != "demo" and '__name__ == "__main__"' in path.read_text(encoding="utf-8")]

@@ -4,8 +4,9 @@ Prints milliseconds, the ratio to Hugging Face eager and the largest relative er
 and all gradients against float64, the forward alone, and the useful TF/s: products of queries and
 keys, of probabilities and values, and of rows and min(length, 512) table slots; forward + backward
 counts 3.5 x forward, as disentangled-flash does. On a CPU where our runs let oneDNN compute fp32
-products (`deberta_ds.cpu`), all are timed both ways: ratios are to Hugging Face as it comes, and
-"x equal" to Hugging Face with the same products. Writes benchmarks/results/attention-<device>.json.
+products (`deberta_ds.model.cpu`), all are timed both ways: ratios are to Hugging Face as it
+comes, and "x equal" to Hugging Face with the same products. Writes
+benchmarks/results/attention-<device>.json.
 
   python -m benchmarks.attention                     # CPU: one thread, process time
   python -m benchmarks.attention --device cuda       # GPU: 16k tokens, bf16, dropout 0.1
@@ -19,8 +20,8 @@ import torch
 
 from benchmarks import peers
 from benchmarks.measure import as_it_is, as_torch_comes, interleaved_minimum, save
-from deberta_ds import cpu
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.model import cpu
 
 # (batch, length) at 12 heads of 64
 CPU_SHAPES = ((8, 128), (2, 512))

@@ -21,11 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from launching import make_run  # noqa: E402
 
-from deberta_ds import config  # noqa: E402
-from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.formats import checkpoint, saving  # noqa: E402
-from deberta_ds.formats.run_record import RunRecord  # noqa: E402
-from deberta_ds.train import engine  # noqa: E402
+from deberta_ds.base.files import write_atomic  # noqa: E402
+from deberta_ds.checkpoint import (
+    find,
+    save,  # noqa: E402
+)
+from deberta_ds.checkpoint.run_record import RunRecord  # noqa: E402
+from deberta_ds.config import run_config  # noqa: E402
+from deberta_ds.engine import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
 from deberta_ds.train.setup import join_group, open_run  # noqa: E402
 from deberta_ds.train.step import train_step  # noqa: E402
@@ -44,33 +47,33 @@ DEEPSPEED = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
 def measure(work: Path, shape: dict, rounds: int) -> dict:
     overrides = [f"--model.{key}={value}" for key, value in shape.items()]
     overrides += ["--objective.kind=mlm", "--train.global_batch_rows=2"]
-    run, _ = config.load(make_run(work), overrides)
+    run, _ = run_config.load(make_run(work), overrides)
     join_group(run, DEEPSPEED, "benchmark")
     *_, inputs = open_run(run, DEEPSPEED, "benchmark", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     micro = next(batches_of(run, inputs, start=0, end=1))
     train_step(model_engine, micro, step=0, seed=0)  # so that the optimizer has its moments
     record = RunRecord(step=1, rows_seen=2, tokens_seen=0, seconds=0.0, world_size=1,
-                       config=config.to_dict(run), deepspeed=inputs.ds, fingerprints={},
+                       run_config=run_config.to_dict(run), deepspeed=inputs.ds, fingerprints={},
                        tokenizer_sha256=inputs.tokenizer.sha256)
     parameters = sum(parameter.numel() for parameter in model_engine.module.parameters())
     rows = []
     for number in range(rounds):
         record = replace(record, step=number + 1)
-        path = checkpoint.path_of(work / "out", record.step)
+        path = find.path_of(work / "out", record.step)
         started = time.perf_counter()
-        in_background = saving.begin_save(model_engine, work / "out", record, keep=1,
+        in_background = save.begin_save(model_engine, work / "out", record, keep=1,
                                           in_background=True)
         begun = time.perf_counter()
-        saving.finish_save(in_background)
+        save.finish_save(in_background)
         finished = time.perf_counter()
         shutil.rmtree(path)
         again = time.perf_counter()
-        saving.save(model_engine, work / "out", record, keep=1)
+        save.save(model_engine, work / "out", record, keep=1)
         saved = time.perf_counter()
-        assert not checkpoint.problems_of(path)
+        assert not find.problems_of(path)
         verified = time.perf_counter()
-        checkpoint.load(model_engine, path)
+        find.load(model_engine, path)
         loaded = time.perf_counter()
         rows.append({"save": saved - again, "pause_in_background": begun - started,
                      "whole_in_background": finished - started,

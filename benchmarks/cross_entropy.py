@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import interleaved_minimum, save
-from deberta_ds.errors import exit_cleanly, first_line
+from deberta_ds.base.errors import exit_cleanly, first_line
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 HIDDEN, VOCAB = 768, 128_100
@@ -30,7 +30,7 @@ def functions(device: str) -> dict[str, Callable]:
     """Return what can run here."""
     found = {"full logits": full_logits, "ours, chunked": linear_cross_entropy}
     if device == "cuda":
-        from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
+        from deberta_ds.model.kernels.fused_cross_entropy import fused_linear_cross_entropy
 
         found["ours, fused"] = fused_linear_cross_entropy
     return found

@@ -145,10 +145,10 @@ def measure_speed(args) -> dict:
 def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
     import sentencepiece
 
-    from deberta_ds.data.prep.documents import ReadOptions, plan_units
-    from deberta_ds.data.prep.readers import read_unit
-    from deberta_ds.data.prep.text import normalise
-    from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_unit
+    from deberta_ds.corpus.documents import ReadOptions, plan_units
+    from deberta_ds.corpus.readers import read_unit
+    from deberta_ds.corpus.tokenize import CleanOptions, tokenize_unit
+    from deberta_ds.tokenizer.text import normalise
 
     read, target = ReadOptions(documents=documents_are), args.scratch / "speed"
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
@@ -218,11 +218,11 @@ def measure_scaling(args) -> dict:
 
 def measure_loader(args) -> dict:
     """Tokens a second that one loader worker delivers at 512."""
-    from deberta_ds.batch_schedule import Stretch
-    from deberta_ds.config import SourceConfig
+    from deberta_ds.config.batch_schedule import Stretch
+    from deberta_ds.config.objective import MaskConfig
+    from deberta_ds.config.run_config import SourceConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset
-    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     text, model = novels(args)
@@ -257,10 +257,10 @@ def measure_shards(args) -> dict:
     """
     import numpy as np
 
-    from deberta_ds.config import SourceConfig
+    from deberta_ds.config.objective import MaskConfig
+    from deberta_ds.config.run_config import SourceConfig
     from deberta_ds.data import reading
     from deberta_ds.data.rows import RowDataset
-    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     with suppress(ValueError, OSError):  # as where the hard limit is that of systemd
@@ -302,7 +302,7 @@ def _write_corpus(path: Path, shards: list, tokenizer, rng) -> None:
     """Write a packed corpus of random tokens; `shards` are the lengths of each one's documents."""
     import numpy as np
 
-    from deberta_ds.data.prep.pack import pack_corpus
+    from deberta_ds.corpus.pack import pack_corpus
     from deberta_ds.data.shards import Manifest, ShardWriter, write_manifest
 
     infos = []
@@ -319,7 +319,7 @@ def _write_corpus(path: Path, shards: list, tokenizer, rng) -> None:
 
 def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     """Return rows a second by micro-batch where each read and each opening takes 5 ms."""
-    from deberta_ds.batch_schedule import Stretch
+    from deberta_ds.config.batch_schedule import Stretch
     from deberta_ds.data import reading
     from deberta_ds.data.loader import build_loader
 

@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import save
-from deberta_ds import config, cpu
+from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.config import run_config
 from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.model import embeddings
+from deberta_ds.engine.optim import build_optimizer
+from deberta_ds.model import cpu, embeddings
 from deberta_ds.model.init import init_parameters
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train.optim import build_optimizer
 
 DEMO = "launch/runs/demo.toml"
 TOLERANCE = 1e-5  # of the loss, relative, at every step
@@ -75,7 +75,7 @@ class Draws:
 class Trainer:
     """One of the two ways: its model, its optimizer, and what it has measured."""
 
-    def __init__(self, run: config.RunConfig, attention: str, head, valid_vocab: int):
+    def __init__(self, run: run_config.RunConfig, attention: str, head, valid_vocab: int):
         run = replace(run, model=replace(run.model, attention=attention))
         self.run, self.head = run, head
         self.model = build_model(run, valid_vocab)
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    run, _ = config.load(DEMO)
+    run, _ = run_config.load(DEMO)
     source = run.data.sources[0]
     if not Path(source.path).exists():
         raise UserError(f"{source.path}: no such corpus; run `make demo` first")

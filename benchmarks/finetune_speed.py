@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deberta_ds.errors import exit_cleanly
-from deberta_ds.files import write_atomic
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.files import write_atomic
 
 WAYS = {"trainer": "random", "trainer, grouped by length": "group_by_length"}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}  # of zero1_autocast_cpu.json
@@ -87,9 +87,9 @@ def job_of(name: str, options):
 
 
 def run_ours(job, train, val) -> dict:
+    from deberta_ds.engine.engine import init_distributed, set_learning_rate
+    from deberta_ds.engine.optim import learning_rate
     from deberta_ds.finetune import loop
-    from deberta_ds.train.engine import init_distributed, set_learning_rate
-    from deberta_ds.train.schedule import learning_rate
 
     init_distributed()  # not before the Trainer's runs: it would wrap the model for many ranks
     settings, seed = job.settings, job.seed

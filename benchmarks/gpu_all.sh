@@ -23,7 +23,7 @@ use_wheels "$@"
 if [ "$half" = 1 ]; then
   workers=$("$python" -c 'import xdist' 2>/dev/null && echo "-n 4" || true)
   part 200 "correctness against float64, and two runs bit for bit" \
-    "$python" -m pytest -q -m gpu $workers tests/test_gpu.py
+    "$python" -m pytest -q -m gpu $workers tests/model/test_gpu.py
   part 320 "attention forward + backward, 16k tokens, 12 heads x 64, bf16" \
     "$python" -m benchmarks.attention --device cuda --rounds 5 --dropout 0.1 0.0
 else

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import environment
-from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.files import write_atomic
-from deberta_ds.formats.checkpoint import load_whole_state
+from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.files import write_atomic
+from deberta_ds.checkpoint.find import load_whole_state
 
 SKIPPED_STEPS = 3  # of a profiled run: compilation and warming up
 ROWS = 60

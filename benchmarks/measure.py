@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds import cpu
-from deberta_ds.files import write_atomic
+from deberta_ds.base.files import write_atomic
+from deberta_ds.model import cpu
 
 RESULTS = Path(__file__).parent / "results"
 _EVENT_SECONDS = 0.01
@@ -70,7 +70,7 @@ def _cuda_seconds(call: Callable[[], object]) -> float:
 
 
 def as_torch_comes(call: Callable[[], object]) -> Callable[[], object]:
-    """Return `call` with fp32 products by MKL, also after `deberta_ds.cpu.use_onednn`."""
+    """Return `call` with fp32 products by MKL, also after `deberta_ds.model.cpu.use_onednn`."""
 
     def run():
         with cpu.mkl_products():

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from benchmarks import peers
 from benchmarks.measure import save
-from deberta_ds.errors import exit_cleanly, first_line
+from deberta_ds.base.errors import exit_cleanly, first_line
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
 LENGTHS = (2048, 4096, 8192)

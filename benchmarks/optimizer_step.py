@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import interleaved_minimum, save
-from deberta_ds import config
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.config import run_config
+from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model
-from deberta_ds.train.optim import build_optimizer
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
-    run, _ = config.load(options.config)
+    run, _ = run_config.load(options.config)
     with torch.device(options.device):
         model = build_model(run, None)
     init_parameters(model, run.model.init_std, run.train.seed)

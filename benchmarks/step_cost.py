@@ -25,16 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.measure import RESULTS
-from deberta_ds import config
-from deberta_ds.config import RunConfig
-from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.files import write_atomic
-from deberta_ds.model import dropout, encoder, kernels
+from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.files import write_atomic
+from deberta_ds.config import run_config
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.model import dropout, encoder
 from deberta_ds.model import linear_cross_entropy as chunked
-from deberta_ds.model.attention import fused
 from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.keep import Keep
+from deberta_ds.model.kernels import attention, kernel_table
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
 from deberta_ds.planner.gpus import GPUS
@@ -175,16 +175,16 @@ def count_step(run: RunConfig) -> Count:
 
     def attend(*tensors, segments, query_positions_BQ=None, **options):
         part, count.part = count.part, "around attention"
-        context = fused.fused_path(*tensors, geometry=options["geometry"], segments_BL=segments,
+        context = attention.fused_path(*tensors, geometry=options["geometry"], segments_BL=segments,
                              query_positions_BQ=query_positions_BQ, dropout=ATTENTION_DROPOUT,
                              seed=1, keep_terms=options["keep_terms"])
         count.part = part
         return context
 
     def pick(idea, _request, mode="auto"):  # as on a card where every check passes
-        kernel = next(one for one in kernels.KERNELS if one.idea == idea
+        kernel = next(one for one in kernel_table.KERNELS if one.idea == idea
                       and mode in ("auto", one.name))
-        return kernels.Choice(kernel, "")
+        return kernel_table.Choice(kernel, "")
 
     def gpu_dropout(hidden, share):  # one kernel there, three on a CPU
         return torch.native_dropout(hidden, share, True)[0]
@@ -192,7 +192,7 @@ def count_step(run: RunConfig) -> Count:
     keep = Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
     stand_ins = ((encoder, "attend", attend),
-                 (kernels, "pick", pick),
+                 (kernel_table, "pick", pick),
                  (dropout, "draw_keep", lambda _: keep),
                  (F, "dropout", gpu_dropout),
                  (chunked, "_sample", activations._first_words),
@@ -302,8 +302,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides")
     options = parser.parse_args()
     overrides = ["--train.micro_batch_rows=64", *(f"--{text}" for text in options.set)]
-    run, _ = config.load(options.config, overrides)
-    if run.model.head_size > kernels.LARGEST_HEAD:
+    run, _ = run_config.load(options.config, overrides)
+    if run.model.head_size > kernel_table.LARGEST_HEAD:
         raise UserError(f"{options.config}: heads of {run.model.head_size} take no fused kernel")
     result = summarize(run, count_step(run), CARDS[options.card])
     rows = sorted(result["parts"].items(), key=lambda item: -item[1]["seconds"])

@@ -30,9 +30,9 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from deberta_ds.data.prep.documents import ReadOptions, plan_units
-from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus, tokenize_unit
-from deberta_ds.files import write_atomic
+from deberta_ds.base.files import write_atomic
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus, tokenize_unit
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.fast import FastEngine
 from deberta_ds.tokenizer.spm import SentencePieceEngine

@@ -3,9 +3,9 @@
 Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ours runs the enhanced
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder
 and computes logits of every position, with AdamW as torch defaults it and, beside it, fused.
-On a CPU where our runs let oneDNN compute fp32 products (`deberta_ds.cpu`), fp32 is timed both
+On a CPU where our runs let oneDNN compute fp32 matmuls (`deberta_ds.model.cpu`), fp32 is timed both
 ways, and beside the steps one large product, which a step's FLOP/s are a share of. All keep their
-heap, as our runs do (`deberta_ds.cpu`). Writes
+heap, as our runs do (`deberta_ds.model.cpu`). Writes
 benchmarks/results/train_step-<objective>-<model>-<device>.json (amx-cpu: a CPU with AMX).
 
   python -m benchmarks.train_step --objective mlm rtd               # CPU, xsmall, one thread
@@ -29,18 +29,17 @@ from benchmarks.measure import (
     named_by_cpu,
     save,
 )
-from deberta_ds import cpu
-from deberta_ds.config import ModelConfig, ObjectiveConfig
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Batch, Row, collate
-from deberta_ds.errors import exit_cleanly
-from deberta_ds.model import flops
+from deberta_ds.model import cpu, flops
 from deberta_ds.model.heads import ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 from deberta_ds.objectives.rtd_cached import CachedRtdModel
 from deberta_ds.planner.gpus import peak_flops
-from deberta_ds.presets import MODELS
 
 MASK_RATE, LEARNING_RATE, RTD_WEIGHT = 0.15, 1e-4, 50.0
 ONEDNN = "fp32 by oneDNN"

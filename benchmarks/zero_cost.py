@@ -21,14 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import environment, named_by_cpu, save
 from benchmarks.train_step import divisors_of, make_batch
-from deberta_ds import config, deepspeed_config, dist
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.cluster import dist
+from deberta_ds.config import run_config
 from deberta_ds.data.batch import Batch
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine.clipping import clip_gradients
+from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
-from deberta_ds.train import engine
-from deberta_ds.train.clipping import clip_gradients
-from deberta_ds.train.optim import build_optimizer
 
 RUNS = {"demo": "launch/runs/demo.toml", "xsmall": "launch/runs/v3_xsmall.toml"}
 LENGTH = 128
@@ -63,7 +64,7 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
 def deepspeed_step(run, batch: Batch, half: bool, stage: int) -> Step:
     values = json.loads(Path(f"ds_configs/zero{stage}_fp32.json").read_text())
     values |= AUTOCAST if half else {}
-    resolved = deepspeed_config.resolve(run, values, dist.world_size())
+    resolved = ds_config.resolve(run, values, dist.world_size())
     model_engine = engine.build_pretraining_engine(run, resolved, None)
     divisors = divisors_of(batch)
 
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="bf16 products, fp32 weights")
     options = parser.parse_args()
     ranks = int(engine.init_distributed() and dist.world_size())
-    run, _ = config.load(RUNS[options.shape], [f"--train.micro_batch_rows={options.rows}",
+    run, _ = run_config.load(RUNS[options.shape], [f"--train.micro_batch_rows={options.rows}",
                                                f"--train.global_batch_rows={options.rows * ranks}"])
     seconds = measure(run, options.stages, options.rows, options.bf16, options.rounds)
     if dist.is_main():

@@ -7,8 +7,8 @@ of several equal documents the first in the order of the inputs stays.
 
 from options import add_cache, add_input_options, add_part, add_workers, read_options
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -23,9 +23,9 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.dedup import find_duplicates
-    from deberta_ds.data.prep.documents import plan_units
-    from deberta_ds.data.prep.outputs import output
+    from deberta_ds.corpus.dedup import find_duplicates
+    from deberta_ds.corpus.documents import plan_units
+    from deberta_ds.corpus.outputs import output
 
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)

@@ -3,8 +3,8 @@
 
 from options import add_workers, local, share
 
-from deberta_ds.command_line import parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     add_workers(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.docstrings import (
+    from deberta_ds.corpus.docstrings import (
         installed_python_files,
         pinned_python_files,
         write_docstrings,

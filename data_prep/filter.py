@@ -7,8 +7,8 @@ When they do what you want, give the same file to tokenize_corpus.py --filters.
 
 from options import add_cache, add_input_options, add_part, add_workers, read_options
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -22,11 +22,11 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.documents import plan_units
-    from deberta_ds.data.prep.filter_rules import read_rules
-    from deberta_ds.data.prep.filtering import try_filters
-    from deberta_ds.data.prep.outputs import output
-    from deberta_ds.report.filters_page import write_filters_page
+    from deberta_ds.corpus.documents import plan_units
+    from deberta_ds.corpus.filter_rules import read_rules
+    from deberta_ds.corpus.filters import try_filters
+    from deberta_ds.corpus.outputs import output
+    from deberta_ds.report.small_pages import write_filters_page
 
     read, rules = read_options(args), read_rules(args.filters)
     units = plan_units(args.inputs, read, args.unit_bytes)

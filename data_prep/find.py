@@ -7,8 +7,8 @@ numbers); --document ID names the rows of a document: its id (--id_key), or SOUR
 
 from options import add_cache
 
-from deberta_ds.command_line import natural, parser_for, positive
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.base.command_line import natural, parser_for, positive
+from deberta_ds.base.errors import UserError, exit_cleanly
 
 
 def main() -> None:
@@ -21,9 +21,9 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
+    from deberta_ds.corpus.origins import Origins
+    from deberta_ds.corpus.outputs import fetch
     from deberta_ds.data.corpus import Corpus
-    from deberta_ds.data.prep.identity import Origins
-    from deberta_ds.data.prep.outputs import fetch
 
     path = fetch(args.corpus, cache=args.cache)
     corpus, origins = Corpus(path, seq_len=args.seq_len), Origins(path)

@@ -10,11 +10,11 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deberta_ds.command_line import natural, parser_for, positive, positive_number
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.base.command_line import natural, parser_for, positive, positive_number
+from deberta_ds.base.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:
-    from deberta_ds.config import SourceConfig
+    from deberta_ds.config.run_config import SourceConfig
     from deberta_ds.data.stages import Stage
 
 
@@ -71,11 +71,11 @@ def main() -> None:
 
 
 def _read_stage(directory: str) -> "Stage":
+    from deberta_ds.checkpoint import find  # imports torch, which a mixture alone does not need
+    from deberta_ds.checkpoint.run_record import read_run_record
     from deberta_ds.data.stages import stage_of
-    from deberta_ds.formats import checkpoint  # imports torch, which a mixture alone does not need
-    from deberta_ds.formats.run_record import read_run_record
 
-    path = checkpoint.newest(directory)
+    path = find.newest(directory)
     record = read_run_record(path)
     return stage_of(path, config=record.config, rows_seen=record.rows_seen,
                     fingerprints=record.fingerprints)

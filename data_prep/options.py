@@ -4,10 +4,10 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from deberta_ds.command_line import checked, natural, positive
+from deberta_ds.base.command_line import checked, natural, positive
 
 if TYPE_CHECKING:
-    from deberta_ds.data.prep.documents import ReadOptions
+    from deberta_ds.corpus.documents import ReadOptions
 
 
 def seed(text: str) -> int:
@@ -63,7 +63,7 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
 
 def read_options(args: argparse.Namespace) -> "ReadOptions":
     """Return the ReadOptions of parsed arguments."""
-    from deberta_ds.data.prep.documents import ReadOptions
+    from deberta_ds.corpus.documents import ReadOptions
 
     return ReadOptions(
         args.documents, args.text_key, args.label_key, args.label_from_directory,

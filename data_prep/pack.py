@@ -3,8 +3,8 @@
 
 from options import add_cache, add_part, add_workers
 
-from deberta_ds.command_line import parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -18,8 +18,8 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.outputs import fetch, output
-    from deberta_ds.data.prep.pack import pack_corpus
+    from deberta_ds.corpus.outputs import fetch, output
+    from deberta_ds.corpus.pack import pack_corpus
     from deberta_ds.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))

@@ -10,8 +10,8 @@ Run the same command again after a crash and only what is missing is done.
 
 from options import add_workers, local, seed, share
 
-from deberta_ds.command_line import parser_for, positive, positive_number
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for, positive, positive_number
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -32,9 +32,9 @@ def main() -> None:
     add_workers(parser)
     args = parser.parse_args()
 
-    from deberta_ds.analysis.replacements import Recipe, replace_corpus
+    from deberta_ds.config.objective import MaskConfig
     from deberta_ds.data.replaced import read_replaced_manifest
-    from deberta_ds.objective_config import MaskConfig
+    from deberta_ds.evaluate.replacements import Recipe, replace_corpus
 
     recipe = Recipe(args.corpus, args.generator, args.seq_len, tuple(args.temperatures), args.seed,
                     MaskConfig(rate=args.rate, max_ngram=args.max_ngram), args.across_documents)

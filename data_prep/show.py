@@ -8,11 +8,11 @@ show.py --config RUN.toml, with overrides as for a run, or show.py CORPUS --toke
 import sys
 from typing import TYPE_CHECKING
 
-from deberta_ds.command_line import natural, parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import natural, parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
 
 if TYPE_CHECKING:
-    from deberta_ds.config import DataConfig, ObjectiveConfig
+    from deberta_ds.config.run_config import DataConfig, ObjectiveConfig
     from deberta_ds.tokenizer import Tokenizer
 
 _MASKED, _REPLACED, _KEPT, _SPECIAL, _PLAIN = (
@@ -65,13 +65,13 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveCon
 
     Overrides are written as for a run: --objective.mask.rate=0.3 --data.seed=1
     """
-    from deberta_ds import config, toml_files
-    from deberta_ds.batch_schedule import rows_of_run
-    from deberta_ds.formats import shape
-    from deberta_ds.validation import ConfigError, validate
+    from deberta_ds.config import run_config, toml_files
+    from deberta_ds.config.batch_schedule import rows_of_run
+    from deberta_ds.config.options import ConfigError, validate
+    from deberta_ds.release import shape
 
     if args.config:
-        run, _ = config.load(args.config, overrides, shape.complete)
+        run, _ = run_config.load(args.config, overrides, shape.complete)
         return run.data, run.objective, rows_of_run(run.train)
     values = {"data": {"sources": [{"path": args.corpus}], "tokenizer": args.tokenizer,
                        "seq_len": args.seq_len}, "objective": {"kind": "mlm"}}
@@ -81,8 +81,8 @@ def settings_of(args, overrides: list[str]) -> tuple["DataConfig", "ObjectiveCon
             raise ConfigError(f"{override}: a corpus alone takes --data.KEY=... and "
                               "--objective.mask.KEY=...; the rest belongs to a run file")
         toml_files.set_value(values, key, value)
-    return (validate(config.DataConfig, values["data"], "[data]"),
-            validate(config.ObjectiveConfig, values["objective"], "[objective]"), 0)
+    return (validate(run_config.DataConfig, values["data"], "[data]"),
+            validate(run_config.ObjectiveConfig, values["objective"], "[objective]"), 0)
 
 
 def render(row, tokenizer: "Tokenizer", color: bool) -> str:

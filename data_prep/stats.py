@@ -5,8 +5,8 @@ from pathlib import Path
 
 from options import add_cache, local
 
-from deberta_ds.command_line import parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -18,8 +18,8 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.outputs import fetch
-    from deberta_ds.data.prep.stats import corpus_stats, stats_picture, stats_text
+    from deberta_ds.corpus.outputs import fetch
+    from deberta_ds.corpus.stats import corpus_stats, stats_picture, stats_text
     from deberta_ds.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(fetch(args.tokenizer, cache=args.cache))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from options import add_cache, add_workers
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import UserError, exit_cleanly
 
 
 def main() -> None:
@@ -24,9 +24,9 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.outputs import fetch, output
-    from deberta_ds.data.prep.takedown import take_down
-    from deberta_ds.errors import naming
+    from deberta_ds.base.errors import naming
+    from deberta_ds.corpus.outputs import fetch, output
+    from deberta_ds.corpus.takedown import take_down
     from deberta_ds.tokenizer import Tokenizer
 
     names = list(args.document)

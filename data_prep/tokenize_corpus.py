@@ -14,8 +14,8 @@ from pathlib import Path
 
 from options import add_cache, add_input_options, add_part, add_workers, read_options, share
 
-from deberta_ds.command_line import fraction, natural, parser_for, positive
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.base.command_line import fraction, natural, parser_for, positive
+from deberta_ds.base.errors import UserError, exit_cleanly
 
 FEW_DOCUMENTS = 20  # to hold out of a corpus that is small
 
@@ -50,8 +50,8 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.outputs import JOB, output
-    from deberta_ds.numbers import counted
+    from deberta_ds.base.numbers import counted
+    from deberta_ds.corpus.outputs import JOB, output
 
     options = {"cache": args.cache, "first": JOB, "part": args.part}
     with ExitStack() as stack:
@@ -83,10 +83,10 @@ def say_if_empty(args, documents: int, heldout_documents: int) -> None:
 
 def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
     """Do the work, into local directories; return {directory: manifest}."""
-    from deberta_ds.data.prep.documents import plan_units
-    from deberta_ds.data.prep.filter_rules import read_rules
-    from deberta_ds.data.prep.outputs import fetch
-    from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
+    from deberta_ds.corpus.documents import plan_units
+    from deberta_ds.corpus.filter_rules import read_rules
+    from deberta_ds.corpus.outputs import fetch
+    from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
     from deberta_ds.tokenizer import Tokenizer
 
     for name, target in itertools.product(args.inputs, filter(None, (out, heldout_out))):
@@ -105,7 +105,7 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
         workers=args.workers, part=args.part,
     )
     if args.filters and not args.part:
-        from deberta_ds.report.filters_page import write_filters_page
+        from deberta_ds.report.small_pages import write_filters_page
 
         print(f"what the filters did: {write_filters_page(out)}")
     return manifests

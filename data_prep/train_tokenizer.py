@@ -8,8 +8,8 @@
 
 from options import add_cache, add_input_options, add_workers, read_options
 
-from deberta_ds.command_line import fraction, natural, parser_for, positive, positive_number
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import fraction, natural, parser_for, positive, positive_number
+from deberta_ds.base.errors import exit_cleanly
 
 KINDS = ("unigram", "byte_bpe", "bpe", "wordpiece")
 
@@ -42,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.inputs) == bool(args.add_mask):
         parser.error("name either inputs to train on, or a tokenizer with --add_mask")
-    from deberta_ds.formats.shape import padded_rows
+    from deberta_ds.release.shape import padded_rows
 
     if args.add_mask:
         from deberta_ds.tokenizer.publish import add_special_tokens
@@ -50,7 +50,7 @@ def main() -> None:
         tokenizer, names = add_special_tokens(args.add_mask, args.out)
         print(f"{args.out}: added {', '.join(names) or 'nothing'}; {tokenizer.size:,} ids")
     else:
-        from deberta_ds.data.prep.outputs import output
+        from deberta_ds.corpus.outputs import output
 
         with output(args.out, cache=args.cache, first=()) as out:
             tokenizer = train(args, out)
@@ -61,10 +61,8 @@ def main() -> None:
 
 def train(args, out: str):
     """Return the tokenizer trained as the options say."""
-    from deberta_ds.data.prep.documents import plan_units
-    from deberta_ds.data.prep.sampling import languages_of
-    from deberta_ds.data.prep.train_fast import train_fast
-    from deberta_ds.data.prep.train_spm import train_tokenizer
+    from deberta_ds.corpus.documents import plan_units
+    from deberta_ds.corpus.train_tokenizer import languages_of, train_fast, train_tokenizer
 
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)

@@ -7,8 +7,8 @@ same command again after an interruption: what is there already is not copied ag
 
 from options import local
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--to", required=True, metavar="URL", help="where it shall lie")
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.verify import verify_corpus
+    from deberta_ds.corpus.pack import verify_corpus
     from deberta_ds.data.remote import upload
 
     verify_corpus(args.corpus, "full")  # readers check blocks against what is uploaded now

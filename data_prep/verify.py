@@ -3,8 +3,8 @@
 
 from options import add_cache
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -15,8 +15,8 @@ def main() -> None:
     add_cache(parser)
     args = parser.parse_args()
 
-    from deberta_ds.data.prep.outputs import fetch
-    from deberta_ds.data.prep.verify import verify_corpus
+    from deberta_ds.corpus.outputs import fetch
+    from deberta_ds.corpus.pack import verify_corpus
     from deberta_ds.tokenizer import Tokenizer
 
     made_with = Tokenizer(args.tokenizer).sha256 if args.tokenizer else ""

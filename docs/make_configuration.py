@@ -1,16 +1,16 @@
 """Write docs/configuration.md from the classes themselves: python docs/make_configuration.py
 
-tests/test_options.py holds that the page is current.
+tests/config/test_options.py holds that the page is current.
 """
 
 from pathlib import Path
 
-from deberta_ds.config import run_options
-from deberta_ds.data.prep.filter_rules import FilterRules
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.objective import MASK_DEFAULTS
+from deberta_ds.config.options import Option, options_of, shown_default
+from deberta_ds.config.run_config import run_options
+from deberta_ds.corpus.filter_rules import FilterRules
 from deberta_ds.finetune.settings import Settings
-from deberta_ds.objective_config import MASK_DEFAULTS
-from deberta_ds.options import Option, options_of, shown_default
-from deberta_ds.presets import MODELS
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Every option

@@ -4,10 +4,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from deberta_ds import config, deepspeed_config
-from deberta_ds.batch_schedule import rows_of_run
+from deberta_ds.base.numbers import format_count
+from deberta_ds.config import run_config
+from deberta_ds.config.batch_schedule import rows_of_run
+from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.numbers import format_count
 from deberta_ds.objectives.build import build_model
 from deberta_ds.planner import plan
 from deberta_ds.planner.gpus import Gpu, card_of
@@ -61,7 +62,7 @@ them for these sizes.
 
 def rows(path: Path) -> list[str]:
     """Return the lines of the table for one recipe."""
-    run, origins = config.load(path)
+    run, origins = run_config.load(path)
     preset = origins["model.hidden_size"].removeprefix("preset ")
     run = replace(run, model=replace(run.model, vocab_size=ROWS))
     tokens = rows_of_run(run.train) * run.data.seq_len
@@ -70,7 +71,7 @@ def rows(path: Path) -> list[str]:
     found = []
     for name, count in CARDS[path.stem]:
         on_cpu = name.startswith("CPU")
-        ds = deepspeed_config.load(
+        ds = ds_config.load(
             ROOT / f"ds_configs/zero1_{'fp32' if on_cpu else 'bf16'}.json")
         # The ranks of a CPU share its cores and its memory.
         gpu = replace(CPU, peaks={"fp32": CPU.peaks["fp32"] / count}) if on_cpu else card_of(name)

@@ -11,8 +11,8 @@ is one file without scripts from elsewhere; --png writes a picture, too.
 
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:

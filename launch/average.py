@@ -13,8 +13,8 @@ import argparse
 import os
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -35,8 +35,8 @@ def main() -> None:
     if options.models and len(options.models) < 2:
         parser.error("--models takes at least two")
 
-    from deberta_ds.formats.average import average, last_checkpoints
-    from deberta_ds.formats.convert import check_out, write_release
+    from deberta_ds.release.average import average, last_checkpoints
+    from deberta_ds.release.convert import check_out, write_release
 
     if options.models and len({os.path.realpath(model) for model in options.models}) < len(
             options.models):

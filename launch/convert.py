@@ -7,8 +7,8 @@ training output (discriminator/ and generator/), our run, checkpoint or consolid
 DIR: a new directory. Nothing is dropped without a line that says so.
 """
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
     arguments = parser.parse_args()
 
-    from deberta_ds.formats.convert import convert
+    from deberta_ds.release.convert import convert
 
     summary = convert(arguments.model, arguments.out, arguments.to, tokenizer=arguments.tokenizer)
     for line in (*summary.notes, *summary.findings()):

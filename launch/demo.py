@@ -14,11 +14,11 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.files import write_atomic
-from deberta_ds.numbers import format_count, format_duration
-from deberta_ds.records import read_metrics
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.numbers import format_count, format_duration
+from deberta_ds.tracking.records import read_metrics
 
 OUT, BEFORE = Path("runs/demo"), Path("runs/demo-before")
 CONFIG = "launch/runs/demo.toml"
@@ -131,7 +131,7 @@ def gpus_taken(found: int) -> int:
 
 def deepspeed_config(gpus: int) -> str:
     """Return the JSON that suits this machine; so small a model is not worth sharding."""
-    from deberta_ds import cpu
+    from deberta_ds.model import cpu
 
     if gpus:
         return "ds_configs/zero1_bf16.json"
@@ -168,9 +168,9 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
     overrides = [*seeds, *([f"--train.steps={SHORT_STEPS}"] if short else [])]
     command = (*launcher, "launch/pretrain.py", "--config", CONFIG, "--deepspeed_config", ds_config,
                *overrides)
-    from deberta_ds import config
+    from deberta_ds.config import run_config
 
-    steps = config.load(CONFIG, overrides)[0].train.steps
+    steps = run_config.load(CONFIG, overrides)[0].train.steps
     stop = int(steps * STOP_SHARE)
     seconds = demo.run(*command, f"--train.stop_after={stop}")
     demo.note("pretraining", f"{Path(ds_config).stem}, stopped on purpose", f"step {stop}", seconds)

@@ -10,8 +10,8 @@ generator of MODEL has replaced, whatever run it comes from.
 
 import json
 
-from deberta_ds.command_line import parser_for, positive
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.errors import UserError, exit_cleanly
 
 
 def main() -> None:
@@ -28,15 +28,15 @@ def main() -> None:
 
     import torch
 
+    from deberta_ds.checkpoint import find
     from deberta_ds.data.remote import Cache
     from deberta_ds.data.rows import eval_rows
-    from deberta_ds.formats import checkpoint
+    from deberta_ds.evaluate.held_out import evaluate
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
-    from deberta_ds.train.evaluate import evaluate
     from deberta_ds.train.setup import EVAL_SEED
 
-    state, run = checkpoint.load_whole_state(options.run)
+    state, run = find.load_whole_state(options.run)
     corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
         else run.data.eval_corpora
     if not corpora:
@@ -55,7 +55,7 @@ def main() -> None:
                             cache=Cache(run.data.cache, run.data.cache_gigabytes))
             for name, path in corpora.items()}
     if options.generator:
-        from deberta_ds.analysis.common_generator import score_discriminator
+        from deberta_ds.evaluate.common_generator import score_discriminator
 
         together = [row for found in rows.values() for row in found]
         scores = score_discriminator(options.run, options.generator, together)

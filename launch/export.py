@@ -14,8 +14,8 @@ compared with PyTorch. README.md is the model card; license and languages are yo
 
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -33,8 +33,8 @@ def main() -> None:
     if arguments.private and not arguments.push:
         parser.error("--private is for --push")
 
-    from deberta_ds.formats.convert import convert, seal
-    from deberta_ds.formats.hub import check_repository, push
+    from deberta_ds.release.convert import convert, seal
+    from deberta_ds.release.hf import check_repository, push
     from deberta_ds.report.model_card import write_card
 
     if arguments.push:

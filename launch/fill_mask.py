@@ -5,8 +5,8 @@
 Of an exported discriminator its generator is used.
 """
 
-from deberta_ds.command_line import parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--top", type=positive, default=5, help="proposals for each mask")
     arguments = parser.parse_args()
 
-    from deberta_ds.analysis.fill_mask import fill_mask, load_masked_lm
+    from deberta_ds.evaluate.fill_mask import fill_mask, load_masked_lm
 
     model = load_masked_lm(arguments.model, arguments.tokenizer)
     if arguments.top > model.tokenizer.size:

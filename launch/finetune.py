@@ -11,12 +11,12 @@ finished (task, seed) is not run again.
 
 import os
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
-    from deberta_ds.cluster.environment import check_environment
+    from deberta_ds.cluster.launcher import check_environment
 
     check_environment(os.environ)
     from deberta_ds.finetune import options
@@ -31,7 +31,7 @@ def main() -> None:
     options.add_options(parser)
     given, overrides = options.parse(parser)
 
-    from deberta_ds import dist  # heavy imports after the options are known good
+    from deberta_ds.cluster import dist  # heavy imports after the options are known good
     from deberta_ds.finetune import sweep
     from deberta_ds.finetune.own import load_own_task
     from deberta_ds.finetune.tasks import task_named

@@ -16,16 +16,16 @@ import json
 import os
 from pathlib import Path
 
-from deberta_ds.command_line import natural, parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import natural, parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def load(path: str):
     """Return the model at `path` on this rank's GPU, if there is one."""
     import torch
 
-    from deberta_ds import dist
-    from deberta_ds.formats.pretrained import load_backbone
+    from deberta_ds.cluster import dist
+    from deberta_ds.release.pretrained import load_backbone
 
     model = load_backbone(path, for_text=True)
     if torch.cuda.is_available():
@@ -47,30 +47,30 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options = parser.parse_args()
 
-    from deberta_ds import dist
-    from deberta_ds.analysis import minimal_pairs, published
+    from deberta_ds.base.files import write_atomic
+    from deberta_ds.cluster import dist
     from deberta_ds.cluster.launcher import rank_variables
-    from deberta_ds.data.minimal_pairs import read_pairs, sample_pairs
-    from deberta_ds.files import write_atomic
-    from deberta_ds.report.pairs_page import pairs_page
+    from deberta_ds.evaluate import pair_scores, published
+    from deberta_ds.evaluate.pairs import read_pairs, sample_pairs
+    from deberta_ds.report.small_pages import pairs_page
 
     if int(({"WORLD_SIZE": "1"} | rank_variables(os.environ) | os.environ)["WORLD_SIZE"]) > 1:
-        from deberta_ds.train.engine import init_distributed
+        from deberta_ds.engine.engine import init_distributed
 
         init_distributed()
     pairs, model = dist.together(lambda: (read_pairs(options.data), load(options.model)))
     if options.sample:
         pairs = sample_pairs(pairs, options.sample, options.seed)
-    scored = dist.together(lambda: minimal_pairs.score_pairs(model, pairs))
-    result = minimal_pairs.describe(scored, pairs, options.model, options.data)
+    scored = dist.together(lambda: pair_scores.score_pairs(model, pairs))
+    result = pair_scores.describe(scored, pairs, options.model, options.data)
     if dist.is_main():
-        beside = published.columns(minimal_pairs.phenomena_of(result))
-        print(minimal_pairs.table(result, beside))
+        beside = published.columns(pair_scores.phenomena_of(result))
+        print(pair_scores.table(result, beside))
         if options.out:
             path = options.out / "minimal_pairs.json"
             write_atomic(path, json.dumps(result, indent=1) + "\n")
             page = path.with_suffix(".html")
-            write_atomic(page, pairs_page(result, minimal_pairs.SCORERS, beside))
+            write_atomic(page, pairs_page(result, pair_scores.SCORERS, beside))
             print(f"written: {path}, {page}")
     dist.destroy()
 

@@ -10,8 +10,8 @@ launch/pretrain.py.
 import argparse
 import os
 
-from deberta_ds.command_line import checked, parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import checked, parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -43,33 +43,34 @@ def main() -> None:
     options, overrides = parse()
     # Nothing is computed here, and DeepSpeed, which checks its JSON, warns where it finds no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deberta_ds import config, deepspeed_config
-    from deberta_ds.formats import shape
+    from deberta_ds.config import run_config
+    from deberta_ds.engine import ds_config
+    from deberta_ds.release import shape
 
-    run, origins = config.load(options.config, overrides, shape.complete)
-    ds = deepspeed_config.load(options.deepspeed_config)
+    run, origins = run_config.load(options.config, overrides, shape.complete)
+    ds = ds_config.load(options.deepspeed_config)
 
-    from deberta_ds.batch_schedule import rows_of_run
-    from deberta_ds.files import write_atomic  # heavy imports after the configs are known good
+    from deberta_ds.base.files import write_atomic  # heavy imports after the configs are known good
+    from deberta_ds.base.numbers import format_count
+    from deberta_ds.config.batch_schedule import rows_of_run
     from deberta_ds.model.backbone import count_parameters, on_meta
-    from deberta_ds.numbers import format_count
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.planner.advice import advise, offloaded
     from deberta_ds.planner.gpus import card_of
     from deberta_ds.planner.plan import make_plan, recommended
-    from deberta_ds.report.plan_page import plan_page
+    from deberta_ds.report.small_pages import plan_page
 
     gpu = card_of(options.gpu, options.tflops, options.memory_gb, options.link_gb_s,
                   options.network_gb_s)
     choices = make_plan(run, ds, gpu=gpu, gpus=options.gpus, nodes=options.nodes,
                         mfu=options.mfu)
     ranks = options.gpus * options.nodes
-    accumulation = deepspeed_config.accumulation_steps(run, ranks)
+    accumulation = ds_config.accumulation_steps(run, ranks)
     parameters = count_parameters(on_meta(build_model, run))
     tokens = rows_of_run(run.train) * run.data.seq_len
     facts = [
         f"{run.objective.kind} model of {format_count(parameters)} parameters, "
-        f"{deepspeed_config.precision(ds)}, {format_count(tokens)} tokens in "
+        f"{ds_config.precision(ds)}, {format_count(tokens)} tokens in "
         f"{run.train.steps:,} steps; vocabulary of "
         f"{run.model.vocab_size:,} ({origins['model.vocab_size']})",
         f"{options.nodes} x {options.gpus} {options.gpu.upper()}: {run.train.micro_batch_rows} x "

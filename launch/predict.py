@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deberta_ds.command_line import checked, parser_for, positive
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import checked, parser_for, positive
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -27,10 +27,10 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
 
-    from deberta_ds import dist
+    from deberta_ds.cluster import dist
+    from deberta_ds.engine.engine import init_distributed
     from deberta_ds.finetune.directory import find_finetuned, load_finetuned
     from deberta_ds.finetune.predict_file import predict_file
-    from deberta_ds.train.engine import init_distributed
 
     saved = load_finetuned(find_finetuned(given.model))
     device = init_distributed()

@@ -12,8 +12,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from deberta_ds.command_line import columns, fill, parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import columns, fill, parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -31,21 +31,21 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options, overrides = parser.parse_known_args()
 
-    from deberta_ds import config, deepspeed_config
-    from deberta_ds.cluster.environment import check_environment
-    from deberta_ds.cluster.launcher import rank_variables
-    from deberta_ds.formats import shape
+    from deberta_ds.cluster.launcher import check_environment, rank_variables
+    from deberta_ds.config import run_config
+    from deberta_ds.engine import ds_config
+    from deberta_ds.release import shape
 
     if options.explain is not None:
         return explain(options.explain)
     if not (options.config and options.deepspeed_config):
         parser.error("--config and --deepspeed_config are needed")
     check_environment(os.environ | rank_variables(os.environ))
-    run, origins = config.load(options.config, overrides,
+    run, origins = run_config.load(options.config, overrides,
                                partial(shape.complete, resume=options.resume))
-    ds_values = deepspeed_config.load(options.deepspeed_config)
+    ds_values = ds_config.load(options.deepspeed_config)
 
-    from deberta_ds import dist  # heavy imports only after the configs are known to be good
+    from deberta_ds.cluster import dist  # heavy imports only after the configs are known to be good
     from deberta_ds.train import loop, rehearsal
 
     place = f"{Path(options.config)} with {Path(options.deepspeed_config)}"
@@ -60,10 +60,9 @@ def main() -> int:
 
 def explain(word: str) -> int:
     """Print the keys of a run file that contain `word`, with type, default, limits, meaning."""
-    from deberta_ds.config import run_options
-    from deberta_ds.options import describe
-    from deberta_ds.shipped import as_typed
-    from deberta_ds.validation import ConfigError, nearest
+    from deberta_ds.base.command_line import as_typed
+    from deberta_ds.config.options import ConfigError, describe, nearest
+    from deberta_ds.config.run_config import run_options
 
     options = run_options()
     lines = describe(options, word)

@@ -8,8 +8,8 @@ Files hold one JSON object a line. Prints accuracy with its interval, beside the
 
 import json
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import exit_cleanly
 
 
 def main() -> None:
@@ -27,8 +27,8 @@ def main() -> None:
     if len(options.text) > 2:
         parser.error("--text takes one key, or the two of a pair")
 
-    from deberta_ds.analysis.probe import features, probe, read_examples
-    from deberta_ds.formats.pretrained import load_backbone
+    from deberta_ds.evaluate.probe import features, probe, read_examples
+    from deberta_ds.release.pretrained import load_backbone
 
     train, test = (read_examples(path, options.text, options.label)
                    for path in (options.train, options.test))

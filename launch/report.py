@@ -9,8 +9,8 @@ Pages are single files: no script from elsewhere, no network, light and dark.
 
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import UserError, exit_cleanly
 
 
 def main() -> None:

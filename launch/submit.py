@@ -10,8 +10,8 @@ each task is taken) or a directory of ten TASK.jsonl files.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly, naming
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import UserError, exit_cleanly, naming
 
 if TYPE_CHECKING:
     from deberta_ds.finetune.tasks import Task
@@ -31,7 +31,7 @@ def main() -> None:
                         help="the test files are samples, not the official ones")
     args = parser.parse_args()
 
-    from deberta_ds.finetune import glue_submission, submission
+    from deberta_ds.finetune import submission
     from deberta_ds.finetune.readers import read_split
     from deberta_ds.finetune.tasks import SUITES
 
@@ -46,18 +46,20 @@ def main() -> None:
         for task in tasks
         if task.name not in args.leave_out
     }
-    maker = glue_submission if args.suite == "GLUE" else submission
+    write_zip, check_zip = submission.write_zip, submission.check_zip
+    if args.suite == "GLUE":
+        write_zip, check_zip = submission.write_glue_zip, submission.check_glue_zip
     if args.check:
-        maker.check_zip(args.check, tests, args.leave_out)
+        check_zip(args.check, tests, args.leave_out)
         print(f"{args.check}: {len(tests)} files, all as the leaderboard wants them")
         return
     files = {task.name: prediction_file(Path(args.run), task) for task in tasks}
     found = {name: file for name, file in files.items() if file and name not in args.leave_out}
     missing = [name for name, file in files.items() if file is None or name in args.leave_out]
     submission.refuse_partial(missing, args.leave_out, args.run)
-    maker.write_zip(args.zip, {name: text_of(file) for name, file in found.items()}, tests,
-                    args.leave_out, found)
-    maker.check_zip(args.zip, tests, args.leave_out)
+    write_zip(args.zip, {name: text_of(file) for name, file in found.items()}, tests,
+              args.leave_out, found)
+    check_zip(args.zip, tests, args.leave_out)
     for name, file in found.items():
         print(f"  {name:<8} from {file}")
     print(f"wrote {args.zip}: {len(found)} files, checked")
@@ -82,7 +84,7 @@ def prediction_file(root: Path, task: "Task") -> Path | None:
 
 def score_of(result: Path) -> float:
     """Return the score in a run's result.json."""
-    from deberta_ds.json_files import read_json
+    from deberta_ds.base.json_files import read_json
 
     score = read_json(result).get("score")
     if isinstance(score, bool) or not isinstance(score, int | float):

@@ -11,12 +11,12 @@ import json
 import os
 from pathlib import Path
 
-from deberta_ds.command_line import parser_for
-from deberta_ds.errors import UserError, exit_cleanly
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import UserError, exit_cleanly
 
 
 def main() -> None:
-    from deberta_ds.cluster.environment import check_environment
+    from deberta_ds.cluster.launcher import check_environment
 
     check_environment(os.environ)
     from deberta_ds.finetune import options
@@ -34,8 +34,9 @@ def main() -> None:
     options.add_options(parser)
     given, overrides = options.parse(parser)
 
-    from deberta_ds import dist, report  # heavy imports after the options are known good
-    from deberta_ds.files import write_atomic
+    from deberta_ds import report  # heavy imports after the options are known good
+    from deberta_ds.base.files import write_atomic
+    from deberta_ds.cluster import dist
     from deberta_ds.finetune import sweep
     from deberta_ds.finetune.tasks import SUITES, task_named
 
@@ -72,7 +73,7 @@ def pairs(texts: list[str]) -> dict[str, str]:
 
 def read_results(out: Path) -> dict:
     """Return another sweep's results.json."""
-    from deberta_ds.json_files import read_json
+    from deberta_ds.base.json_files import read_json
     from deberta_ds.report import read_sweep
 
     path = out / "results.json"

@@ -7,11 +7,11 @@ import pytest
 _OF_THE_GROUP: dict[str, str] = {}  # variables that joining it has set
 
 
-@pytest.hookimpl(trylast=True)  # after the markers of tests/cluster
+@pytest.hookimpl(trylast=True)  # after the markers of tests/hosts
 def pytest_collection_modifyitems(items):
     """Long files first, so that no worker of `-n 2 --dist loadfile` is left alone with one.
 
-    Both files of tests/cluster need the one set of fake hosts: side by side, one would only wait.
+    Both files of tests/hosts need the one set of fake hosts: side by side, one would only wait.
     """
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in long, item.path.name == "test_slurm.py"))
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module")
 def process_group():
     """A group of one, which stays: DeepSpeed holds on to the first one of a process."""
-    from deberta_ds.train.engine import init_distributed
+    from deberta_ds.engine.engine import init_distributed
 
     kept = dict(os.environ)
     os.environ.update(_OF_THE_GROUP)

@@ -6,8 +6,8 @@ import torch
 import transformers
 from export_cases import FAMILIES
 
-from deberta_ds.config import ModelConfig
-from deberta_ds.formats import configs
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.release import configs
 
 MS_FILES = ("pytorch_model.bin", "model_config.json")
 

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.corpus import map_array
 from deberta_ds.data.masking import IGNORE, LONGEST_WORD, word_spans
-from deberta_ds.data.prep.documents import ReadOptions, plan_units
-from deberta_ds.data.prep.pack import pack_corpus
-from deberta_ds.data.prep.readers import read_unit
-from deberta_ds.data.prep.spm_rules import normalizer_tsv
-from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.data.shards import (
     Manifest,
     ShardWriter,
@@ -26,6 +25,7 @@ from deberta_ds.data.shards import (
     write_manifest,
 )
 from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.normalization import normalizer_tsv
 from deberta_ds.tokenizer.spm import RULES_NAME, model_proto
 
 READ = ReadOptions()

@@ -7,10 +7,10 @@ import torch
 from data_helpers import tokenizer_path
 from torch import nn
 
-from deberta_ds.config import ModelConfig, ObjectiveConfig, RunConfig, from_dict
-from deberta_ds.formats.ours import release_of_state
-from deberta_ds.formats.release import Network, Release
+from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig, from_dict
 from deberta_ds.objectives.build import build_model
+from deberta_ds.release.ours import release_of_state
+from deberta_ds.release.release import Network, Release
 
 BASE = {"vocab_size": 640, "hidden_size": 32, "num_layers": 4, "num_heads": 4,
         "intermediate_size": 64, "max_position": 64, "position_buckets": 16}

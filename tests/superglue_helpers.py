@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from deberta_ds.config import ModelConfig
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetune.models import Start
 from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.tasks import task_named

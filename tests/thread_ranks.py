@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deberta_ds import dist
+from deberta_ds.cluster import dist
 
 
 def run(world_size: int, function: Callable[[int], object]) -> list:

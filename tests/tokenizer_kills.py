@@ -20,8 +20,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import tokenizer_cases as cases  # noqa: E402
 from data_helpers import random_documents  # noqa: E402
 
-from deberta_ds.errors import exit_cleanly  # noqa: E402
-from deberta_ds.files import write_atomic, xxh3  # noqa: E402
+from deberta_ds.base.errors import exit_cleanly  # noqa: E402
+from deberta_ds.base.files import write_atomic, xxh3  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = {"unigram": "spm.model", "byte_bpe": "tokenizer", "bpe": "tokenizer",

@@ -29,8 +29,8 @@ import tokenizer_cases as cases  # noqa: E402
 from data_helpers import SENTENCES, random_documents  # noqa: E402
 from launching import ROOT, losses  # noqa: E402
 
-from deberta_ds.errors import UserError, exit_cleanly  # noqa: E402
-from deberta_ds.files import write_atomic  # noqa: E402
+from deberta_ds.base.errors import UserError, exit_cleanly  # noqa: E402
+from deberta_ds.base.files import write_atomic  # noqa: E402
 
 SEQ_LEN, STEPS, SAVED = 64, 8, 4
 TEXTS = (*SENTENCES, "naïve café — “quotes”… 3.14 & more", "def f(x):\n    return x  # tab\there",
@@ -154,9 +154,9 @@ def tokenize(road: Road) -> str:
 
 def masks(road: Road) -> str:
     """Words of the text, found by a pattern, are masked whole: not one shows a piece of itself."""
-    from deberta_ds.config import SourceConfig
+    from deberta_ds.config.objective import MaskConfig
+    from deberta_ds.config.run_config import SourceConfig
     from deberta_ds.data.rows import RowDataset
-    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     shown = road.run("data_prep/show.py", road.root / "corpus/train", "--tokenizer",

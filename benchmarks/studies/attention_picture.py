@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 from matplotlib.colors import ListedColormap  # noqa: E402
 from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
-from deberta_ds.errors import exit_cleanly  # noqa: E402
+from deberta_ds.base.errors import exit_cleanly  # noqa: E402
 from deberta_ds.model.attention import Geometry  # noqa: E402
 from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band  # noqa: E402
 

@@ -24,9 +24,10 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds import config, deepspeed_config
-from deberta_ds.errors import UserError, exit_cleanly
-from deberta_ds.files import write_atomic
+from deberta_ds.base.errors import UserError, exit_cleanly
+from deberta_ds.base.files import write_atomic
+from deberta_ds.config import run_config
+from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model
 from deberta_ds.planner.activations import trace
@@ -76,8 +77,8 @@ def main() -> None:
 
 def predict(options: argparse.Namespace, ds_path: Path) -> dict:
     """Return the planner's figures for this run on one rank."""
-    run, _ = config.load(options.config, options.overrides)
-    ds = deepspeed_config.load(ds_path)
+    run, _ = run_config.load(options.config, options.overrides)
+    ds = ds_config.load(ds_path)
     parameters = count_parameters(on_meta(build_model, run))
     memory = memory_of(parameters, ds, 1, trace(run, torch.bfloat16, fused=False), False)
     return {"parameters": parameters, "held_bytes": memory.held, "peak_bytes": memory.peak,

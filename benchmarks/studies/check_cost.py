@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from launching import make_run  # noqa: E402
 from measure import environment  # noqa: E402
 
-from deberta_ds import config, dist  # noqa: E402
+from deberta_ds.base.files import write_atomic  # noqa: E402
+from deberta_ds.cluster import dist  # noqa: E402
 from deberta_ds.cluster.watchdog import TICKS, Watchdog  # noqa: E402
-from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.train import engine  # noqa: E402
+from deberta_ds.config import run_config
+from deberta_ds.engine import engine  # noqa: E402
 from deberta_ds.train.loop import batches_of  # noqa: E402
 from deberta_ds.train.setup import join_group, open_run  # noqa: E402
-from deberta_ds.train.spikes import WINDOW, SpikeRule  # noqa: E402
-from deberta_ds.train.step import count_over_ranks, seed_step, train_step  # noqa: E402
+from deberta_ds.train.step import WINDOW, SpikeRule, count_over_ranks, seed_step, train_step  # noqa: E402  # noqa: E402
 
 MODEL = {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "intermediate_size": 1024}
 ROWS = 4  # of a rank, and 64 tokens a row
@@ -90,7 +90,7 @@ def measure(work: Path, stage: int, rounds: int) -> dict:
     if dist.is_main():
         make_run(work)
     dist.barrier()
-    run, _ = config.load(run_file, overrides)
+    run, _ = run_config.load(run_file, overrides)
     ds_values = {"zero_optimization": {"stage": stage}}
     join_group(run, ds_values, "benchmark")
     *_, inputs = open_run(run, ds_values, "benchmark", "never")

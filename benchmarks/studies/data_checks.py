@@ -23,12 +23,12 @@ def measure_order(args) -> dict:
     """Shards from 1, 2, 3 workers and MPI, byte by byte; rows at worlds 1..4 and workers 0..2."""
     import torch
 
-    from deberta_ds.batch_schedule import Stretch
-    from deberta_ds.config import SourceConfig
+    from deberta_ds.base.files import xxh3
+    from deberta_ds.config.batch_schedule import Stretch
+    from deberta_ds.config.objective import MaskConfig
+    from deberta_ds.config.run_config import SourceConfig
     from deberta_ds.data.loader import build_loader
     from deberta_ds.data.rows import RowDataset
-    from deberta_ds.files import xxh3
-    from deberta_ds.objective_config import MaskConfig
     from deberta_ds.tokenizer import Tokenizer
 
     text, model = novels(args)
@@ -100,7 +100,7 @@ def measure_open(args) -> dict:
     code = (
         "import time, resource, json, sys\n"
         "from deberta_ds.data.corpus import Corpus\n"
-        "from deberta_ds.data.permutation import Permutation\n"
+        "from deberta_ds.data.mixture import Permutation\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "base, start, cpu = peak(), time.perf_counter(), time.process_time()\n"
         "corpus = Corpus(sys.argv[1], seq_len=512)\n"
@@ -123,12 +123,12 @@ def measure_open(args) -> dict:
 
 def measure_languages(args) -> dict:
     """Decode every stored document of every language and compare with the normalised text."""
+    from deberta_ds.corpus.documents import ReadOptions, plan_units
+    from deberta_ds.corpus.readers import read_unit
     from deberta_ds.data.corpus import map_array
-    from deberta_ds.data.prep.documents import ReadOptions, plan_units
-    from deberta_ds.data.prep.readers import read_unit
-    from deberta_ds.data.prep.text import normalise
     from deberta_ds.data.shards import read_manifest, read_rows_manifest
     from deberta_ds.tokenizer import Tokenizer
+    from deberta_ds.tokenizer.text import normalise
 
     corpus, model = args.scratch / "languages", args.scratch / "languages.model"
     shutil.rmtree(corpus, ignore_errors=True)
@@ -174,9 +174,9 @@ def measure_near(args) -> dict:
     replaced, by script and by the true Jaccard similarity of the two. Latin: real paragraphs; other
     scripts: characters drawn by Zipf's law, without spaces, each a word.
     """
-    from deberta_ds.data.prep.findings import Findings
-    from deberta_ds.data.prep.near import SHINGLE_WORDS
-    from deberta_ds.data.prep.text import normalise
+    from deberta_ds.corpus.dedup import SHINGLE_WORDS
+    from deberta_ds.corpus.findings import Findings
+    from deberta_ds.tokenizer.text import normalise
 
     text, _ = novels(args)
     generator = random.Random(0)

@@ -52,9 +52,9 @@ def _measure(texts: list[str]) -> dict:
     """Return MB a core second of each rule; the verdicts of datatrove's rules beside ours where it
     is installed, on the same words and sentences (its own split needs spaCy's models).
     """
-    from deberta_ds.data.prep.documents import Document
-    from deberta_ds.data.prep.filter_rules import RULES, FilterRules, LanguageRule, LineRules
-    from deberta_ds.data.prep.filters import Filters
+    from deberta_ds.corpus.documents import Document
+    from deberta_ds.corpus.filter_rules import RULES, FilterRules, LanguageRule, LineRules
+    from deberta_ds.corpus.filters import Filters
 
     documents = [Document(text, "", 0, "text") for text in texts]
     size = sum(len(document.text.encode()) for document in documents)
@@ -84,7 +84,7 @@ def _beside_datatrove(documents: list, size: int, kept: dict[str, list[bool]]) -
         gopher_repetition_filter,
     )
 
-    from deberta_ds.data.prep.filter_words import Text
+    from deberta_ds.corpus.quality import Text
 
     theirs = {"gopher": (gopher_quality_filter, "GopherQualityFilter"),
               "repetition": (gopher_repetition_filter, "GopherRepetitionFilter"),

@@ -18,18 +18,17 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 import torch.nn.functional as F
 
-from deberta_ds import config
-from deberta_ds.batch_schedule import Stretch
+from deberta_ds.base.files import write_atomic
+from deberta_ds.config import run_config
+from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset, eval_rows
-from deberta_ds.files import write_atomic
+from deberta_ds.engine.optim import build_optimizer, learning_rate
+from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.rtd import replace_targets
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train.evaluate import evaluate
-from deberta_ds.train.optim import build_optimizer
-from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.step import seed_step
 
 MODES = ("joint", "two_norms", "decoupled")
@@ -37,7 +36,7 @@ SCORES = ("generator_loss", "generator_accuracy", "discriminator_loss", "discrim
           "roc_auc", "average_precision")
 
 
-def train(run: config.RunConfig, mode: str, seed: int) -> dict[str, float]:
+def train(run: run_config.RunConfig, mode: str, seed: int) -> dict[str, float]:
     """Return the held-out scores after training `run` from `seed`."""
     tokenizer = Tokenizer(run.data.tokenizer)
     data, rows = run.data, run.train.global_batch_rows
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", default="benchmarks/results/decoupled_training.json")
     options, overrides = parser.parse_known_args()
-    run, _ = config.load(options.config, overrides)
+    run, _ = run_config.load(options.config, overrides)
     jobs = [(mode, seed) for seed in range(options.seeds) for mode in options.modes]
     with ProcessPoolExecutor(options.workers) as pool:
         scores = pool.map(train, [run] * len(jobs), *zip(*jobs, strict=True))

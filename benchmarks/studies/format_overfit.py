@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.studies.superglue_overfit import ROOT, ROWS, SETTINGS, run, write_shape
-from deberta_ds.errors import exit_cleanly
-from deberta_ds.files import write_atomic
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.files import write_atomic
 
 WORDS = ("stone oven bread river house winter song paper glass train moon letter garden market "
          "island window coffee bridge engine silver mountain forest kitchen doctor teacher captain "
@@ -177,11 +177,11 @@ def main() -> None:
 
 def measure(name: str, scratch: Path) -> dict:
     """Return the score on the rows of a task after training on them."""
+    from deberta_ds.engine.engine import init_distributed
     from deberta_ds.finetune import settings, sweep
     from deberta_ds.finetune.models import open_start
     from deberta_ds.finetune.own import load_own_task
     from deberta_ds.finetune.tasks import TASK_NAMES, task_named
-    from deberta_ds.train.engine import init_distributed
 
     data = scratch / name
     data.mkdir()

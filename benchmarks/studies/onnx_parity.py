@@ -17,19 +17,19 @@ import numpy as np
 import torch
 
 from benchmarks.measure import RESULTS, interleaved_minimum, save
-from deberta_ds.config import ModelConfig
-from deberta_ds.errors import exit_cleanly
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.directory import load_finetuned
 from deberta_ds.finetune.features import collate, encode
 from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.run import finetuned_model
-from deberta_ds.formats import onnx_files
-from deberta_ds.formats.release import Network, build_backbone
-from deberta_ds.formats.release_reader import read_release
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
-from deberta_ds.presets import MODELS
+from deberta_ds.release import onnx_files
+from deberta_ds.release.reader import read_release
+from deberta_ds.release.release import Network, build_backbone
 
 SHAPES = {  # family: (preset, what is not the preset's)
     "v1": ("deberta-base", {"num_layers": 2}),

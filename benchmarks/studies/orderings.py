@@ -27,8 +27,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.measure import save
-from deberta_ds.files import write_atomic
-from deberta_ds.records import read_metrics
+from deberta_ds.base.files import write_atomic
+from deberta_ds.tracking.records import read_metrics
 
 FINETUNING = {"MNLI": (3, 1), "CB": (10, 3), "RTE": (4, 1), "WiC": (4, 1)}  # epochs, seeds
 CLAIMS = (("gdes", "es"), ("es", "nes"), ("gdes", "nes"), ("nes", "mlm"), ("gdes", "mlm"),

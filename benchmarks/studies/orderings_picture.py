@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks.studies.orderings import Run, find_runs, measures, read  # noqa: E402
-from deberta_ds.errors import exit_cleanly  # noqa: E402
-from deberta_ds.records import read_metrics  # noqa: E402
+from deberta_ds.base.errors import exit_cleanly  # noqa: E402
+from deberta_ds.tracking.records import read_metrics  # noqa: E402
 
 COLORS = ("#1b6ca8", "#f2b134", "#c0504d", "#6a8f3c", "#7e57a0", "#8d6e63", "#455a64", "#00897b")
 CURVES = {"masked words, held-out loss in nats": ("masked_loss", "generator_loss"),

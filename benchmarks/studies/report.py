@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from benchmarks.measure import RESULTS  # noqa: E402
-from deberta_ds.errors import UserError, exit_cleanly  # noqa: E402
+from deberta_ds.base.errors import UserError, exit_cleanly  # noqa: E402
 
 OURS, PEER = "#1b6ca8", "#b9bec4"
 

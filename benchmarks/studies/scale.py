@@ -16,7 +16,7 @@ replayed. Under ZeRO-3 DeepSpeed cuts every weight and gradient into W pieces in
 step at 1,024 ranks, without a file being touched: here weights are gathered one by one
 (allgather_sequential), and of a gradient a rank takes its own piece. Fails if an operation costs a
 rank more in a large job than in a small one. What the watchdog does in a large job is in
-tests/test_watchdog.py.
+tests/cluster/test_watchdog.py.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Operations:
 
 
 class Peers:
-    """Stands in for deberta_ds.dist: what the other ranks would answer, and do to the disk."""
+    """Stands in for cluster.dist: what the other ranks would answer, and do to the disk."""
 
     def __init__(self, rank: int, ranks: int, out: Path, told: list, operations: Operations):
         self.rank, self.ranks, self.out, self.told = rank, ranks, out, told
@@ -152,9 +152,11 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from deberta_ds import config, dist
-    from deberta_ds.formats import checkpoint
-    from deberta_ds.train import engine, loop, saver, setup
+    from deberta_ds.checkpoint import find
+    from deberta_ds.cluster import dist
+    from deberta_ds.config import run_config
+    from deberta_ds.engine import engine
+    from deberta_ds.train import loop, saver, setup
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
@@ -163,7 +165,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     count = Operations()
     peers = Peers(rank, ranks, out, told, count)
     job = 3 * ranks if stop_after > 1 else 4 * ranks  # rows: the same at W and 3/4 W
-    run, origins = config.load(run_file, [
+    run, origins = run_config.load(run_file, [
         *OVERRIDES, f"--model.num_layers={layers}",
         f"--objective.generator_layers={max(2, layers // 2)}",
         f"--out_dir={out}", f"--train.global_batch_rows={job}", f"--train.stop_after={stop_after}"])
@@ -171,7 +173,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_allgather_sequential": True}
     phases = [(setup, "_open_inputs", "start-up"), (setup, "find", "find and verify"),
-              (engine, "build_pretraining_engine", "build"), (checkpoint, "load", "resume"),
+              (engine, "build_pretraining_engine", "build"), (find, "load", "resume"),
               (loop, "train_step", "step"), (loop, "evaluate", "evaluation"),
               (saver, "begin_save", "save"), (saver, "finish_save", "save, delete the old one")]
     started = time.process_time()
@@ -367,7 +369,7 @@ def main() -> None:
     print(f"\nmost CPU seconds of a rank, by W: {cpu}")
     grown += collectives(jobs)
     if options.out:
-        from deberta_ds.files import write_atomic
+        from deberta_ds.base.files import write_atomic
         write_atomic(options.out, json.dumps(
             {"stage": options.stage, "layers": options.layers, "imports": imported,
              "jobs": jobs}, indent=1) + "\n")

@@ -17,9 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deberta_ds.config import ModelConfig
-from deberta_ds.errors import exit_cleanly
-from deberta_ds.files import write_atomic
+from deberta_ds.base.errors import exit_cleanly
+from deberta_ds.base.files import write_atomic
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetune.directory import save_finetuned
 from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.settings import Settings

@@ -24,10 +24,10 @@ import sentencepiece
 import tokenizers
 import transformers
 
-from deberta_ds.data.prep.documents import ReadOptions, plan_units
-from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
-from deberta_ds.files import write_atomic
-from deberta_ds.formats.tokenizer_files import write_tokenizer_files
+from deberta_ds.base.files import write_atomic
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.release.tokenizer_files import write_tokenizer_files
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.publish import add_special_tokens
 

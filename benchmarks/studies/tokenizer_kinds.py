@@ -18,27 +18,25 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds import config
-from deberta_ds.batch_schedule import Stretch
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.config import run_config
+from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.options import validate
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.corpus.train_tokenizer import train_fast, train_tokenizer
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.prep.documents import ReadOptions, plan_units
-from deberta_ds.data.prep.pack import pack_corpus
-from deberta_ds.data.prep.text import normalise
-from deberta_ds.data.prep.tokenize import CleanOptions, tokenize_corpus
-from deberta_ds.data.prep.train_fast import train_fast
-from deberta_ds.data.prep.train_spm import train_tokenizer
 from deberta_ds.data.rows import RowDataset, eval_rows
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
-from deberta_ds.formats.shape import padded_rows
+from deberta_ds.engine.optim import build_optimizer, learning_rate
+from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.train.evaluate import evaluate
-from deberta_ds.train.optim import build_optimizer
-from deberta_ds.train.schedule import learning_rate
+from deberta_ds.tokenizer.text import normalise
 from deberta_ds.train.step import seed_step
-from deberta_ds.validation import validate
 
 KINDS = ("unigram", "bpe", "byte_bpe", "wordpiece")
 READ = ReadOptions("match:(CHAPTER|Chapter) ")
@@ -109,7 +107,7 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
                                    clean=CleanOptions())[str(corpora[name])]
         facts[name] = manifest.counts
         pack_corpus(corpora[name], tokenizer, SEQ_LEN)
-    run = validate(config.RunConfig, {
+    run = validate(run_config.RunConfig, {
         "name": "kinds", "out_dir": str(scratch),
         "model": MODEL | {"vocab_size": padded_rows(tokenizer.size)},
         "data": {"sources": [{"path": str(corpora["train"])}], "tokenizer": str(tokenizer.path),

@@ -16,11 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from deberta_ds import dist
-from deberta_ds.cluster import process
-from deberta_ds.errors import UserError, refuse_pipe
-from deberta_ds.files import write_atomic
-from deberta_ds.json_files import parse_json, typed
+from deberta_ds.base.errors import UserError, refuse_pipe
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import parse_json, typed
+from deberta_ds.cluster import dist, process
 
 NAME = "run.lock"
 BEAT = "run.beat"

@@ -31,9 +31,8 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from deberta_ds import dist
-from deberta_ds.cluster import ending
-from deberta_ds.errors import UserError, first_line, tell
+from deberta_ds.base.errors import UserError, first_line, tell
+from deberta_ds.cluster import dist, signals
 
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h: restart from the last checkpoint
 TICKS = 20  # beats in train.watchdog_seconds
@@ -267,7 +266,7 @@ class Watchdog:
 
         def record() -> None:
             if hosts is not None:
-                ending.record_first(EXIT_STUCK, hosts)
+                signals.record_first(EXIT_STUCK, hosts)
             _write_nccl_records(self._out_dir / f"watchdog/rank-{self._rank:05d}.nccl")
 
         recorder = threading.Thread(target=record, daemon=True)  # a file system may be gone, too

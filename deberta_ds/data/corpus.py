@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import xxh3
 from deberta_ds.data.packing import FRAME_TOKENS
 from deberta_ds.data.reading import SmallFiles, read_bytes
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache, RemoteCorpus, is_remote
@@ -26,8 +28,6 @@ from deberta_ds.data.shards import (
     read_rows_manifest,
     rows_directory,
 )
-from deberta_ds.errors import UserError
-from deberta_ds.files import xxh3
 
 VERIFY_MODES = ("sizes", "full")
 _APART_ROWS = 4  # pieces that lie within so many rows of tokens are read at once

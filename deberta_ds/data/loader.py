@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from deberta_ds.batch_schedule import Stretch, micro_batches
+from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import process, signals
+from deberta_ds.config.batch_schedule import Stretch, micro_batches
 from deberta_ds.data.batch import Batch, collate
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.errors import UserError
 
 _SLOW_SECONDS = 0.5e-3  # mean time to read a row from which threads are worth their cost
 _READ_THREADS = 16

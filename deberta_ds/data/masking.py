@@ -21,7 +21,7 @@ from functools import cache
 
 import numpy as np
 
-from deberta_ds.objective_config import MaskConfig
+from deberta_ds.config.objective import MaskConfig
 
 IGNORE = -100
 LONGEST_WORD = 16  # tokens

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
 
 _MOST_DESCRIPTORS = 1 << 16
 _lock = threading.Lock()

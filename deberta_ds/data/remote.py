@@ -27,10 +27,10 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import NonNegativeInt
 
+from deberta_ds.base.errors import UserError, first_line, refuse_pipe
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import parse_json, typed
 from deberta_ds.data.shards import MANIFEST
-from deberta_ds.errors import UserError, first_line, refuse_pipe
-from deberta_ds.files import write_atomic
-from deberta_ds.json_files import parse_json, typed
 
 BLOCK_BYTES = 1 << 17
 BLOCKS = "blocks"

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deberta_ds.config import SourceConfig
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data.batch import Row
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.masking import mask_row
-from deberta_ds.data.mixture import build_mixture
-from deberta_ds.data.permutation import Permutation
+from deberta_ds.data.mixture import Permutation, build_mixture
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.data.replaced import Replacements
-from deberta_ds.errors import UserError
-from deberta_ds.objective_config import MaskConfig
 
 _PERMUTATIONS_KEPT = 4096
 

@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from deberta_ds.errors import UserError, naming
-from deberta_ds.files import atomic_path, write_atomic, xxh3
-from deberta_ds.json_files import parse_json, typed
+from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.files import atomic_path, write_atomic, xxh3
+from deberta_ds.base.json_files import parse_json, typed
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deberta_ds.config import SourceConfig, from_dict
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.run_config import SourceConfig, from_dict
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.mixture import build_mixture
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache
-from deberta_ds.errors import UserError
 
 WHOLE = (0.0, 1.0)
 

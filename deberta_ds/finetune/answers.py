@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deberta_ds.files import write_atomic
+from deberta_ds.base.files import write_atomic
 from deberta_ds.finetune.features import FeatureBatch
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.metrics import f1_v2_of

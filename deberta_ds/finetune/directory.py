@@ -27,24 +27,24 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import read_json
+from deberta_ds.config.options import validate
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.formats import configs, hf
-from deberta_ds.formats.relative_rows import with_a_row_a_distance
-from deberta_ds.formats.release import Network
-from deberta_ds.formats.release_reader import read_release
-from deberta_ds.formats.tensors import SAFETENSORS, write_safetensors
-from deberta_ds.formats.tokenizer_files import (
+from deberta_ds.release import configs, hf
+from deberta_ds.release.reader import read_release
+from deberta_ds.release.relative_rows import with_a_row_a_distance
+from deberta_ds.release.release import Network
+from deberta_ds.release.tensors import SAFETENSORS, write_safetensors
+from deberta_ds.release.tokenizer_files import (
     find_tokenizer_files,
     open_tokenizer,
     write_tokenizer_files,
 )
-from deberta_ds.json_files import read_json
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.validation import validate
 
 FACTS, RESULT = "finetuned.json", "result.json"
 _FORMAT = 2

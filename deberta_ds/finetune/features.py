@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
 from deberta_ds.finetune.layouts import PLACEHOLDER, Example
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
 from deberta_ds.finetune.tasks import TASK_NAMES, Task
 
 

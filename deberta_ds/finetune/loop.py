@@ -18,10 +18,13 @@ import numpy as np
 import torch
 import xxhash
 
-from deberta_ds import deepspeed_config, dist
-from deberta_ds.config import to_dict
-from deberta_ds.errors import UserError
-from deberta_ds.files import xxh3
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import xxh3
+from deberta_ds.cluster import dist
+from deberta_ds.config.run_config import to_dict
+from deberta_ds.engine import ds_config
+from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
+from deberta_ds.engine.optim import learning_rate
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import best_threshold
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
@@ -31,9 +34,7 @@ from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.formats.tensors import weight_file
-from deberta_ds.train.engine import build_engine, gathered, set_learning_rate
-from deberta_ds.train.schedule import learning_rate
+from deberta_ds.release.tensors import weight_file
 from deberta_ds.train.step import seed_step
 
 
@@ -72,7 +73,7 @@ class Job:
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
             "labels_and_texts": digest(self.task, self.train, self.val),
-            "precision": deepspeed_config.precision(self.deepspeed),
+            "precision": ds_config.precision(self.deepspeed),
         }
 
 
@@ -185,7 +186,7 @@ def _engine(job: Job, optim):
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
-    values = deepspeed_config.complete(
+    values = ds_config.complete(
         job.deepspeed, rows=shape.micro_rows * shape.accumulation * world,
         micro_rows=shape.micro_rows, accumulation=shape.accumulation, clip_norm=settings.clip_norm)
     shares = layer_shares(model, settings.layer_decay)

@@ -15,23 +15,21 @@ import torch
 import xxhash
 from torch import Tensor
 
-from deberta_ds.config import ModelConfig
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import FREE, MODELS, without_unused
+from deberta_ds.config.options import nearest
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.finetune.directory import Finetuned, is_finetuned, load_finetuned
-from deberta_ds.finetune.heads import TaskModel
+from deberta_ds.finetune.heads import Sift, TaskModel
 from deberta_ds.finetune.settings import Settings
-from deberta_ds.finetune.sift import Sift
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.formats.pretrained import load_backbone
-from deberta_ds.formats.relative_rows import a_row_a_distance
-from deberta_ds.formats.release_reader import check_same
-from deberta_ds.formats.shape import padded_rows
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
-from deberta_ds.model_config import FREE, without_unused
-from deberta_ds.presets import MODELS
+from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import check_same
+from deberta_ds.release.relative_rows import a_row_a_distance
+from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.validation import nearest
 
 RANDOM = "random:"
 

@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deberta_ds.command_line import positive
-from deberta_ds.errors import UserError
+from deberta_ds.base.command_line import positive
+from deberta_ds.base.errors import UserError
 
 if TYPE_CHECKING:
     from deberta_ds.finetune.sweep import Sweep
@@ -49,13 +49,13 @@ def build_sweep(
     init_from: dict[str, str], keep_models: bool, val_share: float = 0.0,
 ) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
-    from deberta_ds import deepspeed_config
+    from deberta_ds.engine import ds_config
+    from deberta_ds.engine.check import check_deepspeed
+    from deberta_ds.engine.engine import init_distributed
     from deberta_ds.finetune import settings
     from deberta_ds.finetune.models import open_start
     from deberta_ds.finetune.sweep import Sweep
     from deberta_ds.finetune.tasks import TASK_NAMES, task_named
-    from deberta_ds.train.deepspeed_check import check_deepspeed
-    from deberta_ds.train.engine import init_distributed
 
     for task in tasks:
         if task.predicted_by:
@@ -66,7 +66,7 @@ def build_sweep(
     own = [task.name for task in tasks if task.name not in TASK_NAMES]
     if not options.data and len(own) < len(tasks):
         raise UserError("--data: name the directory of the benchmark's files, a zip, or hub")
-    values = deepspeed_config.load(options.deepspeed_config) if options.deepspeed_config else {}
+    values = ds_config.load(options.deepspeed_config) if options.deepspeed_config else {}
     tables = settings.load(options.config, overrides, (*TASK_NAMES, *own))
     for task in tasks:
         if options.sift and "sift_weight" not in task.settings:
@@ -97,7 +97,7 @@ def build_sweep(
 
 def say(text: str) -> None:
     """Print on the first rank."""
-    from deberta_ds import dist
+    from deberta_ds.cluster import dist
 
     if dist.is_main():
         print(text, flush=True)

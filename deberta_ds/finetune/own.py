@@ -23,7 +23,9 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.options import STRICT, nearest, option, validate
+from deberta_ds.config.toml_files import read_toml
 from deberta_ds.finetune.layouts import chosen, examples_of
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.settings import Settings
@@ -36,9 +38,6 @@ from deberta_ds.finetune.tables import (
     to_line,
 )
 from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
-from deberta_ds.options import STRICT, option
-from deberta_ds.toml_files import read_toml
-from deberta_ds.validation import nearest, validate
 
 Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
 _MOST_LABELS = 1000

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from deberta_ds import dist
+from deberta_ds.cluster import dist
 from deberta_ds.finetune.answers import answer_text
 from deberta_ds.finetune.features import Feature, FeatureBatch, collate
 from deberta_ds.finetune.heads import TaskOutput

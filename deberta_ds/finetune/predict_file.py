@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from scipy.special import expit, softmax
 
-from deberta_ds import dist
-from deberta_ds.errors import UserError
-from deberta_ds.files import atomic_path
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import atomic_path
+from deberta_ds.cluster import dist
 from deberta_ds.finetune.answers import MARGIN, answer_place
 from deberta_ds.finetune.directory import Finetuned
 from deberta_ds.finetune.features import Feature, TooLongError, count_unknown, encode

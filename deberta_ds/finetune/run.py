@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deberta_ds import dist
-from deberta_ds.cluster import lock
-from deberta_ds.deepspeed_config import precision
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import read_json, typed
+from deberta_ds.cluster import dist, lock
+from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import write_official
 from deberta_ds.finetune.directory import RESULT, Finetuned, load_finetuned
@@ -31,7 +31,6 @@ from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.submission import render
 from deberta_ds.finetune.tasks import diagnostics_of
-from deberta_ds.json_files import read_json, typed
 from deberta_ds.tokenizer import unknown_pieces
 
 _ONE_LABEL = ("classify", "choice", "words", "spans")

@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config import OptimConfig
+from deberta_ds.config.options import STRICT, ConfigError, nearest, option, validate
+from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.config.toml_files import parse_override, read_toml, set_value
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.options import STRICT, option
-from deberta_ds.toml_files import parse_override, read_toml, set_value
-from deberta_ds.validation import ConfigError, nearest, validate
 
 ALL = "all"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds import dist
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.cluster import dist
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
 from deberta_ds.finetune.loop import DivergedError, Job
 from deberta_ds.finetune.models import Start, start_from

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deberta_ds.data.prep.tables import TABLE_KINDS, read_rows, row_place, suffix_of, text_lines
-from deberta_ds.data.prep.text import is_removed
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.json_files import read_json
+from deberta_ds.corpus.tables import TABLE_KINDS, read_rows, row_place, suffix_of, text_lines
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.json_files import read_json
+from deberta_ds.tokenizer.text import is_removed
 
 _COLUMNS = (".conll", ".txt", ".bio", ".iob2", ".train", ".testa", ".testb")
 _KINDS = " ".join((*TABLE_KINDS, *_COLUMNS))

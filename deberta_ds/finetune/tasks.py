@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.errors import UserError
-from deberta_ds.options import STRICT
-from deberta_ds.validation import nearest
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.options import STRICT, nearest
 
 Layout = Literal["texts", "choices", "tags", "answers", "copa", "multirc", "record", "wic", "wsc"]
 HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "answer", "words",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import Trunk
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.model import kernels
 from deberta_ds.model.keep import Keep, draw_keep, is_hashed
+from deberta_ds.model.kernels import kernel_table
 
 
 class Dropout(nn.Module):
@@ -78,4 +78,5 @@ def fused_kernel(idea: str, update: torch.dtype, hidden: Tensor) -> Callable | N
     if dtype != torch.float32 and (
             update != dtype or torch.is_autocast_enabled(device.type)):
         return None
-    return kernels.pick(idea, kernels.Request(device, update, hidden.shape[-1], dtype)).load()
+    request = kernel_table.Request(device, update, hidden.shape[-1], dtype)
+    return kernel_table.pick(idea, request).load()

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig
-from deberta_ds.model import kernels
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.dropout import Dropout
+from deberta_ds.model.kernels import kernel_table
 
 
 class WordEmbedding(nn.Module):
@@ -45,10 +45,10 @@ def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
     device, dtype = hidden_TC.device, hidden_TC.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    large = max(hidden_TC.numel(), weight_VC.numel()) >= kernels.MOST_ELEMENTS
-    request = kernels.Request(device, dtype, hidden_TC.shape[1],
+    large = max(hidden_TC.numel(), weight_VC.numel()) >= kernel_table.MOST_ELEMENTS
+    request = kernel_table.Request(device, dtype, hidden_TC.shape[1],
                               obstacle="2^31 hidden states or weights and more" if large else "")
-    return kernels.pick("cross-entropy", request, mode).load()
+    return kernel_table.pick("cross-entropy", request, mode).load()
 
 
 class InputBlock(nn.Module):

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from deberta_ds.config import ModelConfig
-from deberta_ds.model import kernels, shared_products
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model import shared_products
 from deberta_ds.model.attention import Geometry, attend, attend_first
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
+from deberta_ds.model.kernels import kernel_table
 from deberta_ds.model.recompute import keep_linear_outputs
 
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
@@ -65,7 +66,7 @@ class Attention(nn.Module):
             relative_SC = self.relative_dropout(relative_SC)
             inputs.append(relative_SC)
             maps += [x for x in projections.values() if x not in maps]
-        shared = kernels.pick("projections", kernels.Request(
+        shared = kernel_table.pick("projections", kernel_table.Request(
             hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1],
             obstacle=shared_products.obstacle(inputs, maps))).load()
         if shared is None:

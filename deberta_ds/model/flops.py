@@ -3,13 +3,13 @@
 What the method needs, not what an implementation happens to do: a multiply-add is 2, backward is
 2 x forward, recomputation counts nothing, and neither do look-ups, norms and activations. Pairs of
 different pieces of a packed row count as computed, padding too: per-token figures are for full
-rows. tests/test_flops.py compares every part with torch.utils.flop_counter.
+rows. tests/model/test_flops.py compares every part with torch.utils.flop_counter.
 
 Projections of the relative table are per step, not per token: beside a batch of thousands of tokens
 they vanish, and they are left out.
 """
 
-from deberta_ds.config import ModelConfig
+from deberta_ds.config.run_config import ModelConfig
 
 DECODER_PASSES = 2
 

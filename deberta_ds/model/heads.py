@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.columns import at_columns
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import DecoderQueries, Trunk

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deberta_ds.splitmix import words_of_share
+from deberta_ds.base.splitmix import words_of_share
 
 MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 _WORDS = 1 << 32

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from deberta_ds.config import RunConfig
+from deberta_ds.config.run_config import RunConfig
 from deberta_ds.model.encoder import Encoder
 from deberta_ds.objectives import mlm, rtd, rtd_cached
 from deberta_ds.objectives.base import Objective

@@ -5,7 +5,7 @@ See `objectives.base` for what the functions of this module are for.
 
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model import flops
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.heads import MaskedLm

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig, ObjectiveConfig, RunConfig
+from deberta_ds.base.numbers import format_value
+from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig
 from deberta_ds.model import flops
 from deberta_ds.model.embeddings import WordEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
-from deberta_ds.numbers import format_value
 from deberta_ds.objectives.base import (
     Forward,
     Metric,

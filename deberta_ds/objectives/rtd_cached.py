@@ -10,7 +10,7 @@ See `objectives.base` for what the functions of this module are for.
 
 from torch import Tensor, nn
 
-from deberta_ds.config import ModelConfig, RunConfig
+from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model import flops
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import Numbers, Tensors

@@ -7,7 +7,7 @@ A generator's replacement must be the same at any world size, so its one uniform
 import torch
 from torch import Tensor
 
-from deberta_ds.splitmix import GAMMA, mix_tensor, shift_right, signed
+from deberta_ds.base.splitmix import GAMMA, mix_tensor, shift_right, signed
 
 _MANTISSA_BITS = 24  # of fp32: every value is exact and below 1
 

@@ -1,7 +1,7 @@
 """What a plan recommends beside the stage, and why: a line each, with the figures it rests on."""
 
-from deberta_ds import deepspeed_config
-from deberta_ds.config import RunConfig
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.engine import ds_config
 from deberta_ds.planner.communication import (
     BUCKET,
     bandwidth,
@@ -29,7 +29,7 @@ def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parame
     if ranks >= _MANY_RANKS:
         lines.append(f"reduce_bucket_size = {_MANY_RANKS_BUCKET:,} to {_BUCKETS[-1]:,}: "
                      f"{ranks:,} ranks make each message of a ring that much smaller")
-        if deepspeed_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
+        if ds_config.precision(ds) == "bf16" and "communication_data_type" not in ds:
             lines.append('communication_data_type = "fp32": sums of so many ranks in bf16 are '
                          "biased (it doubles what the gradients send)")
     found = goodput(parameters, ranks)
@@ -83,7 +83,7 @@ def _overlap(run: RunConfig, ds: dict, best: Choice, parameters: int, gpu: Gpu, 
     ranks = gpus * nodes
     if best.stage not in (1, 2) or ranks == 1:
         return []
-    accumulation = deepspeed_config.accumulation_steps(run, ranks)
+    accumulation = ds_config.accumulation_steps(run, ranks)
     rate, latency = bandwidth(gpu, gpus, nodes), latency_seconds(ranks)
 
     def seconds(overlap: bool, bucket: int) -> float:

@@ -1,16 +1,16 @@
 """What a rank sends in a step, and how much of the time for it is not hidden behind computing.
 
-Counted from what DeepSpeed 0.19.8 calls (tests/test_traffic.py holds it against the bytes of real
-runs): stages 1 and 2 all-reduce gradients, once a step or once a micro-batch, a bucket at a time,
-and gather the new weights once. Stage 3 reduce-scatters the gradients of every micro-batch and
-gathers weights, for which there is an upper bound (`most_gathered`).
+Counted from what DeepSpeed 0.19.8 calls (tests/planner/test_traffic.py holds it against the bytes
+of real runs): stages 1 and 2 all-reduce gradients, once a step or once a micro-batch, a bucket at
+a time, and gather the new weights once. Stage 3 reduce-scatters the gradients of every micro-batch
+and gathers weights, for which there is an upper bound (`most_gathered`).
 A ring of N sends (N - 1) / N of what is gathered or scattered, and twice that of an all-reduce.
 """
 
 import math
 from dataclasses import dataclass
 
-from deberta_ds import deepspeed_config
+from deberta_ds.engine import ds_config
 from deberta_ds.planner.gpus import Gpu
 
 BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
@@ -70,7 +70,7 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
 
     `gathered` is what stage 3 gathers at most; the other stages have no use for it.
     """
-    stage, zero = deepspeed_config.zero_stage(ds), ds.get("zero_optimization", {})
+    stage, zero = ds_config.zero_stage(ds), ds.get("zero_optimization", {})
     if ranks == 1:
         return Traffic(0.0, 0.0)
     width = weight_width(ds)
@@ -92,7 +92,7 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
 
 def weight_width(ds: dict) -> int:
     """Return the bytes of an element of the weights that run forward."""
-    return 4 if deepspeed_config.precision(ds) == "fp32" else 2
+    return 4 if ds_config.precision(ds) == "fp32" else 2
 
 
 def _gradient_width(ds: dict, width: int) -> int:
@@ -134,7 +134,7 @@ def step_seconds(sent: Traffic, compute: float, rate: float, ds: dict, micro_bat
     Stages 1 and 2 hide the reduction behind the backward pass that brings the gradients if
     `overlap_comm` is true, all but its last bucket; else nothing.
     """
-    stage = deepspeed_config.zero_stage(ds)
+    stage = ds_config.zero_stage(ds)
     if stage == 3:
         return max(compute, sending_seconds(sent, rate, latency), host)
     hidden = 0.0

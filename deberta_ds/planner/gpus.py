@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
 
 # Words of a device's name that do not tell cards of different speed apart.
 _UNTOLD = re.compile(r"nvidia|tesla|geforce|sxm\d?|dgxs|ls|hbm\w+|\d+gb")

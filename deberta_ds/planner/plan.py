@@ -1,7 +1,7 @@
 """What a run needs on a cluster: bytes per GPU, speed, communication, days.
 
 Bytes of weights, gradients and optimizer follow what DeepSpeed 0.19.8 allocates (checked against
-the allocator in tests/test_plan.py):
+the allocator in tests/planner/test_plan.py):
 
     stage 0    w P weights, g P gradients, 8 P Adam (fp32 only: no separate masters)
     stage 1-2  w P weights, (4 + 8) P / N masters and Adam, gradients w P / N after reduction
@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deberta_ds import deepspeed_config
-from deberta_ds.batch_schedule import micro_batches, problems_with_ranks, stretches
-from deberta_ds.config import RunConfig
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks, stretches
+from deberta_ds.config.options import raise_problems
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
@@ -36,7 +37,6 @@ from deberta_ds.planner.communication import (
     weight_width,
 )
 from deberta_ds.planner.gpus import Gpu
-from deberta_ds.validation import raise_problems
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +83,7 @@ def memory_of(parameters: int, ds: dict, ranks: int, activations: Activations,
               accumulates: bool) -> Memory:
     """Return the memory of one rank under a DeepSpeed dict."""
     zero = ds.get("zero_optimization", {})
-    stage, width = deepspeed_config.zero_stage(ds), weight_width(ds)
+    stage, width = ds_config.zero_stage(ds), weight_width(ds)
     part = -(-parameters // ranks)
     bucket = width * int(zero.get("reduce_bucket_size", BUCKET))
     away = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
@@ -119,11 +119,11 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     rest of it. Times lack what offload and Muon cost. Raises UserError if the batch does not
     divide, the optimizer cannot go with the JSON, or the card has no bf16.
     """
-    raise_problems("optimizer", deepspeed_config.problems_with_optimizer(run.optim.name, ds))
+    raise_problems("optimizer", ds_config.problems_with_optimizer(run.optim.name, ds))
     ranks = gpus * nodes
-    accumulation = deepspeed_config.accumulation_steps(run, ranks)
-    precision = deepspeed_config.precision(ds)
-    peak_flops = gpu.peak(deepspeed_config.product_precision(ds))
+    accumulation = ds_config.accumulation_steps(run, ranks)
+    precision = ds_config.precision(ds)
+    peak_flops = gpu.peak(ds_config.product_precision(ds))
     if peak_flops is None:
         raise UserError("this card has no bf16: give a DeepSpeed JSON of fp16, such as "
                         "--deepspeed_config ds_configs/zero1_fp16.json")
@@ -141,7 +141,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
         activations = trace(replace(run, train=train), _DTYPES[precision], fused=True)
         for stage in (0, 1, 2, 3):
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
-            if deepspeed_config.problems_between(staged):
+            if ds_config.problems_between(staged):
                 continue  # pretrain would refuse it
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
-from deberta_ds.numbers import format_value
-from deberta_ds.report import curves, facts, sweep, tables, time_page
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.numbers import format_value
+from deberta_ds.report import charts, facts, sweep, tables, time_page
 from deberta_ds.report.pages import render
-from deberta_ds.report.rundata import Run, read_run
+from deberta_ds.report.rundata import RESULTS_FILE, Run, Sweep, read_run, read_sweep
 from deberta_ds.report.samples import filled_masks
-from deberta_ds.report.sweepdata import RESULTS_FILE, Sweep, read_sweep
 from deberta_ds.report.tables import Table
 
 PAGE = "report.html"
@@ -52,7 +51,7 @@ def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
         tiles=facts.tiles(one) if one else [],
         comparison=None if one else tables.comparison(runs),
         differences=None if one else tables.differences(runs),
-        groups=curves.groups(runs),
+        groups=charts.groups(runs),
         times=time_page.bars(runs),
         details=[_details(run) | {"filled": table}
                  for run, table in zip(runs, filled, strict=True)],

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from deberta_ds.analysis.attention_parts import (
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.numbers import format_count
+from deberta_ds.evaluate.attention_parts import (
     PART_NAMES,
     HeadParts,
     Similarity,
@@ -21,10 +24,7 @@ from deberta_ds.analysis.attention_parts import (
     check_numbers,
     position_similarity,
 )
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
-from deberta_ds.formats.pretrained import load_backbone
-from deberta_ds.numbers import format_count
+from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.report.charts import Chart, Drawing, Series, draw
 from deberta_ds.report.pages import render
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from deberta_ds.numbers import counted, format_count, format_duration, format_value
+from deberta_ds.base.numbers import counted, format_count, format_duration, format_value
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.rundata import Run
 

@@ -14,20 +14,20 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deberta_ds import __version__
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import read_json
+from deberta_ds.base.numbers import format_value
+from deberta_ds.checkpoint.find import newest
+from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.errors import UserError
-from deberta_ds.files import write_atomic
 from deberta_ds.finetune.directory import FACTS, find_finetuned, is_finetuned
-from deberta_ds.formats.checkpoint import newest
-from deberta_ds.formats.convert import Summary
-from deberta_ds.formats.hf import GENERATOR_DIRECTORY
-from deberta_ds.formats.run_record import read_run_record
-from deberta_ds.formats.tensors import SAFETENSORS
-from deberta_ds.json_files import read_json
-from deberta_ds.numbers import format_value
 from deberta_ds.objectives.build import OBJECTIVES
-from deberta_ds.records import METRICS_FILE, read_metrics
+from deberta_ds.release.convert import Summary
+from deberta_ds.release.hf import GENERATOR_DIRECTORY
+from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import TEMPLATES
+from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
 CARD = "README.md"
 _PIPELINES = {"Model": "feature-extraction", "ForSequenceClassification": "text-classification",

@@ -6,7 +6,7 @@ from typing import Any
 import pydantic_core
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from deberta_ds.errors import UserError, naming
+from deberta_ds.base.errors import UserError, naming
 
 # Strict about types; keys that a page does not draw may be there.
 READ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)

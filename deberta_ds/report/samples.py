@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
-from deberta_ds.analysis.fill_mask import Filling, fill_mask, load_masked_lm
-from deberta_ds.formats.pretrained import LoadedModel
+from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
 from deberta_ds.model.init import init_parameters
+from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.report.tables import Cell, Table
 
 PROPOSALS = 4

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from statistics import fmean
 
-from deberta_ds.numbers import format_value
+from deberta_ds.base.numbers import format_value
 from deberta_ds.report.charts import Chart, Drawing, Series, draw
-from deberta_ds.report.sweepdata import SeedRun, Spread, Sweep, TaskScores
+from deberta_ds.report.rundata import SeedRun, Spread, Sweep, TaskScores
 from deberta_ds.report.tables import Cell, number
 
 NUM_COLORS = 8

@@ -4,13 +4,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from deberta_ds.numbers import format_duration, format_value
+from deberta_ds.base.numbers import format_duration, format_value
+from deberta_ds.config.toml_files import flatten
 from deberta_ds.objectives.base import Metric
-from deberta_ds.records import corpora_of
-from deberta_ds.report.curves import color_of
+from deberta_ds.report.charts import color_of
 from deberta_ds.report.facts import header
 from deberta_ds.report.rundata import Run
-from deberta_ds.toml_files import flatten
+from deberta_ds.tracking.records import corpora_of
 
 MAX_EVAL_ROWS = 12
 MAX_DIFFERENCES = 40

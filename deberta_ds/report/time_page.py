@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deberta_ds.numbers import format_duration
+from deberta_ds.base.numbers import format_duration
 from deberta_ds.report.rundata import Run
 
 _COLORS = {"steps": "main", "saves": "second", "evaluations": "main-soft",

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from deberta_ds.errors import UserError, first_line
+from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.tokenizer.files import read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification, what_is_lost
 from deberta_ds.tokenizer.roles import check_roles, look_up_roles, token_name

@@ -9,8 +9,8 @@ names of special tokens and settings such as add_prefix_space may be there alone
 
 from pathlib import Path
 
-from deberta_ds.errors import UserError, naming
-from deberta_ds.json_files import read_json
+from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.json_files import read_json
 
 SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
 VOCAB, MERGES, WORDPIECES = "vocab.json", "merges.txt", "vocab.txt"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import models
 
-from deberta_ds.errors import UserError, first_line
-from deberta_ds.json_files import read_json
+from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.json_files import read_json
 from deberta_ds.tokenizer.files import JSON, MERGES, SETTINGS, VOCAB, WORDPIECES
 from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character, bytes_of_piece
 

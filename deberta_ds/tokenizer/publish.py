@@ -7,7 +7,7 @@ The class named is `PreTrainedTokenizerFast`, which takes tokenizer.json as it s
 import json
 from pathlib import Path
 
-from deberta_ds.files import write_atomic
+from deberta_ds.base.files import write_atomic
 from deberta_ds.tokenizer.fast import vocabulary_ids
 from deberta_ds.tokenizer.files import JSON, NAMES, SETTINGS, SPM, find_files, read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification

@@ -6,7 +6,7 @@ one of the usual names, else by what the post-processor of tokenizer.json puts a
 
 from collections.abc import Mapping
 
-from deberta_ds.errors import UserError
+from deberta_ds.base.errors import UserError
 
 ROLES = ("pad", "cls", "sep", "unk", "mask")
 USUAL_NAMES = {

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from deberta_ds.errors import UserError, refuse_pipe
+from deberta_ds.base.errors import UserError, refuse_pipe
 from deberta_ds.tokenizer.files import SPM, read_settings
 from deberta_ds.tokenizer.roles import (
     ROLES,

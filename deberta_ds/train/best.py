@@ -8,14 +8,14 @@ from pathlib import Path
 
 import xxhash
 
-from deberta_ds import dist
-from deberta_ds.config import RunConfig
+from deberta_ds.base.errors import UserError
+from deberta_ds.checkpoint.find import BEST
+from deberta_ds.cluster import dist
+from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Row
-from deberta_ds.errors import UserError
-from deberta_ds.formats.checkpoint import BEST
+from deberta_ds.evaluate.held_out import Pairs
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.train.minimal_pairs import Pairs
 
 
 @dataclass

@@ -3,14 +3,15 @@
 import itertools
 import json
 
-from deberta_ds import config, deepspeed_config
-from deberta_ds.config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
-from deberta_ds.formats.checkpoint import CheckpointError
-from deberta_ds.formats.run_record import RunRecord
+from deberta_ds.checkpoint.find import CheckpointError
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.config import run_config
+from deberta_ds.config.options import ConfigError, raise_problems
+from deberta_ds.config.run_config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
+from deberta_ds.config.toml_files import flatten
+from deberta_ds.engine import ds_config
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.toml_files import flatten
 from deberta_ds.train import best
-from deberta_ds.validation import ConfigError, raise_problems
 
 
 def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | None,
@@ -18,7 +19,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     """Raise ConfigError with every cross problem of a run; `tokenizer_size` None is not checked."""
     problems = []
     try:
-        deepspeed_config.accumulation_steps(run, world_size)
+        ds_config.accumulation_steps(run, world_size)
     except ConfigError as error:
         problems.append(str(error))
     model, train, optim = run.model, run.train, run.optim
@@ -39,7 +40,7 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
     if train.batch_growth_steps > train.steps:
         problems.append(f"train.batch_growth_steps = {train.batch_growth_steps}: more than "
                         f"train.steps = {train.steps}")
-    problems += deepspeed_config.problems_with_optimizer(optim.name, ds)
+    problems += ds_config.problems_with_optimizer(optim.name, ds)
     raise_problems(place, problems)
 
 
@@ -92,7 +93,7 @@ def changed_values(run: RunConfig, record: RunRecord) -> list[str]:
 def _now_and_then(run: RunConfig, record: RunRecord) -> tuple[dict, dict]:
     """Return both configs flat; one saved before a key existed gets that key's default."""
     then = record.run("run.json")
-    return flatten(config.to_dict(run)), flatten(config.to_dict(then))
+    return flatten(run_config.to_dict(run)), flatten(run_config.to_dict(then))
 
 
 def _is_identity(key: str) -> bool:

@@ -12,31 +12,41 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from deberta_ds import batch_schedule, config, deepspeed_config, dist
-from deberta_ds.cluster import ending, lock, signals
+from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.save import point_best
+from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config import RunConfig
+from deberta_ds.config import batch_schedule, run_config
+from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
-from deberta_ds.errors import EXIT_REQUEUE, UserError
-from deberta_ds.formats import checkpoint
-from deberta_ds.formats.run_record import RunRecord
-from deberta_ds.formats.saving import point_best
+from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine.optim import learning_rate
+from deberta_ds.evaluate.held_out import evaluate, score_minimal_pairs
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.planner.gpus import peak_flops
-from deberta_ds.train import best, engine, machine
-from deberta_ds.train.evaluate import evaluate
-from deberta_ds.train.meters import Meters
-from deberta_ds.train.minimal_pairs import score_minimal_pairs
+from deberta_ds.train import best, meters
+from deberta_ds.train.meters import (
+    SHOWN_SHARE,
+    Meters,
+    SpeedMeter,
+    TimeUse,
+    WorkMeter,
+    find_slowest,
+)
 from deberta_ds.train.saver import Saver
-from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import Inputs, read_record, versions
-from deberta_ds.train.spikes import MOST_IN_A_ROW, MOST_ROLLBACKS, BadStepError, SpikeRule
 from deberta_ds.train.start import Started, start
-from deberta_ds.train.step import StepResult, train_step
-from deberta_ds.train.stragglers import SHOWN_SHARE, WorkMeter, find_slowest
-from deberta_ds.train.throughput import SpeedMeter
-from deberta_ds.train.time_use import TimeUse
+from deberta_ds.train.step import (
+    MOST_IN_A_ROW,
+    MOST_ROLLBACKS,
+    BadStepError,
+    SpikeRule,
+    StepResult,
+    train_step,
+)
 
 
 def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
@@ -51,7 +61,7 @@ def pretrain(run: RunConfig, ds_values: dict, *, resume: str, place: str,
                                  watchdog=watchdog) as started:
         stopped = _train(run, started, stop_request, watchdog)
     if stopped and dist.is_main():
-        ending.record(EXIT_REQUEUE)
+        signals.record(EXIT_REQUEUE)
     return EXIT_REQUEUE if stopped else 0
 
 
@@ -103,7 +113,7 @@ class Trainer:
         self.seconds_before = record.seconds if record else 0.0
         self.started = time.monotonic()
         peak = peak_flops(self.engine.device,
-                          deepspeed_config.product_precision(self.inputs.ds))
+                          ds_config.product_precision(self.inputs.ds))
         speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
                            self._rows_seen())
         time_use = TimeUse(record.time_use if record else {},
@@ -123,7 +133,7 @@ class Trainer:
         self.best_metric = best.metric_of(run)
         self.saver = Saver(self.engine, run.out_dir, run.train, self.inputs.tokenizer.files)
         if self.best.value is not None and dist.is_main():  # a kill may have come between
-            point_best(checkpoint.path_of(run.out_dir, self.best.step))
+            point_best(find.path_of(run.out_dir, self.best.step))
         watchdog.start_at(self.step)
         # Sums and counts of the good steps since the last logged line, over all ranks.
         self.since_line: dict[str, float] = record.since_line if record else {}
@@ -171,7 +181,7 @@ class Trainer:
                               f"{EXIT_REQUEUE}: the same command goes on from here")
                 return True
         if self.best.value is not None:
-            self.log.info(f"best: {self.best}, kept as {run.out_dir}/{checkpoint.BEST}")
+            self.log.info(f"best: {self.best}, kept as {run.out_dir}/{find.BEST}")
         if self._is_past_its_best():
             self._log_end("end", f"{train.patience} evaluations without a better score: "
                           f"{self.best}")
@@ -232,7 +242,7 @@ class Trainer:
             return
         with self.meters.during("saves"):
             self.finish_save(wait=True)
-        found = checkpoint.find(self.run.out_dir, "auto")
+        found = find.find(self.run.out_dir, "auto")
         if found.path is None:
             raise BadStepError(f"step {self.step}: {problem}, and there is no checkpoint to roll "
                                'back to; lower train.save_every or use train.on_spike = "skip"')
@@ -243,7 +253,7 @@ class Trainer:
                 "not get the run to its next checkpoint; resume from an older one with a lower "
                 "optim.lr, or lower train.save_every")
         with self.meters.during("saves"):
-            checkpoint.load(self.engine, found.path)
+            find.load(self.engine, found.path)
         self.spikes = SpikeRule(self.run.train.spike_sigmas,
                                 read_record(found.path).recent_losses)
         self.log_event("rollback", f"weights and optimizer of {found.path}: {problem}", **place)
@@ -266,7 +276,7 @@ class Trainer:
         record |= {"learning_rate": rate, "grad_norm": norm}
         record |= self.meters.speed.read(self._rows_seen(),
                                          batch_schedule.rows_of_run(self.run.train))
-        record["peak_memory_bytes"] = machine.peak_memory_bytes(self.engine.device)
+        record["peak_memory_bytes"] = meters.peak_memory_bytes(self.engine.device)
         if slowest:
             record["slowest_share"] = slowest.share
         self.log.metrics(record)
@@ -296,7 +306,7 @@ class Trainer:
         run = self.run
         record = RunRecord(
             step=self.step, rows_seen=self._rows_seen(), tokens_seen=self.tokens_seen,
-            seconds=self._seconds(), world_size=dist.world_size(), config=config.to_dict(run),
+            seconds=self._seconds(), world_size=dist.world_size(), config=run_config.to_dict(run),
             deepspeed=self.inputs.ds, fingerprints=self.inputs.dataset.fingerprints,
             tokenizer_sha256=self.inputs.tokenizer.sha256, versions=versions(),
             recent_losses=self.spikes.state(), since_line=self.since_line,
@@ -312,5 +322,5 @@ class Trainer:
         """Make the checkpoint whole that is being written, if all ranks are done with it."""
         path = self.saver.finish(wait=wait)
         if path:
-            self.stop_request.resumes_from = f"step {checkpoint.step_of(path):,}"
+            self.stop_request.resumes_from = f"step {find.step_of(path):,}"
             self.log_event("save", str(path))

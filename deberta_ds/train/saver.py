@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds import dist
-from deberta_ds.config import TrainConfig
-from deberta_ds.formats.run_record import RunRecord
-from deberta_ds.formats.saving import Save, begin_save, finish_save
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.save import Save, begin_save, finish_save
+from deberta_ds.cluster import dist
+from deberta_ds.config.run_config import TrainConfig
 from deberta_ds.model.backbone import count_parameters
 from deberta_ds.planner.goodput import pause_of_copy, save_interval
 

@@ -10,28 +10,32 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds import __version__, config, cpu, deepspeed_config, dist
-from deberta_ds.batch_schedule import problems_with_ranks, rows_before, rows_of_run
-from deberta_ds.config import RunConfig
+from deberta_ds import __version__
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.numbers import counted, format_count
+from deberta_ds.checkpoint.find import Found, find
+from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
+from deberta_ds.cluster import dist
+from deberta_ds.config import run_config
+from deberta_ds.config.batch_schedule import problems_with_ranks, rows_before, rows_of_run
+from deberta_ds.config.options import raise_problems
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.config.toml_files import flatten
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import Row, RowDataset, eval_rows
-from deberta_ds.files import write_atomic
-from deberta_ds.formats.checkpoint import Found, find
-from deberta_ds.formats.run_record import RunRecord, read_run_record
-from deberta_ds.formats.shape import padded_rows
-from deberta_ds.model import kernels
+from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine.check import check_deepspeed
+from deberta_ds.engine.engine import local_device
+from deberta_ds.evaluate.held_out import Pairs, open_pairs
+from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.numbers import counted, format_count
+from deberta_ds.model.kernels import kernel_table
 from deberta_ds.objectives.build import build_model
+from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.toml_files import flatten
-from deberta_ds.train import engine, machine
+from deberta_ds.train import meters
 from deberta_ds.train.best import check_link
 from deberta_ds.train.check import check_identity, check_run
-from deberta_ds.train.deepspeed_check import check_deepspeed
-from deberta_ds.train.engine import local_device
-from deberta_ds.train.minimal_pairs import Pairs, open_pairs
-from deberta_ds.validation import raise_problems
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 # Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
@@ -94,7 +98,7 @@ def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     """Open the inputs and check the whole run; as `join_group`."""
     tokenizer, dataset, held_out = dist.together(lambda: _open(run))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
-    ds = deepspeed_config.resolve(run, ds_values, dist.world_size())
+    ds = ds_config.resolve(run, ds_values, dist.world_size())
     num_parameters = count_parameters(on_meta(build_model, run))
     pairs = dist.together(lambda: open_pairs(run, tokenizer))
     return Inputs(tokenizer, dataset, held_out, ds, num_parameters, pairs)
@@ -123,15 +127,15 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: the model, the data, non-default values."""
     lines = _non_default_lines(run, origins)
-    stage, precision = deepspeed_config.zero_stage(inputs.ds), deepspeed_config.precision(inputs.ds)
-    products = deepspeed_config.product_precision(inputs.ds)
+    stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
+    products = ds_config.product_precision(inputs.ds)
     if products != precision:
         precision += f" weights with {products} products"
     rows = rows_of_run(run.train)
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
-    lines.append(f"kernels: {kernels.in_a_line(kernel_choices(run, inputs.ds))}")
+    lines.append(f"kernels: {kernel_table.in_a_line(kernel_choices(run, inputs.ds))}")
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
     first, full = run.train.first_batch_rows, run.train.global_batch_rows
@@ -143,10 +147,10 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
 
 def kernel_choices(run: RunConfig, ds: dict) -> dict[str, dict[str, str]]:
     """Return which implementation of each part of the model this rank takes, and why."""
-    weights = _DTYPES[deepspeed_config.precision(ds)]
-    matmuls = _DTYPES[deepspeed_config.product_precision(ds)]
-    return kernels.choices(run.model, local_device(), weights, matmuls, run.data.seq_len,
-                           deepspeed_config.zero_stage(ds))
+    weights = _DTYPES[ds_config.precision(ds)]
+    matmuls = _DTYPES[ds_config.product_precision(ds)]
+    return kernel_table.choices(run.model, local_device(), weights, matmuls, run.data.seq_len,
+                           ds_config.zero_stage(ds))
 
 
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
@@ -182,7 +186,7 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
 
 def _non_default_lines(run: RunConfig, origins: dict[str, str]) -> list[str]:
     """Return "section: key = value, ...   (origin)" for every value that is not a default."""
-    values = flatten(config.to_dict(run))
+    values = flatten(run_config.to_dict(run))
     groups: dict[tuple[str, str], list[str]] = {}
     for key, origin in origins.items():
         if key in values and origin != "default":
@@ -203,10 +207,10 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
     """Have rank 0 write OUT/config.json: the run, DeepSpeed dict, origins, versions, data."""
     if not dist.is_main():
         return
-    record = {"run": config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
+    record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
               "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
               "world_size": dist.world_size(),
               "parameters": inputs.num_parameters, "kernels": kernel_choices(run, inputs.ds),
-              "hardware": machine.hardware(local_device()), "device": local_device().type,
-              "commit": machine.commit()}
+              "hardware": meters.hardware(local_device()), "device": local_device().type,
+              "commit": meters.commit()}
     write_atomic(Path(run.out_dir) / "config.json", json.dumps(record, indent=1) + "\n")

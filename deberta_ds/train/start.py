@@ -6,29 +6,29 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deberta_ds import dist, trackers
-from deberta_ds.cluster import lock
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.save import set_aside
+from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config import RunConfig
-from deberta_ds.formats import checkpoint
-from deberta_ds.formats.engine_state import check_restorable
-from deberta_ds.formats.initialize import initial_tensors
-from deberta_ds.formats.run_record import RunRecord
-from deberta_ds.formats.saving import set_aside
-from deberta_ds.log import RunLog
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.engine import engine
+from deberta_ds.engine.state import check_restorable
 from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.train import engine
+from deberta_ds.release.initialize import initial_tensors
+from deberta_ds.tracking import trackers
+from deberta_ds.tracking.log import RunLog
 from deberta_ds.train.check import changed_values
+from deberta_ds.train.meters import lost_seconds
 from deberta_ds.train.setup import Inputs, describe, join_group, open_run, write_config
-from deberta_ds.train.time_use import lost_seconds
 
 
 @dataclass(frozen=True)
 class Started:
     """A run that is ready for its next step."""
 
-    found: checkpoint.Found
+    found: find.Found
     record: RunRecord | None  # run.json of the checkpoint that was loaded; None at step 0
     inputs: Inputs
     log: RunLog
@@ -71,10 +71,10 @@ def _build(run: RunConfig, inputs: Inputs, record: RunRecord | None, log: RunLog
     return model_engine
 
 
-def _restore(run: RunConfig, inputs: Inputs, found: checkpoint.Found, record: RunRecord,
+def _restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord,
              model_engine, log: RunLog) -> None:
-    checkpoint.load(model_engine, found.path)
-    if change := checkpoint.layout_changes(record, inputs.ds):
+    find.load(model_engine, found.path)
+    if change := find.layout_changes(record, inputs.ds):
         log.info(f"resumed in another layout: {change}")
     for line in changed_values(run, record):
         log.info(f"changed since the checkpoint: {line}")

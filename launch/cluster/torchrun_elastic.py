@@ -14,7 +14,7 @@ from torch.distributed import run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from deberta_ds.errors import EXIT_REQUEUE, EXIT_USER_ERROR
+from deberta_ds.base.errors import EXIT_REQUEUE, EXIT_USER_ERROR
 
 FINAL = (EXIT_USER_ERROR, EXIT_REQUEUE)
 _monitor_workers = LocalElasticAgent._monitor_workers

@@ -5,9 +5,9 @@ import sys
 
 from workers.traps import build
 
-from deberta_ds.errors import UserError
-from deberta_ds.train import deepspeed_check as check
-from deberta_ds.train.engine import init_distributed
+from deberta_ds.base.errors import UserError
+from deberta_ds.engine import check as check
+from deberta_ds.engine.engine import init_distributed
 
 
 class Without:

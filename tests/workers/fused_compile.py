@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deberta_ds.model.attention.band import make_band
-from deberta_ds.model.attention.fused import backward, forward, planes, tiles
 from deberta_ds.model.attention.geometry import Geometry
+from deberta_ds.model.kernels.attention import backward, forward, planes, tiles
 
 REACH = Geometry(512, 256).reach  # of every released v2 and v3 model
 

@@ -12,13 +12,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpret_bf16 import patch
 
-from deberta_ds.config import ModelConfig
-from deberta_ds.model import fused_checks, fused_cross_entropy
+from deberta_ds.config.model import MODELS
+from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.embeddings import WordEmbedding
-from deberta_ds.model.fused_cross_entropy import fused_linear_cross_entropy
 from deberta_ds.model.heads import MaskedLmHead
+from deberta_ds.model.kernels import fused_checks, fused_cross_entropy
+from deberta_ds.model.kernels.fused_cross_entropy import fused_linear_cross_entropy
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
-from deberta_ds.presets import MODELS
 
 # rows, hidden, vocabulary, valid, temperature, dtype
 CASES = (

@@ -20,7 +20,7 @@ from interpret_bf16 import patch
 from deberta_ds.model.attention import attend
 from deberta_ds.model.attention.band import make_band
 from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
-from deberta_ds.model.attention.fused import ops
+from deberta_ds.model.kernels.attention import ops
 
 ops._CHUNK_ROWS = 64  # short rows, too, take several chunks
 ops._PROGRAMS = 4  # and a program several of them

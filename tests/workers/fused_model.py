@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from interpret_bf16 import patch
 
-from deberta_ds.config import ModelConfig, ObjectiveConfig
+from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Row, collate
-from deberta_ds.model import kernel_check
 from deberta_ds.model.init import init_parameters
+from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
 

@@ -12,8 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpret_bf16 import patch
 
-from deberta_ds.model import fused_checks, fused_norm
 from deberta_ds.model.keep import Keep
+from deberta_ds.model.kernels import fused_checks, fused_norm
 
 CPU = torch.device("cpu")
 KEEP = Keep(3_000_000_000, 17, round(0.25 * 2**32))

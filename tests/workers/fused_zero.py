@@ -18,9 +18,9 @@ import deepspeed
 import torch
 from fused_model import CONFIG, batch_of_a_packed_row
 
-from deberta_ds import config
-from deberta_ds.model import kernel_check
-from deberta_ds.train import engine
+from deberta_ds.config import run_config
+from deberta_ds.engine import engine
+from deberta_ds.model.kernels import kernel_check
 from deberta_ds.train.step import train_step
 
 ARGUMENTS = ["--train.global_batch_rows=2", "--train.micro_batch_rows=1"]
@@ -39,7 +39,7 @@ def run(stage: int, fused: bool) -> list[torch.Tensor]:
     kernel_check.interpreted = lambda: fused
     paths = ("fused", "fused") if fused else ("reference", "chunked")
     model = replace(CONFIG, attention=paths[0], vocabulary_loss=paths[1])
-    given, _ = config.load("launch/runs/v3_base.toml", ARGUMENTS)
+    given, _ = run_config.load("launch/runs/v3_base.toml", ARGUMENTS)
     objective = replace(given.objective, generator_layers=2)
     given = replace(given, model=model, objective=objective)
     model_engine = engine.build_pretraining_engine(given, settings(stage), None)

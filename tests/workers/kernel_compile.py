@@ -12,9 +12,9 @@ from fused_compile import LIMITS, inspect_machine_code
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deberta_ds.model import fused_cross_entropy as loss
-from deberta_ds.model import fused_norm as norm
-from deberta_ds.model.attention.fused import backward, masks, ops
+from deberta_ds.model.kernels import fused_cross_entropy as loss
+from deberta_ds.model.kernels import fused_norm as norm
+from deberta_ds.model.kernels.attention import backward, masks, ops
 
 WIDTH = 768
 SINGLE = {"MASS", "DRAW_MASS", "BEST", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}

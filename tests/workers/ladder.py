@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deberta_ds import config, deepspeed_config, dist
-from deberta_ds.formats.engine_state import base_optimizer, buffers, layout_of
-from deberta_ds.train import engine
+from deberta_ds.cluster import dist
+from deberta_ds.config import run_config
+from deberta_ds.engine import ds_config, engine
+from deberta_ds.engine.state import base_optimizer, buffers, layout_of
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import join_group, open_run
-from deberta_ds.train.spikes import BadStepError
-from deberta_ds.train.step import train_step
+from deberta_ds.train.step import BadStepError, train_step
 
 BAD = "generator.head.dense.weight"
 
@@ -93,14 +93,14 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def main() -> None:
-    run, _ = config.load(sys.argv[1])
+    run, _ = run_config.load(sys.argv[1])
     # Old CPUs have no fast fp16, which DeepSpeed takes for none; its arithmetic is there.
     get_accelerator().is_fp16_supported = lambda: True
     results = {}
     for argument in sys.argv[3:]:
         name, _, rest = argument.partition("=")
         path, *more = rest.split(":")
-        values = deepspeed_config.load(path)
+        values = ds_config.load(path)
         zero = values["zero_optimization"]
         if zero["stage"] == 3:
             zero["stage3_param_persistence_threshold"] = 0  # or nothing this small is partitioned

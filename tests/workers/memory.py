@@ -17,9 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from deberta_ds import config
+from deberta_ds.config import run_config
+from deberta_ds.engine import engine
 from deberta_ds.model import dropout
-from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
@@ -76,7 +76,7 @@ def main() -> None:
     results = {}
     for argument in sys.argv[4:]:
         name, stage, overrides = argument.split(":")
-        run, _ = config.load(sys.argv[1], overrides.split(";"))
+        run, _ = run_config.load(sys.argv[1], overrides.split(";"))
         results[f"{name}, ZeRO-{stage}"] = measure(run, int(stage))
         print(name, stage, results[f"{name}, ZeRO-{stage}"], flush=True)
     Path(sys.argv[2]).write_text(json.dumps(results))

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from deberta_ds import config, deepspeed_config, dist
-from deberta_ds.files import write_atomic, xxh3
-from deberta_ds.formats import checkpoint
-from deberta_ds.formats.run_record import read_run_record
-from deberta_ds.train import engine, loop
+from deberta_ds.base.files import write_atomic, xxh3
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.cluster import dist
+from deberta_ds.config import run_config
+from deberta_ds.engine import ds_config, engine
+from deberta_ds.train import loop
 
 real_step = loop.train_step
 
@@ -41,7 +43,7 @@ def pretrain(run, ds: dict, bad_step: int | None) -> dict[int, list[float]]:
 
 def copy_as_step(source: Path, out: Path, step: int) -> None:
     """Copy a checkpoint as if it had been saved at another step."""
-    path = checkpoint.path_of(out, step)
+    path = find.path_of(out, step)
     shutil.copytree(source, path)
     record = dataclasses.replace(read_run_record(path), step=step)
     write_atomic(path / "run.json", record.to_json())
@@ -52,14 +54,14 @@ def copy_as_step(source: Path, out: Path, step: int) -> None:
 
 
 def main() -> None:
-    run, _ = config.load(sys.argv[1])
+    run, _ = run_config.load(sys.argv[1])
     # Old CPUs have no fast fp16, which DeepSpeed takes for none; its arithmetic is there.
     get_accelerator().is_fp16_supported = lambda: True
     out, bad_step, results = Path(sys.argv[2]), int(sys.argv[3]), {}
     for argument in sys.argv[4:]:
         policy, ds_file = argument.split("=")
         name = f"{policy}-{Path(ds_file).stem}"
-        ds = deepspeed_config.load(ds_file)
+        ds = ds_config.load(ds_file)
         one = replace(run, out_dir=str(out.parent / name),
                       train=replace(run.train, on_spike=policy))
         results[name] = pretrain(one, ds, bad_step)
@@ -68,7 +70,7 @@ def main() -> None:
             fresh = replace(one, out_dir=str(out.parent / name))
             before = bad_step // run.train.save_every * run.train.save_every
             if dist.is_main():
-                copy_as_step(checkpoint.path_of(one.out_dir, before), Path(fresh.out_dir),
+                copy_as_step(find.path_of(one.out_dir, before), Path(fresh.out_dir),
                              bad_step + 1)
             dist.barrier()
             results[name] = pretrain(fresh, ds, None)

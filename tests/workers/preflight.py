@@ -3,10 +3,10 @@
 import sys
 import time
 
-from deberta_ds import dist
-from deberta_ds.errors import UserError
-from deberta_ds.train import engine
-from deberta_ds.train.preflight import preflight
+from deberta_ds.base.errors import UserError
+from deberta_ds.cluster import dist
+from deberta_ds.engine import engine
+from deberta_ds.train.rehearsal import preflight
 
 device = engine.init_distributed()
 rank = dist.rank()

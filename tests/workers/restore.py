@@ -22,13 +22,14 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deberta_ds import config, dist
-from deberta_ds.formats import checkpoint
-from deberta_ds.formats.engine_state import MASTER
-from deberta_ds.formats.run_record import RunRecord
-from deberta_ds.formats.saved_state import SavedState
-from deberta_ds.formats.saving import save as save_checkpoint
-from deberta_ds.train import engine
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.checkpoint.save import save as save_checkpoint
+from deberta_ds.checkpoint.saved_state import SavedState
+from deberta_ds.cluster import dist
+from deberta_ds.config import run_config
+from deberta_ds.engine import engine
+from deberta_ds.engine.state import MASTER
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
@@ -83,7 +84,7 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
             train_step(model_engine, micro, step=step, seed=0)
         name = f"w{dist.world_size()}_{kind}"
         write(model_engine, run, inputs.ds, directory / name)
-        compare_with_model(model_engine, checkpoint.path_of(directory / name, 2))
+        compare_with_model(model_engine, find.path_of(directory / name, 2))
         if not kind.endswith("nvme"):
             model_engine.save_checkpoint(str(directory / "deepspeed" / name), tag="zero",
                                          save_latest=False)
@@ -91,7 +92,7 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
 
 def write(model_engine, run, ds: dict, out: Path) -> None:
     record = RunRecord(step=2, rows_seen=0, tokens_seen=0, seconds=0.0,
-                       world_size=dist.world_size(), config=config.to_dict(run), deepspeed=ds,
+                       world_size=dist.world_size(), config=run_config.to_dict(run), deepspeed=ds,
                        fingerprints={}, tokenizer_sha256="", recent_losses=[], since_line={},
                        time_use={}, begun_from="", best={}, versions={})
     save_checkpoint(model_engine, out, record, keep=1)
@@ -109,19 +110,19 @@ def load(run, directory: Path, kinds: tuple[str, ...]) -> None:
         inputs, model_engine = build(other, loaded, directory)
         watch = no_loader_of_deepspeed  # the first load of each kind: watching is slow
         for saved, world_size in itertools.product(kinds, (1, 2)):
-            source = checkpoint.path_of(directory / f"w{world_size}_{saved}", 2)
+            source = find.path_of(directory / f"w{world_size}_{saved}", 2)
             if not source.exists() or not (is_full or reference in (saved, loaded)
                                            or saved == loaded):
                 continue
             with watch():
-                checkpoint.load(model_engine, checkpoint.find(source.parent.parent, "auto").path)
+                find.load(model_engine, find.find(source.parent.parent, "auto").path)
             watch = nullcontext if not is_full else watch
             check_settings(model_engine)
             write(model_engine, run, inputs.ds, again)
-            compare_with_model(model_engine, checkpoint.path_of(again, 2))
+            compare_with_model(model_engine, find.path_of(again, 2))
             if dist.is_main():
                 done += 1
-                compare(source, checkpoint.path_of(again, 2), f"{source} into {loaded}")
+                compare(source, find.path_of(again, 2), f"{source} into {loaded}")
             dist.barrier()
     if dist.is_main():
         shutil.rmtree(again)
@@ -216,7 +217,7 @@ def compare(first: Path, second: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    run, _ = config.load(sys.argv[2], ["--model.attention=tiled"])  # which stays the run's own
+    run, _ = run_config.load(sys.argv[2], ["--model.attention=tiled"])  # which stays the run's own
     mode, directory = sys.argv[1], Path(sys.argv[3])
     kinds = MUON_KINDS if run.optim.name == "muon" else KINDS
     if mode.endswith("nvme"):

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as torch_dist
 
-from deberta_ds import config
+from deberta_ds.config import run_config
+from deberta_ds.engine import engine
 from deberta_ds.model.backbone import count_parameters
-from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
 from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
@@ -118,7 +118,7 @@ def main() -> None:
     for argument in sys.argv[3:]:
         case = json.loads(argument)
         rows = 2 * case["micro_batches"] * torch_dist.get_world_size()
-        run, _ = config.load(sys.argv[1], [f"--train.global_batch_rows={rows}",
+        run, _ = run_config.load(sys.argv[1], [f"--train.global_batch_rows={rows}",
                                            *case.get("overrides", [])])
         results[argument] = measure(run, case)
     if os.environ["RANK"] == "0":

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from deberta_ds import config, dist
+from deberta_ds.cluster import dist
+from deberta_ds.config import run_config
+from deberta_ds.engine import engine
+from deberta_ds.engine.optim import learning_rate
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.train import engine
 from deberta_ds.train.loop import batches_of
-from deberta_ds.train.schedule import learning_rate
 from deberta_ds.train.setup import join_group, open_run
 from deberta_ds.train.step import train_step
 
@@ -41,7 +42,7 @@ def trajectory(run, ds_values: dict) -> dict:
 
 
 def main() -> None:
-    run, _ = config.load(sys.argv[1])
+    run, _ = run_config.load(sys.argv[1])
     results = {}
     for stage in map(int, sys.argv[3].split(",")):
         zero = {"stage": stage}

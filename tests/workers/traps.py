@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from torch import nn
 
-from deberta_ds.train.engine import init_distributed
+from deberta_ds.engine.engine import init_distributed
 
 
 class Turns(nn.Module):

@@ -103,7 +103,7 @@ def kill_stages(args) -> dict:
 
 def prepare(args, tokenized: Path) -> None:
     """Write what the later stages work on: a packed corpus, names of its documents, filters."""
-    from deberta_ds.data.prep.identity import Origins
+    from deberta_ds.corpus.origins import Origins
 
     packed = args.scratch / "packed"
     if not packed.exists():
@@ -170,8 +170,8 @@ def kill_once(command: list[str], delay: float, *, whole_group: bool, generator)
 
 def opens_half_written(out: Path, name: str) -> int:
     """Return 1 if the output has a manifest although a part of it is missing."""
+    from deberta_ds.base.errors import UserError
     from deberta_ds.data.corpus import Corpus
-    from deberta_ds.errors import UserError
 
     if name == "train_tokenizer":
         model = out / "spm.model"

@@ -24,13 +24,8 @@ sys.path.insert(0, str(TESTS))
 import rank_helpers  # noqa: E402
 from data_helpers import Tokenizer, make_corpus, random_documents, tokenizer_path  # noqa: E402
 
-from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.formats.checkpoint import (  # noqa: E402
-    MANIFEST,
-    list_finished,
-    list_steps,
-    step_of,
-)
+from deberta_ds.base.files import write_atomic  # noqa: E402
+from deberta_ds.checkpoint.find import MANIFEST, list_finished, list_steps, step_of  # noqa: E402
 
 SAVE_EVERY = 2
 RUN_FILE = """name = "sweep"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import rank_helpers  # noqa: E402
 from launching import losses, make_run  # noqa: E402
 
-from deberta_ds.files import write_atomic  # noqa: E402
+from deberta_ds.base.files import write_atomic  # noqa: E402
 
 LEGS = [(1, 3), (2, 1), (4, 2), (1, 3)]  # (ranks, ZeRO stage)
 

@@ -24,8 +24,8 @@ import rank_helpers  # noqa: E402
 from data_helpers import make_corpus, random_documents, tiny_tokenizer  # noqa: E402
 from launching import losses, make_run  # noqa: E402
 
-from deberta_ds.formats.checkpoint import list_finished  # noqa: E402
-from deberta_ds.records import read_metrics  # noqa: E402
+from deberta_ds.checkpoint.find import list_finished  # noqa: E402
+from deberta_ds.tracking.records import read_metrics  # noqa: E402
 
 STEPS = 9
 EXACT = ("loss", "generator_loss", "discriminator_loss", "grad_norm", "lr", "rows_seen",

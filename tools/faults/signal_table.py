@@ -30,8 +30,8 @@ sys.path[:0] = [str(TESTS), str(TESTS / "cluster")]
 import fake_hosts  # noqa: E402
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run  # noqa: E402
 
-from deberta_ds.files import write_atomic  # noqa: E402
-from deberta_ds.formats.checkpoint import list_finished, step_of  # noqa: E402
+from deberta_ds.base.files import write_atomic  # noqa: E402
+from deberta_ds.checkpoint.find import list_finished, step_of  # noqa: E402
 
 
 def _free_port() -> int:

@@ -126,7 +126,7 @@ def _nodes(node, path: tuple):
 
 
 def _write_manifest_anew(step: Path) -> None:
-    from deberta_ds.files import xxh3
+    from deberta_ds.base.files import xxh3
 
     path = step / "manifest.json"
     try:

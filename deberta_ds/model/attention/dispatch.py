@@ -5,12 +5,12 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the r
 
 import torch
 
-from deberta_ds.model import kernels
 from deberta_ds.model.attention.band import make_band, padded
 from deberta_ds.model.attention.geometry import Geometry
+from deberta_ds.model.kernels import kernel_table
 
-_TOO_LARGE = (f"more than {kernels.MOST_PROGRAMS:,} sequences times heads, or planes of more than "
-              "2^31 elements")
+_TOO_LARGE = (f"more than {kernel_table.MOST_PROGRAMS:,} sequences times heads, or planes of more "
+              "than 2^31 elements")
 
 
 def attend(
@@ -49,13 +49,13 @@ def attend(
     (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
     # Elements of a plane, and of the gradients of picked queries' scores, are counted in 32 bits.
     plane = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
-    too_large = batch * heads > kernels.MOST_PROGRAMS or plane >= kernels.MOST_ELEMENTS
-    request = kernels.Request(
-        q_BHQD.device, q_BHQD.dtype, size, long=keys > kernels.LONGEST_SHORT or band.far,
+    too_large = batch * heads > kernel_table.MOST_PROGRAMS or plane >= kernel_table.MOST_ELEMENTS
+    request = kernel_table.Request(
+        q_BHQD.device, q_BHQD.dtype, size, long=keys > kernel_table.LONGEST_SHORT or band.far,
         terms=(pos_key_HSD is not None, pos_query_HSD is not None),
         obstacle=_TOO_LARGE if too_large else "")
     assert q_BHQD.dtype == k_BHLD.dtype == v_BHLD.dtype
-    chosen = kernels.pick("attention", request, mode)
+    chosen = kernel_table.pick("attention", request, mode)
     kept = {"keep_terms": keep_terms} if chosen.name == "fused" else {}
     run = chosen.load()
     return run(

@@ -10,7 +10,7 @@ Shape legend: B batch, H heads, Q queries, L keys.
 
 import torch
 
-from deberta_ds.splitmix import GAMMA, MASK64, mix_tensor, signed, words_of_share
+from deberta_ds.base.splitmix import GAMMA, MASK64, mix_tensor, signed, words_of_share
 
 # Multipliers of the "lowbias32" finalizer, as signed numbers.
 PAIR_MIX_1 = 0x21F0AAAD

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deberta_ds import splitmix
-from deberta_ds.model import kernel_check
+from deberta_ds.base import splitmix
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import reference_attention
-from deberta_ds.model.kernel_check import Verdict
+from deberta_ds.model.kernels import kernel_check
+from deberta_ds.model.kernels.kernel_check import Verdict
 
 GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
 RESULTS = ("context", "queries", "keys", "values", "position keys", "position queries")

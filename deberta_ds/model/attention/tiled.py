@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deberta_ds.cpu import mkl_products
 from deberta_ds.model.attention.dropout import dropout_words
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
@@ -28,6 +27,7 @@ from deberta_ds.model.attention.tile import (
     groups,
     probabilities,
 )
+from deberta_ds.model.cpu import mkl_products
 
 KEEP_LENGTH = 512  # spans up to this long keep their probabilities for backward
 

@@ -1,0 +1,80 @@
+"""Whole-or-nothing file writing, and checksums.
+
+A reader never sees half a file: data goes to a temporary name in the same directory, is flushed to
+disk, and is then renamed over the final name.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+from deberta_ds.base.errors import UserError
+
+_CHUNK_BYTES = 1 << 22
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust pass one on
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; on success fsync it and rename it to `path`.
+
+    An OSError of the writing names `path`.
+    """
+    path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # it would be replaced, by a rename
+        raise UserError(f"{path}: is a device or a pipe; name a file to write")
+    if not path.name:  # "." or "/"
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # which names the parent
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    # Process ids repeat on other hosts and in containers, which may write the same file.
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):  # a write to an open file names none
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        if found := _OS_ERROR.search(str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
+    finally:
+        with suppress(OSError):  # a directory that went away says more by the first error
+            temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    """Write `data` (text as UTF-8) to `path`, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def sync_directory(path: str | Path) -> None:
+    """Make renames inside directory `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def xxh3(path: str | Path) -> str:
+    """Return the xxh3-128 checksum of a file as 32 hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,241 @@
+"""Save a checkpoint: every rank its own file, the manifest last.
+
+A save has two halves. `begin_save` takes the state between two steps: in the foreground it writes
+this rank's file at once; in the background it copies the state to host memory (12 bytes a
+parameter over the ranks, freed when the file is written) and a thread writes it while training goes
+on. `finish_save` waits for that, and rank 0 writes the manifest when every rank's file is on disk;
+before that the directory counts as a save that was killed.
+
+Linear in the ranks: a rank hashes its file while it writes it and sends rank 0 the two numbers of
+the manifest; nobody lists or reads what others wrote; old checkpoints are deleted by all.
+"""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deberta_ds.base.errors import user_message
+from deberta_ds.base.files import sync_directory, write_atomic, xxh3
+from deberta_ds.checkpoint.find import (
+    BEST,
+    LAYOUT_FILE,
+    MANIFEST,
+    VERSION,
+    list_finished,
+    list_steps,
+    path_of,
+    step_of,
+)
+from deberta_ds.checkpoint.run_record import RUN_FILE, RunRecord
+from deberta_ds.checkpoint.saved_state import (
+    RANK_FILE,
+    describe_engine,
+    described_tensors,
+    rank_file,
+    tensors_of_rank,
+)
+from deberta_ds.checkpoint.stream import write_stream
+from deberta_ds.cluster import dist
+from deberta_ds.engine.layout import CheckpointError
+from deberta_ds.engine.state import is_on_disk, layout_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Save:
+    """A checkpoint between `begin_save` and `finish_save`."""
+
+    path: Path
+    step: int
+    keep: int
+    is_best: bool = False  # OUT/best will point to it
+    entries: dict[str, dict] = field(default_factory=dict)  # this rank's part of the manifest
+    problem: str = ""  # what went wrong on this rank
+    thread: threading.Thread | None = None
+
+    def is_written(self) -> bool:
+        """Return whether this rank has nothing left to write."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Run `action`; an OSError becomes this rank's problem, with its remedy."""
+        try:
+            action()
+        except OSError as error:
+            self.problem = user_message(error) or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self.problem += ("; a save needs space for one checkpoint more than train.keep, "
+                                 "for two more with train.best")
+        except Exception as error:  # a bug of ours, in a thread that nobody would hear
+            self.problem = f"{type(error).__name__}: {error}"
+            log.error("while a checkpoint was written", exc_info=True)
+
+
+def save(engine, out_dir: str | Path, record: RunRecord, keep: int) -> Path:
+    """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
+    return finish_save(begin_save(engine, out_dir, record, keep))
+
+
+def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
+               tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
+               is_best: bool = False) -> Save:
+    """Begin a checkpoint of the engine's state; call on every rank, between two steps.
+
+    `record` goes into run.json, the tokenizer's files {name: path} beside it. All but
+    the newest `keep` checkpoints and the best one will be deleted. An optimizer on NVMe is always
+    written in the foreground.
+    """
+    one = Save(path_of(out_dir, record.step), record.step, keep, is_best)
+    if dist.is_main():
+        one.attempt(lambda: _empty(one.path))
+    one.problem = dist.broadcast_object(one.problem)
+    if one.problem:
+        return one
+    layout = layout_of(engine)
+    described, tensors = described_tensors(engine, layout), tensors_of_rank(engine, layout)
+    small = {}
+    if dist.is_main():
+        small = {RUN_FILE: record.to_json(),
+                 LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
+    in_background = in_background and not is_on_disk(engine)
+    if in_background:
+        # clone: on a CPU the tensors are the ones that the next step changes
+        tensors = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
+
+    def write() -> None:
+        one.attempt(lambda: _write_my_files(one, described, tensors, small, tokenizer))
+        if in_background:
+            tensors.clear()
+
+    if in_background:
+        one.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        one.thread.start()
+    else:
+        write()
+    return one
+
+
+def finish_save(one: Save) -> Path:
+    """Wait for every rank, write the manifest, delete old checkpoints; return the directory.
+
+    Call on every rank. Raises CheckpointError on every rank if a file could not be written (disk
+    full); older checkpoints are left alone.
+    """
+    if one.thread is not None:
+        one.thread.join()
+    parts = dist.gather_to_main((one.entries, one.problem))
+    if dist.is_main():
+        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(parts) if problem]
+        one.problem = problems[0] if problems else ""
+        if not problems:
+            one.attempt(lambda: _write_manifest(one, [entries for entries, _ in parts]))
+        if one.is_best and not one.problem:
+            one.attempt(lambda: point_best(one.path))
+        if one.problem:
+            shutil.rmtree(one.path, ignore_errors=True)
+    one.problem = dist.broadcast_object(one.problem)
+    if one.problem:
+        raise CheckpointError(
+            f"{one.path}: cannot be saved: {one.problem}. Older checkpoints are untouched; mend "
+            "this and run again")
+    prune(one.path.parent.parent, one.keep)
+    return one.path
+
+
+def _empty(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # the remains of a save that was killed
+    path.mkdir(parents=True)
+
+
+def _write_my_files(one: Save, described: list, tensors, small: dict[str, str],
+                    tokenizer: dict[str, Path] | None) -> None:
+    name = rank_file(dist.rank())
+    one.entries[name] = write_stream(one.path / name, described, tensors)
+    for name, text in small.items():
+        write_atomic(one.path / name, text)
+    for name, source in (tokenizer or {}).items() if dist.is_main() else ():
+        write_atomic(one.path / name, source.read_bytes())
+        small = small | {name: ""}
+    for name in small:
+        file = one.path / name
+        one.entries[name] = {"bytes": file.stat().st_size, "xxh3": xxh3(file)}
+
+
+def _write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
+    files = {name: entry for part in parts for name, entry in sorted(part.items())}
+    assert {rank_file(rank) for rank in range(dist.world_size())} <= files.keys()
+    manifest = {"version": VERSION, "step": one.step, "world_size": dist.world_size(),
+                "files": files}
+    sync_directory(one.path)
+    write_atomic(one.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    sync_directory(one.path.parent)
+
+
+def point_best(path: Path) -> None:
+    """Have OUT/best point to a whole checkpoint, so that every command takes it for one."""
+    if not (path / MANIFEST).exists():
+        return
+    link = path.parent.parent / BEST
+    fresh = link.with_name(f".{BEST}.tmp")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(path.relative_to(link.parent))
+    fresh.replace(link)
+
+
+def set_aside(out_dir: str | Path, step: int) -> list[str]:
+    """Rename the checkpoints of later steps than the one that a run goes on from; say so.
+
+    They are of a course that was left, or damaged: as the newest ones they would be what is kept,
+    and what the next start or a rollback takes. Rank 0 alone calls it.
+    """
+    lines = []
+    for path in list_finished(out_dir):
+        if step_of(path) > step:
+            aside = path.with_name(path.name.replace("step-", "left-"))
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            lines.append(f"{path} is later than step {step}, from which this run goes on, and is "
+                         f"named {aside.name} now; delete it when it is of no use")
+    best = Path(out_dir) / BEST
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+    return lines
+
+
+def prune(out_dir: str | Path, keep: int) -> None:
+    """Delete checkpoints older than the newest `keep` whole ones but the best, manifests first.
+
+    Call on every rank: each deletes the files of its own number. The remains of killed saves that
+    are older than the newest whole one go too.
+    """
+    doomed = dist.broadcast_object(_take_manifests(out_dir, keep) if dist.is_main() else None)
+    for path, world_size in doomed:
+        for rank in range(dist.rank(), world_size, dist.world_size()):
+            (path / rank_file(rank)).unlink(missing_ok=True)
+    dist.barrier()
+    if dist.is_main():
+        for path, _ in doomed:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _take_manifests(out_dir: str | Path, keep: int) -> list[tuple[Path, int]]:
+    """Delete the manifests of old checkpoints; return (directory, number of files) of each.
+
+    Files are counted in a listing: so all share also the remains of a save that was killed.
+    """
+    steps, whole, doomed = list_steps(out_dir), list_finished(out_dir), []
+    best = (Path(out_dir) / BEST).resolve()
+    for path in steps[:steps.index(whole[-1])]:
+        if path not in whole[-keep:] and path.resolve() != best:
+            (path / MANIFEST).unlink(missing_ok=True)
+            numbers = [int(found[1]) for name in os.listdir(path)
+                       if (found := RANK_FILE.fullmatch(name))]
+            doomed.append((path, max(numbers, default=-1) + 1))
+    return doomed

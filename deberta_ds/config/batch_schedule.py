@@ -1,0 +1,83 @@
+"""How many rows each update has: global_batch_rows, which it may reach in equal stairs.
+
+Early in a run a small batch teaches as much as a large one, from fewer rows (arXiv 2505.23971;
+ModernBERT's recipe). The stairs are a function of the run file alone: at every number of ranks the
+same update has the same rows.
+"""
+
+import math
+from bisect import bisect
+from dataclasses import dataclass
+from functools import lru_cache
+
+from deberta_ds.config.run_config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Successive updates with equally many rows."""
+
+    first_row: int  # of the run
+    rows: int  # of each update
+    steps: int
+
+
+@lru_cache(maxsize=8)
+def _whole_run(train: TrainConfig) -> tuple[list[int], list[Stretch]]:
+    """Return (first step of each, the stretches) of a run, in order."""
+    firsts, found, step, row = [], [], 0, 0
+    while step < train.steps:
+        rows, until = train.global_batch_rows, train.steps
+        if step < train.batch_growth_steps:
+            jumps = train.global_batch_rows // train.first_batch_rows - 1
+            number = 1 + step * jumps // train.batch_growth_steps  # of the stair
+            rows = number * train.first_batch_rows
+            # The first step of the next one; without jumps there is none.
+            until = min(until, -(-number * train.batch_growth_steps // max(jumps, 1)))
+        firsts.append(step)
+        found.append(Stretch(row, rows, until - step))
+        row, step = row + (until - step) * rows, until
+    return firsts, found
+
+
+def stretches(train: TrainConfig, start: int, end: int) -> list[Stretch]:
+    """Return the stretches of steps `start` .. `end` - 1, in order."""
+    found = []
+    for first, one in zip(*_whole_run(train), strict=True):
+        skipped, steps = max(0, start - first), min(one.steps, end - first)
+        if skipped < steps:
+            found.append(Stretch(one.first_row + skipped * one.rows, one.rows, steps - skipped))
+    return found
+
+
+def rows_before(train: TrainConfig, step: int) -> int:
+    """Return the rows of all updates before `step`, which is where its own begin."""
+    firsts, found = _whole_run(train)
+    place = bisect(firsts, step) - 1
+    return found[place].first_row + (step - firsts[place]) * found[place].rows
+
+
+def rows_of_run(train: TrainConfig) -> int:
+    """Return the rows of all updates of a run."""
+    return rows_before(train, train.steps)
+
+
+def micro_batches(rows: int, world_size: int, micro_batch_rows: int) -> int:
+    """Return how many forwards a rank makes in an update of `rows`: as few as may be.
+
+    Their sizes differ by one row at most.
+    """
+    return math.ceil(rows // world_size / micro_batch_rows)
+
+
+def problems_with_ranks(train: TrainConfig, world_size: int, start: int) -> list[str]:
+    """Return what is wrong if the ranks cannot share every growing update from step `start` on.
+
+    The full batch is checked with the micro-batches (deepspeed_config.accumulation_steps).
+    """
+    for one in stretches(train, start, min(train.batch_growth_steps, train.steps)):
+        if one.rows % world_size:
+            return [f"train.first_batch_rows = {train.first_batch_rows}: {world_size} ranks cannot "
+                    f"share an update of {one.rows} equally; take a multiple of the ranks, or, "
+                    f"in a run that has begun, fewer ranks until step {train.batch_growth_steps:,}"]
+    return []

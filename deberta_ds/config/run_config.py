@@ -1,0 +1,346 @@
+"""The run configuration: TOML file + dotted overrides -> one frozen, validated RunConfig.
+
+What is unusual: every value remembers where it came from; unknown keys are errors with the nearest
+match; all problems of a file are reported at once. The run config owns what is computed (batch,
+learning rate, clipping, steps); the DeepSpeed JSON owns how it is run (ZeRO, precision, offload).
+No torch and no deepspeed here: a run can be checked on a login node.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from deberta_ds.base import command_line
+from deberta_ds.config import model
+from deberta_ds.config.model import HOW_COMPUTED, ModelConfig
+from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
+from deberta_ds.config.options import (
+    STRICT,
+    ConfigError,
+    Option,
+    nearest,
+    option,
+    options_of,
+    validate,
+)
+from deberta_ds.config.toml_files import flatten, parse_override, read_toml, set_value
+
+Complete = Callable[[dict, dict[str, str]], None]  # fills (values, origins) of a run file
+_LARGEST = 2**62  # of seeds and row numbers: they are hashed and added as 64-bit integers
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
+_Minutes = Annotated[float, Field(ge=0, le=1e6)]
+_Position = Annotated[int, Field(ge=0, le=_LARGEST)]
+_EVAL_NAME = re.compile(r"[\w.-]{1,60}")
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class SourceConfig:
+    """One packed corpus and its weight in the mixture.
+
+    `first_row`, `order` and `part` are for a second stage; data_prep/mixture.py --after prints
+    them.
+    """
+
+    path: str = option("directory of a packed corpus", min_length=1)
+    weight: float = option("its share of the rows, relative to the other sources", 1.0,
+                           gt=0, le=1e12)
+    first_row: _Position = option("rows of it that earlier stages of this length have used", 0)
+    order: tuple[_Position, _Position] | None = option(
+        "(seed, position) of the stage that used it first; none: this run's own", None)
+    part: tuple[_Share, _Share] = option("stretch of its shards, for stages of other lengths",
+                                         (0.0, 1.0))
+    replaced: str = option("rtd_cached: what data_prep/replace.py made of it", "")
+
+    def __post_init__(self):
+        if not self.part[0] < self.part[1]:
+            raise ValueError(f"part = {list(self.part)} must be [from, to], 0 <= from < to <= 1")
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class DataConfig:
+    """Which rows are seen, in which order."""
+
+    sources: tuple[SourceConfig, ...] = option("the mixture: one entry a packed corpus",
+                                               min_length=1)
+    tokenizer: str = option(
+        "a SentencePiece model, tokenizer.json, vocab.json beside merges.txt, or their directory",
+        min_length=1)
+    seq_len: int = option("tokens of a row", 512, ge=8, le=1 << 20)
+    eval: str | dict[str, str] = option(
+        "held-out packed corpus, or several as {name = directory}, scored together and each by "
+        "name; empty: no evaluation", "")
+    eval_replaced: str | dict[str, str] = option(
+        "rtd_cached: what data_prep/replace.py made of it; of several: by the same names", "")
+    seed: int = option("of the order, the masks and the generator's samples", 0, ge=0, le=_LARGEST)
+    cache: str = option("directory of this host for the blocks of corpora at a URL",
+                        "~/.cache/deberta_ds", min_length=1)
+    cache_gigabytes: float = option("kept there at most, with some seconds' grace; 0: all that is "
+                                    "read", 0.0, ge=0, le=1e9)
+    across_documents: bool = option("true: pieces of a row see each other (official packing)",
+                                    False)
+    verify: Literal["sizes", "full"] = option(
+        "what is checked of the shards at the start; full: checksums too", "sizes")
+    workers: int = option("loader processes of each rank; 0: load in the training process", 1,
+                          ge=0, le=256)
+
+    def __post_init__(self):
+        for name in self.eval_corpora if isinstance(self.eval, dict) else ():
+            if not _EVAL_NAME.fullmatch(name):
+                raise ValueError(f"eval: {name!r} names a held-out corpus in charts and files; use "
+                                 "letters, digits, _ . and -")
+            if not self.eval[name]:
+                raise ValueError(f"eval: {name} is empty; it must be a directory")
+        if self.eval_replaced and self.eval_replacements.keys() != self.eval_corpora.keys():
+            raise ValueError("eval_replaced must have the names of eval, "
+                             f"{', '.join(self.eval_corpora) or 'which is empty'}")
+
+    @property
+    def eval_corpora(self) -> dict[str, str]:
+        """{name: directory} of the held-out corpora; the name of a single one is its path."""
+        return self.eval if isinstance(self.eval, dict) else {self.eval: self.eval} \
+            if self.eval else {}
+
+    @property
+    def eval_replacements(self) -> dict[str, str]:
+        """{name: directory of its replacements} of `eval_corpora`."""
+        if isinstance(self.eval_replaced, dict):
+            return self.eval_replaced
+        return dict.fromkeys([self.eval] if isinstance(self.eval, str) else [],
+                             self.eval_replaced) if self.eval_replaced else {}
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    lr: float = option("peak learning rate", gt=0, le=10)
+    name: Literal["adamw", "muon", "adam_uncorrected"] = option(
+        "muon: for matrices, adamw for all else; adam_uncorrected: the official XAdam", "adamw")
+    momentum: _Decay = option("of muon's moving average of gradients", 0.95)
+    betas: tuple[_Decay, _Decay] = option("of Adam's two moving averages", (0.9, 0.98))
+    eps: float = option("of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
+    weight_decay: float = option("decoupled; biases and norms do not decay", 0.01, ge=0, le=10)
+    clip_norm: float = option("largest gradient norm of a network (generator and discriminator "
+                              "have one each, and a table that they share); 0: no clipping", 1.0,
+                              ge=0, le=1e9)
+    warmup_steps: int = option("steps in which the rate rises to lr", 0, ge=0, le=1 << 40)
+    schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = option(
+        "how the rate falls after warm-up; deberta_linear: the official one, with its jump",
+        "linear")
+    decay_share: float = option("wsd: share of all steps spent decaying at the end", 0.1,
+                                gt=0, le=1)
+    min_lr_share: float = option("final learning rate as a share of lr", 0.0, ge=0, le=1)
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how much at a time, and what is written when."""
+
+    steps: int = option("updates of the whole run", ge=1, le=1 << 40)
+    global_batch_rows: int = option("rows of one update, over all ranks", ge=1, le=1 << 22)
+    micro_batch_rows: int = option("rows of one forward on one rank", ge=1, le=1 << 16)
+    first_batch_rows: int = option("rows of the first update, which grow to global_batch_rows; 0: "
+                                   "all updates have as many", 0, ge=0, le=1 << 22)
+    batch_growth_steps: int = option("steps in which they grow, in equal jumps of "
+                                     "first_batch_rows", 0, ge=0, le=1 << 40)
+    seed: int = option("of the first weights and of dropout", 0, ge=0, le=_LARGEST)
+    checkpoint_layers: int = option("recompute every n-th layer in backward; 0: none, 1: all", 0,
+                                    ge=0, le=1000)
+    recompute: Literal["all", "cheap"] = option(
+        "cheap: recomputed layers keep their linear outputs", "all")
+    log_every: int = option("steps between two lines of the log", 10, ge=1, le=1 << 40)
+    eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
+    eval_rows: int = option("rows of each held-out corpus in an evaluation", 256, ge=1, le=1 << 24)
+    save_every: int = option("steps between two checkpoints", 1000, ge=1, le=1 << 40)
+    save_minutes: Literal["auto"] | _Minutes = option(
+        "minutes after which a checkpoint is due too, looked at every log_every steps; auto: by "
+        "the number of ranks and the pause of a save (Young/Daly); 0: save_every alone", "auto")
+    save_in_background: bool = option("copy the state to host memory and write it while training "
+                                      "goes on (12 bytes a parameter over the ranks)", True)
+    keep: int = option("newest checkpoints that are kept", 3, ge=1, le=1 << 20)
+    best: str = option("score of the evaluations whose best checkpoint is kept too, as OUT/best: a "
+                       "key of metrics.jsonl such as minimal_pairs; empty: none", "")
+    patience: int = option("evaluations without a better train.best after which the run ends; 0: "
+                           "never", 0, ge=0, le=1 << 40)
+    watchdog_seconds: float = option("a stuck or dead rank is named within this time, of 1 or "
+                                     "more; 0: never", 60.0, ge=0, le=1e6)
+    on_spike: Literal["stop", "skip", "rollback"] = option("what to do about a bad step", "stop")
+    spike_sigmas: float = option("a loss above mean + this many deviations of 100 losses is bad; "
+                                 "0: never", 0.0, ge=0, le=1e6)
+    stop_after: int = option("save and stop at this step, as before a time limit; 0: run to the "
+                             "end", 0, ge=0, le=1 << 40)
+
+    def __post_init__(self):
+        if bool(self.first_batch_rows) != bool(self.batch_growth_steps):
+            raise ValueError("first_batch_rows and batch_growth_steps go together; set both, or "
+                             "leave both out")
+        if self.first_batch_rows and self.global_batch_rows % self.first_batch_rows:
+            raise ValueError(f"first_batch_rows = {self.first_batch_rows} must divide "
+                             f"global_batch_rows = {self.global_batch_rows}")
+        if 0 < self.watchdog_seconds < 1:  # it would end a run before its first beat
+            raise ValueError(f"watchdog_seconds = {self.watchdog_seconds} must be 0 or at least 1")
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class InitConfig:
+    """Where a run's first weights come from; empty: random. A resumed run does not read it."""
+
+    source: str = option("our run or export, Hugging Face or microsoft "
+                         "files", "")
+    generator: str = option("its generator, where the source has none; rtd_cached without a "
+                            "source: whose word table the discriminator's starts from", "")
+    words_only: bool = option("take only the word table and keep it fixed", False)
+
+    def __post_init__(self):
+        if not self.source and self.words_only:
+            raise ValueError("words_only needs init.from")
+        if self.generator and self.words_only:
+            raise ValueError("words_only takes no generator")
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class LogConfig:
+    """Services that get the numbers of a run beside metrics.jsonl and TensorBoard."""
+
+    wandb: str = option("project of Weights & Biases (pip install wandb); empty: none", "")
+    mlflow: str = option("experiment of MLflow (pip install mlflow); empty: none", "")
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What an evaluation measures beside the objective's own scores."""
+
+    minimal_pairs: str = option("minimal pairs that are scored: a file, directory or archive as "
+                                "launch/minimal_pairs.py reads it; empty: none", "")
+    pairs_per_paradigm: int = option("how many of them, drawn once for all runs", 25,
+                                     ge=1, le=1 << 20)
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that one pretraining run computes."""
+
+    name: str = option("shown in the log and on the page", min_length=1)
+    out_dir: str = option("where checkpoints, metrics and the page go", min_length=1)
+    model: ModelConfig
+    objective: ObjectiveConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    init: InitConfig = InitConfig()
+    log: LogConfig = LogConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    def __post_init__(self):
+        if self.init.generator and not self.init.source and self.objective.kind != "rtd_cached":
+            raise ValueError("init.generator needs init.from")
+        if self.init.words_only and self.objective.kind != "mlm":
+            raise ValueError("init.words_only is the first stage of two and needs "
+                             'objective.kind = "mlm" (docs/interop.md)')
+        stored = [f"data.sources[{number}].replaced"
+                  for number, source in enumerate(self.data.sources) if source.replaced]
+        stored += ["data.eval_replaced"] * bool(self.data.eval_replaced)
+        if stored and self.objective.kind != "rtd_cached":
+            raise ValueError(f'{" and ".join(stored)}: for objective.kind = "rtd_cached" alone, '
+                             f"not {self.objective.kind!r}; leave it out")
+
+
+# A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
+# its corpora and tokenizer (train/check.py); the rest may change and is logged.
+IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed", "data.across_documents",
+                   "train.seed", "train.global_batch_rows", "train.first_batch_rows",
+                   "train.batch_growth_steps", "optim.name", "init.words_only")
+FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
+
+
+def to_dict(config: Any) -> dict:
+    """Return a config as plain JSON-compatible values."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(values: dict, place: str = "config") -> RunConfig:
+    """Return the RunConfig of plain values (as written by `to_dict`)."""
+    return validate(RunConfig, values, place)
+
+
+def run_options() -> list[Option]:
+    """Return the keys of a run file as they are written in one."""
+    found = []
+    for one in options_of(RunConfig):
+        if one.key == "model.vocab_size":
+            found.append(Option(
+                "model.preset", "text", False, None, "", "a published shape, for what the other "
+                f"keys of [model] leave open: {', '.join(model.MODELS)}"))
+            one = dataclasses.replace(one, follows="the tokenizer's ids padded to 64")
+        elif one.required and one.key.startswith("model."):
+            one = dataclasses.replace(one, follows="of the preset, or the source of [init]")
+        found.append(dataclasses.replace(one, key=one.key.replace("init.source", "init.from")))
+    return found
+
+
+def load(path: str | Path, overrides: list[str] = (), complete: Complete | None = None
+         ) -> tuple[RunConfig, dict[str, str]]:
+    """Return (RunConfig, origin of every value) of a TOML file and `--section.key=value` overrides.
+
+    Later wins: default, preset, file, override. `complete` fills in what they leave open, such as
+    release/shape.py; without it a vocabulary is the preset's. Raises ConfigError with all problems
+    at once.
+    """
+    path = command_line.find(path)
+    values = read_toml(path, "run config", "launch/runs/demo.toml")
+    origins = {key: str(path) for key in flatten(values)}
+    for override in overrides:
+        key, value = parse_override(override)
+        try:
+            set_value(values, key, value)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        origins[key] = "command line"
+    _apply_defaults(values, origins, str(path))
+    if complete:
+        complete(values, origins)
+    try:
+        config = validate(RunConfig, values, str(path))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("init.source", "init.from")) from None
+    for key in flatten(to_dict(config)):
+        origins.setdefault(key, "default")
+    return config, origins
+
+
+def _apply_defaults(values: dict, origins: dict, place: str) -> None:
+    init = values.get("init")
+    if isinstance(init, dict) and "from" in init:  # no name for a Python attribute
+        init["source"] = init.pop("from")
+        origins["init.source"] = origins.pop("init.from")
+    model = values.get("model")
+    if isinstance(model, dict) and "preset" in model:
+        name = model.pop("preset")
+        origin = origins.pop("model.preset", place)
+        if not isinstance(name, str) or name not in model.MODELS:
+            raise ConfigError(f"{origin}: model.preset = {name!r}: unknown"
+                              f"{nearest(str(name), model.MODELS)}; "
+                              f"one of {', '.join(model.MODELS)}")
+        _merge_under(values, origins, "model", model.MODELS[name], f"preset {name}")
+    objective = values.get("objective")
+    kind = objective.get("kind") if isinstance(objective, dict) else None
+    if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
+        if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
+            _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
+
+
+def _merge_under(values: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:
+    target = values
+    for part in section.split("."):
+        target = target[part]
+    for key, value in defaults.items():
+        if key not in target:
+            target[key] = value
+            origins[f"{section}.{key}"] = origin

@@ -1,0 +1,64 @@
+"""TOML files and dotted overrides: what a run file, settings and task files have in common."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.base import command_line
+from deberta_ds.base.errors import refuse_pipe
+from deberta_ds.config.options import ConfigError
+
+
+def read_toml(path: str | Path, what: str, example: str) -> dict:
+    """Return the tables of a TOML file; `what` and `example` help a user who named no such file."""
+    refuse_pipe(path)
+    try:
+        with open(command_line.find(path), "rb") as file:
+            return tomllib.loads(file.read().decode("utf-8-sig"))  # some editors begin with a mark
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such {what}; name a TOML file, such as {example}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); a {what} is a TOML file, "
+                          f"such as {example}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save "
+                          "the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # TOML, thousands of digits or brackets
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Return (dotted key, TOML value) of "--section.key=value"; what is no TOML is a string."""
+    key, separator, value = text.removeprefix("--").partition("=")
+    if not text.startswith("--") or not separator or not all(key.split(".")):
+        raise ConfigError(f"{text!r}: not an option; overrides are written --section.key=value")
+    if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows such bytes
+        raise ConfigError(f"{text!r}: is not UTF-8")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except (ValueError, RecursionError):
+        return key, value  # a bare string
+
+
+def set_value(values: dict, key: str, value: Any) -> None:
+    """Set the value at a dotted key in nested tables, making those that are missing."""
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if isinstance(values, list):
+            raise ConfigError(f"--{key}: {section} is a list; give it whole, as in the file")
+        if not isinstance(values, dict):
+            raise ConfigError(f"--{key}: {section} is a value, not a section; write it as a "
+                              "table, [section]")
+    values[last] = value
+
+
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    """Return {"section.key": value} for nested values; lists stay whole."""
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

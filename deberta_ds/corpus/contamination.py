@@ -1,0 +1,292 @@
+"""Find documents that hold text of evaluation files: overlap of word n-grams.
+
+The strings of the evaluation files (every text field of a record, every cell of a table, every
+line of text) become n-grams of lower-cased words without punctuation; in scripts written without
+spaces each character is a word. Strings of fewer than n words, but at least SHORTEST, count whole.
+A document that holds one of these n-grams is contaminated. n = 13 is what GPT-3 and others since
+took (Brown et al. 2020, appendix C): shorter ones find idioms, longer ones miss edited copies.
+"""
+
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import read_json, typed
+from deberta_ds.corpus.documents import Document, Extent, ReadOptions, plan_units, units_digest
+from deberta_ds.corpus.findings import FINDINGS_VERSION, finish_findings, input_files, save_found
+from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.tables import TABLE_KINDS, read_table, text_lines
+from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.data.corpus import map_array
+from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, WORD, BadTextError, normalise
+
+SHORTEST = 8  # words: shorter strings are everywhere
+REPORT = "report.json"
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes an n-gram
+_BATCH_WORDS = 1 << 16
+_END = "\0"  # no word, so that no run of words that an example has goes over the end of a document
+_SAMPLES, _SHOWN = 5, 100  # documents shown of each unit, and in all
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """`examples` {evaluation file: [examples long enough to be searched, examples found]},
+    `documents` [searched, found], `samples` of what was found: place, evaluation file, words.
+    """
+
+    examples: dict[str, list[int]]
+    documents: list[int]
+    samples: list[dict]
+
+
+def find_contamination(
+    units: list[list[Extent]], against: list[str], out: str | Path, *, read: ReadOptions,
+    words: int = 13, workers: int = 1, part: Part = None,
+) -> Contamination | None:
+    """Write the findings of evaluation text in the inputs to `out`; return the report, None after
+    one part of an array of jobs.
+    """
+    if words < SHORTEST:
+        raise UserError(f"--words {words}: shorter n-grams than {SHORTEST} words are in any text")
+    out = Path(out)
+    evaluation = [extent for unit in plan_units(against, ReadOptions()) for extent in unit]
+    kinds = {extent.path: extent.kind for extent in evaluation}  # a large file has many extents
+    numbers = {source: number for number, source in enumerate(input_files(units))}
+    description = {
+        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
+        "text_rules": TEXT_RULES_VERSION, "against": units_digest([evaluation]), "words": words,
+    }
+    with job(out, description, finished=MANIFEST, part=part) as is_done:
+        if not is_done:
+            names, searched = _save_grams(out, kinds, words)
+            total = _Found()
+            jobs = {f"search-{number:05d}": (str(out), number, unit, read, numbers)
+                    for number, unit in enumerate(units)}
+            done = run_units(out, search_unit, jobs, workers=workers, label="search", part=part,
+                             keep=total.add)
+            if done is None:
+                return None
+            report = _report(out, names, searched, total)
+            write_atomic(out / REPORT, json.dumps(asdict(report), indent=1, ensure_ascii=False))
+            counts = {"documents": report.documents[0], "contaminated": report.documents[1]}
+            finish_findings(out, units, read, "contaminated", counts)
+    values = read_json(out / REPORT)
+    try:
+        return typed(Contamination, values)
+    except ValueError as error:
+        raise UserError(f"{out / REPORT}: damaged ({error}); run this again into a new directory"
+                        ) from None
+
+
+def gram_hashes(words: list[str], lengths: Iterable[int]) -> Iterator[np.ndarray]:
+    """Yield for each of the ascending `lengths` the 64-bit hash of each run of so many words:
+    u64 [len(words) - length + 1].
+    """
+    each = np.fromiter(map(_hash_word, words), np.uint64, len(words))
+    total, done = np.zeros(len(words), np.uint64), 0
+    for length in lengths:
+        total = total[: max(0, len(words) - length + 1)]
+        for offset in range(done, length):
+            total = total * _BASE + each[offset : offset + len(total)]
+        yield total
+        done = length
+
+
+def words_of(text: str) -> list[str]:
+    """Return the lower-cased words of a normalised text, without punctuation."""
+    return WORD.findall(text.lower())
+
+
+@lru_cache(1 << 18)
+def _hash_word(word: str) -> int:
+    return xxhash.xxh3_64_intdigest(word.encode())
+
+
+def _strings(path: str, kind: str) -> Iterator[list[str]]:
+    """Yield the texts of each example of an evaluation file."""
+    if kind == "text":
+        yield from ([line] for _, line in text_lines(path))
+    elif kind in TABLE_KINDS.values():
+        # No header: some of GLUE's tables have none, and rows of any number of cells.
+        yield from (list(_texts_in(values)) for _, values in read_table(path, names=None))
+    else:
+        raise UserError(f"{path}: evaluation files are JSON lines, tables, parquet, Arrow or text")
+
+
+def _texts_in(value) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(part)
+
+
+def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[str], list[int]]:
+    """Write the n-grams of all examples of {file: kind}; return (the files' names, examples
+    searched for of each).
+
+    lengths.npy: words of an n-gram, all that occur; for each of them grams-N.npy, sorted hashes,
+    and owners-N.npy, the example that each is of; files.npy: the first example of each file.
+    """
+    found: dict[int, tuple[array, array]] = {}
+    example, names, firsts, searched = 0, [], [], []
+    for path, kind in kinds.items():
+        names.append(path)
+        firsts.append(example)
+        searched.append(0)
+        for texts in _strings(path, kind):
+            grams = list(_example_grams(texts, count))
+            for length, gram in grams:
+                hashes, owners = found.setdefault(length, (array("Q"), array("q")))
+                hashes.append(gram)
+                owners.append(example)
+            searched[-1] += bool(grams)
+            example += 1
+    if not found:
+        raise UserError("the evaluation files hold no text of "
+                        f"{SHORTEST} words or more: {', '.join(names)}")
+    lengths = sorted(found)
+    for length in lengths:
+        grams, owners = map(np.array, found[length])
+        order = np.argsort(grams, kind="stable")
+        save_array(out / f"grams-{length}.npy", grams[order])
+        save_array(out / f"owners-{length}.npy", owners[order])
+    save_array(out / "lengths.npy", np.array(lengths))
+    save_array(out / "files.npy", np.array(firsts))
+    return names, searched
+
+
+def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]]:
+    for text in texts:
+        with suppress(BadTextError):  # no document has a lone surrogate
+            text = normalise(text)
+        words = words_of(text)
+        if len(words) >= SHORTEST:
+            length = min(count, len(words))
+            hashes, = gram_hashes(words, [length])
+            yield from {(length, gram) for gram in hashes.tolist()}
+
+
+def search_unit(
+    out: str, number: int, unit: list[Extent], read: ReadOptions, numbers: dict[str, int]
+) -> dict:
+    """Write the contaminated documents of one unit; return counts, examples met and samples."""
+    directory = Path(out)
+    tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
+    places, samples, total = [], [], 0
+    for documents, firsts, words in _batches(unit, read):
+        total += len(documents)
+        found: dict[int, tuple[int, str]] = {}
+        for place, example, matching in _hits(words, tables):
+            found.setdefault(bisect_right(firsts, place) - 1, (example, matching))
+        for index, (example, matching) in sorted(found.items()):
+            document = documents[index]
+            places.append((numbers[document.path], document.where))
+            if len(samples) < _SAMPLES:
+                samples.append({"document": document.offset(), "example": example,
+                                "words": matching})
+    pairs = np.array(places, dtype=np.uint64).reshape(-1, 2)
+    save_found(out, f"contaminated-{number:05d}", pairs[:, 0], pairs[:, 1])
+    examples = set().union(*(grams.examples_met() for grams in tables))
+    return {"documents": total, "found": len(places), "examples": sorted(examples),
+            "samples": samples}
+
+
+def _batches(unit: list[Extent], read: ReadOptions
+             ) -> Iterator[tuple[list[Document], list[int], list[str]]]:
+    """Yield (documents, the first word of each, words), many short documents at a time: NumPy takes
+    as long to be called as to hash some hundred words. _END stands behind each document.
+    """
+    documents, firsts, words = [], [], []
+    for document in read_unit(unit, read):
+        firsts.append(len(words))
+        with suppress(BadTextError):
+            words += words_of(normalise(document.text))
+        words.append(_END)
+        documents.append(document._replace(text=""))
+        if len(words) >= _BATCH_WORDS:
+            yield documents, firsts, words
+            documents, firsts, words = [], [], []
+    yield documents, firsts, words
+
+
+class _Grams:
+    """The n-grams of one length: sorted hashes, the example of each, and which top bits occur (a
+    look-up there rules out most n-grams of a document in a tenth of the time of a search).
+    """
+
+    def __init__(self, directory: Path, length: int):
+        self.length = length
+        self.hashes = map_array(directory / f"grams-{length}.npy")
+        self.owners = map_array(directory / f"owners-{length}.npy")
+        bits = min(len(self.hashes).bit_length() + 5, 24)  # a small table stays in the cache
+        self._shift = np.uint64(64 - bits)
+        self._occurs = np.zeros(1 << bits, bool)
+        self._occurs[self.hashes >> self._shift] = True
+        self._met: set[int] = set()
+
+    def places(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
+        """Return (the indices of those of `hashes` that an example has, the first example of each),
+        and remember which n-grams they are: all examples of one may be many, as of a common text.
+        """
+        likely = np.flatnonzero(self._occurs[hashes >> self._shift])
+        index = np.searchsorted(self.hashes, hashes[likely]).clip(max=len(self.hashes) - 1)
+        is_there = self.hashes[index] == hashes[likely]
+        self._met.update(index[is_there].tolist())
+        return likely[is_there].tolist(), self.owners[index[is_there]].tolist()
+
+    def examples_met(self) -> set[int]:
+        """Return the examples of all n-grams that were found."""
+        firsts = np.array(sorted(self._met), np.int64)
+        lasts = np.searchsorted(self.hashes, self.hashes[firsts], "right").tolist()
+        return {example for first, last in zip(firsts.tolist(), lasts, strict=True)
+                for example in self.owners[first:last].tolist()}
+
+
+def _hits(words: list[str], tables: list[_Grams]) -> Iterator[tuple[int, int, str]]:
+    """Yield (place, an example, matching words) for each n-gram of `words` that examples have."""
+    all_hashes = gram_hashes(words, [grams.length for grams in tables])
+    for grams, hashes in zip(tables, all_hashes, strict=True):
+        for place, example in zip(*grams.places(hashes), strict=True):
+            yield place, example, " ".join(words[place : place + grams.length])
+
+
+@dataclass
+class _Found:
+    """What the units have found: documents [searched, found], examples met, samples."""
+
+    documents: list[int] = field(default_factory=lambda: [0, 0])
+    examples: set[int] = field(default_factory=set)
+    samples: list[dict] = field(default_factory=list)
+
+    def add(self, result: dict) -> None:
+        self.documents[0] += result["documents"]
+        self.documents[1] += result["found"]
+        self.examples.update(result["examples"])
+        self.samples += result["samples"][: _SHOWN - len(self.samples)]
+
+
+def _report(out: Path, names: list[str], searched: list[int], total: _Found) -> Contamination:
+    firsts = np.load(out / "files.npy")
+
+    def file_of(example: int) -> int:
+        return int(np.searchsorted(firsts, example, side="right")) - 1
+
+    examples = {name: [count, 0] for name, count in zip(names, searched, strict=True)}
+    for example in total.examples:
+        examples[names[file_of(example)]][1] += 1
+    samples = [sample | {"example": f"{names[file_of(sample['example'])]}, example "
+                                    f"{sample['example'] - int(firsts[file_of(sample['example'])])}"
+                         } for sample in total.samples]
+    return Contamination(examples, total.documents, samples)

@@ -1,0 +1,356 @@
+"""Find duplicate documents out of core: exact ones by hash, near ones by their 5-grams (near.py).
+
+Stage "hash": each work unit writes tables of at most PART_DOCUMENTS documents: 128-bit hashes of
+the normalised texts, sorted; for near duplicates also signatures, sketches and band keys. Stage
+"exact": each range of hashes is read from every table, and of each group of equal hashes all but
+the first document, in input order, are duplicates. Stage "near" does the same with band keys, and
+compares the documents of a group. Memory is one part or one bucket, however many documents are
+alike.
+
+Findings name documents by input file and place in it (byte offset or row), so tokenize_corpus can
+leave them out of any subset of the inputs, in any units: duplicates across corpora are found by one
+call over all of them.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.documents import Extent, ReadOptions, units_digest
+from deberta_ds.corpus.findings import (
+    FINDINGS_VERSION,
+    FOUND,
+    Findings,
+    finish_findings,
+    input_files,
+    merge_found,
+    save_found,
+)
+from deberta_ds.corpus.readers import joined, read_unit
+from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.data.corpus import map_array
+from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION, UNSPACED, BadTextError, normalise
+
+# Near duplicates: which pairs of documents are looked at, and how similar they are.
+#
+# A document is the set of its word 5-grams; in scripts written without spaces each character is a
+# word. MinHash signatures cut into bands (package datasketch) say which documents meet. How
+# similar two of them are is then counted on the sets themselves, which are kept as their 1,024
+# smallest 32-bit hashes: exact for documents of up to so many 5-grams, and beyond an estimate with
+# a standard deviation of at most 0.016.
+PERMUTATIONS, SHINGLE_WORDS, SKETCH_HASHES = 128, 5, 1024
+_RECALL = 0.99  # of pairs just at the threshold: how many of them meet in a band
+_SIGNATURE_ERROR = 0.14  # four standard deviations of a similarity estimated by signatures
+_REPRESENTATIVES = 1024  # bounds the comparisons where a band is shared by very many documents
+_WORD = re.compile(f"[{UNSPACED}]|[^\\s{UNSPACED}]+")
+_BATCH = 1 << 12
+_hash32 = partial(xxhash.xxh32_intdigest, seed=0)
+
+
+def near_bands(threshold: float) -> tuple[int, int]:
+    """Return (bands, entries of a band): the longest bands that meet 99 % at the threshold."""
+    if not 0.3 <= threshold < 1:
+        raise UserError(f"--near {threshold}: must be in [0.3, 1)")
+    try:
+        import datasketch  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "near-duplicate removal needs the package datasketch: pip install datasketch"
+        ) from error
+    for entries in range(PERMUTATIONS, 1, -1):
+        bands = PERMUTATIONS // entries
+        if 1 - (1 - threshold**entries) ** bands >= _RECALL:
+            return bands, entries
+    return PERMUTATIONS, 1
+
+
+def signer() -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
+    """Return the function text -> (MinHash signature u32[128], sketch: sorted u32 hashes)."""
+    from datasketch import MinHash
+
+    empty = MinHash(PERMUTATIONS, seed=1, hashfunc=int)  # it is given hashes
+
+    def sign(text: str) -> tuple[np.ndarray, np.ndarray]:
+        words = _WORD.findall(text.lower()) or [""]
+        shingles = {" ".join(words[i : i + SHINGLE_WORDS]).encode()
+                    for i in range(max(1, len(words) - SHINGLE_WORDS + 1))}
+        hashes = np.unique(np.fromiter(map(_hash32, shingles), "<u4", len(shingles)))
+        minhash = empty.copy()
+        for start in range(0, len(hashes), _BATCH):  # a batch takes 1 KiB for each hash
+            minhash.update_batch(hashes[start : start + _BATCH].tolist())
+        return minhash.hashvalues.astype("<u4"), hashes[:SKETCH_HASHES]
+
+    return sign
+
+
+def band_keys(signatures: np.ndarray, bands: tuple[int, int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield (band, 64-bit key of each signature's entries in that band)."""
+    for band in range(bands[0]):
+        part = np.ascontiguousarray(signatures[:, band * bands[1] : (band + 1) * bands[1]])
+        yield band, [xxhash.xxh3_64_intdigest(row.tobytes(), seed=band) for row in part]
+
+
+def similarity(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the Jaccard similarity of two sketches (module text)."""
+    merged = np.concatenate([first, second])
+    merged.sort()
+    twice = merged[1:] == merged[:-1]
+    distinct = len(merged) - int(twice.sum())
+    if distinct <= SKETCH_HASHES or max(len(first), len(second)) < SKETCH_HASHES:
+        return (len(merged) - distinct) / distinct
+    # The 1,024 smallest of both together: of larger ones a sketch may have left some out.
+    is_new = np.append(True, ~twice)
+    last = np.flatnonzero(is_new)[SKETCH_HASHES]
+    return int(twice[: last - 1].sum()) / SKETCH_HASHES
+
+
+class Group:
+    """Documents that share a band, one after another; those that stay are remembered, at most
+    1,024 of them.
+    """
+
+    def __init__(self, threshold: float):
+        self._threshold = threshold
+        self._signatures = np.empty((2, PERMUTATIONS), dtype="<u4")
+        self._sketches: list[np.ndarray] = []
+
+    def has(self, signature: np.ndarray, sketch: np.ndarray) -> bool:
+        """Return whether the similarity of this document to one that stays is at least the
+        threshold; if not, it stays too.
+        """
+        count = len(self._sketches)
+        estimates = (self._signatures[:count] == signature).mean(axis=1)
+        likely = np.flatnonzero(estimates >= self._threshold - _SIGNATURE_ERROR)
+        nearest_first = likely[np.argsort(-estimates[likely], kind="stable")].tolist()
+        if any(similarity(self._sketches[number], sketch) >= self._threshold
+               for number in nearest_first):
+            return True
+        if count < _REPRESENTATIVES:
+            if count == len(self._signatures):
+                self._signatures = np.concatenate([self._signatures, self._signatures])
+            self._signatures[count] = signature
+            self._sketches.append(sketch)
+        return False
+
+
+PART_DOCUMENTS = 1 << 15  # of one table: about 100 MB with all that near duplicates need
+BUCKET_DOCUMENTS = 1 << 21  # hashes in one bucket: about 200 MB
+NEAR_BUCKET_KEYS = 1 << 18
+NEAR_DOCUMENTS = 1 << 14  # read at a time: at most about 80 MB
+_HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<u8")])
+_BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
+
+
+def find_duplicates(
+    units: list[list[Extent]],
+    out: str | Path,
+    *,
+    read: ReadOptions,
+    near_threshold: float = 0.0,
+    workers: int = 1,
+    part: Part = None,
+) -> dict[str, int]:
+    """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts; {}
+    after one part of an array of jobs, which shares out the reading of the inputs.
+    """
+    out = Path(out)
+    bands = near_bands(near_threshold) if near_threshold else (0, 0)
+    numbers = {source: number for number, source in enumerate(input_files(units))}
+    description = {
+        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
+        "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold, "bands": list(bands),
+    }
+    with job(out, description, finished=MANIFEST, part=part) as is_done:
+        if not is_done:
+            counts = _search(out, units, numbers, read, near_threshold, bands, workers, part)
+            if not counts:
+                return {}
+            finish_findings(out, units, read, "duplicate", counts)
+    return Findings(out).counts
+
+
+def _search(
+    out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
+    threshold: float, bands: tuple[int, int], workers: int, part: Part,
+) -> dict[str, int]:
+    """Run all stages and return the counts, {} after a part; `numbers`: {source: its number}."""
+    jobs = {f"hash-{number:05d}": (str(out), number, unit, read, bands,
+                                   {extent.source: numbers[extent.source] for extent in unit})
+            for number, unit in enumerate(units)}
+    hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash", part=part)
+    if hashed is None:
+        return {}
+    tables = [name for result in hashed for name in result["tables"]]
+    documents = sum(result["documents"] for result in hashed)
+    exact = -(-documents // BUCKET_DOCUMENTS)
+    jobs = {f"exact-{bucket:05d}": (str(out), tables, bucket, exact) for bucket in range(exact)}
+    run_units(out, exact_bucket, jobs, workers=workers, label="exact")
+    exact_count = merge_found(out, "exact", len(numbers))
+    close = -(-documents * bands[0] // NEAR_BUCKET_KEYS)  # each document once a band
+    jobs = {f"near-{bucket:05d}": (str(out), tables, bucket, close, threshold)
+            for bucket in range(close)}
+    run_units(out, near_bucket, jobs, workers=workers, label="near")
+    total = merge_found(out, "", len(numbers))
+    return {"documents": documents, "exact": exact_count, "near": total - exact_count}
+
+
+def hash_unit(
+    out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int],
+    numbers: dict[str, int],
+) -> dict:
+    """Write the tables of one unit's documents; return their names and how many documents."""
+    sign = signer() if bands[0] else None
+    rows: list[tuple[int, int, int, int]] = []
+    signed: list[tuple[np.ndarray, np.ndarray]] = []
+    tables: list[str] = []
+    total = 0
+
+    def flush() -> None:
+        if not rows:
+            return
+        name = f"{number:05d}-{len(tables):03d}"
+        table = np.array(rows, dtype=_HASH)
+        order = np.lexsort((table["where"], table["file"], table["low"], table["high"]))
+        save_array(_table(out, "hashes", name), table[order])
+        if sign:
+            _save_signed(out, name, signed, table, bands)
+        tables.append(name)
+        rows.clear()
+        signed.clear()
+
+    for source, where, text in _texts(unit, read):
+        total += 1
+        if not text:
+            continue
+        digest = xxhash.xxh3_128_intdigest(text.encode())
+        rows.append((digest >> 64, digest & (1 << 64) - 1, numbers[source], where))
+        if sign:
+            signed.append(sign(text))
+        if len(rows) == PART_DOCUMENTS:
+            flush()
+    flush()
+    return {"documents": total, "tables": tables}
+
+
+def _save_signed(out: str, name: str, signed: list, table: np.ndarray, bands: tuple) -> None:
+    signatures = np.array([signature for signature, _ in signed], dtype="<u4")
+    save_array(_table(out, "signatures", name), signatures)
+    save_array(_table(out, "sketches", name), np.concatenate([sketch for _, sketch in signed]))
+    ends = np.cumsum([len(sketch) for _, sketch in signed], dtype="<i8")
+    save_array(_table(out, "sketch_ends", name), ends)
+    found = np.empty(len(signed), dtype=FOUND)
+    found["file"], found["where"] = table["file"], table["where"]
+    save_array(_table(out, "places", name), found)
+    keys = np.empty(len(signed) * bands[0], dtype=_BAND)
+    for band, values in band_keys(signatures, bands):
+        part = keys[band * len(signed) : (band + 1) * len(signed)]
+        part["high"], part["low"], part["row"] = values, band, np.arange(len(signed))
+    order = np.lexsort((keys["row"], keys["low"], keys["high"]))
+    save_array(_table(out, "bands", name), keys[order])
+
+
+def exact_bucket(out: str, tables: list[str], bucket: int, count: int) -> dict:
+    """Write the duplicates among the hashes of one bucket; all but the first of each group."""
+    parts = [part for _, part in _bucket_parts(out, "hashes", tables, bucket, count)]
+    if not parts:  # all documents are empty
+        return {}
+    table = np.concatenate(parts)
+    table = table[np.lexsort((table["where"], table["file"], table["low"], table["high"]))]
+    later = np.flatnonzero(_same_as_before(table)) + 1
+    save_found(out, f"exact-{bucket:05d}", table["file"][later], table["where"][later])
+    return {}
+
+
+def near_bucket(out: str, tables: list[str], bucket: int, count: int, threshold: float) -> dict:
+    """Write the near duplicates among the band keys of one bucket."""
+    if not tables:
+        return {}
+    numbers, parts = zip(*_bucket_parts(out, "bands", tables, bucket, count), strict=True)
+    keys = np.concatenate(parts)
+    table_of = np.repeat(np.array(numbers), [len(part) for part in parts])
+    order = np.lexsort((keys["row"], table_of, keys["low"], keys["high"]))
+    keys, table_of = keys[order], table_of[order]
+    same = _same_as_before(keys)
+    begins_group = np.append(True, ~same)
+    shared = np.flatnonzero(np.append(False, same) | np.append(same, False))
+    found, group = [np.empty(0, FOUND)], Group(threshold)
+    for start in range(0, len(shared), NEAR_DOCUMENTS):  # a group may go on in the next part
+        part = shared[start : start + NEAR_DOCUMENTS]
+        documents = _Documents(out, tables, table_of[part], keys["row"][part])
+        later = []
+        for item, begins in zip(documents.items, begins_group[part].tolist(), strict=True):
+            if begins:
+                group = Group(threshold)
+            if group.has(documents.signatures[item], documents.sketches[item]):
+                later.append(item)
+        found.append(documents.places[later])
+    places = np.unique(np.concatenate(found))
+    save_found(out, f"near-{bucket:05d}", places["file"], places["where"])
+    return {}
+
+
+class _Documents:
+    """Signatures, sketches and places of some documents, read one table at a time.
+
+    Attributes: items, the number of each (table number, row) asked for; signatures, sketches and
+    places by that number.
+    """
+
+    def __init__(self, out: str, tables: list[str], table_of: np.ndarray, rows: np.ndarray):
+        asked = table_of.astype(np.uint64) << np.uint64(32) | rows.astype(np.uint64)
+        documents, items = np.unique(asked, return_inverse=True)
+        self.items: list[int] = items.tolist()
+        self.signatures = np.empty((len(documents), PERMUTATIONS), dtype="<u4")
+        self.sketches: list[np.ndarray] = []
+        self.places = np.empty(len(documents), FOUND)
+        numbers, done = (documents >> np.uint64(32)).astype(np.int64), 0
+        for number in np.unique(numbers).tolist():
+            wanted = (documents[numbers == number] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+            name, here = tables[number], slice(done, done + len(wanted))
+            self.signatures[here] = map_array(_table(out, "signatures", name))[wanted]
+            sketches = map_array(_table(out, "sketches", name))
+            ends = np.append(0, map_array(_table(out, "sketch_ends", name)))
+            self.sketches += [np.array(sketches[ends[row] : ends[row + 1]]) for row in wanted]
+            self.places[here] = map_array(_table(out, "places", name))[wanted]
+            done += len(wanted)
+
+
+def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[str, int, str]]:
+    """Yield (source, place, normalised text; "" where tokenize_corpus will complain)."""
+    for extent in joined(unit):
+        for document in read_unit([extent], read):
+            text = ""
+            if not document.problem:
+                try:
+                    text = normalise(document.text)
+                except BadTextError:
+                    pass
+            yield extent.source, document.where, text
+
+
+def _bucket_parts(
+    out: str, kind: str, tables: list[str], bucket: int, count: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (table number, its rows whose hash lies in the bucket's range)."""
+    low_edge, high_edge = bucket * 2**64 // count, (bucket + 1) * 2**64 // count
+    for number, name in enumerate(tables):
+        table = map_array(_table(out, kind, name))
+        low = int(np.searchsorted(table["high"], np.uint64(low_edge)))
+        last = bucket + 1 == count
+        high = len(table) if last else int(np.searchsorted(table["high"], np.uint64(high_edge)))
+        yield number, np.array(table[low:high])
+
+
+def _same_as_before(table: np.ndarray) -> np.ndarray:
+    """Return bool[n - 1]: whether each entry but the first has the hash of the one before it."""
+    return (table["high"][1:] == table["high"][:-1]) & (table["low"][1:] == table["low"][:-1])
+
+
+def _table(out: str, kind: str, name: str) -> Path:
+    return Path(out) / kind / f"{name}.npy"

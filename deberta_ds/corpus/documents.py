@@ -1,0 +1,294 @@
+"""Files of any size and kind -> work units -> documents, in bounded memory.
+
+Text (.txt, .md), JSON lines (.jsonl), .csv and .tsv, all also as .gz .zst .xz .bz2 or .lz4;
+.warc and .wet (also .gz); .parquet; .arrow, .feather and what `datasets` has saved; and Hub
+datasets as `hub:NAME[@CONFIG][#SPLIT]`, streamed. Paths may be remote (fsspec). Plain text and
+JSON lines are split into byte ranges, so one file of 100 GB keeps all workers busy; small files
+share a unit.
+
+A document of a text file is the whole file, a line, a block between blank lines, or what lies
+between lines that match a pattern. A line belongs to the byte range in which it starts.
+"""
+
+import glob
+import hashlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+from deberta_ds.base.errors import UserError, naming
+from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, line_number, open_seekable, open_stream
+from deberta_ds.corpus.tables import TABLE_KINDS
+from deberta_ds.data.remote import file_system
+
+TEXT_SUFFIXES = (".txt", ".md", ".text")
+WARC_SUFFIXES = (".warc", ".wet")
+_SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files become documents. `documents`: "file", "line", "blank_line" or "match:PATTERN".
+    `extract_html`: the main text of the pages in .warc files.
+    """
+
+    documents: str = "file"
+    text_key: str = "text"
+    label_key: str = ""
+    label_from_directory: bool = False
+    max_document_bytes: int = 1 << 26
+    id_key: str = ""
+    extract_html: bool = False
+
+    def describe(self) -> dict:
+        """Return what ties a job to these options."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Part of one input: bytes [start, end), or row groups of parquet, or one shard of a stream.
+
+    `state` changes when the input does: size and time of modification, or what a remote file
+    system says.
+    """
+
+    path: str
+    kind: str
+    start: int
+    end: int
+    state: str = ""
+
+    @property
+    def source(self) -> str:
+        """Return the input that its documents' places are counted in."""
+        return f"{self.path} (shard {self.start})" if self.kind == "stream" else self.path
+
+
+class Document(NamedTuple):  # made in a third of a dataclass's time, once a document
+    """One raw document. `where`: its byte offset or row. `problem`: why it cannot be read."""
+
+    text: str
+    path: str
+    where: int
+    kind: str
+    label: str = ""
+    problem: str = ""
+    id: str = ""
+
+    def place(self) -> str:
+        """Return file:line (or file:row) for messages; counts line ends, so only for errors."""
+        if self.kind in ("text", "json"):
+            return f"{self.path}:{line_number(self.path, self.where)}"
+        return f"{self.path}:row {self.where + 1}"
+
+    def offset(self) -> str:
+        """Return the file and the byte (or row, from 0) in it, for reports; it reads nothing."""
+        unit = "byte" if self.kind in ("text", "json") else "row"
+        return f"{self.path}, {unit} {self.where}"
+
+
+def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> list[list[Extent]]:
+    """Return the work units of `inputs` (files, directories, patterns, URLs, hub: names), in order.
+
+    `unit_bytes` 0 chooses a 64th of the input, between 4 and 256 MiB. The result depends on the
+    inputs and options alone. UserError for a missing, empty or unknown input; files of unknown
+    kinds in a directory are passed over and named on stderr.
+    """
+    if unit_bytes < 0 or options.max_document_bytes < 1:
+        raise UserError(f"--unit_bytes {unit_bytes} and --max_document_bytes "
+                        f"{options.max_document_bytes}: sizes must be positive (unit_bytes 0: "
+                        "chosen)")
+    passed_over: list[str] = []
+    given = [list(_whole_inputs(name, options, passed_over)) for name in inputs]
+    extents = list(itertools.chain.from_iterable(given))
+    if passed_over:
+        more = ", ..." if len(passed_over) > 5 else ""
+        print(f"note: {len(passed_over)} files of unknown kind passed over: "
+              f"{', '.join(passed_over[:5])}{more}", file=sys.stderr, flush=True)
+    _check_named_once(given)
+    if not extents:
+        raise UserError(f"no input files in {' '.join(inputs)}")
+    total = sum(size for _, size in extents)
+    limit = unit_bytes or min(max(total // 64, _SMALLEST_UNIT), _LARGEST_UNIT)
+    units: list[list[Extent]] = []
+    room = 0
+    for extent, size in extents:
+        for part, part_size in _split(extent, size, limit, options):
+            if not units or part_size > room:
+                units.append([])
+                room = limit
+            units[-1].append(part)
+            room -= part_size
+    return units
+
+
+def _check_named_once(given: list[list[tuple[Extent, int]]]) -> None:
+    """Raise UserError if two inputs name one file; within one, names may be links to one."""
+    named: dict[str, tuple[int, str]] = {}
+    for number, extents in enumerate(given):
+        for extent, _ in extents:
+            place = extent.source if "://" in extent.path or extent.kind == "stream" else \
+                os.path.realpath(extent.path)
+            before, name = named.setdefault(place, (number, extent.path))
+            if before != number:
+                raise UserError(f"{extent.path}: named twice among the inputs (as {name}); name "
+                                "it once")
+
+
+def units_digest(units: list[list[Extent]]) -> str:
+    """Return the digest of work units: it ties a job to its inputs and their states."""
+    digest = hashlib.sha256()
+    for unit in units:
+        for extent in unit:
+            digest.update("\0".join(map(str, asdict(extent).values())).encode() + b"\n")
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _whole_inputs(
+    name: str, options: ReadOptions, passed_over: list[str]
+) -> Iterator[tuple[Extent, int]]:
+    if name.startswith("hub:"):
+        if options.label_from_directory:
+            raise UserError(f"{name}: a Hub dataset has no directories to count by; give "
+                            "--label_key, or one corpus for each dataset")
+        count = open_stream(name).num_shards
+        for index in range(count):
+            yield Extent(name, "stream", index, count), _LARGEST_UNIT
+        return
+    found = _remote_files(name) if "://" in name else _named_files(name)
+    for path, size, state in found:
+        kind = input_kind(path)
+        if kind is None and path == name:
+            raise UserError(
+                f"{path}: unknown kind of file; known are .txt .md .jsonl .csv .tsv (each also .gz "
+                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet, .arrow and .feather"
+            )
+        if kind is None:
+            passed_over.append(path)
+        else:
+            yield Extent(path, kind, 0, size, state), size
+
+
+def _named_files(name: str) -> Iterator[tuple[str, int, str]]:
+    paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+    if not paths:
+        raise UserError(f"{name}: no such file or directory")
+    seen = set()  # "**" gives directories and what is in them
+    for path in paths:
+        for found in _local_files(path):
+            place = os.path.normpath(found[0])
+            if place not in seen:
+                seen.add(place)
+                yield found
+
+
+def _local_files(path: str) -> Iterator[tuple[str, int, str]]:
+    """Yield (path, size, state) of a file, or of all below a directory but hidden ones."""
+    if not os.path.isdir(path):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{ascii(path)}: its name is not UTF-8; rename the file") from None
+        status = os.stat(path)
+        yield path, status.st_size, f"{status.st_size} bytes of {status.st_mtime_ns}"
+        return
+    for name in _data_names(sorted(name for name in os.listdir(path) if not name.startswith("."))):
+        yield from _local_files(os.path.join(path, name))
+
+
+def _data_names(names: list[str]) -> list[str]:
+    """Return the names in one directory without those by which save_to_disk describes a dataset."""
+    names = [name for name in names if name != "dataset_dict.json"]
+    if {"state.json", "dataset_info.json"} <= set(names):
+        names = [name for name in names if name.endswith(".arrow")]
+    return names
+
+
+def _remote_files(name: str) -> list[tuple[str, int, str]]:
+    """Return (URL, size, state) of the files that a remote file, directory or pattern names."""
+    try:
+        filesystem, path = file_system(name)
+        root = path.rstrip("/")
+        if any(mark in path for mark in "*?["):
+            root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
+            paths = [p for p in filesystem.glob(path) if filesystem.isfile(p)]
+        else:
+            paths = filesystem.find(path) if filesystem.exists(path) else []
+            paths = _without_notes(paths, root)
+        if "/." not in path[len(root):]:  # a pattern may ask for hidden ones
+            paths = [p for p in paths if "/." not in p[len(root):]]
+        details = [filesystem.info(p) for p in sorted(paths)]
+    except UserError:
+        raise
+    except Exception as error:  # each file system has errors of its own, all about this input
+        raise UserError(f"{name}: cannot be listed ({type(error).__name__}: {error})") from error
+    if not details:
+        raise UserError(f"{name}: no such file or directory")
+    for detail in details:
+        if detail.get("size") is None:
+            raise UserError(f"{detail['name']}: its server does not say how long it is; fetch it")
+    return [(filesystem.unstrip_protocol(detail["name"]), detail["size"], _remote_state(detail))
+            for detail in details]
+
+
+def _without_notes(paths: list[str], root: str) -> list[str]:
+    """Return the files below `root` (or `root` itself, a file) that `_data_names` keeps."""
+    if paths == [root]:
+        return paths
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        directory, _, name = path.rpartition("/")
+        names.setdefault(directory, []).append(name)
+    return [f"{directory}/{name}" for directory, found in names.items()
+            for name in _data_names(found)]
+
+
+def _remote_state(detail: dict) -> str:
+    known = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
+    return f"{detail['size']} bytes, " + ", ".join(str(detail[key]) for key in known
+                                                   if key in detail)
+
+
+def input_kind(path: str) -> str | None:
+    """Return the kind of an input by its suffix (a key of readers.read_unit), None if unknown."""
+    stem, suffix = os.path.splitext(path)
+    if suffix in COMPRESSED_SUFFIXES:
+        suffix = os.path.splitext(stem)[1]
+    for kind, suffixes in (("text", TEXT_SUFFIXES), ("warc", WARC_SUFFIXES)):
+        if suffix in suffixes:
+            return kind
+    return TABLE_KINDS.get(suffix)
+
+
+def _split(
+    extent: Extent, size: int, limit: int, options: ReadOptions
+) -> Iterator[tuple[Extent, int]]:
+    if extent.kind == "parquet":
+        yield from _split_parquet(extent)
+        return
+    whole = extent.path.endswith(COMPRESSED_SUFFIXES) or extent.kind not in ("text", "json")
+    if whole or size <= limit or (extent.kind == "text" and options.documents == "file"):
+        yield extent, size
+        return
+    parts = -(-size // limit)
+    edges = [size * part // parts for part in range(parts + 1)]
+    for start, end in zip(edges, edges[1:], strict=False):
+        yield replace(extent, start=start, end=end), end - start
+
+
+def _split_parquet(extent: Extent) -> Iterator[tuple[Extent, int]]:
+    import pyarrow.parquet
+
+    with naming(extent.path), open_seekable(extent.path) as file:
+        metadata = pyarrow.parquet.ParquetFile(file).metadata
+    if not metadata.num_row_groups:
+        yield replace(extent, end=0), 0
+    for group in range(metadata.num_row_groups):
+        size = metadata.row_group(group).total_byte_size
+        yield replace(extent, start=group, end=group + 1), size

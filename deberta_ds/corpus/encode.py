@@ -1,0 +1,191 @@
+"""Documents of any length -> ids, a batch at a time, in bounded memory.
+
+A long document is encoded in parts whose ids concatenate to those of the whole. SentencePiece
+starts afresh at every space, so that any space will do. Of another tokenizer nothing is assumed: a
+seam is taken only where the text behind it, encoded as behind other text, gives the ids it has in
+its context.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.numbers import counted
+from deberta_ds.corpus.documents import Document
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.text import (
+    ENCODE_CHARACTERS,
+    TO_UTF8,
+    BadTextError,
+    encodable_parts,
+    has_text,
+    letter_share,
+    normalise_all,
+)
+
+_CONTEXT = 256  # characters behind a seam by which ids before it may still change
+_SEARCHED = 2048  # characters in which a seam is looked for
+_TRIES = 64
+
+
+def encode_joined(tokenizer: Tokenizer, texts: list[str]
+                  ) -> tuple[np.ndarray, list[int], Sequence[int]]:
+    """Return (the ids of all texts back to back, how many each document has, the number of its
+    text): a text is one document, or several where it had to be cut.
+    """
+    if max(map(len, texts), default=0) <= ENCODE_CHARACTERS:
+        return *tokenizer.encode_joined(texts), range(len(texts))
+    documents = [[tokenizer.encode_array(text)] if len(text) <= ENCODE_CHARACTERS
+                 else _encode_long(tokenizer, text) for text in texts]
+    ids = [part for parts in documents for part in parts]
+    owners = [owner for owner, parts in enumerate(documents) for _ in parts]
+    return np.concatenate(ids), list(map(len, ids)), owners
+
+
+def _encode_long(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:
+    documents: list[list[np.ndarray]] = []
+    parts = _parts_by_seam if tokenizer.normalizes_itself else _parts_by_space
+    for ids, starts_document in parts(tokenizer, text):
+        if starts_document:
+            documents.append([])
+        documents[-1].append(ids)
+    return [np.concatenate(ids) for ids in documents]
+
+
+def _parts_by_space(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray, bool]]:
+    for part, starts_document in encodable_parts(text):
+        yield tokenizer.encode_array(part), starts_document
+
+
+def _parts_by_seam(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray, bool]]:
+    begin, starts_document = 0, True
+    while len(text) - begin > ENCODE_CHARACTERS:
+        window = text[begin : begin + ENCODE_CHARACTERS]
+        ids = _encode(tokenizer, window, starts_document)
+        place, kept = _seam(tokenizer, window, ids)
+        yield ids[:kept], starts_document
+        starts_document = place == len(window)
+        begin += place
+    yield _encode(tokenizer, text[begin:], starts_document), starts_document
+
+
+def _encode(tokenizer: Tokenizer, text: str, starts_document: bool) -> np.ndarray:
+    """Return the ids of text at the beginning of its document, where normalizers take a space away
+    or put one, or behind other text.
+    """
+    if starts_document:
+        return tokenizer.encode_array(text)
+    return np.array(tokenizer.encode_after(text), dtype=np.int32)
+
+
+def _seam(tokenizer: Tokenizer, window: str, ids: np.ndarray) -> tuple[int, int]:
+    """Return (character, number of ids before it) of a seam near the end of a window.
+
+    The end itself where there is none, as inside 2 KB of a single word: the document is cut there.
+    """
+    last = len(window) - _CONTEXT
+    near = range(last, last - _SEARCHED, -1)
+    spaces = [place for place in near if window[place].isspace()]
+    behind = [place + 1 for place in spaces]  # where a space at the front gives one more piece
+    for place in [*spaces[:_TRIES], *behind[:_TRIES], *near[:_TRIES]]:
+        tail = _encode(tokenizer, window[place:], starts_document=False)
+        if len(tail) and np.array_equal(ids[-len(tail):], tail):
+            return place, len(ids) - len(tail)
+    return len(window), len(ids)
+
+
+# Which documents are kept, and their text under the rules of text.py: a batch at a time.
+COUNTS = ("documents", "characters", "tokens", "empty", "too_short", "few_letters", "duplicate",
+          "contaminated", "filtered", "held_out", "bad", "cut", "removed_characters")
+_BATCH_CHARACTERS = 1 << 17
+_BATCH_DOCUMENTS = 1 << 12  # of which many are empty
+_PROBLEMS_NAMED = 20
+
+
+@dataclass(frozen=True)
+class CleanOptions:
+    """Which documents are kept. `max_bad`: unreadable documents allowed in the whole input."""
+
+    min_characters: int = 1
+    min_letter_share: float = 0.0
+    max_bad: int = 0
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield documents in order, about _BATCH_CHARACTERS of text at a time."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class Cleaner:
+    """Looks at the documents of one unit. `counts` and `problems`: what it met."""
+
+    def __init__(self, clean: CleanOptions, is_read: bool):
+        """`is_read`: somebody reads the normalised text; else it is not made."""
+        self._clean, self._is_read = clean, is_read
+        self._takes_all = clean.min_characters <= 1 and not clean.min_letter_share
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.problems: list[str] = []
+
+    def texts(self, documents: list[Document]) -> list[str]:
+        """Return the normalised text of each document (the raw one where nobody reads it), or ""
+        (and count why) for those that are left out; UserError where too many are bad.
+        """
+        if not any([document.problem for document in documents]):
+            with suppress(BadTextError):  # in one of them: which, is found below
+                texts, removed = self._looked_at([document.text for document in documents])
+                self.counts["removed_characters"] += removed
+                return texts if self._takes_all and all(texts) else list(map(self._kept, texts))
+        return list(map(self._one, documents))
+
+    def _looked_at(self, texts: list[str]) -> tuple[list[str], int]:
+        if self._is_read:
+            return normalise_all(texts)
+        return [text if has_text(text) else "" for text in texts], 0
+
+    def _one(self, document: Document) -> str:
+        problem = document.problem
+        if not problem:
+            try:
+                (text,), removed = self._looked_at([document.text])
+                self.counts["removed_characters"] += removed
+                return self._kept(text)
+            except BadTextError as error:
+                problem = str(error)
+        self.counts["bad"] += 1
+        if len(self.problems) < _PROBLEMS_NAMED:
+            self.problems.append(f"{document.place()}: {problem}")
+        check_problems(self.problems, self.counts["bad"], self._clean)
+        return ""
+
+    def _kept(self, text: str) -> str:
+        if not text:
+            self.counts["empty"] += 1
+        elif len(text) < self._clean.min_characters:
+            self.counts["too_short"] += 1
+            return ""
+        elif self._clean.min_letter_share and letter_share(text) < self._clean.min_letter_share:
+            self.counts["few_letters"] += 1
+            return ""
+        return text
+
+
+def check_problems(problems: list[str], count: int, clean: CleanOptions) -> None:
+    """UserError if `count` bad documents, of which `problems` names some, are more than allowed."""
+    if count > clean.max_bad:
+        remedy = TO_UTF8 if "invalid UTF-8" in problems[0] else "mend the input"
+        raise UserError(
+            f"{problems[0]} ({counted(count, 'bad document')}, --max_bad allows {clean.max_bad}); "
+            f"{remedy}, or allow more and they are left out and listed"
+        )

@@ -1,0 +1,280 @@
+"""Filters between reading and tokenizing: which documents go, why, and what is changed in the rest.
+
+Each document passes the rules of `filter_rules.FilterRules` in their order; the first that refuses
+it names the reason. Rules see the raw text, with its lines. What a corpus lost is counted by reason
+and kept in filters.json, with a sample of the documents: those with the smallest hashes of their
+texts, so that it does not depend on the number of workers.
+"""
+
+import heapq
+import importlib.util
+import json
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import parse_json, read_json
+from deberta_ds.corpus import quality
+from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
+from deberta_ds.corpus.filter_rules import FilterRules, function_digests
+from deberta_ds.corpus.language import language_of
+from deberta_ds.corpus.quality import Text, find_personal, without_lines
+from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.units import Part, job, run_units
+
+REPORT = "filters.json"
+_SHOWN_CHARACTERS = 2000
+
+
+class Verdict(NamedTuple):
+    """What the filters make of a document: its text and label, or the reason why it goes."""
+
+    text: str
+    reason: str = ""
+    changes: dict[str, int] = {}  # {what was taken out or masked: how often}
+    label: str = ""
+
+
+class Filters:
+    """The rules of a filters file, ready to be applied in this process."""
+
+    def __init__(self, rules: FilterRules):
+        """UserError for a function that cannot be loaded."""
+        self._rules = rules
+        self._steps: list[Callable[[Verdict], Verdict]] = [self._step(name) for name in rules.use]
+        self._steps += [partial(_apply_function, _function(name), name.rpartition(":")[2])
+                        for name in rules.functions]
+
+    def __call__(self, document: Document) -> Verdict:
+        verdict = Verdict(document.text, label=document.label)
+        for step in self._steps:
+            try:
+                verdict = step(verdict)
+            except _FunctionError as error:
+                raise UserError(f"{document.place()}: {error}") from error.__cause__
+            if verdict.reason:
+                return verdict
+        return verdict
+
+    def _step(self, name: str) -> Callable[[Verdict], Verdict]:
+        changing = {"language": _language, "lines": _lines, "personal": _personal}
+        if name in changing:
+            return partial(changing[name], getattr(self._rules, name))
+        return partial(_judge, name, getattr(quality, name), getattr(self._rules, name))
+
+
+def _judge(name: str, rule, rules, verdict: Verdict) -> Verdict:
+    reason = rule(_text(verdict.text), rules)
+    return verdict._replace(reason=f"{name}: {reason}") if reason else verdict
+
+
+_last: tuple[str, Text] = ("", Text(""))
+
+
+def _text(text: str) -> Text:
+    """Return the text's words and lines, those of the rule before if it has not changed it."""
+    global _last
+    if _last[0] is not text:
+        _last = (text, Text(text))
+    return _last[1]
+
+
+def _language(rules, verdict: Verdict) -> Verdict:
+    code, probability = language_of(verdict.text[:rules.characters])
+    if rules.keep and code not in rules.keep:
+        return verdict._replace(reason=f"language: {code}")
+    if probability < rules.probability:
+        return verdict._replace(reason="language: not sure")
+    return verdict._replace(label=verdict.label or code) if rules.label else verdict
+
+
+def _lines(rules, verdict: Verdict) -> Verdict:
+    text, gone = without_lines(verdict.text, rules)
+    if gone and not text.strip():
+        return verdict._replace(reason="lines: none left")
+    changes = verdict.changes | {f"line: {why}": count for why, count in gone.items()}
+    return verdict._replace(text=text, changes=changes) if text != verdict.text else verdict
+
+
+def _personal(rules, verdict: Verdict) -> Verdict:
+    text, found = find_personal(verdict.text, rules.kinds)
+    if not found:
+        return verdict
+    if rules.action == "drop":
+        return verdict._replace(reason=f"personal: {next(iter(found))}")
+    return verdict._replace(text=text, changes=verdict.changes | {
+        f"masked: {kind}": count for kind, count in found.items()})
+
+
+class _FunctionError(Exception):
+    """A user's function has failed."""
+
+
+def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
+    try:
+        text = function(verdict.text)
+    except Exception as error:  # whatever a user's code may raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise _FunctionError(f"{name} failed on this document: {type(error).__name__}: {error} "
+                             f"({frame.filename}, line {frame.lineno})") from error
+    if text is None:
+        return verdict._replace(reason=f"function: {name}")
+    if not isinstance(text, str):
+        raise _FunctionError(f"{name} returned {type(text).__name__}; it must return the text to "
+                             "keep, or None")
+    if text == verdict.text:
+        return verdict
+    changes = verdict.changes | {f"changed by {name}": 1}
+    return verdict._replace(text=text, changes=changes)
+
+
+@cache
+def _function(name: str) -> Callable[[str], str | None]:
+    path, _, function = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("filters_of_ones_own", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, function)
+    except Exception as error:
+        raise UserError(f"{path}: cannot be used as a filter ({type(error).__name__}: {error})"
+                        ) from error
+    if not callable(found):
+        raise UserError(f"{path}: {function} is no function")
+    return found
+
+
+@dataclass
+class Tally:
+    """What the filters did: counts by reason, and documents as examples.
+
+    dropped {reason: [documents, characters]}; changed {change: [documents, how often]}; examples
+    {reason: [[order, place, text], ...]}, those of the smallest order.
+    """
+
+    most: int
+    documents: list[int] = field(default_factory=lambda: [0, 0])  # and characters, all that came
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+    changed: dict[str, list[int]] = field(default_factory=dict)
+    examples: dict[str, list[list]] = field(default_factory=dict)
+
+    def add(self, document: Document, verdict: Verdict) -> None:
+        self._count(self.documents, len(document.text))
+        if verdict.reason:
+            self._count(self.dropped.setdefault(verdict.reason, [0, 0]), len(document.text))
+            self._keep(verdict.reason, document)
+            return
+        for change, times in verdict.changes.items():
+            self._count(self.changed.setdefault(change, [0, 0]), times)
+        if verdict.changes:
+            self._keep(next(iter(verdict.changes)), document)
+
+    def merge(self, other: "Tally") -> None:
+        self.documents = [a + b for a, b in zip(self.documents, other.documents, strict=True)]
+        for mine, theirs in ((self.dropped, other.dropped), (self.changed, other.changed)):
+            for name, counts in theirs.items():
+                old = mine.get(name, [0, 0])
+                mine[name] = [a + b for a, b in zip(old, counts, strict=True)]
+        for name, found in other.examples.items():
+            self.examples[name] = heapq.nsmallest(self.most, self.examples.get(name, []) + found)
+
+    @staticmethod
+    def _count(counts: list[int], size: int) -> None:
+        counts[0] += 1
+        counts[1] += size
+
+    def _keep(self, name: str, document: Document) -> None:
+        order = xxhash.xxh3_64_intdigest(document.text.encode(errors="surrogatepass"))
+        found = self.examples.setdefault(name, [])
+        if len(found) == self.most and (not found or order >= found[-1][0]):
+            return
+        found.append([order, document.offset(), document.text[:_SHOWN_CHARACTERS]])
+        found.sort()
+        del found[self.most:]
+
+
+# Try filters on inputs without tokenizing them, and the report of what filters have done.
+_TRY_VERSION = 1
+
+
+def try_filters(
+    units: list[list[Extent]], out: str | Path, rules: FilterRules, *, read: ReadOptions,
+    workers: int = 1, part: Part = None,
+) -> dict | None:
+    """Write OUT/filters.json, what these filters would do to the inputs, and return it; None after
+    one part of an array of jobs.
+    """
+    filters_of(rules)  # a bad function or language is said before any work
+    description = {"version": _TRY_VERSION, "units": units_digest(units), "read": read.describe(),
+                   "filters": describe(rules)}
+    with job(out, description, finished=REPORT, part=part) as is_done:
+        if not is_done:
+            jobs = {f"filter-{number:05d}": (unit, read, rules)
+                    for number, unit in enumerate(units)}
+            total = Tally(rules.examples)
+            done = run_units(out, filter_unit, jobs, workers=workers, label="filter", part=part,
+                             keep=lambda result: total.merge(Tally(**result)))
+            if done is None:
+                return None
+            write_report(out, rules, total)
+    mend_report(out)
+    return read_json(Path(out) / REPORT)
+
+
+def filter_unit(unit: list[Extent], read: ReadOptions, rules: FilterRules) -> dict:
+    """Return the tally of one work unit; unreadable documents are not judged."""
+    filters, tally = filters_of(rules), Tally(rules.examples)
+    for document in read_unit(unit, read):
+        if not document.problem:
+            tally.add(document, filters(document))
+    return asdict(tally)
+
+
+def describe(rules: FilterRules) -> dict:
+    """Return what ties a job to its filters: all values, and the contents of its functions."""
+    return asdict(rules) | {"functions": function_digests(rules)}
+
+
+def write_report(out: str | Path, rules: FilterRules, total: Tally) -> None:
+    """Write OUT/filters.json, `total` being the sum of the units' tallies."""
+    report = {"rules": describe(rules), "documents": total.documents[0],
+              "characters": total.documents[1], "dropped": dict(sorted(total.dropped.items())),
+              "changed": dict(sorted(total.changed.items())),
+              "examples": {name: [found[1:] for found in examples]
+                           for name, examples in sorted(total.examples.items())}}
+    write_atomic(Path(out) / REPORT, _text_of(report))
+
+
+def mend_report(out: str | Path) -> None:
+    """Write OUT/filters.json anew if it is of a version that left half characters as they were;
+    who reads it says what else may be wrong with it.
+    """
+    path = Path(out) / REPORT
+    try:
+        text = path.read_text("utf-8")
+        whole = _text_of(parse_json(text, strict=False))
+    except (OSError, ValueError):
+        return
+    if "\\ud" in text and whole != text:
+        write_atomic(path, whole)
+
+
+def _text_of(report: dict) -> str:
+    """Return a report as JSON, halves of surrogate pairs spelled out: no reader takes them."""
+    text = re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):x}",
+                  json.dumps(report, ensure_ascii=False))
+    return json.dumps(json.loads(text), indent=1) + "\n"
+
+
+@cache
+def filters_of(rules: FilterRules) -> Filters:
+    """Return the filters of this process."""
+    return Filters(rules)

@@ -1,0 +1,151 @@
+"""Documents that a search has found and tokenize_corpus shall leave out: duplicates, contamination.
+
+They are named by input file and place in it (byte offset or row), with the states of the inputs and
+the options that divide them into documents, so any subset of the inputs can be tokenized, in any
+units, and findings of other documents are refused.
+"""
+
+import hashlib
+import json
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.files import write_atomic, xxh3
+from deberta_ds.base.json_files import parse_json, typed
+from deberta_ds.corpus.documents import Extent, ReadOptions
+from deberta_ds.data.corpus import check_file, map_array
+from deberta_ds.data.shards import MANIFEST, save_array
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
+
+FINDINGS_VERSION = 2
+FOUND = np.dtype([("file", "<u4"), ("where", "<u8")])
+_MERGED_AT_ONCE = 1 << 20
+_COUNTS = {"duplicate": {"documents", "exact", "near"},
+           "contaminated": {"documents", "contaminated"}}
+_AGAIN = "run that search again, into a new directory"
+_OPTIONS_THAT_DIVIDE = ("documents", "text_key", "max_document_bytes", "extract_html")
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What the manifest of findings holds, and as what."""
+
+    reason: Literal["duplicate", "contaminated"]
+    read: dict[str, Any]
+    text_rules: int
+    inputs: dict[str, str]  # source: its state
+    files: dict[str, tuple[int, str]]  # name: size and xxh3
+    counts: dict[str, int]
+
+
+class Findings:
+    """What one search has found.
+
+    Attributes: fingerprint (hex) of it all, reason: why they go, counts: of documents and findings.
+    """
+
+    def __init__(self, directory: str | Path):
+        """UserError if `directory` holds none, or damaged ones."""
+        self._directory, path = Path(directory), Path(directory) / MANIFEST
+        try:
+            with naming(path):
+                data = path.read_bytes()
+            self._manifest = parse_json(data)
+            if not isinstance(self._manifest, dict):
+                raise ValueError("not a JSON object")
+        except ValueError as error:
+            raise UserError(f"{path}: not finished ({error}); run data_prep/dedup.py or "
+                            "data_prep/decontaminate.py to the end") from error
+        if self._manifest.get("version") != FINDINGS_VERSION:
+            raise UserError(f"{path}: found by another version of this program; {_AGAIN}")
+        try:
+            typed(_Manifest, self._manifest)
+            if missing := _COUNTS[self._manifest["reason"]] - self._manifest["counts"].keys():
+                raise ValueError(f"counts.{min(missing)} is missing")
+        except ValueError as error:
+            raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from None
+        self.reason, self.counts = self._manifest["reason"], self._manifest["counts"]
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        for name, (size, digest) in self._manifest["files"].items():
+            check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)
+        self._numbers = {source: number for number, source in enumerate(self._manifest["inputs"])}
+        self._starts = map_array(self._directory / "starts.npy")
+        self._places = map_array(self._directory / "places.npy")
+
+    def check(self, units: list[list[Extent]], read: ReadOptions) -> None:
+        """UserError unless these inputs, as they are, were searched with the same options."""
+        path, manifest = self._directory / MANIFEST, self._manifest
+        if manifest["read"] != _dividing(read) or manifest["text_rules"] != TEXT_RULES_VERSION:
+            raise UserError(f"{path}: found with other reading options, {manifest['read']}, where "
+                            f"now they are {_dividing(read)}; {_AGAIN}")
+        inputs = manifest["inputs"]
+        for extent in (extent for unit in units for extent in unit):
+            if inputs.get(extent.source) != extent.state:
+                what = "changed since" if extent.source in inputs else "not among the inputs of"
+                raise UserError(f"{extent.path}: {what} the search in "
+                                f"{self._directory}; {_AGAIN}")
+
+    def has(self, source: str, where: int) -> bool:
+        """Return whether the document at `where` of an input was found."""
+        number = self._numbers[source]
+        low, high = int(self._starts[number]), int(self._starts[number + 1])
+        index = bisect_left(self._places, where, low, high)
+        return index < high and int(self._places[index]) == where
+
+
+def input_files(units: list[list[Extent]]) -> dict[str, str]:
+    """Return {source: its state} of all inputs in order; UserError if one is named twice."""
+    states: dict[str, str] = {}
+    ends: dict[str, int] = {}
+    for extent in (extent for unit in units for extent in unit):
+        if states.setdefault(extent.source, extent.state) and extent.start < ends.get(
+                extent.source, 0):
+            raise UserError(f"{extent.path}: named twice among the inputs; name it once")
+        ends[extent.source] = extent.end
+    return states
+
+
+def finish_findings(
+    out: Path, units: list[list[Extent]], read: ReadOptions, reason: str, counts: dict
+) -> None:
+    """Merge what the units have saved and write the manifest, which completes the findings."""
+    files = input_files(units)
+    merge_found(out, "", len(files))
+    sums = {name: [(out / f"{name}.npy").stat().st_size, xxh3(out / f"{name}.npy")]
+            for name in ("starts", "places")}
+    manifest = {"version": FINDINGS_VERSION, "reason": reason, "read": _dividing(read),
+                "text_rules": TEXT_RULES_VERSION, "inputs": files, "files": sums, "counts": counts}
+    write_atomic(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def _dividing(read: ReadOptions) -> dict:
+    described = read.describe()
+    return {name: described[name] for name in _OPTIONS_THAT_DIVIDE if name in described}
+
+
+def save_found(out: str, name: str, file: np.ndarray, where: np.ndarray) -> None:
+    found = np.empty(len(file), dtype=FOUND)
+    found["file"], found["where"] = file, where
+    order = np.lexsort((found["where"], found["file"]))
+    save_array(Path(out) / "found" / f"{name}.npy", found[order])
+
+
+def merge_found(out: Path, kind: str, num_files: int) -> int:
+    """Write starts.npy i64[files + 1] and places.npy u64: the places of file f, sorted, are
+    places[starts[f] : starts[f + 1]]. Return how many. Memory: 36 bytes for each.
+    """
+    found, pending = np.zeros(0, FOUND), []
+    for path in sorted((out / "found").glob(f"{kind}*.npy")):
+        pending.append(np.array(map_array(path)))
+        if sum(map(len, pending)) > max(len(found), _MERGED_AT_ONCE):  # most are found many times
+            found, pending = np.unique(np.concatenate([found, *pending])), []
+    found = np.unique(np.concatenate([found, *pending]))
+    counts = np.bincount(found["file"], minlength=num_files)
+    save_array(out / "starts.npy", np.concatenate([[0], np.cumsum(counts)]).astype("<i8"))
+    save_array(out / "places.npy", found["where"])
+    return len(found)

@@ -1,0 +1,191 @@
+"""Opening inputs: local or remote (fsspec), plain or compressed, or streamed from the Hub."""
+
+import bz2
+import io
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable
+
+import zstandard
+
+from deberta_ds.base.errors import UserError, first_line, refuse_pipe
+from deberta_ds.data.remote import file_system, tried
+
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".lz4")
+_REMOTE_BYTES = 1 << 22
+_MOST_BYTES = 1 << 22
+_LONGEST_WINDOW = 1 << 31  # of zstd --long=31
+
+
+def open_bytes(path: str):
+    """Open for reading bytes, decompressing by suffix; local files without detour."""
+    refuse_pipe(path)
+    raw = _open_remote(path) if "://" in path else open(path, "rb")
+    frame = _FRAMES.get(os.path.splitext(path)[1])
+    if frame:
+        return io.BufferedReader(_Frames(raw, frame), 1 << 20)
+    return _open_lz4(raw, path) if path.endswith(".lz4") else raw
+
+
+def open_seekable(path: str):
+    """As `open_bytes`, for formats that are not read in order: in memory if compressed."""
+    file = open_bytes(path)
+    if file.seekable():
+        return file
+    with file:
+        return io.BytesIO(file.read())
+
+
+def _open_remote(url: str):
+    system, path = file_system(url)
+    if url.startswith("http"):  # not every server gives a part of a file
+        return system.open(path, "rb")
+    return io.BufferedReader(_RemoteFile(system, path, url), _REMOTE_BYTES)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A remote file read by parts, each tried again where a connection breaks."""
+
+    def __init__(self, system, path: str, url: str):
+        self._system, self._path, self._url, self._position = system, path, url, 0
+        self._size = tried(lambda: system.info(path)["size"], url, lambda size: size is not None)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer) -> int:
+        begin, end = self._position, min(self._position + len(buffer), self._size)
+        if begin >= end:
+            return 0
+        data = tried(lambda: self._system.cat_file(self._path, start=begin, end=end), self._url,
+                     lambda data: len(data) == end - begin)
+        buffer[: len(data)] = data
+        self._position = end
+        return len(data)
+
+
+def _open_lz4(raw, path: str):
+    try:
+        import lz4.frame
+    except ImportError as error:
+        raise UserError(f"{path}: needs the package lz4: pip install lz4") from error
+    return lz4.frame.LZ4FrameFile(raw)
+
+
+class _Frames(io.RawIOBase):
+    """A compressed file of one frame or more, as `cat a.xz b.xz` makes it.
+
+    The readers of zstandard, lzma and bz2 take what is damaged behind the first frame for its end.
+    """
+
+    def __init__(self, raw, new_frame: Callable):
+        self._raw, self._ready = raw, memoryview(b"")
+        self._new_frame, self._frame = new_frame, new_frame()
+        self._inside, self._is_empty, self._given = False, True, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._given
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            # All but zstd give no more than they are asked for; a block of zeros is 2 GB to bz2.
+            limit = (_MOST_BYTES,) if hasattr(self._frame, "needs_input") else ()
+            if limit and not (self._frame.needs_input or self._frame.eof):
+                self._ready = memoryview(self._frame.decompress(b"", *limit))
+                continue
+            chunk = b""
+            if self._frame.eof:
+                chunk = self._frame.unused_data
+                self._frame, self._inside = self._new_frame(), False
+            chunk = chunk or self._raw.read(1 << 17)
+            if not chunk:
+                if self._inside and (rest := self._frame.decompress(b"", *limit)):
+                    self._ready = memoryview(rest)
+                    continue
+                if self._frame.eof:
+                    continue
+                if self._inside or self._is_empty:
+                    raise EOFError("it has no end" if self._inside else "nothing is in it")
+                return 0
+            if not self._inside:
+                chunk = chunk.lstrip(b"\0")  # gzip and xz may be padded
+            if chunk:
+                self._ready = memoryview(self._frame.decompress(chunk, *limit))
+                self._inside, self._is_empty = True, False
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        self._given += count
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _GzipFrame:
+    """zlib's decompressor with the interface of those of lzma and bz2."""
+
+    def __init__(self):
+        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._zlib.unconsumed_tail
+
+    def decompress(self, data: bytes, limit: int) -> bytes:
+        return self._zlib.decompress(self._zlib.unconsumed_tail + data, limit)
+
+
+def _zstd_frame():
+    return zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
+
+
+_FRAMES = {".gz": _GzipFrame, ".zst": _zstd_frame,
+           ".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
+
+
+def line_number(path: str, offset: int) -> int:
+    """Return the 1-based line in which byte `offset` of the (decompressed) file lies."""
+    lines, left = 1, offset
+    with open_bytes(path) as file:
+        while left > 0 and (chunk := file.read(min(left, 1 << 22))):
+            lines += chunk.count(b"\n")
+            left -= len(chunk)
+    return lines
+
+
+def open_stream(name: str):
+    import datasets
+
+    match = re.fullmatch(r"hub:([^@#]+)(?:@([^#]+))?(?:#(.+))?", name)
+    if match is None:
+        raise UserError(f"{name}: write hub:NAME, hub:NAME@CONFIG or hub:NAME@CONFIG#SPLIT")
+    path, config, split = match.groups()
+    try:
+        return datasets.load_dataset(path, config, split=split or "train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: cannot be opened ({first_line(error)})") from error

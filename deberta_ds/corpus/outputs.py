@@ -1,0 +1,106 @@
+"""Inputs and outputs of the prep commands that lie at a URL: worked on in a local directory.
+
+A command that writes to a URL works in a directory of the cache that belongs to this URL alone, and
+copies it there when it has finished, manifests last. What is at the URL already comes first: so a
+finished job is known, another one is refused, and pack.py adds to a corpus. After an interruption
+the same command goes on from the local directory, which may be removed once the copy is complete.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+import xxhash
+
+from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.files import atomic_path
+from deberta_ds.corpus.units import PLAN, Part, under_mpi
+from deberta_ds.data.remote import (
+    BLOCKS,
+    DEFAULT_CACHE,
+    file_system,
+    is_remote,
+    put,
+    tried,
+    upload,
+)
+from deberta_ds.data.shards import MANIFEST
+
+CACHE = DEFAULT_CACHE.directory
+JOB = (PLAN, MANIFEST, "filters.*")  # what says which job a corpus is the output of
+
+
+@contextmanager
+def output(
+    out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), part: Part = None
+) -> Iterator[str]:
+    """Context that yields where to write what `out` names: there, or locally if it is a URL.
+
+    `first`: patterns of the files that are fetched from the URL before. UserError for jobs that
+    share a directory.
+    """
+    if not is_remote(out):
+        yield out
+        return
+    if part or under_mpi():
+        raise UserError(f"{out}: jobs that work together share a directory; give one that all of "
+                        "them reach, and copy it with data_prep/upload.py afterwards")
+    local = fetch(out, cache=cache, names=first)
+    yield local
+    _send(Path(local), out)
+
+
+def fetch(url: str, *, cache: str = CACHE, names: tuple[str, ...] = ("*",)) -> str:
+    """Return the local copy of what is at a URL (a local path is its own), with those of its files
+    whose names match one of the patterns; nothing there is an empty directory.
+    """
+    if not is_remote(url):
+        return url
+    url = url.rstrip("/")
+    key = xxhash.xxh3_64_hexdigest(url.encode())
+    local = Path(cache).expanduser() / "prepared" / key / url.rpartition("/")[2]
+    system, root = file_system(url)
+    for path, size in _sizes(system, root, url).items():
+        name = path[len(root) + 1 :]
+        target = local / name if name else local
+        if name.startswith(f"{BLOCKS}/") or not any(fnmatch(name, one) for one in names):
+            continue
+        if not target.is_file() or target.stat().st_size != size or target.name == MANIFEST:
+            _get(system, path, target, size, url)
+    return str(local)
+
+
+def _sizes(system, root: str, url: str) -> dict[str, int]:
+    try:
+        return {path: info["size"] for path, info in system.find(root, detail=True).items()}
+    except FileNotFoundError:
+        return {}
+    except Exception as error:  # each file system has errors of its own
+        raise UserError(f"{url}: cannot be listed ({type(error).__name__}: {first_line(error)})"
+                        ) from error
+
+
+def _get(system, path: str, target: Path, size: int, url: str) -> None:
+    """Fetch one file; whoever reads it holds its checksum against its manifest."""
+    with atomic_path(target) as temporary:
+        def get() -> int:
+            system.get_file(path, str(temporary))
+            return os.path.getsize(temporary)
+
+        tried(get, f"{url}: {path}", lambda found: found == size)
+
+
+def _send(local: Path, url: str) -> None:
+    if (local / "tokens").is_dir():
+        upload(local, url)
+        return
+    system, root = file_system(url)
+    if local.is_file():
+        put(system, root, local)
+        return
+    files = [path for path in local.iterdir() if path.is_file()
+             and (path.name == PLAN or not path.name.startswith("."))]
+    for path in sorted(files, key=lambda path: (path.name == MANIFEST, path.name)):
+        put(system, f"{root}/{path.name}", path)

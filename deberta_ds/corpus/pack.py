@@ -1,0 +1,110 @@
+"""Plan the rows of a tokenized corpus for one sequence length: one unit per shard."""
+
+from pathlib import Path
+
+import numpy as np
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import xxh3
+from deberta_ds.corpus.origins import DIRECTORY, Origins
+from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.data.corpus import Corpus, open_shard
+from deberta_ds.data.packing import PACKER_VERSION, plan_rows
+from deberta_ds.data.shards import (
+    MANIFEST,
+    RowShardInfo,
+    RowsManifest,
+    ShardInfo,
+    read_manifest,
+    read_rows_manifest,
+    rows_directory,
+    save_array,
+    write_manifest,
+)
+from deberta_ds.tokenizer import Tokenizer
+
+MIN_SEQ_LEN = 8
+
+
+def pack_corpus(
+    corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1, part: Part = None
+) -> RowsManifest | None:
+    """Write rows-L of `corpus` and return its manifest; does nothing if it is complete. Returns
+    None after one part of an array of jobs.
+    """
+    manifest, fingerprint = read_manifest(corpus)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(
+            f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
+            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer"
+        )
+    if seq_len < MIN_SEQ_LEN:
+        raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
+    directory = rows_directory(corpus, seq_len)
+    description = plan_description(fingerprint, seq_len)
+    with job(directory, description, finished=MANIFEST, part=part) as is_done:
+        if not is_done:
+            word_starts = tokenizer.word_starts()
+            units = {
+                shard.name: (str(corpus), shard, word_starts, seq_len) for shard in manifest.shards
+            }
+            results = run_units(
+                directory, pack_shard, units, workers=workers, label=f"pack {seq_len}",
+                part=part,
+            )
+            if results is None:
+                return None
+            hard_cuts = sum(result.pop("hard_cuts") for result in results)
+            shards = tuple(RowShardInfo(**result) for result in results)
+            rows = RowsManifest(seq_len, PACKER_VERSION, fingerprint, hard_cuts, shards)
+            write_manifest(directory, rows)
+    return read_rows_manifest(directory)[0]
+
+
+def plan_description(fingerprint: str, seq_len: int) -> dict:
+    """Return what decides a row plan: the corpus, the length and the packer."""
+    return {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
+
+
+def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: int) -> dict:
+    """Plan one shard and return the fields of its RowShardInfo, and its hard cuts."""
+    tokens, ends = open_shard(corpus, shard)
+    plan = plan_rows(ends, tokens, word_starts, seq_len)
+    directory = rows_directory(corpus, seq_len)
+    pieces_path = directory / f"{shard.name}.npy"
+    starts_path = directory / f"{shard.name}.starts.npy"
+    save_array(pieces_path, plan.pieces)
+    save_array(starts_path, plan.starts)
+    return {
+        "name": shard.name,
+        "rows": len(plan.starts) - 1,
+        "pieces": len(plan.pieces),
+        "tokens": int(plan.pieces[:, 1].sum(dtype=np.int64)),
+        "bytes": pieces_path.stat().st_size,
+        "xxh3": xxh3(pieces_path),
+        "starts_bytes": starts_path.stat().st_size,
+        "starts_xxh3": xxh3(starts_path),
+        "hard_cuts": int(plan.hard_cuts),
+    }
+
+
+# All files of a corpus against its manifests.
+def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> list[str]:
+    """Return a line for each part of a packed corpus; UserError names the first bad file.
+
+    `mode` as of Corpus.verify. `tokenizer_sha256`: of the tokenizer that it must be made with.
+    """
+    read_manifest(path)
+    lengths = sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(path))
+    if not lengths:
+        raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
+    files = Origins(path).verify(mode)
+    lines = [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})"]
+    for seq_len in lengths:
+        corpus = Corpus(path, seq_len=seq_len)
+        if tokenizer_sha256:
+            corpus.check_tokenizer(tokenizer_sha256)
+        files = corpus.verify(mode)
+        lines.append(f"{path}/rows-{seq_len}: {files:,} files agree ({mode}), "
+                     f"{corpus.num_rows:,} rows, fingerprint {corpus.fingerprint[:16]}")
+    return lines

@@ -1,0 +1,158 @@
+"""What a corpus holds: counts, lengths, fill, labels and the most frequent pieces."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import atomic_path
+from deberta_ds.data.corpus import Corpus, open_shard
+from deberta_ds.data.shards import Manifest, read_manifest, read_rows_manifest
+from deberta_ds.tokenizer import Tokenizer, unknown_pieces
+
+_CHUNK_TOKENS = 1 << 18
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback; a byte-level BPE has no such
+# Of all tokens: more than this is said. Text in the tokenizer's languages stays far below.
+_MANY_BYTES = 0.02
+
+
+@dataclass(frozen=True)
+class CorpusStats:
+    """Figures of one corpus. `lengths` counts documents of 2**i .. 2**(i+1) - 1 tokens;
+    `frequencies` counts each id; `plans` is (seq_len, rows, fill, pieces per row, hard cuts).
+    """
+
+    path: str
+    manifest: Manifest
+    lengths: np.ndarray
+    frequencies: np.ndarray
+    plans: list[tuple[int, int, float, float, int]]
+    longest: int
+    word_starts: int
+
+
+def corpus_stats(path: str | Path, tokenizer: Tokenizer) -> CorpusStats:
+    """Return the figures of the corpus at `path`; reads every shard once, in bounded memory."""
+    manifest, _ = read_manifest(path)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(f"{path}: made with another tokenizer than {tokenizer.path}; give the "
+                        "corpus's own tokenizer")
+    lengths, frequencies = np.zeros(40, np.int64), np.zeros(manifest.vocab_size, np.int64)
+    longest = 0
+    for shard in manifest.shards:
+        tokens, ends = open_shard(path, shard)
+        sizes = np.diff(np.concatenate([[0], ends]))
+        lengths += np.bincount(np.log2(sizes).astype(np.int64), minlength=40)
+        longest = max(longest, int(sizes.max()))
+        for start in range(0, len(tokens), _CHUNK_TOKENS):
+            chunk = tokens[start : start + _CHUNK_TOKENS]
+            frequencies += np.bincount(chunk, minlength=len(frequencies))
+    plans = []
+    for plan_path in Corpus.row_plans(path):
+        plan, _ = read_rows_manifest(plan_path.parent)
+        rows = sum(shard.rows for shard in plan.shards)
+        pieces = sum(shard.pieces for shard in plan.shards)
+        used = sum(shard.tokens for shard in plan.shards) + 2 * pieces
+        fill = used / max(1, rows * plan.seq_len)
+        plans.append((plan.seq_len, rows, fill, pieces / max(1, rows), plan.hard_cuts))
+    starts = int(frequencies[tokenizer.word_starts()[: len(frequencies)]].sum())
+    return CorpusStats(str(path), manifest, lengths, frequencies, sorted(plans), longest, starts)
+
+
+def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
+    """Return the figures as a table for a terminal."""
+    counts = stats.manifest.counts
+    documents, tokens = counts["documents"], counts["tokens"]
+    lines = [
+        stats.path,
+        f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
+        f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
+        f"{tokens / max(1, stats.word_starts):.2f} a word",
+        f"  characters  {counts['characters']:>15,}   "
+        f"{counts['characters'] / max(1, tokens):.2f} a token",
+    ]
+    lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
+    left_out = {name: counts[name] for name in counts
+                if name not in ("documents", "tokens", "characters") and counts[name]}
+    if left_out:
+        lines.append("  left out    " + ", ".join(f"{k} {v:,}" for k, v in left_out.items()))
+    for seq_len, rows, fill, pieces, hard_cuts in stats.plans:
+        lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
+                     f"{pieces:.2f} pieces a row, {hard_cuts:,} cuts inside a word")
+    if set(stats.manifest.labels) - {""}:
+        lines += ["", "  label        documents         tokens   share  characters a token"]
+        for label, (docs, characters, label_tokens) in stats.manifest.labels.items():
+            lines.append(f"  {label or '(none)':<10} {docs:>11,} {label_tokens:>14,}  "
+                         f"{label_tokens / max(1, tokens):6.2%}  {characters / label_tokens:>6.2f}")
+    lines += ["", "  tokens a document        documents"]
+    largest = max(1, int(stats.lengths.max()))
+    for power in range(int(np.flatnonzero(stats.lengths).max(initial=0)) + 1):
+        count = int(stats.lengths[power])
+        lines.append(f"  {2**power:>9,} .. {2 ** (power + 1) - 1:<9,} {count:>9,} "
+                     + "#" * round(40 * count / largest))
+    order = np.argsort(-stats.frequencies, kind="stable")[:top].tolist()
+    pairs = zip(tokenizer.pieces(order), stats.frequencies[order].tolist(), strict=True)
+    frequent = "  ".join(f"{piece} {count / max(1, tokens):.2%}" for piece, count in pairs)
+    lines += ["", f"  top {top} pieces: {frequent}"]
+    return "\n".join(lines)
+
+
+def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
+    """Return what shows that the tokenizer was not made for this text."""
+    pieces = tokenizer.pieces(range(len(stats.frequencies)))
+    tokens = max(1, int(stats.frequencies.sum()))
+    in_bytes = sum(int(count) for piece, count in zip(pieces, stats.frequencies, strict=True)
+                   if _BYTE_PIECE.fullmatch(piece)) / tokens
+    unknown = 0 if tokenizer.unk_id is None else int(stats.frequencies[tokenizer.unk_id])
+    remedy = "another language or script than the tokenizer's? Train one on text like this"
+    found = []
+    if in_bytes > _MANY_BYTES:
+        found.append(f"{in_bytes:.1%} of the tokens are single bytes of characters that it has no "
+                     f"piece for; {remedy}")
+    if lost := unknown_pieces(unknown, tokens):
+        found.append(f"{lost}; {remedy}")
+    return found
+
+
+def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> None:
+    """Write a PNG: document lengths, rank-frequency of pieces, labels or top pieces."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ink, blue = "#333333", "#3b6ea5"
+    pyplot.rcParams.update({"font.size": 9, "text.color": ink, "axes.edgecolor": "#999999",
+                            "axes.spines.top": False, "axes.spines.right": False,
+                            "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink})
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 4.6), constrained_layout=True)
+    last = int(np.flatnonzero(stats.lengths).max(initial=0)) + 1
+    first = int(np.flatnonzero(stats.lengths).min(initial=last))
+    powers = range(first, last)
+    axes[0].bar(powers, stats.lengths[first:last], color=blue, width=0.85)
+    axes[0].set_xticks(powers, [f"{2**power:,}" for power in powers], rotation=45, ha="right")
+    axes[0].set(title="Document length", xlabel="tokens", ylabel="documents")
+    ordered = np.sort(stats.frequencies[stats.frequencies > 0])[::-1]
+    axes[1].loglog(np.arange(1, len(ordered) + 1), ordered, color=blue)
+    unused = int((stats.frequencies == 0).sum())
+    axes[1].set(title=f"Piece frequency ({unused:,} of {len(stats.frequencies):,} ids unused)",
+                xlabel="rank", ylabel="count")
+    labels = {k: v[2] for k, v in stats.manifest.labels.items()}
+    if len(labels) > 1:
+        names, sizes = zip(*sorted(labels.items(), key=lambda item: item[1])[-30:], strict=True)
+        title, unit = "Tokens by label", "tokens"
+    else:
+        order = np.argsort(-stats.frequencies, kind="stable")[:20][::-1].tolist()
+        names = [piece.replace(" ", "_") for piece in tokenizer.readable(order)]
+        sizes, title, unit = stats.frequencies[order], "Top pieces", "count"
+    axes[2].barh(range(len(names)), sizes, color=blue)
+    axes[2].set_yticks(range(len(names)), names, fontsize=7)
+    axes[2].set(title=title, xlabel=unit)
+    counts = stats.manifest.counts
+    figure.suptitle(f"{Path(stats.path).name}: {counts['documents']:,} documents, "
+                    f"{counts['tokens']:,} tokens", fontsize=11)
+    with atomic_path(out) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
+    pyplot.close(figure)

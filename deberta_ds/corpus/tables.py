@@ -1,0 +1,298 @@
+"""Rows of tables in all common formats, one after another. Everything that takes tables reads here.
+
+    .csv .tsv                   a header, then one record per row; the header tells the delimiter
+    .jsonl .ndjson .json        one JSON value per line, or one JSON list over the whole file
+    .parquet .arrow .feather    also what `datasets` and pandas save
+
+Each may be compressed (.gz .zst .xz .bz2 .lz4) or remote. A row that cannot be read carries its
+problem; what makes the rows behind it unreadable is a UserError. Tables may be larger than memory;
+only JSON lists, and compressed .parquet and .arrow, are held in it.
+"""
+
+import codecs
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.json_files import parse_json
+from deberta_ds.corpus.inputs import COMPRESSED_SUFFIXES, open_bytes, open_seekable
+from deberta_ds.tokenizer.text import TO_UTF8
+
+TABLE_KINDS = {".csv": "table", ".tsv": "table", ".jsonl": "json", ".ndjson": "json",
+               ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+_DELIMITERS = ",;\t|"
+_LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is 128 Ki
+_BATCH_ROWS = 1024
+_BAD_UTF8 = "invalid UTF-8"
+
+
+class Row(NamedTuple):
+    """One record. `values`: by column name; of JSON whatever is there. `problem`: why there are
+    none. `number` counts rows from 0, `line` counts lines from 1 (0 in files without lines).
+    """
+
+    number: int
+    line: int
+    values: Any
+    problem: str = ""
+
+
+def read_table(path: str | Path, file: BinaryIO | None = None, **options
+               ) -> Iterator[tuple[str, Any]]:
+    """Yield (file and line, values) of each row; UserError for the first that cannot be read.
+
+    `file`: the opened table, where `path` only names it (in an archive). Options: see `read_rows`.
+    """
+    for row in read_rows(path, file, **options):
+        yield row_place(path, row), row.values
+
+
+def row_place(path: str | Path, row: Row) -> str:
+    """Return file and line (or row) of a row for messages; UserError if it has a problem."""
+    place = f"{path}:{row.line}" if row.line else f"{path}:row {row.number + 1}"
+    if row.problem:
+        remedy = f"; {TO_UTF8}" if row.problem.startswith(_BAD_UTF8) else ""
+        raise UserError(f"{place}: {row.problem}{remedy}")
+    return place
+
+
+def read_rows(path: str | Path, file: BinaryIO | None = None, *,
+              columns: Sequence[str] | None = None, names: Sequence[str] | None = (),
+              groups: range | None = None, quoted_tabs: bool = False, class_names: bool = False,
+              longest: int = _LONGEST_CELL) -> Iterator[Row]:
+    """Yield the rows of a table, told apart by its suffix; bad ones have `problem` set.
+
+    columns: those that are read (None: all). names: the columns of a .csv or .tsv without a header;
+    None: rows are lists of cells, of any number. groups: row groups of .parquet. quoted_tabs: cells
+    of a .tsv may be quoted, as the csv module writes them (GLUE's have no quoting). class_names:
+    class numbers that `datasets` wrote with their names become these names. longest: characters of
+    a cell.
+    """
+    path = str(path)
+    suffix = suffix_of(path)
+    kind = TABLE_KINDS[suffix]
+    opener = open_seekable if kind in ("parquet", "arrow") else open_bytes
+    with naming(path), nullcontext(file) if file else opener(path) as opened:
+        if kind == "json":
+            yield from _json_rows(opened)
+        elif kind == "table":
+            is_raw = suffix == ".tsv" and not quoted_tabs
+            text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape",
+                                    newline="\n" if is_raw else "")
+            rows = _unquoted(text) if is_raw else _quoted(path, text, suffix, longest)
+            yield from _separated(path, rows, columns, names)
+        else:
+            yield from _arrow_rows(path, opened, kind, columns, groups, class_names)
+
+
+def suffix_of(path: str | Path) -> str:
+    """Return the suffix that tells the kind of a file, in lower case: of a.CSV.gz it is .csv."""
+    path = Path(path)
+    return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix.lower()
+
+
+def check_columns(wanted: Iterable[str], available: Sequence[str], path: str) -> None:
+    """UserError if a column is not among those `available`, or more than once."""
+    for name in wanted:
+        if name not in available:
+            raise UserError(f"{path}: no column {name!r} (found: {', '.join(available)})")
+        if available.count(name) > 1:
+            raise UserError(f"{path}: more than one column {name!r}; rename the others")
+
+
+def text_lines(path: str | Path, file: BinaryIO | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (place, line) of UTF-8 text; only a line feed ends a line (texts hold U+2028)."""
+    with naming(path), nullcontext(file) if file else open_bytes(str(path)) as opened:
+        for number, line in enumerate(opened, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number}: {_BAD_UTF8} ({error.reason}); {TO_UTF8}"
+                                ) from None
+            yield f"{path}:{number}", text.removesuffix("\n").removesuffix("\r")
+
+
+def _json_rows(file: BinaryIO) -> Iterator[Row]:
+    number = 0
+    for line_number, line in enumerate(file, start=1):
+        line = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
+        if not line.strip():
+            continue
+        if number == 0 and (line.strip() == b"{" or line.lstrip().startswith(b"[")):
+            line += file.read()  # one value on many lines
+        value, problem = None, ""
+        try:
+            value = parse_json(line)
+        except UnicodeDecodeError as error:
+            problem = f"{_BAD_UTF8} ({error.reason})"
+        except ValueError as error:
+            problem = (f"not a JSON object ({error}); a line cut short means a download that "
+                       "stopped")
+        if number == 0 and isinstance(value, list):
+            yield from (Row(entry, 0, part) for entry, part in enumerate(value))
+        else:
+            yield Row(number, line_number, value, problem)
+        number += 1
+
+
+def _separated(path: str, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None,
+               names: Sequence[str] | None) -> Iterator[Row]:
+    """Yield a Row for each (line, cells); without cells (blank lines) there is none."""
+    if names is None:
+        for number, (line, cells) in enumerate(rows):
+            yield Row(number, line, cells, "" if _is_utf8(cells) else _BAD_UTF8)
+        return
+    header = list(names) or next((cells for _, cells in rows if cells), [])
+    if not _is_utf8(header):
+        raise UserError(f"{path}: its header is not UTF-8; {TO_UTF8}")
+    if not any(header):
+        raise UserError(f"{path}:1: no column names; the first line must name the columns")
+    check_columns(columns or header, header, path)
+    places = [(name, header.index(name)) for name in columns or header]
+    number = blank = 0
+    for line, cells in rows:
+        if not cells:
+            blank = blank or line
+            continue
+        if blank and len(header) == 1 and columns is None:  # who reads whole rows counts them
+            yield Row(number, blank, None, f"an empty line, in a table of one column {header[0]!r};"
+                      " fill it in or delete it, or the rows behind it would be counted wrongly")
+        values, problem = None, ""
+        if len(cells) != len(header):
+            problem = f"{len(cells)} columns, the header has {len(header)}"
+        else:
+            values = {name: cells[place] for name, place in places}
+            problem = "" if _is_utf8(values.values()) else _BAD_UTF8
+        yield Row(number, line, values, problem)
+        number += 1
+
+
+def _is_utf8(cells: Iterable[str]) -> bool:
+    """Return whether cells that were read with "surrogateescape" had no invalid byte."""
+    try:
+        "".join(cells).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unquoted(text: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, cells) of tab-separated lines in which a quotation mark is only a character."""
+    for number, line in enumerate(text, start=1):
+        line = line.removesuffix("\n").removesuffix("\r")
+        yield number, line.split("\t") if line else []
+
+
+def _quoted(path: str, text: io.TextIOWrapper, suffix: str, longest: int
+            ) -> Iterator[tuple[int, list[str]]]:
+    """Yield (last line, cells) of rows whose cells may be quoted, and hold line ends then.
+
+    UserError for tab-separated rows, of two columns or more, that are one with quotation marks and
+    several without.
+    """
+    csv.field_size_limit(longest)
+    first = text.readline()
+    before = int(first.startswith("sep="))  # Excel's line on the delimiter
+    delimiter = "\t" if suffix == ".tsv" else first[4:5] if before else _delimiter_of(first)
+    lines = chain([] if before else [first], text)
+    pending: list[str] = []  # lines of the row that is read, between tabs
+
+    def kept_lines() -> Iterator[str]:
+        for line in lines:
+            pending.append(line)
+            yield line
+
+    rows = csv.reader(kept_lines() if delimiter == "\t" else lines, delimiter=delimiter,
+                      strict=True)
+    width = 0
+    try:
+        for cells in rows:
+            width = width or len(cells)
+            if len(pending) > 1 and width > 1 and (
+                    pending[0].count("\t") == pending[-1].count("\t") == width - 1):
+                raise UserError(
+                    f"{path}:{before + rows.line_num - len(pending) + 1}: quotation marks make one "
+                    f"row of {len(pending)} lines, of which the first and the last would be rows "
+                    "without them; give .jsonl, .parquet or .csv, which leave no doubt")
+            pending.clear()
+            yield before + rows.line_num, cells
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{before + rows.line_num}: {error}; a cell with a quotation mark in it is "
+            f'quoted, with "" for the mark, and no cell is longer than {longest:,} characters'
+        ) from error
+
+
+def _delimiter_of(header: str) -> str:
+    """Return the mark that the header of a .csv has most of outside of quotation marks."""
+    return max(_DELIMITERS, key=re.sub('"[^"]*"', "", header).count)
+
+
+def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | None,
+                groups: range | None, class_names: bool) -> Iterator[Row]:
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    number = 0
+    if kind == "parquet":
+        parquet = pyarrow.parquet.ParquetFile(file)
+        schema = parquet.schema_arrow
+        groups = range(parquet.num_row_groups) if groups is None else groups
+        number = sum(parquet.metadata.row_group(group).num_rows for group in range(groups.start))
+        wanted = None if columns is None else list(columns)
+        batches = chain.from_iterable(  # one group at a time: all would stay in memory
+            parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=wanted)
+            for group in groups)
+    else:
+        is_stream = file.read(6) != b"ARROW1"  # a stream is what `datasets` writes
+        file.seek(0)
+        reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
+        schema = reader.schema
+        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    check_columns(columns or schema.names, schema.names, path)
+    classes = _class_names(schema.metadata) if class_names else {}
+    classes = {name: classes[name] for name in columns or schema.names if name in classes}
+    for batch in batches:
+        for values in _records(batch.select(columns or schema.names)):
+            for column in classes if values else ():
+                values[column] = _named(values[column], classes[column], f"{path}:row {number + 1}")
+            yield Row(number, 0, values, _BAD_UTF8 if values is None else "")
+            number += 1
+
+
+def _records(batch) -> list[dict | None]:
+    """Return the rows of a record batch, None for those with invalid UTF-8."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [None]
+        return [record for row in range(batch.num_rows) for record in _records(batch.slice(row, 1))]
+
+
+def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, list[str]]:
+    """Return {column: names by number} of class labels (also in lists) that `datasets` wrote."""
+    try:
+        features = parse_json((metadata or {})[b"huggingface"])["info"]["features"]
+        inner = {name: feature.get("feature", feature) for name, feature in features.items()}
+        return {name: list(feature["names"]) for name, feature in inner.items()
+                if feature.get("_type") == "ClassLabel"}
+    except (KeyError, TypeError, ValueError, AttributeError):  # written by something else
+        return {}
+
+
+def _named(value: Any, names: list[str], place: str) -> Any:
+    """Return the name of a class number, in lists too; -1 means that there is no label."""
+    if isinstance(value, list):
+        return [_named(part, names, place) for part in value]
+    if value is None or value == -1:
+        return None
+    if not 0 <= value < len(names):
+        raise UserError(f"{place}: class {value}, but the file names {len(names)} classes")
+    return names[value]

@@ -1,0 +1,191 @@
+"""Documents taken out of a finished corpus by id, without redoing the rest.
+
+The result is a new corpus beside the old one: shards without these documents are hard links to the
+old files (copies on another file system), the others are written and planned anew. Its fingerprint
+differs, so a run notices that its rows have changed.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.origins import (
+    Origin,
+    Origins,
+    OriginWriter,
+    origins_path,
+    write_origins_manifest,
+)
+from deberta_ds.corpus.pack import pack_shard, plan_description
+from deberta_ds.corpus.units import job, run_units, write_plan
+from deberta_ds.data.corpus import Corpus, open_shard
+from deberta_ds.data.packing import FRAME_TOKENS, PACKER_VERSION, cut_documents
+from deberta_ds.data.shards import (
+    MANIFEST,
+    Manifest,
+    RowShardInfo,
+    RowsManifest,
+    ShardInfo,
+    ShardWriter,
+    fingerprint_of,
+    read_manifest,
+    read_rows_manifest,
+    rows_directory,
+    write_manifest,
+)
+from deberta_ds.tokenizer import Tokenizer
+
+_VERSION = 1
+_BATCH_DOCUMENTS = 1 << 12
+
+
+def take_down(
+    corpus: str | Path, names: list[str], out: str | Path, tokenizer: Tokenizer, *,
+    workers: int = 1,
+) -> dict[str, int]:
+    """Write the corpus `out`: `corpus` without the documents called `names` (ids, or
+    SOURCE@PLACE). Return {"documents": taken out, "shards": written anew}.
+
+    UserError if a name is unknown, if the tokenizer is another one, or if `out` holds anything
+    else; nothing is written then.
+    """
+    if os.path.realpath(corpus) == os.path.realpath(out):
+        raise UserError(f"{out}: the corpus itself; give another directory, the old one stays")
+    manifest, fingerprint = read_manifest(corpus)
+    if manifest.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(f"{corpus}: made with another tokenizer than {tokenizer.path}; give the "
+                        "corpus's own")
+    origins = Origins(corpus)
+    found = origins.find(names)
+    unknown = sorted(set(names) - {name for gone in found.values() for name in gone.values()})
+    if unknown:
+        more = ", ..." if len(unknown) > 5 else ""
+        raise UserError(f"{corpus}: holds no document {', '.join(unknown[:5])}{more} "
+                        f"({len(unknown)} of {len(names)} names); look with data_prep/find.py")
+    lengths = sorted(int(path.parent.name[5:]) for path in Corpus.row_plans(corpus))
+    digest = hashlib.sha256("\n".join(sorted(set(names))).encode()).hexdigest()
+    description = {"version": _VERSION, "corpus": fingerprint, "names": digest,
+                   "lengths": lengths, "packer_version": PACKER_VERSION}
+    plans = {length: read_rows_manifest(rows_directory(corpus, length))[0] for length in lengths}
+    with job(out, description, finished=MANIFEST) as is_done:
+        if not is_done:
+            units = {shard.name: (str(corpus), str(out), shard, sorted(found.get(shard.name, {})),
+                                  {length: plan.shards[number] for length, plan in plans.items()},
+                                  str(tokenizer.path))
+                     for number, shard in enumerate(manifest.shards)}
+            results = run_units(out, take_down_shard, units, workers=workers, label="take down")
+            _finish(Path(out), manifest, plans, origins, results)
+    taken = (read_manifest(one)[0].counts.get("taken_down", 0) for one in (out, corpus))
+    return {"documents": next(taken) - next(taken), "shards": len(found)}
+
+
+def take_down_shard(
+    corpus: str, out: str, shard: ShardInfo, gone: list[int], plans: dict[int, RowShardInfo],
+    tokenizer_path: str,
+) -> dict:
+    """Link or rewrite one shard and its plans; return the fields of their infos, None for a shard
+    of which nothing is left.
+    """
+    if not gone:
+        for path in _files_of(corpus, shard.name, plans):
+            _link(path, Path(out) / path.relative_to(corpus))
+        return {"shard": asdict(shard), "labels": {}, "origins": None,
+                "plans": {str(length): asdict(plan) for length, plan in plans.items()},
+                "hard_cuts": {}}
+    tokenizer = Tokenizer(tokenizer_path)
+    tokens, ends = open_shard(corpus, shard)
+    word_starts = tokenizer.word_starts()
+    cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
+            for length in plans}
+    table, labels, is_gone = Origins(corpus).table(shard.name), {}, set(gone)
+    before = None  # a long document may lie here in several parts, which count as one
+    for number, ids, origin in _documents(tokens, ends, table):
+        if number in is_gone:
+            row = labels.setdefault(origin.label, [0, 0, 0])
+            is_new = (origin.source, origin.place) != before
+            row[:] = [row[0] + is_new, row[1] + origin.characters, row[2] + len(ids)]
+            before = (origin.source, origin.place)
+    if len(gone) == shard.documents:
+        return {"shard": None, "labels": labels, "origins": None, "plans": {}, "hard_cuts": cuts}
+    writer, origins = ShardWriter(out, shard.name, tokens.dtype), OriginWriter(out, shard.name)
+    for number, ids, origin in _documents(tokens, ends, table):
+        if number not in is_gone:
+            writer.append(ids)
+            origins.append(origin)
+    info, file = writer.finish(), origins.finish()
+    packed = {str(length): pack_shard(out, info, word_starts, length) for length in plans}
+    for length, plan in packed.items():
+        cuts[length] += plan.pop("hard_cuts")
+    return {"shard": asdict(info), "labels": labels, "origins": file, "plans": packed,
+            "hard_cuts": cuts}
+
+
+def _documents(tokens: np.ndarray, ends: np.ndarray, table: pa.Table
+               ) -> Iterator[tuple[int, np.ndarray, Origin]]:
+    """Yield (number, ids, origin) of each document of a shard."""
+    records = (record for batch in table.to_batches(_BATCH_DOCUMENTS)
+               for record in batch.to_pylist())
+    begin = 0
+    for number, (end, record) in enumerate(zip(ends, records, strict=True)):
+        yield number, tokens[begin:end], Origin(**record)
+        begin = end
+
+
+def _files_of(corpus: str, name: str, plans: dict[int, RowShardInfo]) -> list[Path]:
+    root = Path(corpus)
+    files = [root / "tokens" / f"{name}.npy", root / "ends" / f"{name}.npy",
+             origins_path(corpus, name)]
+    for length in plans:
+        files += [rows_directory(corpus, length) / f"{name}.npy",
+                  rows_directory(corpus, length) / f"{name}.starts.npy"]
+    return files
+
+
+def _link(path: Path, to: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.unlink(missing_ok=True)
+    try:
+        os.link(path, to)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(path, to)
+
+
+def _finish(out: Path, old: Manifest, plans: dict[int, RowsManifest], origins: Origins,
+            results: list[dict]) -> None:
+    """Write the manifests: documents, the corpus's, and one for each length, in this order."""
+    kept = [result for result in results if result["shard"]]
+    if not kept:
+        raise UserError(f"{out}: no document would be left")
+    labels = {label: list(counts) for label, counts in old.labels.items()}
+    gone = [0, 0, 0]
+    for result in results:
+        for label, counts in result["labels"].items():
+            gone = [a + b for a, b in zip(gone, counts, strict=True)]
+            if label in labels:
+                labels[label] = [a - b for a, b in zip(labels[label], counts, strict=True)]
+    shards = tuple(ShardInfo(**result["shard"]) for result in kept)
+    counts = old.counts | {
+        "documents": sum(shard.documents for shard in shards),  # each part of a cut one counts
+        "characters": old.counts.get("characters", 0) - gone[1],
+        "tokens": sum(shard.tokens for shard in shards),
+        "taken_down": old.counts.get("taken_down", 0) + gone[0]}
+    write_origins_manifest(out, {
+        result["shard"]["name"]: result["origins"] or origins.files[result["shard"]["name"]]
+        for result in kept})
+    labels = {label: found for label, found in labels.items() if found[0]}
+    new = replace(old, counts=counts, labels=labels, shards=shards)
+    fingerprint = fingerprint_of(new)
+    for length, plan in plans.items():
+        infos = tuple(RowShardInfo(**result["plans"][str(length)]) for result in kept)
+        cuts = sum(result["hard_cuts"].get(str(length), 0) for result in results)
+        write_plan(rows_directory(out, length), plan_description(fingerprint, length))
+        write_manifest(rows_directory(out, length), replace(
+            plan, corpus=fingerprint, hard_cuts=plan.hard_cuts + cuts, shards=infos))
+    write_manifest(out, new)

@@ -1,0 +1,358 @@
+"""Documents -> token shards, one work unit at a time."""
+
+import bisect
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import cache, partial
+from itertools import compress
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
+from deberta_ds.corpus.encode import (
+    COUNTS,
+    Cleaner,
+    CleanOptions,
+    batches,
+    check_problems,
+    encode_joined,
+)
+from deberta_ds.corpus.filter_rules import FilterRules
+from deberta_ds.corpus.filters import Tally, describe, filters_of, write_report
+from deberta_ds.corpus.findings import Findings
+from deberta_ds.corpus.origins import OriginWriter, origins_path, write_origins_manifest
+from deberta_ds.corpus.readers import joined, read_unit
+from deberta_ds.corpus.units import Part, job, run_units
+from deberta_ds.data.shards import (
+    MANIFEST,
+    Manifest,
+    ShardInfo,
+    ShardWriter,
+    read_manifest,
+    token_dtype,
+    write_manifest,
+)
+from deberta_ds.tokenizer import Tokenizer, unknown_pieces
+from deberta_ds.tokenizer.text import TEXT_RULES_VERSION
+
+SHARD_TOKENS = 1 << 27
+JOB_VERSION = 2
+
+
+def tokenize_corpus(
+    units: list[list[Extent]],
+    out: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    read: ReadOptions,
+    clean: CleanOptions,
+    heldout_out: str | Path | None = None,
+    heldout_share: float = 0.0,
+    drop_heldout: bool = False,
+    leave_out: Sequence[str] = (),
+    filters: FilterRules | None = None,
+    workers: int = 1,
+    part: Part = None,
+) -> dict[str, Manifest]:
+    """Write the corpus `out` (and the held-out one) and return {directory: manifest}; {} after one
+    part of an array of jobs.
+
+    `leave_out`: directories of findings over these inputs (and others). A document is held
+    out by a hash of its text, so the split does not depend on its place; with `drop_heldout`
+    such documents are left out and no held-out corpus is written. With `filters`, what they did
+    is written to OUT/filters.json. Completed parts of an earlier
+    run of the same job are kept.
+    """
+    targets = [str(out)] + ([str(heldout_out)] if heldout_out else [])
+    _check_heldout(targets, heldout_share, drop_heldout)
+    if tokenizer.lost:
+        print(f"note: {tokenizer.path}: has no piece for {tokenizer.lost} and none for what is "
+              "unknown, so these are left out of the text", file=sys.stderr, flush=True)
+    share = heldout_share if heldout_out or drop_heldout else 0.0
+    searches = [Findings(directory) for directory in leave_out]
+    for search in searches:
+        search.check(units, read)
+    if filters:
+        filters_of(filters)  # a bad function or language is said before any work
+    description = _description(units, tokenizer, read, clean, share, drop_heldout, searches,
+                               filters)
+    with ExitStack() as stack:
+        finished = [stack.enter_context(job(target, description, finished=MANIFEST, part=part,
+                                            beside=Path(out)))
+                    for target in reversed(targets)]
+        if not all(finished):
+            jobs = {f"{number:05d}": (number, unit, targets, str(tokenizer.path), read, clean,
+                                      share, list(leave_out), filters)
+                    for number, unit in enumerate(units)}
+            total = Tally(filters.examples) if filters else None
+            results = run_units(out, tokenize_unit, jobs, workers=workers, label="tokenize",
+                                part=part, keep=partial(_without_tally, total=total),
+                                is_whole=partial(_has_files, targets=targets))
+            if results is None:
+                return {}
+            problems = [line for result in results for line in result["problems"]]
+            check_problems(problems, sum(result["counts"]["bad"] for result in results), clean)
+            for line in problems:
+                print(f"left out: {line}", file=sys.stderr, flush=True)
+            if filters:
+                write_report(out, filters, total)
+            _write_manifests(results, targets, tokenizer)
+            _say_unknown(results)
+    return {target: read_manifest(target)[0] for target in targets}
+
+
+def _say_unknown(results: list[dict]) -> None:
+    """Warn of text that is lost. Not in the manifest, whose hash names a corpus by its shards."""
+    unknown = sum(result["unknown_tokens"] for result in results)
+    tokens = sum(info["tokens"] for result in results for written in result["shards"]
+                 for info in written)
+    if lost := unknown_pieces(unknown, tokens):
+        print(f"warning: {lost}; train a tokenizer on text like this", file=sys.stderr, flush=True)
+
+
+def _has_files(result: dict, targets: list[str]) -> bool:
+    """Return whether all that a unit wrote is still there: the held-out corpus, or both, may have
+    been removed or be another directory since.
+    """
+    sizes = {}
+    for number, target in enumerate(targets):
+        for shard in result["shards"][number]:
+            sizes[Path(target, "tokens", f"{shard['name']}.npy")] = shard["bytes"]
+            sizes[Path(target, "ends", f"{shard['name']}.npy")] = shard["ends_bytes"]
+        for name, (size, _) in result["origins"][number].items():
+            sizes[origins_path(target, name)] = size
+    return all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+
+
+def _without_tally(result: dict, total: Tally | None) -> dict:
+    """Add what the filters did in a unit, which has many texts, to `total`; return the rest."""
+    if total:
+        total.merge(Tally(**result.pop("filters")))
+    return result
+
+
+def _description(units: list[list[Extent]], tokenizer: Tokenizer, read: ReadOptions,
+                 clean: CleanOptions, share: float, drop_heldout: bool, searches: list[Findings],
+                 filters: FilterRules | None) -> dict:
+    """Return what an earlier run's parts must have been made with to be kept."""
+    description = {
+        "version": JOB_VERSION, "units": units_digest(units),
+        "tokenizer": tokenizer.sha256, "read": read.describe(),
+        "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
+        "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
+        "heldout_share": share,
+        "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
+    }
+    return description | ({"filters": describe(filters)} if filters else {})
+
+
+def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
+    if len(set(map(os.path.realpath, targets))) < len(targets):
+        raise UserError(f"{targets[0]}: given for the corpus and for the held-out one; give two "
+                        "directories")
+    if (len(targets) > 1 or drop) and not 0 < share < 1:
+        raise UserError(f"held-out share {share}: must be between 0 and 1, and 0.01 is one of a "
+                        "hundred documents")
+    if len(targets) > 1 and Path(os.path.realpath(targets[0])) in Path(
+            os.path.realpath(targets[1])).parents:
+        raise UserError(f"{targets[1]}: inside of {targets[0]}, which is a corpus of its own; put "
+                        "the held-out one beside it")
+    if len(targets) > 1 and drop:
+        raise UserError("held-out documents are either written or dropped; choose one")
+
+
+def tokenize_unit(
+    number: int, unit: list[Extent], targets: list[str], tokenizer_path: str, read: ReadOptions,
+    clean: CleanOptions, heldout_share: float, leave_out: list[str],
+    filters: FilterRules | None = None,
+) -> dict:
+    """Write the shards of one unit; return their ShardInfos, counts and named problems."""
+    tokenizer = _tokenizer(tokenizer_path)
+    tally = Tally(filters.examples) if filters else None
+    # A tokenizer of rules of its own is given the raw text: then often nobody asks for this one.
+    is_read = not tokenizer.normalizes_itself or bool(
+        heldout_share or clean.min_characters > 1 or clean.min_letter_share)
+    # Line ends that part the documents of a text file belong to neither.
+    parted = read.documents != "file"
+    cleaner = Cleaner(clean, is_read)
+    counts = cleaner.counts
+    with ExitStack() as stack:
+        writers = [stack.enter_context(_Rolling(target, number, tokenizer, counts))
+                   for target in targets]
+        for documents in batches(_wanted(unit, read, leave_out, filters, tally, counts)):
+            texts = cleaner.texts(documents)
+            sides = [int(is_held_out(text, heldout_share)) if text else None for text in texts
+                     ] if heldout_share or not all(texts) else []
+            if tokenizer.normalizes_itself:
+                texts = [document.text.strip("\r\n") if parted else document.text
+                         for document in documents]
+            if not sides:
+                writers[0].write(texts, documents)
+                continue
+            if len(writers) == 1:
+                counts["held_out"] += sides.count(1)
+            for side, writer in enumerate(writers):
+                chosen = [found == side for found in sides]
+                writer.write(list(compress(texts, chosen)), list(compress(documents, chosen)))
+        if tokenizer.normalizes_itself:
+            counts["removed_characters"] = 0  # removed from what was looked at, not from the text
+        shards = [writer.finish() for writer in writers]
+    return {
+        "shards": [[asdict(shard) for shard in written] for written in shards],
+        "labels": [writer.labels for writer in writers],
+        "origins": [writer.origins for writer in writers],
+        "counts": counts,
+        "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
+        "problems": cleaner.problems,
+    } | ({"filters": asdict(tally)} if filters else {})
+
+
+def _wanted(
+    unit: list[Extent], read: ReadOptions, leave_out: list[str], filters: FilterRules | None,
+    tally: Tally | None, counts: dict[str, int],
+) -> Iterator[Document]:
+    """Yield the documents of one unit but those that searches found or filters drop."""
+    searches = [_findings(directory) for directory in leave_out]
+    for extent in joined(unit):
+        if not searches and not filters:
+            yield from read_unit([extent], read)
+            continue
+        for document in read_unit([extent], read):
+            reason = next((search.reason for search in searches if search.has(
+                extent.source, document.where)), "")
+            if not reason and filters and not document.problem:
+                verdict = filters_of(filters)(document)
+                tally.add(document, verdict)
+                reason = "filtered" if verdict.reason else ""
+                document = document._replace(text=verdict.text, label=verdict.label)
+            if reason:
+                counts[reason] += 1
+            else:
+                yield document
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Return whether a document belongs to the held-out part: a function of its text alone."""
+    return xxhash.xxh3_64_intdigest(text.encode()) < share * 2**64
+
+
+def _write_manifests(results: list[dict], targets: list[str], tokenizer: Tokenizer) -> None:
+    for number, target in reversed(list(enumerate(targets))):
+        write_origins_manifest(target, {
+            name: file for result in results for name, file in result["origins"][number].items()})
+        write_manifest(target, _manifest(results, target == targets[0], tokenizer))
+
+
+def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manifest:
+    target = 0 if is_main else 1
+    shards = tuple(ShardInfo(**info) for result in results for info in result["shards"][target])
+    labels: dict[str, list[int]] = {}
+    for result in results:
+        for label, (documents, characters, tokens) in result["labels"][target].items():
+            total = labels.setdefault(label, [0, 0, 0])
+            labels[label] = [total[0] + documents, total[1] + characters, total[2] + tokens]
+    counts = {name: sum(result["counts"][name] for result in results) for name in COUNTS}
+    counts |= {"documents": sum(shard.documents for shard in shards),
+               "characters": sum(row[1] for row in labels.values()),
+               "tokens": sum(shard.tokens for shard in shards)}
+    return Manifest(
+        dtype=token_dtype(tokenizer.size).str, vocab_size=tokenizer.size,
+        tokenizer_sha256=tokenizer.sha256, special_ids=tokenizer.special_ids, counts=counts,
+        labels=dict(sorted(labels.items())), shards=shards,
+    )
+
+
+@cache
+def _findings(directory: str) -> Findings:
+    return Findings(directory)
+
+
+@cache
+def _tokenizer(path: str) -> Tokenizer:
+    return Tokenizer(path)
+
+
+class _Rolling:
+    """Writes one unit's documents to shards of at most about SHARD_TOKENS tokens."""
+
+    def __init__(self, target: str, number: int, tokenizer: Tokenizer, counts: dict[str, int]):
+        self._counts = counts
+        self._target, self._number, self._tokenizer = target, number, tokenizer
+        self._dtype = token_dtype(tokenizer.size)
+        self._shards: list[ShardInfo] = []
+        self._writer: ShardWriter | None = None
+        self._origins: OriginWriter | None = None
+        self.origins: dict[str, list] = {}
+        self.labels: dict[str, list[int]] = {}
+        self.unknown_tokens = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        for writer in (self._writer, self._origins):
+            if writer is not None:
+                writer.abandon()
+
+    def write(self, texts: list[str], documents: list[Document]) -> None:
+        """Add documents; `texts`: what the tokenizer is given of each."""
+        ids, lengths, owners = encode_joined(self._tokenizer, texts)
+        if self._tokenizer.unk_id is not None:
+            self.unknown_tokens += int(np.count_nonzero(ids == self._tokenizer.unk_id))
+        if 0 in lengths:  # such as of characters that the tokenizer removes
+            owners = list(compress(owners, lengths))
+            lengths = list(filter(None, lengths))
+        characters = list(map(len, texts))
+        if owners != range(len(documents)):
+            documents = [documents[owner] for owner in owners]
+            characters = [0 if owner == before else characters[owner]  # of a cut one: at its first
+                          for before, owner in zip([None, *owners], owners, strict=False)]
+        begin = written = 0
+        for label, run in itertools.groupby(documents, attrgetter("label")):
+            end = begin + len(list(run))
+            whole = set(owners[begin:end])
+            row = self.labels.setdefault(label, [0, 0, 0])
+            row[0] += len(whole)
+            row[1] += sum([len(texts[owner]) for owner in whole])
+            row[2] += sum(lengths[begin:end])
+            begin, written = end, written + len(whole)
+        self._counts["empty"] += len(texts) - written
+        self._counts["cut"] += len(documents) - written
+        self._append(ids, lengths, documents, characters)
+
+    def _append(self, ids: np.ndarray, lengths: list[int], documents: list[Document],
+                characters: list[int]) -> None:
+        """Add documents, which lie back to back in `ids`, to the shard, and begin another one where
+        it is full.
+        """
+        ends, begin = list(itertools.accumulate(lengths, initial=0)), 0
+        while begin < len(lengths):
+            if self._writer is None:
+                name = f"{self._number:05d}-{len(self._shards):03d}"
+                self._writer = ShardWriter(self._target, name, self._dtype)
+                self._origins = OriginWriter(self._target, name)
+            full = ends[begin] + SHARD_TOKENS - self._writer.tokens
+            stop = min(bisect.bisect_left(ends, full, begin + 1), len(lengths))
+            self._writer.append_many(ids[ends[begin] : ends[stop]], lengths[begin:stop])
+            self._origins.extend(documents[begin:stop], characters[begin:stop])
+            begin = stop
+            if self._writer.tokens >= SHARD_TOKENS:
+                self._end_shard()
+
+    def _end_shard(self) -> None:
+        self.origins[self._writer.name] = self._origins.finish()
+        self._shards.append(self._writer.finish())
+        self._writer = self._origins = None
+
+    def finish(self) -> list[ShardInfo]:
+        if self._writer is not None:
+            self._end_shard()
+        return self._shards

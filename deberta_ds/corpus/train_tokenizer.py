@@ -1,0 +1,349 @@
+"""Train a SentencePiece unigram model with DeBERTa's special ids on a bounded sample."""
+
+import io
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import sentencepiece
+import tokenizers
+import xxhash
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tqdm import tqdm
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.splitmix import mix64
+from deberta_ds.corpus.documents import Extent, ReadOptions
+from deberta_ds.corpus.encode import Cleaner, CleanOptions
+from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.units import FORK
+from deberta_ds.data.mixture import temperature_weights
+from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer, normalization
+from deberta_ds.tokenizer.files import JSON, MERGES, OTHER_MODELS, SPM, VOCAB, WORDPIECES
+from deberta_ds.tokenizer.normalization import normalizer_tsv
+from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
+from deberta_ds.tokenizer.spm import RULES_NAME
+from deberta_ds.tokenizer.text import UNSPACED
+
+# The bounded sample of text that a tokenizer is trained on: from the inputs, or by language.
+#
+# By language, one with the share p of all characters has the share p ** (1 / temperature) of the
+# sample, over the sum of these. Each piece of text is taken with the chance of what its language
+# still lacks over what is still to come (Fan, Muller and Rezucha 1962): spread over all of the
+# input, exact to one piece. Where a language has less than its share the chance is above 1: pieces
+# repeat.
+SENTENCE_CHARACTERS = 1000  # SentencePiece drops sentences over 4192 bytes without a word
+Languages = dict[str, tuple[int, float]]  # {label: (characters there, characters wanted)}
+
+
+def sample_texts(units: list[list[Extent]], sample_bytes: int, read: ReadOptions,
+                 languages: Languages | None = None, max_bad: int = 0) -> Iterator[str]:
+    """Yield about `sample_bytes` of normalised text: evenly from the start of every unit, or what
+    `languages` says. UserError if there is none, or for more than `max_bad` unreadable documents;
+    others are named on stderr.
+    """
+    cleaner, is_empty = Cleaner(CleanOptions(max_bad=max_bad), is_read=True), True
+    pieces = _by_language(units, read, languages, cleaner) if languages else \
+        _evenly(units, read, sample_bytes, cleaner)
+    for piece in pieces:
+        is_empty = False
+        yield piece
+    for line in cleaner.problems:
+        print(f"left out: {line}", file=sys.stderr, flush=True)
+    if is_empty:
+        raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
+
+
+def _evenly(units: list[list[Extent]], read: ReadOptions, sample_bytes: int, cleaner: Cleaner
+            ) -> Iterator[str]:
+    quota, spent = sample_bytes / len(units), 0.0
+    for number, unit in enumerate(units):
+        allowed = (number + 1) * quota
+        for document in read_unit(unit, read):
+            if spent >= allowed:
+                break
+            for piece in _pieces(cleaner.texts([document])[0]):  # a document may be a whole file
+                if spent >= allowed:
+                    break
+                spent += len(piece.encode())
+                yield piece
+
+
+def languages_of(units: list[list[Extent]], read: ReadOptions, sample_bytes: int,
+                 temperature: float, workers: int = 1, max_bad: int = 0) -> Languages:
+    """Return how much there is of each language, and how much of it a sample of `sample_bytes`
+    takes (of all bytes, if those are fewer). Reads all of the input; prints the shares.
+    """
+    if not (read.label_key or read.label_from_directory):
+        raise UserError("--temperature needs to know the languages; give --label_key or "
+                        "--label_from_directory")
+    totals: dict[str, list[int]] = {}
+    with ProcessPoolExecutor(workers, FORK) as pool:
+        counted = pool.map(partial(_count, read=read, max_bad=max_bad), units)
+        for counts in tqdm(counted, desc="counting languages", total=len(units), unit="unit",
+                           disable=None):
+            for label, (characters, size) in counts.items():
+                row = totals.setdefault(label, [0, 0])
+                row[:] = [row[0] + characters, row[1] + size]
+    if not totals:
+        raise UserError(f"{units[0][0].path}: no text in it or in the other inputs")
+    if totals.keys() == {""}:
+        raise UserError(f"{units[0][0].path}: no document here or in the other inputs has a label, "
+                        "so --temperature has nothing to weigh; name their field with --label_key, "
+                        "or leave --temperature out")
+    totals = dict(sorted(totals.items()))
+    shares = temperature_weights([characters for characters, _ in totals.values()], temperature)
+    mean = sum(share * size / characters for share, (characters, size) in zip(
+        shares, totals.values(), strict=True))  # bytes of a character of the sample
+    wanted = min(sample_bytes, sum(size for _, size in totals.values())) / mean
+    found = {label: (characters, wanted * share) for share, (label, (characters, _)) in zip(
+        shares, totals.items(), strict=True)}
+    for label, (characters, taken) in found.items():
+        print(f"{label or '(no label)'}: {characters:,} characters, {taken / wanted:.2%} of the "
+              f"sample ({taken / characters:.2f} times what is there)", file=sys.stderr)
+    return found
+
+
+def _count(unit: list[Extent], read: ReadOptions, max_bad: int) -> dict[str, tuple[int, int]]:
+    counts: dict[str, tuple[int, int]] = {}
+    cleaner = Cleaner(CleanOptions(max_bad=max_bad), is_read=True)
+    for document in read_unit(unit, read):
+        if text := cleaner.texts([document])[0]:
+            characters, size = counts.get(document.label, (0, 0))
+            counts[document.label] = characters + len(text), size + len(text.encode())
+    return counts
+
+
+def _by_language(units: list[list[Extent]], read: ReadOptions, languages: Languages,
+                 cleaner: Cleaner) -> Iterator[str]:
+    left = {label: list(counts) for label, counts in languages.items()}
+    seeds = {label: xxhash.xxh3_64_intdigest(label.encode()) for label in languages}
+    number = 0
+    for document in (document for unit in units for document in read_unit(unit, read)):
+        for piece in _pieces(cleaner.texts([document])[0]):
+            there, wanted = left[document.label]
+            chance = mix64(seeds[document.label] + number) / 2**64
+            copies = int(max(0.0, wanted / there) + chance)
+            left[document.label] = [there - len(piece), wanted - copies * len(piece)]
+            number += 1
+            yield from [piece] * copies
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[start : start + SENTENCE_CHARACTERS]
+            for start in range(0, len(text), SENTENCE_CHARACTERS))
+
+
+# In SentencePiece's messages.
+_MOST_PIECES = re.compile(r"<= (\d+)")
+_LEAST_PIECES = re.compile(r"required_chars\. \d+ vs (\d+)")
+_SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2**20
+
+
+def train_tokenizer(
+    units: list[list[Extent]],
+    out: str | Path,
+    *,
+    pieces: int,
+    sample_bytes: int,
+    read: ReadOptions,
+    character_coverage: float = 0.9995,
+    threads: int = 2,
+    languages: Languages | None = None,
+    max_bad: int = 0,
+) -> Tokenizer:
+    """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
+
+    The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
+    and width; decoding gives normalised text back. Scores are rounded (`_finished`). Memory is
+    bounded by `sample_bytes`, taken evenly from the start of every unit, or as `languages` says.
+    UserError if the sample is too small for `pieces`.
+    """
+    if not str(out) or Path(out).is_dir():
+        raise UserError(f"{out or '--out'}: a unigram model is one file; name it, such as "
+                        f"{Path(out, SPM)}")
+    if any(os.path.realpath(extent.path) == os.path.realpath(out)
+           for unit in units for extent in unit):
+        raise UserError(f"{out}: is one of the inputs; name another file")
+    model = io.BytesIO()
+    with TemporaryDirectory() as directory:
+        rules, failed = Path(directory) / "rules.tsv", []
+        write_atomic(rules, normalizer_tsv())
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_noting(failed, _sample(units, sample_bytes, read, pieces,
+                                                          languages, max_bad)),
+                model_writer=model,
+                vocab_size=pieces,
+                model_type="unigram",
+                normalization_rule_tsv=str(rules),
+                byte_fallback=True,
+                character_coverage=character_coverage,
+                pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+                pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
+                num_threads=threads,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            if failed:  # SentencePiece words it anew
+                raise failed[0] from None
+            raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
+                            f"{_remedy(str(error))}") from error
+    write_atomic(out, _finished(model.getvalue()))
+    return Tokenizer(out)
+
+
+def _remedy(message: str) -> str:
+    if most := _MOST_PIECES.search(message):
+        return f"ask for fewer with --pieces {most[1]}, or give more text"
+    if least := _LEAST_PIECES.search(message):
+        return (f"its characters alone are {least[1]}: ask for more with --pieces, or lower "
+                "--character_coverage")
+    return f"it says: {message}"
+
+
+def _finished(model: bytes) -> bytes:
+    """Return the model with the name of our rules in place of "user_defined", no path, and scores
+    in whole units.
+
+    SentencePiece adds scores in float32 from the start of a text: of two ways to cut a word that
+    are nearly as good, what stands before decides. Sums of rounded scores are exact, so that a word
+    has the same ids everywhere, and in the tokenizer.json that is exported, which adds in float64.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    proto.normalizer_spec.name = RULES_NAME
+    proto.normalizer_spec.ClearField("normalization_rule_tsv")
+    for piece in proto.pieces:
+        piece.score = round(piece.score / _SCORE_UNIT) * _SCORE_UNIT
+    return proto.SerializeToString(deterministic=True)
+
+
+def _noting(failed: list[Exception | KeyboardInterrupt], sentences: Iterator[str]) -> Iterator[str]:
+    """Yield them; what ends them early is kept in `failed`."""
+    try:
+        yield from sentences
+    except (Exception, KeyboardInterrupt) as error:
+        failed.append(error)
+        raise
+
+
+def _sample(units: list[list[Extent]], sample_bytes: int, read: ReadOptions, pieces: int,
+            languages: Languages | None, max_bad: int) -> Iterator[str]:
+    """Yield sentences of about `sample_bytes` in all, and show how far that is."""
+    size = 0
+    with tqdm(total=sample_bytes, desc="reading the sample", unit="B", unit_scale=True,
+              disable=None) as bar:
+        for sentence in sample_texts(units, sample_bytes, read, languages, max_bad):
+            bar.update(len(sentence.encode()))
+            size += len(sentence.encode())
+            yield sentence
+    print(f"SentencePiece makes {pieces:,} pieces of {size / 1e6:.1f} MB of text, which takes "
+          f"{'minutes' if size > 1e7 else 'seconds'} and shows nothing", file=sys.stderr)
+
+
+# Train byte-level BPE, BPE with a space mark, or WordPiece with Hugging Face `tokenizers`.
+#
+# The result is a directory that AutoTokenizer reads: tokenizer.json with the text rules as its
+# normalizer, and the names of the special tokens, at the ids of DeBERTa's SentencePiece models
+# ([PAD] [CLS] [SEP] [UNK] first, [MASK] after the last piece).
+KINDS = ("byte_bpe", "bpe", "wordpiece")
+# WordPiece takes a word of too many characters for unknown, and scripts without spaces are one word
+# to it: they are cut to stretches of at most so many letters, each with its marks.
+_UNSPACED = rf"(?:[{UNSPACED}]\p{{M}}*){{1,40}}"
+_LONGEST_WORD = 200  # characters
+
+
+def train_fast(
+    units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int, sample_bytes: int,
+    read: ReadOptions, character_coverage: float = 0.9995, languages: Languages | None = None,
+    max_bad: int = 0,
+) -> Tokenizer:
+    """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
+
+    Memory is bounded by `sample_bytes`, taken evenly from the start of every unit, or as
+    `languages` says. The same sample gives the same bytes. UserError if it is too small.
+    """
+    out = Path(out)
+    if out.suffix in (".model", ".json") or out.is_file():
+        raise UserError(f"{out}: --kind {kind} writes a directory; give the name of one")
+    other = [name for name in (SPM, VOCAB, MERGES, WORDPIECES, *OTHER_MODELS)
+             if (out / name).exists()]
+    if other:  # that one would be read, or the two be mixed
+        raise UserError(f"{out}: holds another tokenizer ({other[0]}); give another directory")
+    fast, trainer = _untrained(kind, pieces)
+    sample = list(sample_texts(units, sample_bytes, read, languages, max_bad))
+    if kind != "byte_bpe":
+        alphabet = _alphabet(sample, character_coverage) + ([SPACE_MARK] if kind == "bpe" else [])
+        trainer.initial_alphabet, trainer.limit_alphabet = alphabet, len(alphabet)
+    if kind == "wordpiece":  # else their ids come in an order that differs from run to run
+        trainer.special_tokens = [*SPECIAL_PIECES, *(f"##{character}" for character in alphabet)]
+    fast.train_from_iterator(sample, trainer)
+    made = fast.get_vocab_size()
+    if made != pieces:
+        remedy = f"fewer with --pieces {made}, or give more text" if made < pieces else \
+            f"--pieces {made}: its characters alone are as many"
+        raise UserError(f"`tokenizers` makes {made:,} of {pieces:,} pieces from this sample; ask "
+                        f"for {remedy}")
+    parts = json.loads(fast.to_str())
+    parts["added_tokens"] = parts["added_tokens"][:len(SPECIAL_PIECES)]  # bytes are pieces
+    parts["added_tokens"].append(special_token(MASK_PIECE, pieces, is_mask=True))
+    write_atomic(out / JSON, json.dumps(parts, ensure_ascii=False) + "\n")
+    write_tokenizer_json(Tokenizer(out / JSON), out)
+    return Tokenizer(out)
+
+
+def _untrained(kind: str, pieces: int):
+    rules = [*normalization.plain_spaces(), *normalization.characters(),
+             *normalization.single_spaces(normalization.LAST_SPACE if kind == "bpe" else None)]
+    options = {"vocab_size": pieces, "show_progress": sys.stderr.isatty(),
+               "special_tokens": list(SPECIAL_PIECES)}
+    if kind == "wordpiece":
+        fast = tokenizers.Tokenizer(models.WordPiece(
+            unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
+        rules.append(normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=True,
+                                                strip_accents=False, lowercase=False))
+        fast.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(tokenizers.Regex(_UNSPACED), "isolated"),
+            pre_tokenizers.BertPreTokenizer()])
+        fast.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+        trainer = trainers.WordPieceTrainer(**options)
+    elif kind == "byte_bpe":
+        fast = tokenizers.Tokenizer(models.BPE())
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                                      **options)
+    else:
+        options["special_tokens"] += [f"<0x{byte:02X}>" for byte in range(256)]
+        fast = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]", fuse_unk=True,
+                                               byte_fallback=True))
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        fast.decoder = normalization.decoder()
+        trainer = trainers.BpeTrainer(**options)
+    fast.normalizer = normalizers.Sequence(rules)
+    return fast, trainer
+
+
+def _alphabet(texts: Iterable[str], coverage: float) -> list[str]:
+    """Return the most frequent characters, which cover the share `coverage` of the text.
+
+    The trainer's own limit breaks ties by chance.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    del counts[" "]
+    ordered = sorted(counts, key=lambda character: (-counts[character], character))
+    covered = np.cumsum([counts[character] for character in ordered])
+    return ordered[: int(covered.searchsorted(coverage * covered[-1:].sum())) + 1]

@@ -1,0 +1,319 @@
+"""Work units: done in any order, by any number of workers, each exactly once.
+
+A job is a directory, a description and a list of named units. A unit writes its files atomically
+and then its marker, `.units/NAME.json`; a restart runs only units without one. The output depends
+on the description alone, never on the number of workers. Workers are processes
+(concurrent.futures), or ranks under `mpirun -n N python -m mpi4py.futures script.py ...`, where
+rank 0 works too. Or the units are shared out over the jobs of an array: part i of n does its units
+and no more, on any host; the same command without a part then finishes.
+"""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from deberta_ds.base.errors import UserError, naming
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.json_files import parse_json
+from deberta_ds.cluster import process
+
+PLAN = ".job.json"
+MARKERS = ".units"
+LOCK = ".lock"
+Part = tuple[int, int] | None  # (i, n): units i, i + n, ... of n parts; None: all, and the end
+_TEMPORARY = ".*.tmp"  # what files.atomic_path writes first
+# Workers are this process's children and share its end (_die_with_parent). By default Python 3.14
+# has a server start them.
+FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def job(
+    directory: str | Path, description: dict, *, finished: str, part: Part = None,
+    beside: Path | None = None,
+) -> Iterator[bool]:
+    """Context in which this process alone (or the parts of an array together) works in `directory`;
+    yields whether the job is done.
+
+    `description` is JSON of all that decides the output, `finished` the file that is written last.
+    UserError if the directory holds another job's output, or if another process is at work in it.
+    Temporary files of a killed run are removed at the start, markers of units at the end. What a
+    job of another description left is taken for a first try that ended on an error, and removed, if
+    it finished no file here and `beside`, where the markers of a job in two directories lie.
+    """
+    directory = Path(directory)
+    text = _plan_text(description)
+    if (directory / finished).exists() and not (directory / MARKERS).exists():
+        _check_description(directory, text)
+        yield True
+        return
+    with no_space_as_user_error(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(_locked(directory, LOCK, shared=part is not None))
+        if part:
+            stack.enter_context(_locked(directory, f"{LOCK}-{part[0]}-of-{part[1]}", shared=False))
+        if not part and _is_first_try(directory, text) and _is_first_try(beside or directory, text):
+            _remove_empty(directory)
+        _check_description(directory, text)
+        for leftover in [] if part else directory.rglob(_TEMPORARY):
+            leftover.unlink(missing_ok=True)
+        is_done = (directory / finished).exists()
+        if not is_done:
+            with no_space_as_user_error(directory):
+                write_plan(directory, description)
+                (directory / MARKERS).mkdir(exist_ok=True)
+        yield is_done
+        if not part:
+            shutil.rmtree(directory / MARKERS, ignore_errors=True)
+
+
+def write_plan(directory: Path, description: dict) -> None:
+    """Say in a directory what job its files are of."""
+    write_atomic(directory / PLAN, _plan_text(description))
+
+
+def _is_first_try(directory: Path, text: str) -> bool:
+    """Return whether a job with another plan left that here, and no file that it finished."""
+    plan = directory / PLAN
+    if not plan.exists() or plan.read_bytes() == text.encode():
+        return False
+    return all(entry.is_dir() or entry.name == PLAN or entry.name.startswith(LOCK)
+               or entry.match(_TEMPORARY) for entry in directory.rglob("*"))
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove a first try's plan and the empty directories that it made."""
+    for entry in sorted(directory.rglob("*"), reverse=True):  # what is inside first
+        if entry.is_dir():
+            entry.rmdir()
+        elif entry.name == PLAN or entry.match(_TEMPORARY):
+            entry.unlink()
+
+
+def _plan_text(description: dict) -> str:
+    return json.dumps(description, sort_keys=True, indent=1) + "\n"
+
+
+def _check_description(directory: Path, text: str) -> None:
+    path = directory / PLAN
+    if path.exists():
+        with naming(path):
+            found = path.read_bytes()
+        if found == text.encode():
+            return
+        try:
+            version = parse_json(found).get("version")
+        except (ValueError, AttributeError):
+            version = None
+        if version != json.loads(text).get("version"):
+            raise UserError(
+                f"{directory}: the output of another version of this program (see {path}); what "
+                "is finished can be used, but to go on or make it again, give another directory"
+            )
+        raise UserError(
+            f"{directory}: holds the output of other inputs or options, or of inputs that have "
+            f"changed since (see {path}); remove it or give another directory"
+        )
+    if any(not entry.name.startswith(LOCK) and not entry.match(_TEMPORARY)
+           for entry in directory.iterdir()):
+        if path.exists():  # since another part of the array has begun, a moment ago
+            return _check_description(directory, text)
+        raise UserError(f"{directory}: not empty and not made by this command; remove it")
+
+
+@contextmanager
+def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[None]:
+    """Context that holds a lock, which the system gives up when this process dies."""
+    path = directory / name
+    with no_space_as_user_error(directory):
+        descriptor = _take_lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if not shared:  # other parts may hold it
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take_lock(path: Path, kind: int) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(
+                f"{path.parent}: another command is at work here ({owner or 'just started'}); let "
+                "it end, or give another directory"
+            ) from None
+        except OSError as error:  # a file system without locks
+            print(f"note: {path.parent}: cannot be locked ({error.strerror}); run one command at a "
+                  "time here", file=sys.stderr)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.ftruncate(descriptor, 0)
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                os.pwrite(descriptor, f"pid {os.getpid()} on {platform.node()} since {since}"
+                          .encode(), 0)
+                return descriptor
+        os.close(descriptor)  # its owner has just ended and removed the file: take a new one
+
+
+def run_units(
+    directory: str | Path,
+    function: Callable[..., dict],
+    units: dict[str, tuple],
+    *,
+    workers: int,
+    label: str,
+    part: Part = None,
+    keep: Callable[[dict], Any] = lambda result: result,
+    is_whole: Callable[[dict], bool] | None = None,
+) -> list | None:
+    """Return `keep(function(*units[name]))` for each name, in the order of `units`; None for a
+    part, of which only its units are done.
+
+    `function` must be importable, write its files atomically, and return a JSON-able dict. `keep`
+    takes from it what adds up: only what it returns stays in memory of all units at once. A
+    finished unit is kept if `is_whole(result)`, as where its files are still there.
+    """
+    directory = Path(directory)
+    markers = directory / MARKERS
+    finished = {path.stem for path in markers.glob("*.json")}
+    first, step = (part[0] - 1, part[1]) if part else (0, 1)
+    mine = list(units.items())[first::step]
+    if is_whole:
+        lost = [name for name, _ in mine if name in finished
+                and not is_whole(json.loads((markers / f"{name}.json").read_bytes()))]
+        if lost:
+            print(f"note: {directory}: files of {len(lost):,} finished units are gone or changed; "
+                  "made again", file=sys.stderr, flush=True)
+            finished.difference_update(lost)
+    missing = deque((markers, name, function, args) for name, args in mine
+                    if name not in finished)
+    bar = tqdm(total=len(mine), initial=len(mine) - len(missing), desc=label, unit="unit",
+               disable=None, dynamic_ncols=True, smoothing=0)
+    with bar, no_space_as_user_error(directory):
+        if under_mpi():
+            _run_mpi(missing, bar)
+        elif workers > 1 and len(missing) > 1:
+            _run_processes(missing, min(workers, len(missing)), bar)
+        else:
+            while missing:
+                _run_one(*missing.popleft())
+                bar.update()
+    if part:
+        return None
+    return [keep(json.loads((markers / f"{name}.json").read_bytes())) for name in units]
+
+
+def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tuple) -> None:
+    result = function(*args)
+    write_atomic(markers / f"{name}.json", json.dumps(result, sort_keys=True) + "\n")
+
+
+def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
+    start = {"mp_context": FORK, "initializer": _die_with_parent, "initargs": (os.getpid(),)}
+    with ProcessPoolExecutor(workers, **start) as pool:
+        try:
+            _drive(pool, missing, 2 * workers, bar)
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker process died (killed, or out of memory); run the same command again, "
+                "finished units are kept"
+            ) from error
+
+
+def _run_mpi(missing: deque, bar: tqdm) -> None:
+    if "mpi4py.futures" not in sys.modules:  # else every rank would do the whole job
+        raise UserError("under mpirun, start it as: mpirun -n N python -m mpi4py.futures "
+                        f"{sys.argv[0]} ... (rank 0 hands out the work)")
+    from mpi4py import MPI
+    from mpi4py.futures import MPIPoolExecutor
+
+    others = MPI.COMM_WORLD.Get_size() - 1
+    with MPIPoolExecutor() as pool:
+        _drive(pool, missing, 4 * others, bar, work_here=True)
+
+
+def _drive(pool, missing: deque, depth: int, bar: tqdm, *, work_here: bool = False) -> None:
+    """Keep `depth` units in flight until all are done; with `work_here`, do some in this process.
+
+    While a unit runs here nothing new is submitted, hence a depth that lasts meanwhile; and what is
+    still waiting when nothing is missing any more is taken back, so that all finish together.
+    """
+    running: dict[Future, tuple] = {}
+    try:
+        while missing or running:
+            while missing and len(running) < depth:
+                unit = missing.popleft()
+                running[pool.submit(_run_one, *unit)] = unit
+            unit = None
+            if work_here:
+                unit = missing.popleft() if missing else _take_back(running)
+            if unit:
+                _run_one(*unit)
+                bar.update()
+            done, _ = wait(running, 0 if unit else None, return_when=FIRST_COMPLETED)
+            for future in done:
+                del running[future]
+                future.result()
+                bar.update()
+    except BaseException:
+        for future in running:
+            future.cancel()
+        raise
+
+
+def _take_back(running: dict[Future, tuple]) -> tuple | None:
+    """Return the unit of a future that no worker has begun, and forget it, or None."""
+    for future in reversed(list(running)):
+        if future.cancel():
+            return running.pop(future)
+    return None
+
+
+def under_mpi() -> bool:
+    sizes = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    return any(size not in (None, "", "1") for size in sizes)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this worker when its parent dies: kill -9 leaves no orphans."""
+    process.end_with_parent()
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
+class no_space_as_user_error:  # noqa: N801 (reads as a phrase)
+    """Context: a full disk or quota inside becomes one UserError."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"{self._directory}: no space left on the device; free some and run the same "
+                "command again, finished units are kept"
+            ) from error

@@ -1,0 +1,171 @@
+"""Process group, model and DeepSpeed engine (only deepspeed_check.py imports deepspeed too).
+
+Patterns that hold under every ZeRO stage: one engine, one forward that returns both losses, one
+backward; initial values are set after construction, parameter by parameter, because under
+`zero.Init` an assignment in a constructor is a silent no-op.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import deepspeed
+import torch
+from deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
+from torch import Tensor, nn
+
+from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.numbers import counted
+from deberta_ds.cluster import dist
+from deberta_ds.cluster.launcher import check_environment, meet_mpi, rank_variables
+from deberta_ds.config.run_config import OptimConfig, RunConfig
+from deberta_ds.engine import ds_config
+from deberta_ds.engine.check import CPU_PARTS, MODULE_PARTS, check_engine, check_parts
+from deberta_ds.engine.clipping import clip_networks_apart, measure_in_pieces
+from deberta_ds.engine.muon import Muon
+from deberta_ds.engine.optim import build_optimizer
+from deberta_ds.model import cpu
+from deberta_ds.model.dropout import LinearGelu
+from deberta_ds.model.init import init_parameters
+from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
+from deberta_ds.tracking import log
+
+# DeepSpeed calls names that torch 2.13 is about to rename; one warning a collective helps nobody.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
+
+
+def init_distributed() -> torch.device:
+    """Join the launcher's process group (or be a group of one); return this rank's device."""
+    check_parts("deepspeed", deepspeed, MODULE_PARTS)
+    if dist.is_distributed():
+        return local_device()
+    os.environ.update(rank_variables(os.environ))
+    if "RANK" not in os.environ:
+        meet_mpi()
+    check_environment(os.environ)
+    if deepspeed.get_accelerator().device_name() == "cpu":
+        check_parts("deepspeed", deepspeed, CPU_PARTS)
+        # Only inference all-reduce uses this operator, and building it takes a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    device = local_device()
+    if device.type == "cpu":
+        cpu.keep_heap()
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            seen = counted(torch.cuda.device_count(), "GPU")
+            raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only {seen}; "
+                            "start fewer ranks on this host, or let each see all of its GPUs "
+                            "(Slurm: --gpus-per-node, not --gpus-per-task or --gpu-bind)")
+        torch.cuda.set_device(device)
+    elif os.environ.get("DS_ACCELERATOR") != "cpu" and os.path.exists("/dev/nvidiactl"):
+        raise UserError("this machine has a GPU, but torch finds none; mend CUDA_VISIBLE_DEVICES, "
+                        "install a torch with CUDA, or set DS_ACCELERATOR=cpu to use the CPU")
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
+        raise UserError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
+            f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+            f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
+            "else MASTER_PORT), and start every rank"
+        ) from error
+    if dist.is_main():
+        log.show_choices()
+    return device
+
+
+def local_device() -> torch.device:
+    """Return this rank's device."""
+    name = deepspeed.get_accelerator().device_name()
+    return torch.device("cpu") if name == "cpu" else torch.device(name, dist.local_rank())
+
+
+def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
+                             initial: dict[str, Tensor] | None = None):
+    """Return the DeepSpeed engine of a run, its parameters initialized from train.seed.
+
+    `ds` is the resolved dict of `deepspeed_config.resolve`. `initial` replaces the random values of
+    the parameters it names; only rank 0's is read.
+    """
+    stage3 = ds_config.zero_stage(ds) == 3
+    with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
+        model = build_model(run, valid_vocab)
+    gather = _gather_for_writing if stage3 else nullcontext
+    init_parameters(model, run.model.init_std, run.train.seed, gather)
+    set_parameters(model, initial or {}, gather)
+    return build_engine(model, run.optim, ds, fixed_parameters(run),
+                        apart=objective_of(run).clipped_apart(run))
+
+
+def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset(),
+                 rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = ()):
+    """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move.
+
+    `rate_shares` are the parameters whose learning rate is a share of the schedule's; parameters
+    whose names begin with a prefix in `apart` are clipped by a norm of their own.
+    """
+    products = torch.bfloat16 if ds_config.product_precision(ds) == "bf16" else None
+    optimizer = build_optimizer(model, optim, fixed, rate_shares, apart, products)
+    ds = with_autocast_modules(ds)
+    if ds_config.zero_stage(ds) == 3 and local_device().type == "cpu":
+        ds = keep_nothing_gathered(ds)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False,
+                                      config=ds)
+    check_engine(engine)
+    if local_device().type == "cpu" and hasattr(engine.optimizer, "get_grad_norm_direct"):
+        measure_in_pieces(engine.optimizer)
+    clip_networks_apart(engine)
+    if isinstance(optimizer, Muon):
+        optimizer.bind(engine)
+    return engine
+
+
+def keep_nothing_gathered(ds: dict) -> dict:
+    """Return `ds` with small parameters partitioned as all others are under ZeRO-3.
+
+    DeepSpeed gathers those that it keeps whole one by one after every update. On a GPU that is a
+    launch each; a collective of gloo takes a millisecond however little it moves.
+    """
+    zero = {"stage3_param_persistence_threshold": 0} | ds["zero_optimization"]
+    return ds | {"zero_optimization": zero}
+
+
+def with_autocast_modules(ds: dict) -> dict:
+    """Return `ds` with our kind of linear layer among those whose gradients travel in 16 bits.
+
+    DeepSpeed looks for modules of exactly the classes that it lists, not of classes below them.
+    """
+    autocast = ds.get("torch_autocast", {})
+    if not autocast.get("enabled"):
+        return ds
+    ours = f"{LinearGelu.__module__}.{LinearGelu.__name__}"
+    modules = [*get_default_autocast_lower_precision_modules(), ours]
+    return ds | {"torch_autocast": autocast | {"lower_precision_safe_modules": modules}}
+
+
+@torch.no_grad()
+def set_parameters(model: nn.Module, values: dict[str, Tensor], gather) -> None:
+    """Copy `values` into the parameters of the same names; DeepSpeed takes rank 0's."""
+    parameters = dict(model.named_parameters())
+    assert values.keys() <= parameters.keys(), values.keys() - parameters.keys()
+    for name, parameter in parameters.items():
+        with gather(parameter):  # on every rank, also where there is no value
+            if name in values:
+                parameter.copy_(values[name])
+
+
+def set_learning_rate(engine, rate: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0 if group.get("fixed") else rate * group.get("rate_share", 1.0)
+
+
+def gathered(parameters: list[nn.Parameter]):
+    """Context in which the given parameters are whole on every rank, for reading."""
+    if any(hasattr(p, "ds_id") for p in parameters):
+        return deepspeed.zero.GatheredParameters(parameters)
+    return nullcontext()
+
+
+def _gather_for_writing(parameter: nn.Parameter):
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)

@@ -1,0 +1,132 @@
+"""The optimizers.
+
+AdamW is PyTorch's, Muon is in muon.py. `AdamUncorrected` is the official XAdam: Adam without bias
+correction, decoupled weight decay scaled by the learning rate (microsoft/DeBERTa optims/xadam.py),
+which AdamW cannot express.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.engine.muon import Muon
+from deberta_ds.model.decay import decay_groups
+
+
+def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset(),
+                    rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = (),
+                    products: torch.dtype | None = None) -> torch.optim.Optimizer:
+    """Return the run's optimizer over `model`; parameters named by `fixed` do not move.
+
+    A group's "rate_share" is what its learning rate is multiplied by (engine.set_learning_rate);
+    its "network" is the prefix among `apart` of its parameters' names, or "" (clipping.py).
+    `products` is the type in which an optimizer multiplies matrices; None: that of the weights.
+    """
+    groups = decay_groups(model, optim.weight_decay, fixed)
+    names = [name for name, _ in model.named_parameters()]
+    if rate_shares:
+        groups = _split(model, groups, "rate_share",
+                        {name: rate_shares.get(name, 1.0) for name in names})
+    if apart:
+        groups = _split(model, groups, "network",
+                        {name: next(filter(name.startswith, apart), "") for name in names})
+    if optim.name == "muon":  # a single row, which scores a token, is no matrix
+        matrices = {f"{prefix}.weight" for prefix, module in model.named_modules()
+                    if isinstance(module, nn.Linear) and module.out_features > 1}
+        groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
+    settings = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    if optim.name == "muon":
+        return Muon(groups, optim.momentum, products, **settings)
+    return AdamUncorrected(groups, **settings)
+
+
+def _split(model: nn.Module, groups: list[dict], key: str, values: Mapping[str, float | str | bool]
+           ) -> list[dict]:
+    """Return `groups` cut so that every group has one of the parameters' `values`, as `key`."""
+    value_of = {id(p): values[name] for name, p in model.named_parameters()}
+    split = []
+    for group in groups:
+        for value in sorted({value_of[id(p)] for p in group["params"]}):
+            params = [p for p in group["params"] if value_of[id(p)] == value]
+            split.append(group | {"params": params, key: value})
+    return split
+
+
+class AdamUncorrected(torch.optim.Optimizer):
+    """m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; w -= lr (m / (sqrt(v) + eps) + decay w)."""
+
+    def __init__(self, params, lr: float, betas: tuple[float, float], eps: float,
+                 weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps,
+                                  "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(params, group)
+
+    def _update(self, params: list[nn.Parameter], group: dict) -> None:
+        for parameter in params:
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        grads = [p.grad for p in params]
+        means = [self.state[p]["exp_avg"] for p in params]
+        squares = [self.state[p]["exp_avg_sq"] for p in params]
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, grads, alpha=1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        scales = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scales, group["eps"])
+        updates = torch._foreach_div(means, scales)
+        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+# Learning rate as a pure function of the step: nothing to save, nothing to restore.
+#
+# Steps count from 0. No update is lost to a rate of zero: warm-up starts at lr / warmup_steps, and
+# the decay would reach its end one step after the last. `deberta_linear` is the official schedule
+# (lr_schedulers.py): step 0 has rate 0, and the line after warm-up is not rescaled, so the rate
+# drops from lr to lr (1 - warm-up share) where warm-up ends.
+def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
+    """Return the learning rate of update `step` (0 .. total_steps - 1)."""
+    if optim.schedule == "deberta_linear":
+        return optim.lr * _deberta_linear(optim, step, total_steps)
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    share = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
+    return optim.lr * _decayed(optim, share, step, total_steps)
+
+
+def _decayed(optim: OptimConfig, share: float, step: int, total_steps: int) -> float:
+    low = optim.min_lr_share
+    match optim.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return low + (1 - low) * (1 - share)
+        case "cosine":
+            return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share))
+        case "wsd":
+            decay_steps = max(1, round(optim.decay_share * total_steps))
+            remaining = min(1.0, (total_steps - step) / decay_steps)
+            return low + (1 - low) * remaining
+    raise AssertionError(optim.schedule)
+
+
+def _deberta_linear(optim: OptimConfig, step: int, total_steps: int) -> float:
+    if step < optim.warmup_steps:
+        return step / optim.warmup_steps
+    return (1 - optim.min_lr_share) * (1 - step / total_steps) + optim.min_lr_share

@@ -1,0 +1,195 @@
+"""Where a DeepSpeed engine keeps a run's state: fp32 weights, moments, counters, loss scale.
+
+One place knows DeepSpeed's private names (0.19.8), for saving and for loading: which buffers this
+rank has, which stretches of which parameters lie in them, and what must happen after they were
+written. A wrapper that is not known here is refused before the first step (`check_restorable`), so
+no run trains what it could not resume.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from deberta_ds.cluster import dist
+from deberta_ds.engine.layout import CheckpointError, Group, Layout, Piece, replicated
+
+MASTER = "fp32"  # the key of the fp32 weights beside the optimizer's own keys
+# {DeepSpeed's wrapper: how it cuts}; a plain optimizer does not: every rank has everything
+_CUTS = {"DeepSpeedZeroOptimizer": "line", "BF16_Optimizer": "line",
+         "DeepSpeedZeroOptimizer_Stage3": "parameter"}
+_SCALE_FIELDS = ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One tensor of fp32 weights of this rank, and the pieces of parameters that lie in it."""
+
+    weights: Tensor
+    held: tuple[tuple[str, Piece], ...]
+
+
+def check_restorable(engine) -> None:
+    """Raise CheckpointError if the engine's state could not be saved and loaded."""
+    _cut_of(engine)
+    if engine.dp_world_size != dist.world_size():
+        raise CheckpointError(
+            f"the DeepSpeed config splits {dist.world_size()} ranks into groups (tensor or "
+            "sequence parallelism), whose checkpoints could not be loaded; leave those keys out")
+
+
+def layout_of(engine) -> Layout:
+    """Return how the engine's state is laid out over the ranks (replicated: as it is saved)."""
+    cut, zero, names = _cut_of(engine), engine.optimizer, _names(engine)
+    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+              for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+    if cut == "whole":
+        return replicated(shapes, dist.world_size())
+    groups = []
+    for parameters, offsets, flat in _groups(zero):
+        size = sum(p.partition_numel() for p in parameters) if cut == "parameter" else flat.numel()
+        groups.append(Group(tuple(names[id(p)] for p in parameters), tuple(offsets), size))
+    return Layout(dist.world_size(), cut, shapes, tuple(groups))
+
+
+def buffers(engine, layout: Layout, *, writing: bool = False) -> Iterator[Buffer]:
+    """Yield this rank's buffers, each in memory until the next one is asked for.
+
+    `writing`: they are written by the caller, and the weights that run forward follow.
+    """
+    cut, zero = _cut_of(engine), engine.optimizer
+    if cut == "whole":
+        yield from _whole_buffers(engine, writing)
+    elif cut == "parameter":
+        yield from _stage3_buffers(zero, layout, writing)
+    else:
+        for number, (_, _, flat) in enumerate(_groups(zero)):
+            yield Buffer(flat, tuple(layout.held_by(dist.rank(), number)))
+        if writing:
+            zero.update_lp_params()
+
+
+def base_optimizer(engine) -> torch.optim.Optimizer:
+    """Return the optimizer inside DeepSpeed's wrapper; its state is keyed by the buffers."""
+    optimizer = engine.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def loss_scaler(engine):
+    """Return the object that holds the fp16 loss scale, or None."""
+    return getattr(engine.optimizer, "loss_scaler", None)
+
+
+def read_loss_scale(engine) -> dict:
+    """Return the fields of the fp16 loss scale; empty where there is none."""
+    scaler = loss_scaler(engine)
+    found = {field: getattr(scaler, field) for field in _SCALE_FIELDS if hasattr(scaler, field)}
+    if hasattr(scaler, "dynamic_loss_scale"):
+        found["dynamic"] = scaler.dynamic_loss_scale
+    return found if "cur_scale" in found else {}
+
+
+def write_loss_scale(engine, saved: dict) -> None:
+    """Go on with the saved dynamic fp16 scale; a static scale is the JSON's."""
+    if read_loss_scale(engine).get("dynamic") and saved.get("dynamic"):
+        for field in _SCALE_FIELDS[1:]:
+            if saved.get(field) is not None and hasattr(loss_scaler(engine), field):
+                setattr(loss_scaler(engine), field, saved[field])
+
+
+def aliases(engine) -> dict[str, str]:
+    """Return {other name: name} of parameters that the model has under two names."""
+    names = _names(engine)
+    return {name: names[id(parameter)]
+            for name, parameter in engine.module.named_parameters(remove_duplicate=False)
+            if names[id(parameter)] != name}
+
+
+def is_on_disk(engine) -> bool:
+    """Return whether the optimizer's state lies on NVMe and comes into memory group by group."""
+    return engine.zero_nvme_offload_optimizer()
+
+
+def _cut_of(engine) -> str:
+    optimizer = engine.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return "whole"
+    kind = type(optimizer).__name__
+    if kind not in _CUTS:
+        raise CheckpointError(f"the DeepSpeed config leads to {kind}, whose state could not be "
+                              "saved and loaded; use plain ZeRO-0, 1, 2 or 3 (docs/reliability.md)")
+    return _CUTS[kind]
+
+
+def _names(engine) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in engine.module.named_parameters()}
+
+
+def _groups(zero) -> Iterator[tuple[list, list[int], Tensor]]:
+    """Yield (parameters, their offsets, this rank's fp32 weights) of each group of a wrapper."""
+    kind = type(zero).__name__
+    if kind == "BF16_Optimizer":
+        for parameters, flat in zip(zero.bf16_groups, zero.fp32_groups_flat_partition, strict=True):
+            yield parameters, _ends([p.numel() for p in parameters]), flat
+    elif kind == "DeepSpeedZeroOptimizer":
+        yield from zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets,
+                       zero.single_partition_of_fp32_groups, strict=True)
+    else:
+        for parameters, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat,
+                                    strict=True):
+            for parameter in parameters:
+                assert zero._get_param_partition_rank(parameter) == dist.rank()
+            yield parameters, _ends([p.partition_numel() for p in parameters]), flat
+
+
+def _ends(sizes: list[int]) -> list[int]:
+    """Return where each of some stretches begins that lie end to end."""
+    return [0, *accumulate(sizes)][:-1]
+
+
+def _stage3_buffers(zero, layout: Layout, writing: bool) -> Iterator[Buffer]:
+    if writing:
+        zero.checkpoint_event_prologue()  # every parameter partitioned
+        if zero.swap_optimizer:
+            zero.optimizer_swapper.purge_state()  # else the swapper keeps the moments it knows
+    for number in range(len(layout.groups)):
+        with _in_memory(zero, number):
+            yield Buffer(zero.fp32_partitioned_groups_flat[number],
+                         tuple(layout.held_by(dist.rank(), number)))
+            if writing:
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+    if writing:
+        zero.checkpoint_event_epilogue()  # small parameters whole again
+
+
+@contextmanager
+def _in_memory(zero, group: int) -> Iterator[None]:
+    on_nvme = zero._swappable_optimizer_subgroup(group)
+    if on_nvme:
+        zero._optimizer_states_and_gradient_swap_in(group)
+    try:
+        yield
+    finally:
+        if on_nvme:
+            zero._optimizer_states_and_gradient_swap_out(group)
+
+
+def _whole_buffers(engine, writing: bool) -> Iterator[Buffer]:
+    """Yield every parameter's fp32 weights, in the order of the module."""
+    names, masters = _names(engine), {}
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        for parameters, copies in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups,
+                                      strict=True):
+            masters |= {id(p): copy for p, copy in zip(parameters, copies, strict=True)}
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            continue
+        master = masters.get(id(parameter), parameter)
+        piece = Piece(dist.rank(), 0, 0, 0, master.numel())
+        yield Buffer(master, ((names[id(parameter)], piece),))
+        if writing and master is not parameter:
+            parameter.data.copy_(master.data)

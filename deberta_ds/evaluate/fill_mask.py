@@ -1,0 +1,96 @@
+"""Fill masked words with the enhanced mask decoder, as the model was trained to.
+
+transformers' masked-LM class for DeBERTa lacks the decoder and the absolute positions it adds, so
+its fill-mask prints nonsense on public models. This one runs the decoder on masked LMs (v1, v2)
+and on generators (v3, mDeBERTa); the text is one piece, as long as the position table allows.
+
+Legend: B batch (one text), L length, M masked slots, T targets (the masks), V vocabulary.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.data.batch import IGNORE, Batch
+from deberta_ds.release.pretrained import LoadedModel, load_backbone
+from deberta_ds.tokenizer import MASK_PIECE, Tokenizer
+
+
+@dataclass(frozen=True)
+class Filling:
+    """One proposal for one mask: the vocabulary's piece, and how it reads ("_" for a space)."""
+
+    piece: str
+    text: str
+    token: int
+    probability: float
+
+
+def load_masked_lm(path: str | Path, tokenizer: str | Path | None = None) -> LoadedModel:
+    """Return the model at `path`; UserError if it cannot predict masked words from text."""
+    model = load_backbone(path, tokenizer, for_text=True)
+    if model.masked_lm is None:
+        raise UserError(
+            f"{path}: no masked-LM head with an absolute position table; the enhanced mask decoder "
+            "needs both. Give a masked LM, a generator, or a directory exported with its generator "
+            "(transformers saves a model without the table; the published .bin files have it)")
+    return model
+
+
+@torch.no_grad()
+def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]]:
+    """Return for each [MASK] of `text`, in order, the `top` most probable pieces.
+
+    Raises UserError if the text has no mask or is too long for the model.
+    """
+    tokenizer, (words, masked_lm) = model.tokenizer, model.masked_lm
+    ids = encode_with_masks(tokenizer, text)
+    limit = masked_lm.trunk.encoder.layers[0].attention.config.max_position
+    if len(ids) > limit:
+        raise UserError(f"the text has {len(ids)} tokens, but the model has {limit} positions")
+    batch = _single_batch(ids, tokenizer.mask_id)
+    states_TC = masked_lm.target_states(words, batch)
+    head = masked_lm.head
+    hidden_TC = head.norm(F.gelu(head.dense(states_TC)))
+    logits_TV = hidden_TC @ words.weight.T + head.bias
+    # Rows above the tokenizer's size were never inside a training softmax.
+    probabilities_TV = logits_TV[:, : tokenizer.size].softmax(-1)
+    best = probabilities_TV.topk(min(top, tokenizer.size))
+    return [[Filling(*tokenizer.pieces([token]), tokenizer.readable([token])[0].strip() or "_",
+                     token, probability)
+             for token, probability in zip(tokens, values, strict=True)]
+            for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+
+
+def encode_with_masks(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return [CLS] text [SEP] as ids, with "[MASK]" (or the tokenizer's own name for it) standing
+    for one masked piece.
+
+    The space before a mask belongs to the masked piece, as it does in training, and what follows a
+    mask has the ids that it has behind other text.
+    """
+    names = {MASK_PIECE, tokenizer.mask_piece}
+    first, *rest = re.split("|".join(map(re.escape, names)), text.strip())
+    if not rest:
+        raise UserError(f"no {' or '.join(sorted(names))} in the text: {text!r}")
+    ids = [tokenizer.cls_id, *(tokenizer.encode(first.rstrip()) if first.strip() else [])]
+    for part in rest:
+        ids += [tokenizer.mask_id, *(tokenizer.encode_after(part.rstrip()) if part.strip() else [])]
+    return [*ids, tokenizer.sep_id]
+
+
+def _single_batch(ids: list[int], mask_id: int) -> Batch:
+    input_ids_BL = torch.tensor([ids])
+    is_masked_BL = input_ids_BL == mask_id
+    columns_M = is_masked_BL[0].nonzero().flatten()
+    labels_BL: Tensor = torch.full_like(input_ids_BL, IGNORE)
+    labels_BL[is_masked_BL] = 0
+    return Batch(rows=torch.zeros(1, dtype=torch.long), input_ids=input_ids_BL, labels=labels_BL,
+                 segments=torch.ones_like(input_ids_BL), positions=torch.arange(len(ids))[None],
+                 target_positions=columns_M[None], target_index=torch.arange(len(columns_M)),
+                 num_targets=len(columns_M), num_tokens=len(ids))

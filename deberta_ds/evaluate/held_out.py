@@ -1,0 +1,146 @@
+"""Scores of a run's networks on fixed held-out rows with fixed masks and fixed samples.
+
+The same rows, masks and samples for every checkpoint and world size, dropout off.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.cluster import dist
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data.batch import Batch, Row, collate
+from deberta_ds.evaluate.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
+from deberta_ds.objectives.base import Objective
+from deberta_ds.tokenizer import Tokenizer
+
+_ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
+
+
+@torch.no_grad()
+def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, list[Row]],
+             micro_batch_rows: int) -> dict[str, float]:
+    """Return the scores over `rows`, {name of a held-out corpus: its rows}; of several corpora
+    also each one's, as "SCORE/NAME". Call on every rank with the same rows, all get the result.
+
+    `model` is the objective's model on `device`, or the DeepSpeed engine around one. Rank r takes
+    micro-batches r, r + W, ...; a rank that has run out repeats one without counting it, because
+    under ZeRO-3 every rank must take part in every forward. Raises UserError, on every rank, where
+    no token is masked.
+    """
+    batches = [(name, collate(found[start:start + micro_batch_rows]))
+               for name, found in rows.items()
+               for start in range(0, len(found), micro_batch_rows)]
+    turns = math.ceil(len(batches) / dist.world_size())
+    divisors = {name: one.to(device) for name, one in _ONE.items()}
+    parts: dict[str, _Part] = {name: _Part() for name in rows}
+    model.eval()
+    for turn in range(turns):
+        number = turn * dist.world_size() + dist.rank()
+        name, batch = batches[min(number, len(batches) - 1)]
+        _, sums, view = model(batch.to(device), divisors)
+        if number < len(batches):
+            parts[name].add(batch, sums, view)
+    model.train()
+    gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
+    return dist.broadcast_object(
+        dist.together(lambda: _scores(objective, gathered, rows) if dist.is_main() else None))
+
+
+@dataclass
+class _Part:
+    """What one rank has counted of one held-out corpus."""
+
+    totals: dict[str, float] = field(default_factory=lambda: {"targets": 0.0, "tokens": 0.0})
+    views: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, batch: Batch, sums: dict[str, Tensor], view: dict[str, Tensor]) -> None:
+        self.totals["targets"] += batch.num_targets
+        self.totals["tokens"] += batch.num_tokens
+        for name, value in sums.items():
+            self.totals[name] = self.totals.get(name, 0.0) + float(value)
+        for name, value in view.items():
+            self.views.setdefault(name, []).append(value.cpu())
+
+    def as_arrays(self) -> tuple[dict, dict]:
+        return self.totals, {name: torch.cat(parts).numpy() for name, parts in self.views.items()}
+
+
+def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]]
+            ) -> dict[str, float]:
+    """Return the scores over all corpora, and of each; `gathered`: what every rank has counted."""
+    def over(names: Iterable[str]) -> dict[str, float]:
+        return _scores_over(objective, [found[name] for found in gathered for name in names],
+                            [row for name in names for row in rows[name]])
+
+    scores = over(rows)
+    if len(rows) > 1:
+        scores |= {f"{key}/{name}": value for name in rows for key, value in over([name]).items()}
+    return scores
+
+
+def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row]) -> dict[str, float]:
+    names = dict.fromkeys(name for totals, _ in parts for name in totals)
+    total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
+    if not total["targets"]:
+        raise UserError(f"the {len(rows)} held-out rows of data.eval hold no masked token; raise "
+                        "objective.mask.rate or train.eval_rows, or name another corpus")
+    names = dict.fromkeys(name for _, view in parts for name in view)
+    view = {name: torch.cat([torch.from_numpy(view[name]) for _, view in parts if name in view])
+            for name in names}
+    return objective.scores(total, view) | {"unigram_accuracy": unigram_accuracy(rows)}
+
+
+def unigram_accuracy(rows: list[Row]) -> float:
+    """Return the accuracy of always predicting these rows' most frequent target: the baseline."""
+    labels = torch.cat([torch.from_numpy(row.labels[row.labels >= 0]) for row in rows])
+    return float(labels.bincount().max() / labels.numel())
+
+
+# Minimal pairs scored while a run trains: the same pairs at every evaluation of every run.
+_SEED = 0  # of the sample: the same for every run, so scores compare
+
+Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
+
+
+def open_pairs(run: RunConfig, tokenizer: Tokenizer) -> tuple[Pairs, list[str]]:
+    """Return the encoded pairs that `[evaluate]` names, and the paradigm of each."""
+    if not run.evaluate.minimal_pairs:
+        return [], []
+    pairs = sample_pairs(read_pairs(run.evaluate.minimal_pairs), run.evaluate.pairs_per_paradigm,
+                         _SEED)
+    longest = run.model.max_position
+    good = encode_sentences([pair.good for pair in pairs], tokenizer, longest)
+    bad = encode_sentences([pair.bad for pair in pairs], tokenizer, longest)
+    return list(zip(good, bad, strict=True)), [pair.paradigm for pair in pairs]
+
+
+@torch.no_grad()
+def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs: Pairs,
+                        paradigms: list[str], tokenizer: Tokenizer) -> dict[str, float]:
+    """Return {"minimal_pairs": mean over paradigms of the share won}; call on every rank.
+
+    Rank r takes sentences r, r + W, ...; ranks that have fewer repeat one, so that all make the
+    same number of forwards.
+    """
+    sentences = [ids for pair in pairs for ids in pair]
+    ranks = dist.world_size()
+    turns = math.ceil(len(sentences) / ranks)
+    mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)]
+            for turn in range(turns)]
+    divisors = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
+    model.eval()
+    scores = objective.sentence_scores(lambda batch: model(batch.to(device), divisors)[1:], mine,
+                                       tokenizer)
+    model.train()
+    by_rank = dist.gather_objects(scores)
+    scores = [by_rank[number % ranks][number // ranks] for number in range(len(sentences))]
+    won = outcomes(np.array(scores).reshape(-1, 2))
+    names = np.array(paradigms)
+    means = [float(won[names == name].mean()) for name in dict.fromkeys(paradigms)]
+    return {"minimal_pairs": sum(means) / len(means)}

@@ -1,0 +1,229 @@
+"""Which sentence of a minimal pair a model prefers, over all pairs, with intervals.
+
+A model is asked in the ways its heads allow (`sentence_scores`). An equal score counts one half, so
+a model that answers the same to everything gets 50 %. The overall score is the mean over paradigms,
+as BLiMP's is; an interval is the middle 95 % of bootstrap means over pairs, drawn anew in each
+paradigm. Nothing here is tuned: temperature 1, no threshold.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from tqdm import tqdm
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.numbers import counted
+from deberta_ds.cluster import dist
+from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
+from deberta_ds.evaluate.sentence_scores import Work, cut_work, masked_scores, original_scores
+from deberta_ds.objectives.sentences import queries_of
+from deberta_ds.release.pretrained import LoadedModel
+
+_DRAWS, _LEVEL = 10_000, 0.95
+_FEW_PAIRS = 5  # of a paradigm, whose pairs are drawn anew by themselves
+
+SCORERS = {
+    "pll_word": "PLL by word",
+    "pll_piece": "PLL by piece",
+    "discriminator_sum": "discriminator, sum",
+    "discriminator_mean": "discriminator, mean",
+    "discriminator_differing": "discriminator, differing pieces",
+}
+# By reasoning, not by score: both are log-probabilities of the whole sentence.
+HEADLINES = ("pll_word", "discriminator_sum")
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """scores: {scorer: fp64 [pairs, 2]}, good sentences first; and what it took."""
+
+    scores: dict[str, np.ndarray]
+    num_sentences: int
+    unknown_pieces: int
+    seconds: float
+
+
+def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
+    """Return what every head of `model` says of every pair; call on every rank, all get it."""
+    if model.tokenizer is None:
+        raise UserError("no tokenizer beside the model; put its files there")
+    if model.masked_lm is None and model.replaced_token_head is None:
+        raise UserError("the model has neither a masked-LM head with a position table nor a "
+                        "discriminator's head, so it cannot score sentences; give a pretraining "
+                        "checkpoint, or a directory exported with its heads")
+    started = time.monotonic()
+    texts = [sentence for pair in pairs for sentence in (pair.good, pair.bad)]
+    encoded = [tuple(ids) for ids in encode_sentences(texts, model.tokenizer,
+                                                      model.model_config.max_position)]
+    numbers = {ids: number for number, ids in enumerate(dict.fromkeys(encoded))}
+    place = np.array([numbers[ids] for ids in encoded]).reshape(-1, 2)  # of each pair's sentences
+    sentences = [list(ids) for ids in numbers]
+    scores = {}
+    if model.masked_lm is not None:
+        scores |= {name: values[place] for name, values in _likelihoods(model, sentences).items()}
+    if model.replaced_token_head is not None:
+        scores |= _originality(model, sentences, place)
+    for name, values in scores.items():
+        if len(wrong := np.flatnonzero(~np.isfinite(values).all(axis=1))):
+            raise UserError(f"{SCORERS[name]}: the score of {texts[2 * wrong[0]]!r} or of its pair "
+                            f"is no number ({len(wrong):,} pairs of {len(pairs):,}); the model "
+                            "diverged, or its files are damaged")
+    unknown = sum(ids.count(model.tokenizer.unk_id) for ids in encoded)
+    return PairScores(scores, len(texts), unknown, time.monotonic() - started)
+
+
+def _likelihoods(model: LoadedModel, sentences: list[list[int]]) -> dict[str, np.ndarray]:
+    """Return {scorer: [sentences]} of the masked LM."""
+    queries = queries_of(sentences, model.tokenizer)
+    lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
+    scored = _over_ranks(
+        lambda work: masked_scores(*model.masked_lm, model.tokenizer, sentences, queries, work),
+        cut_work(lengths), "masked LM", per_item=len(sentences) / max(1, len(lengths)))
+    values = np.empty(len(lengths))
+    for items, part in scored:
+        values[items] = part
+    return {name: np.bincount(queries.sentence, weights=values * chosen, minlength=len(sentences))
+            for name, chosen in (("pll_word", queries.by_word), ("pll_piece", queries.by_piece))}
+
+
+def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarray
+                 ) -> dict[str, np.ndarray]:
+    """Return {scorer: [pairs, 2]} of the discriminator."""
+    scored = _over_ranks(
+        lambda work: original_scores(model.backbone, model.replaced_token_head, sentences, work),
+        cut_work(np.array([len(ids) for ids in sentences])), "discriminator", per_item=1.0)
+    pieces: list[np.ndarray] = [np.empty(0)] * len(sentences)
+    for items, rows in scored:
+        for item, row in zip(items, rows, strict=True):
+            pieces[item] = row[1:-1]  # [CLS] and [SEP] are no words
+    sums = np.array([row.sum() for row in pieces])
+    counts = np.array([max(1, len(row)) for row in pieces])
+    differing = np.array([_differing(sentences, pieces, *pair) for pair in place])
+    return {"discriminator_sum": sums[place], "discriminator_mean": (sums / counts)[place],
+            "discriminator_differing": differing.reshape(-1, 2)}
+
+
+def _differing(sentences: list[list[int]], pieces: list[np.ndarray], good: int, bad: int
+               ) -> tuple[float, float]:
+    """Return both sums over what lies between the longest common beginning and end."""
+    one, other = sentences[good][1:-1], sentences[bad][1:-1]
+    shorter = min(len(one), len(other))
+    before = next((k for k in range(shorter) if one[k] != other[k]), shorter)
+    after = next((k for k in range(shorter - before) if one[-1 - k] != other[-1 - k]),
+                 shorter - before)
+    return (pieces[good][before:len(one) - after].sum(),
+            pieces[bad][before:len(other) - after].sum())
+
+
+def _over_ranks(run: Callable[[list[Work]], Iterator[tuple[Work, np.ndarray]]], work: list[Work],
+                title: str, per_item: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (items, values) of every batch of `work`, each computed by one rank.
+
+    `per_item` is how many sentences an item stands for in the progress on stderr.
+    """
+    mine = work[dist.rank()::dist.world_size()]
+    total = sum(len(batch.items) for batch in mine) * per_item
+    interval = 0.5 if sys.stderr.isatty() else 20.0
+    done = []
+    with tqdm(total=total + 1e-6, desc=title, unit=" sentences", unit_scale=True, ncols=90,
+              mininterval=interval, disable=not dist.is_main()) as bar:
+        for batch, values in run(mine):
+            done.append((batch.items, values))
+            bar.update(len(batch.items) * per_item)
+    return [part for parts in dist.gather_objects(done) for part in parts]
+
+
+def summarize(scored: PairScores, pairs: list[MinimalPair]) -> dict:
+    """Return {scorer: accuracy, interval, ties, and the same by phenomenon and paradigm}."""
+    return {name: _summary(outcomes(scores), pairs) for name, scores in scored.scores.items()}
+
+
+def _summary(outcome: np.ndarray, pairs: list[MinimalPair]) -> dict:
+    phenomenon_of = dict(sorted((pair.paradigm, pair.phenomenon) for pair in pairs))
+    names = np.array([pair.paradigm for pair in pairs])
+    by_paradigm = {name: outcome[names == name] for name in phenomenon_of}
+    means, draws = resampled_means(list(by_paradigm.values()))
+    phenomena = np.array(list(phenomenon_of.values()))
+    paradigms = {name: {"phenomenon": phenomenon_of[name], "pairs": len(values)}
+                 | _score(means[[k]], draws[:, [k]])
+                 for k, (name, values) in enumerate(by_paradigm.items())}
+    return _score(means, draws) | {
+        "ties": int((outcome == 0.5).sum()),
+        "phenomena": {str(name): {"paradigms": int((phenomena == name).sum())}
+                      | _score(means[phenomena == name], draws[:, phenomena == name])
+                      for name in np.unique(phenomena)},
+        "paradigms": paradigms}
+
+
+def resampled_means(by_paradigm: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the means [paradigms] and bootstrap means [draws, paradigms] of outcomes.
+
+    An outcome is 0, 0.5 or 1, so drawing its pairs anew is drawing the three counts anew.
+    """
+    generator = np.random.default_rng(0)
+    levels = np.array([0.0, 0.5, 1.0])
+    columns = []
+    for outcome in by_paradigm:
+        shares = np.array([(outcome == level).sum() for level in levels]) / len(outcome)
+        columns.append(generator.multinomial(len(outcome), shares, size=_DRAWS) @ levels
+                       / len(outcome))
+    return np.array([outcome.mean() for outcome in by_paradigm]), np.stack(columns, axis=1)
+
+
+def _score(means: np.ndarray, draws: np.ndarray) -> dict:
+    tails = 100 * (1 - _LEVEL) / 2
+    low, high = np.percentile(draws.mean(axis=1), [tails, 100 - tails])
+    return {"accuracy": math.fsum(means) / len(means), "interval": [float(low), float(high)]}
+
+
+def describe(scored: PairScores, pairs: list[MinimalPair], model: str, data: str) -> dict:
+    """Return minimal_pairs.json: what was asked, of what, and every score."""
+    return {"model": model, "data": data, "pairs": len(pairs), "sentences": scored.num_sentences,
+            "unknown_pieces": scored.unknown_pieces, "ranks": dist.world_size(),
+            "seconds": round(scored.seconds, 2),
+            "headlines": [name for name in HEADLINES if name in scored.scores],
+            "interval": f"{_LEVEL:.0%} bootstrap over pairs, {_DRAWS:,} draws",
+            "scorers": summarize(scored, pairs)}
+
+
+def phenomena_of(result: dict) -> dict[str, str]:
+    """Return {paradigm: phenomenon} of a minimal_pairs.json."""
+    first = next(iter(result["scorers"].values()))
+    return {name: values["phenomenon"] for name, values in first["paradigms"].items()}
+
+
+def table(result: dict, published: dict[str, dict[str, float]]) -> str:
+    """Return the scores by phenomenon as text, beside those of `published` models."""
+    scorers = result["scorers"]
+    titles = ["pairs of phenomenon", *(SCORERS[name] for name in scorers), *published]
+    groups = {"overall": scorers} | {
+        phenomenon: {name: values["phenomena"][phenomenon] for name, values in scorers.items()}
+        for phenomenon in next(iter(scorers.values()))["phenomena"]}
+    lines = [titles]
+    for group, values in groups.items():
+        cells = [f"{100 * value['accuracy']:.1f} ({100 * value['interval'][0]:.1f}-"
+                 f"{100 * value['interval'][1]:.1f})" for value in values.values()]
+        lines.append([group.replace("_", " "), *cells,
+                      *(f"{100 * column[group]:.1f}" for column in published.values())])
+    widths = [max(len(line[k]) for line in lines) for k in range(len(titles))]
+    text = "\n".join(f"{line[0]:<{widths[0]}}" + "".join(
+        f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in lines)
+    rate = result["sentences"] / max(result["seconds"], 1e-9)
+    notes = [f"{result['pairs']:,} pairs, {result['sentences']:,} sentences in "
+             f"{result['seconds']:.1f} s ({rate:,.0f} a second); chance is 50; in brackets: "
+             f"{result['interval']}"]
+    few = [name for name, values in next(iter(scorers.values()))["paradigms"].items()
+           if values["pairs"] < _FEW_PAIRS]
+    if few:
+        notes.append(f"WARNING: {counted(len(few), 'paradigm')} of fewer than {_FEW_PAIRS} pairs "
+                     f"({few[0]}{', ...' if few[1:] else ''}): resampling so few varies too "
+                     "little, and intervals are too narrow")
+    if result["unknown_pieces"]:
+        notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer: "
+                     "likelihoods leave them out, a discriminator judges them as they are")
+    return "\n".join([text, *notes])

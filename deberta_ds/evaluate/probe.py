@@ -1,0 +1,130 @@
+"""How well frozen states tell classes apart: logistic regression by scikit-learn, nothing trained.
+
+What fine-tuning hides (it can learn a task from scratch) a probe shows. States are the mean over
+the pieces of the text, or [CLS]; a pair of texts is one input, [CLS] a [SEP] b [SEP], as in
+fine-tuning. Features are scaled by the training texts, and the strength of the regularization is
+chosen by cross-validation inside them.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deberta_ds.base.errors import UserError, listed, naming
+from deberta_ds.base.json_files import parse_json
+from deberta_ds.evaluate.sentence_scores import cut_work
+from deberta_ds.release.pretrained import LoadedModel
+from deberta_ds.tokenizer.text import BadTextError, normalise
+
+_STRENGTHS = np.logspace(-4, 2, 7)
+_DRAWS = 10_000
+
+
+def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[tuple], list]:
+    """Return the texts under `keys` and the labels of a .jsonl; UserError names a bad line."""
+    with naming(path):
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    texts, labels = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            values = parse_json(line)
+            if lost := [key for key in (*keys, label) if key not in values]:
+                raise UserError(f"{place}: no {lost[0]!r} (found: {listed(list(values))}); see "
+                                "--text and --label")
+            found = [values[key] for key in (*keys, label)]
+            if not all(isinstance(text, str) for text in found[:-1]):
+                raise TypeError("not text")
+            texts.append(tuple(normalise(text) for text in found[:-1]))
+            if not any(texts[-1]):
+                raise ValueError("its text is empty")
+        except UserError:
+            raise
+        except (ValueError, TypeError, BadTextError) as error:
+            raise UserError(f"{place}: must be a JSON object with text under {', '.join(keys)} and "
+                            f"a label under {label} ({type(error).__name__}: {error})") from None
+        if isinstance(found[-1], bool) or not isinstance(found[-1], str | int):
+            raise UserError(f"{place}: the label must be text or a whole number, it is "
+                            f"{json.dumps(found[-1])[:40]}")
+        labels.append(str(found[-1]))
+    if len(set(labels)) < 2:
+        raise UserError(f"{path}: {len(labels)} examples of {len(set(labels))} classes; a probe "
+                        "needs at least two classes")
+    return texts, labels
+
+
+@torch.no_grad()
+def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray:
+    """Return the pooled last states of each input, fp32 [inputs, hidden]; long ones are cut."""
+    if model.tokenizer is None:
+        raise UserError("no tokenizer beside the model; put its files there")
+    ids, cut = zip(*[_encode(model, text) for text in texts], strict=True)
+    if any(cut):
+        print(f"note: {sum(cut):,} of {len(cut):,} inputs were cut to the model's "
+              f"{model.model_config.max_position:,} positions", file=sys.stderr, flush=True)
+    if empty := [text for text, found in zip(texts, ids, strict=True)
+                 if len(found) == 1 + len(text)]:
+        raise UserError(f"the tokenizer has no piece for {empty[0]!r} ({len(empty)} inputs of "
+                        f"{len(texts)}); take such inputs out")
+    found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
+    for work in cut_work(np.array([len(one) for one in ids])):
+        inputs_BL = torch.tensor([ids[item] for item in work.items],
+                                 device=model.backbone.words.weight.device)
+        states_BLC = model.backbone(inputs_BL, torch.ones_like(inputs_BL, dtype=torch.int32))
+        pooled_BC = states_BLC[:, 0] if pooling == "cls" else states_BLC[:, 1:-1].mean(1)
+        found[work.items] = pooled_BC.cpu().numpy()
+    return found
+
+
+def _encode(model: LoadedModel, text: tuple) -> tuple[list[int], bool]:
+    """Return [CLS] a [SEP] (b [SEP]), and whether it was cut: pieces are taken off the longer text
+    until it fits.
+    """
+    tokenizer = model.tokenizer
+    parts = [tokenizer.encode(part) for part in text]
+    room = model.model_config.max_position - 1 - len(parts)
+    is_cut = sum(map(len, parts)) > room
+    while sum(map(len, parts)) > room:
+        max(parts, key=len).pop()
+    ids = [tokenizer.cls_id, *(token for part in parts for token in [*part, tokenizer.sep_id])]
+    return ids, is_cut
+
+
+def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: list) -> dict:
+    """Return accuracy, its 95 % interval over test examples, and the majority baseline (of classes
+    as frequent in train, the first by name).
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    counts = {label: train_labels.count(label) for label in sorted(set(train_labels))}
+    if unknown := [label for label in test_labels if label not in counts]:
+        raise UserError(f"--test: {len(unknown):,} of {len(test_labels):,} labels are none of "
+                        f"--train's, such as {unknown[0]!r}; its classes: {listed(list(counts))}")
+    folds = min(5, *counts.values())
+    if folds < 2:
+        alone = min(counts, key=counts.get)
+        raise UserError(f"--train: class {alone!r} has a single example; a probe needs at least "
+                        "two of each")
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    search = GridSearchCV(pipeline, {"logisticregression__C": _STRENGTHS}, cv=folds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of strengths that are not chosen
+        search.fit(train, train_labels)
+    right = search.predict(test) == np.array(test_labels)
+    draws = np.random.default_rng(0).binomial(len(right), right.mean(), _DRAWS) / len(right)
+    majority = max(counts, key=counts.get)
+    return {"accuracy": float(right.mean()),
+            "interval": [float(value) for value in np.percentile(draws, [2.5, 97.5])],
+            "majority": float(np.mean(np.array(test_labels) == majority)),
+            "strength": float(search.best_params_["logisticregression__C"]),
+            "train": len(train_labels), "test": len(test_labels)}

@@ -1,0 +1,114 @@
+"""A frozen generator replaces the masked tokens of a packed corpus, once for many discriminators.
+
+Masks and samples of a row are functions of (seed, draw, row), and a batch is a fixed stretch of a
+shard, computed by one thread: the files are the same bytes for any number of workers.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.run_config import SourceConfig
+from deberta_ds.corpus.units import job, run_units
+from deberta_ds.data.batch import collate
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.replaced import ReplacedManifest, write_replaced_manifest, write_shard
+from deberta_ds.data.rows import RowDataset
+from deberta_ds.data.shards import MANIFEST, token_dtype
+from deberta_ds.objectives.rtd import replace_targets
+from deberta_ds.release.pretrained import LoadedModel, load_backbone
+
+VERSION = 1
+_ROWS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the replacements of a corpus."""
+
+    corpus: str
+    generator: str
+    seq_len: int
+    temperatures: tuple[float, ...]
+    seed: int = 0
+    mask: MaskConfig = MaskConfig()
+    across_documents: bool = False
+
+
+def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None:
+    """Write the replacements of `recipe` to `out`.
+
+    Does nothing if they are complete; goes on where a killed run stopped.
+    """
+    generator = _generator(recipe.generator)
+    corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
+    corpus.check_tokenizer(generator.tokenizer.sha256)
+    generator.check_length(recipe.seq_len, recipe.generator)
+    made_by = {"generator": _fingerprint(generator), "seed": recipe.seed,
+               "mask": {name: value for name, value in asdict(recipe.mask).items()
+                        if name != "final_rate"}}  # stored draws have one rate
+    out = Path(out)
+    description = {"version": VERSION, "rows": corpus.rows_fingerprint, "made_by": made_by,
+                   "temperatures": list(recipe.temperatures),
+                   "across_documents": recipe.across_documents}
+    with job(out, description, finished=MANIFEST) as is_done:
+        if not is_done:
+            units = {f"draw-{draw}-{name}": (recipe, str(out), draw, name)
+                     for draw in range(len(recipe.temperatures)) for name in corpus.shard_rows}
+            results = run_units(out, replace_shard, units, workers=workers, label="replace")
+            shards: list[dict] = [{} for _ in recipe.temperatures]
+            for (_, _, draw, name), result in zip(units.values(), results, strict=True):
+                shards[draw][name] = result["files"]
+            write_replaced_manifest(out, ReplacedManifest(
+                corpus.rows_fingerprint, recipe.seq_len, recipe.across_documents,
+                list(recipe.temperatures), made_by, shards))
+
+
+@torch.no_grad()
+def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
+    """Replace the targets of one shard's rows in one draw and write its files."""
+    torch.set_num_threads(1)
+    generator = _generator(recipe.generator)
+    seed = recipe.seed * 1_000_003 + draw  # of masks and samples: a draw repeats neither
+    dataset = RowDataset(
+        [SourceConfig(path=recipe.corpus)], generator.tokenizer, seq_len=recipe.seq_len, seed=seed,
+        mask=recipe.mask, across_documents=recipe.across_documents)
+    rows = Corpus(recipe.corpus, seq_len=recipe.seq_len).shard_rows[name]
+    is_replaced, samples = [], []
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        batch = collate([dataset.natural_row(row, seed)
+                         for row in rows[start:start + _ROWS_AT_ONCE]])
+        _, _, ids_BL = replace_targets(
+            *generator.masked_lm, batch, seed=seed, temperature=recipe.temperatures[draw],
+            valid_vocab=generator.tokenizer.size)
+        differs_BL = (batch.labels >= 0) & (ids_BL != batch.labels)
+        is_replaced.append(differs_BL.numpy())
+        samples.append(ids_BL[differs_BL].numpy())
+    mask_RL = np.concatenate(is_replaced) if is_replaced else np.zeros((0, recipe.seq_len), bool)
+    ids_N = np.concatenate(samples or [np.zeros(0)]).astype(token_dtype(generator.tokenizer.size))
+    return {"files": write_shard(Path(out), draw, name, mask_RL, ids_N)}
+
+
+@cache
+def _generator(path: str) -> LoadedModel:
+    model = load_backbone(path)
+    if model.masked_lm is None or model.tokenizer is None:
+        raise UserError(f"{path}: no masked LM with an absolute position table and a tokenizer; "
+                        "give a masked-LM run, or one of replaced-token detection")
+    return model
+
+
+def _fingerprint(model: LoadedModel) -> str:
+    """Return a checksum of the generator's weights, so that another one is not mixed in."""
+    digest = xxhash.xxh3_128()
+    for module in model.masked_lm:
+        for name, tensor in sorted(module.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().numpy())
+    return digest.hexdigest()

@@ -1,0 +1,155 @@
+"""Disentangled attention in Triton: flash forward and backward, packed, with dropout.
+
+Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots, C rows of an
+expanded table.
+"""
+
+from collections import deque
+from operator import is_
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deberta_ds.model.attention.band import make_band
+from deberta_ds.model.attention.geometry import Geometry, kept_tensors
+from deberta_ds.model.attention.reference import score_scale
+from deberta_ds.model.kernels.attention import ops
+from deberta_ds.model.kernels.kernel_check import on_device_of
+
+_LEAST_SIZE = 16  # of a head: what a product on tensor cores takes
+
+
+def fused_path(
+    q_BHQD: Tensor,
+    k_BHLD: Tensor,
+    v_BHLD: Tensor,
+    pos_key_HSD: Tensor | None,
+    pos_query_HSD: Tensor | None,
+    *,
+    geometry: Geometry,
+    segments_BL: Tensor,
+    query_positions_BQ: Tensor | None,
+    dropout: float,
+    seed: int | None,
+    keep_terms: bool = False,
+) -> Tensor:
+    """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`.
+
+    keep_terms: keep the position terms for backward instead of computing them again.
+    """
+    keys, dtype, device = k_BHLD.shape[2], q_BHQD.dtype, q_BHQD.device
+    radius = make_band(geometry.reach, keys).radius(keys)
+    size = q_BHQD.shape[-1]
+    scale = score_scale(size, pos_key_HSD, pos_query_HSD)
+    facts = _facts_once(segments_BL, query_positions_BQ)
+    with torch.autocast(device.type, enabled=False), on_device_of(q_BHQD):
+        pos_key_HSD, pos_query_HSD = _widened(pos_key_HSD), _widened(pos_query_HSD)
+        key_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
+        query_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
+        planes = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
+        picked = query_positions_BQ is not None
+        results = ops.fused_attention(
+            *planes, key_table, query_table, *facts, seed or 0, geometry.reach, scale,
+            float(dropout), picked, keep_terms,
+        )
+    return results[0][..., :size]
+
+
+def _widened(x: Tensor | None) -> Tensor | None:
+    """Return vectors of a size that the kernels have; zeros behind them change no product."""
+    if x is None:
+        return None
+    wide = max(_LEAST_SIZE, 1 << (x.shape[-1] - 1).bit_length())
+    return x if wide == x.shape[-1] else F.pad(x, (0, wide - x.shape[-1]))
+
+
+def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
+    return x_BHLD if x_BHLD.stride(-1) == 1 else x_BHLD.contiguous()
+
+
+def _expand(
+    table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_queries: bool, dtype
+) -> Tensor | None:
+    """Return [C,H,D], C = 2 radius: row c serves column minus row of a plane = c - radius.
+
+    A product with a one-hot matrix, not an index: exact, and its backward has no atomics.
+    """
+    if table_HSD is None:
+        return None
+    one_hot_CS = _one_hot(geometry, radius, rows_are_queries, dtype, table_HSD.device)
+    rows_SK = table_HSD.transpose(0, 1).flatten(1).to(dtype)  # as a projection left them
+    return (one_hot_CS @ rows_SK).view(2 * radius, *table_HSD.shape[::2])
+
+
+@kept_tensors(maxsize=16)  # 1 MB each at 512 tokens
+def _one_hot(geometry: Geometry, radius: int, rows_are_queries: bool, dtype, device) -> Tensor:
+    """Return [C,S]: which row of the relative table serves each row of the expanded one."""
+    distances_C = torch.arange(2 * radius, device=device) - radius
+    slots_C = geometry.slots(-distances_C if rows_are_queries else distances_C)
+    one_hot_CS = slots_C[:, None] == torch.arange(geometry.num_slots, device=device)
+    return one_hot_CS.to(dtype)
+
+
+def _facts_once(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `_facts`, which all layers of a step share: kept while the tensors are the same."""
+    named = [x for x in (segments_BL, query_positions_BQ) if x is not None]
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in named):
+        return _facts(segments_BL, query_positions_BQ)
+    versions = [x._version for x in named]
+    for tensors, seen, facts in recent_facts:
+        if len(tensors) == len(named) and seen == versions and all(map(is_, tensors, named)):
+            return facts
+    with torch.inference_mode(False):
+        facts = _facts(segments_BL, query_positions_BQ)
+    recent_facts.append((named, versions, facts))
+    return facts
+
+
+# Holding the tensors keeps others from taking their place in memory.
+recent_facts: deque = deque(maxlen=4)
+
+
+def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return query_facts [4,B,Q] and key_facts [5,B,L] (see `ops`), without reading the device."""
+    batch, length = segments_BL.shape
+    segments = segments_BL.long()
+    columns = torch.arange(length, device=segments.device).expand(batch, length)
+    # Piece numbers beyond the length share an entry: a wider range, and the kernels still compare.
+    entry = segments.clamp(0, length)
+    shape = (batch, length + 1)
+    starts = columns.new_full(shape, length).scatter_reduce_(1, entry, columns, "amin")
+    stops = columns.new_zeros(shape).scatter_reduce_(1, entry, columns + 1, "amax")
+    real = segments != 0
+    starts, stops = (x.gather(1, entry) * real for x in (starts, stops))
+    rows = (segments, columns, starts, stops)
+    if query_positions_BQ is not None:
+        picked = query_positions_BQ.long()
+        rows = [x.gather(1, picked) for x in rows]
+    keys = (segments, starts, stops, *_covers(columns, stops))
+    return _aligned(torch.stack(tuple(rows)).int()), _aligned(torch.stack(keys).int())
+
+
+def _aligned(facts_KBL: Tensor) -> Tensor:
+    """Return facts of which each begins at 16 bytes: for others Triton compiles other binaries."""
+    count = facts_KBL[0].numel()
+    if count % 4 == 0:
+        return facts_KBL
+    wide_KN = F.pad(facts_KBL.flatten(1), (0, -count % 4))
+    return wide_KN[:, :count].unflatten(1, facts_KBL.shape[1:])
+
+
+def _covers(columns: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the pieces that have a column between their ends begin and stop; 0, 0 for none.
+
+    They are the column's own piece in a packed row; a hole in a piece is between its ends, too.
+    Pieces that overlap count as one.
+    """
+    length = columns.shape[1]
+    reach = stops.cummax(1).values
+    begins = columns >= torch.cat([torch.zeros_like(reach[:, :1]), reach[:, :-1]], 1)
+    start = torch.where(begins, columns, 0).cummax(1).values
+    follower = torch.cat([begins[:, 1:], torch.ones_like(begins[:, :1])], 1)
+    stop = torch.where(follower, columns + 1, length).flip(1).cummin(1).values.flip(1)
+    covered = reach > columns
+    return start * covered, stop * covered

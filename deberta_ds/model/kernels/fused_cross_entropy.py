@@ -1,0 +1,321 @@
+"""Linear cross-entropy and its sample in Triton: no logits in memory, neither wide nor narrow.
+
+The same function as `linear_cross_entropy`, id for id the same draw from the same uniforms up to
+rounding. Forward keeps one logsumexp per row and vocabulary tile; a draw picks its tile by these
+masses and computes the logits of that tile once more. Backward computes logits again and writes
+their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
+No atomics: one writer per element and a fixed order of every sum.
+
+`kernels` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
+sets it beside the chunked function, on a GPU. What Triton runs are torch operators with fake
+kernels, so that a step can be counted without a card.
+
+Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deberta_ds.model.kernels.kernel_check import on_device_of
+from deberta_ds.model.linear_cross_entropy import pick_chunks
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
+_GRADIENT_IDS = 64  # tile of backward; 128 would spill registers on sm_90
+_GRADIENT_ELEMENTS = 1 << 27  # logit gradients held at once in backward: 256 MiB in bf16
+_PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole vectors are written
+
+
+@triton.jit
+def _logits(
+    HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Return the logits [BT,BN] of rows t and ids n in fp32; -inf for ids out of range."""
+    acc = tl.zeros([BT, BN], tl.float32)
+    for c0 in range(0, C, BK):
+        c = c0 + tl.arange(0, BK)
+        hidden = tl.load(
+            HIDDEN + t[:, None] * C + c[None, :],
+            mask=in_rows[:, None] & (c < C)[None, :], other=0.0,
+        )
+        weight = tl.load(
+            WEIGHT + n[None, :] * C + c[:, None],
+            mask=in_ids[None, :] & (c < C)[:, None], other=0.0,
+        )
+        acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
+    bias = tl.load(BIAS + n, mask=in_ids, other=0.0).to(tl.float32)
+    return tl.where(in_ids[None, :], acc + bias[None, :], float("-inf"))
+
+
+@triton.jit(do_not_specialize=["T", "VALID"])
+def _forward_kernel(
+    HIDDEN, WEIGHT, BIAS, LABELS, MASS, DRAW_MASS, BEST, BEST_ID, LABEL_LOGIT,
+    T, VALID, inverse_temperature, SEPARATE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of logits: logsumexp and largest logit of every row, and the label's own logit.
+
+    MASS, DRAW_MASS (of logits / temperature, if SEPARATE), BEST and BEST_ID are [K,T].
+    """
+    tile = tl.program_id(1)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tile * BN + tl.arange(0, BN)
+    in_rows, in_ids = t < T, n < VALID
+    logits = _logits(
+        HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
+    )
+    out = tile.to(tl.int64) * T + t
+    best = tl.max(logits, 1)
+    total = tl.sum(tl.exp2((logits - best[:, None]) * _LOG2_E), 1)
+    tl.store(MASS + out, best + tl.log2(total) / _LOG2_E, mask=in_rows)
+    if SEPARATE:
+        scaled = (logits - best[:, None]) * (inverse_temperature * _LOG2_E)
+        total = tl.sum(tl.exp2(scaled), 1)
+        draw_mass = best * inverse_temperature + tl.log2(total) / _LOG2_E
+        tl.store(DRAW_MASS + out, draw_mass, mask=in_rows)
+    tl.store(BEST + out, best, mask=in_rows)
+    lowest = tl.min(tl.where(logits == best[:, None], n[None, :], VALID), 1)
+    tl.store(BEST_ID + out, lowest, mask=in_rows)
+    label = tl.load(LABELS + t, mask=in_rows, other=-1)
+    is_label = n[None, :] == label[:, None]
+    label_logit = tl.sum(tl.where(is_label, logits, 0.0), 1)
+    here = in_rows & (label >= tile * BN) & (label < tl.minimum(tile * BN + BN, VALID))
+    tl.store(LABEL_LOGIT + t, label_logit, mask=here)
+
+
+@triton.jit(do_not_specialize=["T", "VALID", "first", "count", "pitches"])
+def _gradient_kernel(
+    HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID, first, count,
+    pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of the logits of ids [first, first + count): D_LOGITS [T,pitches x _PITCH], and of
+    the bias.
+
+    A program takes one block of ids and all rows, so that it alone sums their bias gradient.
+    """
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = first + column
+    in_ids = (column < count) & (n < VALID)
+    scale = tl.load(SCALE)
+    bias_sum = tl.zeros([BN], tl.float32)
+    for t0 in range(0, T, BT):
+        t = t0 + tl.arange(0, BT)
+        in_rows = t < T
+        logits = _logits(
+            HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
+        )
+        log_norm = tl.load(LOG_NORM + t, mask=in_rows, other=float("inf"))
+        label = tl.load(LABELS + t, mask=in_rows, other=-1)
+        probs = tl.exp2((logits - log_norm[:, None]) * _LOG2_E)
+        hit = (n[None, :] == label[:, None]) & in_ids[None, :]
+        gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale
+        bias_sum += tl.sum(gradient, 0)
+        tl.store(
+            D_LOGITS + t[:, None] * (pitches * _PITCH) + column[None, :],
+            gradient.to(D_LOGITS.dtype.element_ty),
+            mask=in_rows[:, None],
+        )
+    tl.store(D_BIAS + column, bias_sum.to(D_BIAS.dtype.element_ty), mask=column < count)
+
+
+@triton.jit(do_not_specialize=["VALID"])
+def _draw_kernel(
+    HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
+    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):
+    """One row: the id of its tile where the cumulative probability first exceeds INSIDE."""
+    t = tl.program_id(0)
+    n = tl.load(TILE + t) * BN + tl.arange(0, BN)
+    in_ids = n < VALID
+    logits = tl.load(BIAS + n, mask=in_ids, other=0.0).to(tl.float32)
+    for c0 in range(0, C, BK):
+        c = c0 + tl.arange(0, BK)
+        hidden = tl.load(HIDDEN + t * C + c, mask=c < C, other=0.0)
+        weight = tl.load(
+            WEIGHT + n[:, None] * C + c[None, :],
+            mask=in_ids[:, None] & (c < C)[None, :], other=0.0,
+        )
+        logits += tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
+    logits = tl.where(in_ids, logits * inverse_temperature, float("-inf"))
+    probs = tl.exp2((logits - tl.max(logits, 0)) * _LOG2_E)
+    cumulative = tl.cumsum(probs, 0)
+    passed = cumulative <= tl.load(INSIDE + t) * tl.sum(probs, 0)
+    last = tl.max(tl.where(in_ids, n, 0), 0)
+    first_id = tl.min(n, 0) + tl.sum(passed.to(tl.int32), 0)
+    tl.store(SAMPLED + t, tl.minimum(first_id, last).to(tl.int64))
+
+
+def fused_linear_cross_entropy(
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    bias_V: Tensor,
+    labels_T: Tensor,
+    uniforms_T: Tensor | None = None,
+    temperature: float = 1.0,
+    valid_vocab: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (loss_sum, correct_count, sampled_ids); see `linear_cross_entropy`.
+
+    hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
+    """
+    valid = weight_VC.shape[0] if valid_vocab is None else valid_vocab
+    if max(hidden_TC.numel(), weight_VC.numel()) >= 1 << 31:
+        raise ValueError("the kernels count elements in 32 bits: too many rows or ids")
+    if not 0 < valid <= weight_VC.shape[0]:
+        raise ValueError(f"valid_vocab {valid} is not in 1..{weight_VC.shape[0]}")
+    device = hidden_TC.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_TC, weight_VC = hidden_TC.to(dtype), weight_VC.to(dtype)
+    with on_device_of(hidden_TC):
+        return _FusedLinearCrossEntropy.apply(
+            hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
+            labels_T.contiguous(), uniforms_T, temperature, valid,
+        )
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, valid):
+        inputs = (hidden_TC, weight_VC, bias_V)
+        drawn_at = temperature if uniforms_T is not None else 1.0
+        mass_KT, draw_mass_KT, best_KT, best_id_KT, label_logit_T = loss_tiles(
+            *inputs, labels_T, drawn_at, valid)
+        log_norm_T = mass_KT.logsumexp(0)
+        tile_T = best_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins
+        correct = (best_id_KT.gather(0, tile_T[None])[0] == labels_T).sum()
+        loss_sum = (log_norm_T - label_logit_T).sum()
+        sampled_T = None
+        if uniforms_T is not None:
+            masses_TK = (mass_KT if temperature == 1.0 else draw_mass_KT).t()
+            tile_T, inside_T = pick_chunks(masses_TK, uniforms_T)
+            sampled_T = draw_ids(*inputs, tile_T.int(), inside_T.float(), temperature, valid)
+            ctx.mark_non_differentiable(sampled_T)
+        ctx.save_for_backward(*inputs, labels_T, log_norm_T)
+        ctx.valid = valid
+        ctx.mark_non_differentiable(correct)
+        return loss_sum, correct, sampled_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
+        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T = ctx.saved_tensors
+        rows, vocab = hidden_TC.shape[0], weight_VC.shape[0]
+        grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=torch.float32)
+        grad_weight_VC, grad_bias_V = torch.zeros_like(weight_VC), torch.zeros_like(bias_V)
+        chunk = max(_IDS, _GRADIENT_ELEMENTS // max(1, rows) // _IDS * _IDS)
+        scale = grad_loss.float().reshape(1)
+        for start in range(0, ctx.valid if rows else 0, chunk):
+            count = min(chunk, vocab - start)
+            with on_device_of(hidden_TC):
+                padded_TN, grad_bias_V[start : start + count] = loss_gradient(
+                    hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale, ctx.valid, start,
+                    count)
+            grad_TN = padded_TN[:, :count]
+            grad_hidden_TC += _wide_product(grad_TN, weight_VC[start : start + count])
+            torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start : start + count])
+        return grad_hidden_TC.to(hidden_TC.dtype), grad_weight_VC, grad_bias_V, *[None] * 4
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right in fp32, which a CPU does not have of 16-bit factors."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+@torch.library.custom_op("deberta_ds::loss_tiles", mutates_args=())
+def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
+               temperature: float, valid: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return of every tile and row, [K,T]: logsumexp, that of logits / temperature, the largest
+    logit and the id it is at; and the logit of every row's label [T].
+
+    At temperature 1 the second is empty.
+    """
+    rows, tiles = hidden_TC.shape[0], triton.cdiv(valid, _IDS)
+    outputs = _empty_tiles(labels_T, temperature, valid)
+    if rows:
+        # Blocks of rows run first: the weights of an id tile are then read from memory once.
+        _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
+            hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, 1 / temperature,
+            SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS),
+        )
+    return outputs
+
+
+@loss_tiles.register_fake
+def _empty_tiles_of(hidden_TC, weight_VC, bias_V, labels_T, temperature, valid):
+    return _empty_tiles(labels_T, temperature, valid)
+
+
+def _empty_tiles(labels_T: Tensor, temperature: float, valid: int) -> tuple[Tensor, ...]:
+    rows, tiles = labels_T.shape[0], triton.cdiv(valid, _IDS)
+    drawn = 0 if temperature == 1.0 else tiles
+    single = dict(dtype=torch.float32)
+    return (labels_T.new_empty(tiles, rows, **single), labels_T.new_empty(drawn, rows, **single),
+            labels_T.new_empty(tiles, rows, **single),
+            labels_T.new_empty(tiles, rows, dtype=torch.int32),
+            labels_T.new_zeros(rows, **single))
+
+
+@torch.library.custom_op("deberta_ds::loss_gradient", mutates_args=())
+def loss_gradient(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
+                  log_norm_T: Tensor, scale_1: Tensor, valid: int, start: int, count: int
+                  ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the logits of ids [start, start + count), rows padded, and of their
+    biases. What lies behind `count` in a row is 0.
+    """
+    outputs = _empty_gradients(hidden_TC, bias_V, count)
+    width = outputs[0].shape[1]
+    _gradient_kernel[(width // _GRADIENT_IDS,)](
+        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, *outputs, len(hidden_TC),
+        valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS),
+    )
+    return outputs
+
+
+@loss_gradient.register_fake
+def _empty_gradients_of(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, valid, start,
+                        count):
+    return _empty_gradients(hidden_TC, bias_V, count)
+
+
+def _empty_gradients(hidden_TC: Tensor, bias_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    width = triton.cdiv(count, _PITCH.value) * _PITCH.value
+    return hidden_TC.new_empty(hidden_TC.shape[0], width), bias_V.new_empty(count)
+
+
+@torch.library.custom_op("deberta_ds::draw_ids", mutates_args=())
+def draw_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Tensor,
+             inside_T: Tensor, temperature: float, valid: int) -> Tensor:
+    """Return the id of every row's tile where the cumulative probability first exceeds `inside`."""
+    sampled_T = torch.empty_like(tile_T, dtype=torch.int64)
+    if len(tile_T):
+        _draw_kernel[(len(tile_T),)](
+            hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, 1 / temperature,
+            C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS,
+        )
+    return sampled_T
+
+
+@draw_ids.register_fake
+def _no_ids(hidden_TC, weight_VC, bias_V, tile_T, inside_T, temperature, valid):
+    return torch.empty_like(tile_T, dtype=torch.int64)
+
+
+def _constants(hidden_TC: Tensor, ids: int) -> dict:
+    return {
+        "C": hidden_TC.shape[1],
+        "BK": _DEPTH,
+        "BT": _ROWS,
+        "BN": ids,
+        "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32",
+        "num_warps": 8,
+        "num_stages": 3,
+    }

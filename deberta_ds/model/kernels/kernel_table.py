@@ -1,0 +1,252 @@
+"""Which implementation of attention, cross-entropy, LayerNorm, ... runs where: one table.
+
+`KERNELS` has the implementations of each idea, the best first. `pick` takes the first one that runs
+on the device and in the dtype, whose limits hold, and that agrees with torch's operators on this
+card (`kernel_check`); its answer says why the better ones were not taken. docs/attention.md shows
+the same table.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import ModelConfig
+from deberta_ds.model.kernels import kernel_check
+from deberta_ds.model.kernels.kernel_check import Verdict
+
+_LOG = logging.getLogger("deberta_ds")
+OPTIONS = {"attention": "attention", "cross-entropy": "vocabulary_loss"}  # keys of [model], by idea
+LARGEST_HEAD = 128  # of fused attention; sizes that are no power of 2 are filled with zeros
+LONGEST_SHORT = 512  # longer sequences may have pairs beyond the reach of the relative table
+MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequence and head
+MOST_ELEMENTS = 1 << 31  # the kernels count in 32 bits
+MOST_COLUMNS = 8192  # a program of LayerNorm holds a whole hidden state
+_ALIGNED = 16  # hidden sizes at which every hidden state begins at a whole vector
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+          torch.float64: "fp64"}
+_HALF = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, *_HALF)
+_GPU, _CPU = ("cuda",), ("cpu",)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a choice depends on: device, types and sizes, no values."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the operands; LayerNorm's and GELU's update
+    size: int  # of a head for attention, otherwise of a hidden state
+    state: torch.dtype | None = None  # LayerNorm's other operand
+    long: bool = False  # attention: with pairs beyond the reach of the relative table
+    terms: tuple[bool, bool] = (True, True)  # attention: content to position, position to content
+    obstacle: str = ""  # what only the caller can see that rules out all but the last
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an idea. Without `devices` and `dtypes` it runs everywhere."""
+
+    idea: str
+    name: str
+    place: str = ""  # "module:function" below deberta_ds.model; none: the module's own operators
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    limits: Callable[[Request], str] | None = None  # why it cannot run, or an empty string
+    check: Callable[[Request], Verdict] | None = None  # of Triton kernels: is it right here?
+    needs: str = ""  # the limits in words, for the documentation
+    by_name_only: bool = False
+
+    def load(self) -> Any:
+        """Return the function, or None. Imported late: Triton need not be installed."""
+        if not self.place:
+            return None
+        module, name = self.place.split(":")
+        return getattr(import_module(f"deberta_ds.model.{module}"), name)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and why it is this one."""
+
+    kernel: Kernel
+    why: str
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def load(self) -> Any:
+        return self.kernel.load()
+
+
+def pick(idea: str, request: Request, mode: str = "auto") -> Choice:
+    """Return the kernel for `idea`: the best that can run, or the one called `mode`.
+
+    Found once for all equal requests. Raises UserError for one that was asked for by name and
+    cannot run here.
+    """
+    return _pick(idea, request, mode, kernel_check.interpreted())
+
+
+@lru_cache
+def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
+    known = [kernel for kernel in KERNELS if kernel.idea == idea]
+    if mode != "auto":
+        return _named(mode, known, request, interpreted)
+    missed = []
+    for kernel in known[:-1]:
+        if kernel.by_name_only:
+            continue
+        problem = _problem(kernel, request, interpreted)
+        if not problem and kernel.check and not interpreted:
+            verdict = kernel.check(request)
+            if verdict.passed:
+                return Choice(kernel, verdict.text)
+            problem = f"it fails its check on this card: {verdict.text}"
+        if not problem:
+            return Choice(kernel, "; ".join(missed))
+        missed.append(f"not {kernel.name}: {problem}")
+    why = "; ".join(missed)
+    if request.device.type == "cuda" and known[0].check:
+        _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea,
+                     known[-1].name, known[0].name, why)
+    return Choice(known[-1], why)  # runs everywhere
+
+
+def _named(mode: str, known: list[Kernel], request: Request, interpreted: bool) -> Choice:
+    option, names = OPTIONS[known[0].idea], [kernel.name for kernel in known]
+    if mode not in names:
+        raise UserError(f"{option} = {mode!r}: choose one of {', '.join(['auto', *names])}")
+    kernel = known[names.index(mode)]
+    if problem := _problem(kernel, request, interpreted):
+        raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or "
+                        f"'{known[-1].name}'")
+    return Choice(kernel, f"{option} = {mode!r}")
+
+
+def _problem(kernel: Kernel, request: Request, interpreted: bool) -> str:
+    """Return what keeps a kernel from running, or an empty string."""
+    if kernel.check and (missing := kernel_check.obstacle(request.device)):
+        return missing
+    if kernel.devices and request.device.type not in kernel.devices and not interpreted:
+        return "no GPU" if kernel.devices == _GPU else f"it is for {' and '.join(kernel.devices)}"
+    # On a card, attention's tiles do not fit into registers in fp32.
+    known = {*kernel.dtypes, *([torch.float32] if interpreted else [])}
+    unknown = {request.dtype, request.state or request.dtype} - known
+    if kernel.dtypes and unknown:
+        return f"it takes {_names(kernel.dtypes)}, not {_names(tuple(unknown))}"
+    found = request.obstacle if kernel.devices else ""
+    return found or (kernel.limits(request) if kernel.limits else "")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    *first, last = (_NAMES.get(dtype, str(dtype)) for dtype in dtypes)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+# ------------------------------------------------------------------------------ the table
+
+
+def _head_size(request: Request) -> str:
+    large = request.size > LARGEST_HEAD
+    return f"heads of {request.size} are larger than {LARGEST_HEAD}" if large else ""
+
+
+def _aligned(request: Request) -> str:
+    odd = request.size % _ALIGNED and not kernel_check.interpreted()
+    return f"hidden size {request.size} is no multiple of {_ALIGNED}" if odd else ""
+
+
+def _columns(request: Request) -> str:
+    large = request.size > MOST_COLUMNS
+    return f"hidden size {request.size} is larger than {MOST_COLUMNS}" if large else ""
+
+
+def _check_attention(request: Request) -> Verdict:
+    from deberta_ds.model.attention import selfcheck
+    return selfcheck.check(request.device, request.dtype, request.size, request.long,
+                           KERNELS[0].load(), request.terms)
+
+
+def _check_loss(request: Request) -> Verdict:
+    from deberta_ds.model.kernels import fused_checks
+    return fused_checks.check_loss(request.device, request.dtype, request.size)
+
+
+def _check_norm(request: Request) -> Verdict:
+    from deberta_ds.model.kernels import fused_checks
+    return fused_checks.check_norm(request.device, request.dtype, request.state, request.size)
+
+
+_HEADS = f"heads of up to {LARGEST_HEAD}; up to {MOST_PROGRAMS:,} sequences x heads"
+_ROWS = f"hidden size up to {MOST_COLUMNS:,}"
+# The best first; the last of each idea runs everywhere.
+KERNELS = (
+    Kernel("attention", "fused", "kernels.attention:fused_path", _GPU, _HALF, _head_size,
+           _check_attention, _HEADS),
+    Kernel("attention", "reference", "attention.reference:reference_attention", by_name_only=True),
+    Kernel("attention", "tiled", "attention.tiled:tiled_attention"),
+    Kernel("cross-entropy", "fused", "kernels.fused_cross_entropy:fused_linear_cross_entropy",
+           _GPU, _HALF, _aligned, _check_loss,
+           f"hidden size a multiple of {_ALIGNED}; under 2^31 elements"),
+    Kernel("cross-entropy", "chunked", "linear_cross_entropy:linear_cross_entropy"),
+    Kernel("LayerNorm", "fused", "kernels.fused_norm:residual_norm", _GPU, _FLOATS, _columns,
+           _check_norm, _ROWS),
+    Kernel("LayerNorm", "torch"),
+    Kernel("GELU", "fused", "kernels.fused_norm:biased_gelu", _GPU, _FLOATS, _columns,
+           _check_norm, _ROWS),
+    Kernel("GELU", "torch"),
+    Kernel("dropout", "hash", devices=_CPU, needs="the elements that fused LayerNorm drops"),
+    Kernel("dropout", "torch"),
+    Kernel("projections", "shared", "shared_products:shared_products", _GPU,
+           needs="training without autocast, below ZeRO-3"),
+    Kernel("projections", "separate"),
+)
+
+
+def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matmuls: torch.dtype,
+            length: int, zero_stage: int = 0) -> dict[str, dict[str, str]]:
+    """Return {idea: {"kernel": name, "why": reason}} for training a model.
+
+    weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. The kernels
+    are checked as in the first step.
+    """
+    from deberta_ds.model.attention.band import make_band
+    from deberta_ds.model.attention.geometry import Geometry
+
+    reach = Geometry(model.largest_distance, model.position_buckets).reach
+    long = length > LONGEST_SHORT or make_band(reach, length).far
+    terms = tuple(term in model.position_terms for term in ("c2p", "p2c"))
+    states = Request(device, matmuls, model.hidden_size, weights)
+    separate = "autocast" if weights != matmuls else "ZeRO-3" if zero_stage == 3 else ""
+    requests = {
+        "attention": Request(device, matmuls, model.head_size, long=long, terms=terms),
+        "cross-entropy": Request(device, matmuls, model.hidden_size),
+        "LayerNorm": states, "GELU": states, "dropout": states,
+        "projections": Request(device, weights, model.hidden_size, obstacle=separate)}
+    modes = {idea: getattr(model, option) for idea, option in OPTIONS.items()}
+    picked = {idea: pick(idea, one, modes.get(idea, "auto")) for idea, one in requests.items()}
+    return {idea: {"kernel": one.name, "why": one.why} for idea, one in picked.items()}
+
+
+def in_a_line(found: dict[str, dict[str, str]]) -> str:
+    """Return `choices` as one line, each reason once."""
+    by_reason: dict[str, list[str]] = {}
+    for idea, choice in found.items():
+        by_reason.setdefault(choice["why"], []).append(f"{idea} {choice['kernel']}")
+    return "; ".join(", ".join(names) + (f" ({why})" if why else "")
+                     for why, names in by_reason.items())
+
+
+def table() -> list[str]:
+    """Return the rows of the table of docs/attention.md."""
+    where = {_GPU: "GPU", _CPU: "CPU", (): "everywhere else"}
+    return [f"| {one.idea} | `{one.name}` | "
+            f"{'only by name' if one.by_name_only else where[one.devices]} | "
+            f"{_names(one.dtypes) if one.dtypes else 'any'} | {one.needs} |" for one in KERNELS]

@@ -1,0 +1,94 @@
+"""The mean of several models' weights, such as the last checkpoints of a run.
+
+Averages of recent checkpoints reach in fewer steps what the newest one alone reaches later, as long
+as the learning rate has not fallen (LAWA, arXiv 2209.14981; docs/learning.md has our figures).
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.checkpoint.find import DIRECTORY, list_finished
+from deberta_ds.config.model import FREE, without_unused
+from deberta_ds.release.reader import check_table, read_release
+from deberta_ds.release.release import Network, Release, derive_words
+from deberta_ds.release.tokenizer_files import open_tokenizer
+from deberta_ds.tokenizer import Tokenizer
+
+
+def last_checkpoints(run: str | Path, count: int) -> list[Path]:
+    """Return the `count` newest finished checkpoints of a run; UserError if it has fewer."""
+    if not (Path(run) / DIRECTORY).is_dir():
+        raise UserError(f"{run}: no run, it has no {DIRECTORY}/; name the out_dir of a run")
+    found = list_finished(run)
+    if len(found) < count:
+        fewer = "ask for fewer with --last, or " if len(found) > 1 else ""
+        raise UserError(f"{run}: has {len(found)} finished checkpoints in {DIRECTORY}/, not "
+                        f"{count}; {fewer}raise train.keep in the run file")
+    return found[-count:]
+
+
+def average(models: list[str | Path]) -> Release:
+    """Return the mean of models of one shape and tokenizer: fp32, added up in float64.
+
+    Any that `read_release` reads; one is in memory at a time, beside the sums. UserError for
+    models that differ in shape, heads, labels or tokenizer.
+    """
+    first, tokenizer = _read(models[0])
+    sums = {name: {key: tensor.double() for key, tensor in network.tensors.items()}
+            for name, network in first.networks().items()}
+    for network in first.networks().values():
+        network.tensors = {}
+    for place in models[1:]:
+        other, own = _read(place)
+        if own and tokenizer and own.sha256 != tokenizer.sha256:
+            raise UserError(f"{place}: has another tokenizer than {models[0]}; only models of one "
+                            "tokenizer can be averaged")
+        _check_like(other, first, sums, place, models[0])
+        if own:  # the newest has its files longest: a run deletes its oldest checkpoint
+            tokenizer, first.tokenizer_files = own, other.tokenizer_files
+        for name, network in other.networks().items():
+            for key, tensor in network.tensors.items():
+                sums[name][key] += tensor
+    for name, network in first.networks().items():
+        network.tensors = {key: (total / len(models)).to(torch.float32)
+                           for key, total in sums.pop(name).items()}
+    derive_words(first)  # the sum of the rounded means, as every reader forms it
+    first.notes = [f"averaged: {place}" for place in models]
+    return first
+
+
+def _read(place: str | Path) -> tuple[Release, Tokenizer | None]:
+    release = read_release(place)
+    if tokenizer := open_tokenizer(release.tokenizer_files):
+        check_table(tokenizer, release, place)
+    return release, tokenizer
+
+
+def _check_like(release: Release, first: Release, sums: dict[str, dict[str, Tensor]],
+                place: str | Path, first_place: str | Path) -> None:
+    """Raise UserError unless a release computes what the first does, with other weights."""
+    found = {name: {key: tensor.shape for key, tensor in network.tensors.items()}
+             for name, network in release.networks().items()}
+    expected = {name: {key: total.shape for key, total in of_network.items()}
+                for name, of_network in sums.items()}
+    for name in expected | found:
+        mine, theirs = found.get(name, {}), expected.get(name, {})
+        differing = [key for key in sorted(mine | theirs) if mine.get(key) != theirs.get(key)]
+        if not differing:
+            one, other = release.networks()[name], first.networks()[name]
+            mine, theirs = _what_counts(one), _what_counts(other)
+            differing = [key for key in theirs if mine[key] != theirs[key]]
+        if differing:
+            raise UserError(f"{place}: {differing[0]} of its {name} network is not as in "
+                            f"{first_place}; only models of one shape can be averaged")
+
+
+def _what_counts(network: Network) -> dict:
+    """Return what a network computes with beside its tensors."""
+    values = dataclasses.asdict(without_unused(network.config))
+    return {key: value for key, value in values.items() if key not in FREE} | {
+        "label2id": network.rest.get("label2id")}

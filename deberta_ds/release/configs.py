@@ -1,0 +1,226 @@
+"""Model configurations: ours <-> Hugging Face `config.json` <-> microsoft `model_config.json`.
+
+A foreign configuration that our encoder does not compute (token types, factorized embeddings,
+position-to-position attention ...) is refused with the key that asks for it; nothing is ignored.
+Sources: transformers' configuration_deberta*.py, microsoft/DeBERTa deberta/config.py, and the
+config.json files of the released models.
+"""
+
+import json
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import without_unused
+from deberta_ds.config.run_config import ModelConfig
+
+V1, V2 = "deberta", "deberta-v2"
+_SAME_MEANING = {  # ours: theirs
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "max_position": "max_position_embeddings",
+    "max_relative": "max_relative_positions",
+    "hidden_dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "norm_eps": "layer_norm_eps",
+    "init_std": "initializer_range",
+}
+_REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
+# Keys whose other values would change what is computed: {key: (default, value we compute)}.
+_FIXED = {
+    "type_vocab_size": (0, 0),
+    "hidden_act": ("gelu", "gelu"),
+    "conv_groups": (1, 1),
+    "talking_head": (False, False),
+}
+_UNDERSTOOD = {*_SAME_MEANING.values(), *_FIXED, "position_buckets", "relative_attention",
+               "pos_att_type", "share_att_key", "norm_rel_ebd", "position_biased_input",
+               "conv_kernel_size", "conv_act", "embedding_size", "attention_head_size",
+               "pad_token_id", "padding_idx", "model_type", "dtype", "torch_dtype",
+               "transformers_version", "tie_word_embeddings", "_name_or_path"}
+_PARTLY_SAME = {  # ours: theirs, where the values differ
+    "position_terms": "pos_att_type", "share_position_projections": "share_att_key",
+    "relative_norm": "norm_rel_ebd", "absolute_input": "position_biased_input",
+    "conv_kernel": "conv_kernel_size", "conv_activation": "conv_act"}
+
+
+def is_v1_shape(config: ModelConfig) -> bool:
+    """Return whether transformers' v1 class can hold the encoder (apart from a key bias)."""
+    return (config.relative_attention and not config.share_position_projections
+            and not config.relative_norm and not config.position_buckets
+            and not config.conv_kernel and bool(config.position_terms))
+
+
+def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfig, dict]:
+    """Return (ModelConfig, remaining keys) of a Hugging Face or microsoft configuration.
+
+    The remaining keys (labels, pooler, class ...) do not concern the encoder and are written back
+    on export. Whether a v1 model has key biases is in its tensors only, so the caller says.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{place}: not a JSON object; a model configuration is expected")
+    kind = values.get("model_type", V2)
+    if kind not in (V1, V2):
+        raise UserError(f"{place}: model_type = {kind!r} is not a DeBERTa; only 'deberta' and "
+                        "'deberta-v2' can be converted")
+    ours = {name: values[key] for name, key in _SAME_MEANING.items() if key in values}
+    missing = [_SAME_MEANING[name] for name in _REQUIRED if name not in ours]
+    if missing:
+        raise UserError(f"{place}: {', '.join(missing)} missing; not a DeBERTa configuration")
+    _refuse_unsupported(values, ours, place)
+    terms = _terms(values, place)
+    buckets = values.get("position_buckets", -1)
+    if not isinstance(buckets, int):
+        raise UserError(f"{place}: position_buckets = {buckets!r} is not a whole number")
+    relative = bool(values.get("relative_attention", False))
+    if terms and not relative:
+        given = values.get("pos_att_type", "c2p, microsoft's default,")
+        raise UserError(f"{place}: pos_att_type = {given!s} without relative_attention changes the "
+                        "scale of the official attention; only \"none\" is supported")
+    ours |= {
+        "relative_attention": relative,
+        "position_terms": terms,
+        "position_buckets": max(0, buckets),
+        "share_position_projections": bool(values.get("share_att_key", False)),
+        "relative_norm": relative and "layer_norm" in str(values.get("norm_rel_ebd")).lower(),
+        "absolute_input": bool(values.get("position_biased_input", True)),
+        "conv_kernel": values.get("conv_kernel_size", 0),
+        "key_bias": key_bias,
+    }
+    if ours["conv_kernel"]:
+        ours["conv_activation"] = values.get("conv_act", "tanh")
+    rest = {key: value for key, value in values.items() if key not in _UNDERSTOOD}
+    if pad_id := values.get("pad_token_id", values.get("padding_idx")):
+        rest["pad_token_id"] = pad_id
+    return model_config(ours, place), _with_hugging_face_heads(rest)
+
+
+def model_config(values: dict, place: str) -> ModelConfig:
+    """Return a validated ModelConfig; UserError names `place` and the first bad key."""
+    try:
+        for name in ("hidden_dropout", "attention_dropout", "norm_eps", "init_std"):
+            if isinstance(values.get(name), int):
+                values = values | {name: float(values[name])}
+        # JSON mode: strict about types, but arrays become tuples.
+        return TypeAdapter(ModelConfig).validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "values"
+        where = (_SAME_MEANING | _PARTLY_SAME).get(where, where)
+        raise UserError(f"{place}: {where}: {first['msg']}") from None
+
+
+# Settings of fine-tuned heads, {microsoft: Hugging Face}; there the pooler has a dict of its own.
+_POOLING = {"hidden_size": "pooler_hidden_size", "dropout": "pooler_dropout",
+            "hidden_act": "pooler_hidden_act"}
+
+
+def _with_hugging_face_heads(rest: dict) -> dict:
+    """Return the keys of heads under their Hugging Face names."""
+    renamed = {key: value for key, value in rest.items() if key not in ("pooling", "cls_drop_out")}
+    pooling = rest.get("pooling")
+    for key, value in pooling.items() if isinstance(pooling, dict) else ():
+        renamed[_POOLING.get(key, key)] = value
+    if "cls_drop_out" in rest:
+        renamed["cls_dropout"] = rest["cls_drop_out"]
+    return renamed
+
+
+def _with_microsoft_heads(rest: dict) -> dict:
+    """Return the keys of heads under their microsoft names."""
+    names = {theirs: ours for ours, theirs in _POOLING.items()}
+    renamed = {key: value for key, value in rest.items() if key not in (*names, "cls_dropout")}
+    if pooling := {names[key]: value for key, value in rest.items() if key in names}:
+        renamed["pooling"] = pooling
+    if "cls_dropout" in rest:
+        renamed["cls_drop_out"] = rest["cls_dropout"]
+    return renamed
+
+
+def _refuse_unsupported(values: dict, ours: dict, place: str) -> None:
+    if values.get("quantization_config"):
+        raise UserError(f"{place}: quantization_config: quantized weights are not read; give the "
+                        "model as it was before")
+    checks = dict(_FIXED)
+    hidden, heads = ours["hidden_size"], ours["num_heads"]
+    checks["embedding_size"] = (hidden, hidden)
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        checks["attention_head_size"] = (hidden // heads, hidden // heads)
+    for key, (default, wanted) in checks.items():
+        if values.get(key, default) != wanted:
+            raise UserError(f"{place}: {key} = {values[key]!r} is not supported; only {wanted!r}")
+
+
+_TERMS = {"c2p", "p2c"}
+
+
+def _terms(values: dict, place: str) -> tuple[str, ...]:
+    """Return the position terms. Without the key microsoft's code has c2p, which counts in the
+    scale of attention also where none is relative (deberta/disentangled_attention.py), and
+    transformers none.
+    """
+    is_microsoft = "model_type" not in values
+    given = values.get("pos_att_type", "c2p" if is_microsoft else None) or []
+    if isinstance(given, str):
+        given = given.lower().split("|")
+    if not isinstance(given, list) or not all(isinstance(term, str) for term in given):
+        raise UserError(f"{place}: pos_att_type = {given!r} is not a list of terms")
+    terms = tuple(term.strip() for term in given if term.strip() not in ("", "none"))
+    if unknown := set(terms) - _TERMS:
+        raise UserError(f"{place}: pos_att_type has {', '.join(sorted(unknown))}; only c2p and p2c "
+                        "are defined")
+    if values.get("model_type") == V1 and values.get("relative_attention") \
+            and len(terms) < len(given):
+        raise UserError(f"{place}: pos_att_type = {values['pos_att_type']!r}: transformers' v1 "
+                        "class counts an empty term in its attention scale; only c2p and p2c are "
+                        "supported")
+    return terms
+
+
+def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> dict:
+    """Return the `config.json` values of an encoder; `kind` is its model_type."""
+    config = without_unused(config)  # official code heeds it all the same
+    values = rest | _common(config) | {
+        "model_type": kind,
+        "pad_token_id": rest.get("pad_token_id", 0),
+        "pos_att_type": list(config.position_terms),
+        "tie_word_embeddings": True,
+    }
+    for name, default in (("pooler_dropout", 0), ("pooler_hidden_act", "gelu"),
+                          ("pooler_hidden_size", config.hidden_size)):
+        values.setdefault(name, default)
+    return values
+
+
+def to_microsoft(config: ModelConfig, rest: dict[str, Any]) -> dict:
+    """Return the `model_config.json` values of an encoder."""
+    config = without_unused(config)
+    ours = {key: value for key, value in rest.items()
+            if key not in ("architectures", "pad_token_id")}
+    return _with_microsoft_heads(ours) | _common(config) | {
+        "padding_idx": rest.get("pad_token_id", 0),
+        "pos_att_type": "|".join(config.position_terms) or "none",
+        "attention_head_size": config.head_size,
+    }
+
+
+def _common(config: ModelConfig) -> dict:
+    if unknown := sorted(set(config.position_terms) - _TERMS):
+        raise UserError(f"model.position_terms = {', '.join(unknown)}: neither Hugging Face nor "
+                        "microsoft files have a place for it; such a model stays a checkpoint")
+    values = {theirs: getattr(config, ours) for ours, theirs in _SAME_MEANING.items()}
+    values |= {key: wanted for key, (_, wanted) in _FIXED.items() if key.startswith(("hid", "ty"))}
+    values |= {
+        "relative_attention": config.relative_attention,
+        "position_buckets": config.position_buckets or -1,
+        "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
+        "share_att_key": config.share_position_projections,
+        "position_biased_input": config.absolute_input,
+    }
+    if config.conv_kernel:
+        values |= {"conv_kernel_size": config.conv_kernel, "conv_act": config.conv_activation}
+    return values

@@ -1,0 +1,227 @@
+"""Read a model of any format, write another, check it, and say what happened to every part."""
+
+import glob
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from deberta_ds import __version__
+from deberta_ds.base.errors import UserError, listed
+from deberta_ds.base.files import write_atomic, xxh3
+from deberta_ds.base.json_files import read_json
+from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.release.microsoft import write_microsoft
+from deberta_ds.release.onnx_files import require_onnx, write_onnx
+from deberta_ds.release.ours import write_ours
+from deberta_ds.release.read_back import check_hugging_face, check_tensors, check_tokenizer
+from deberta_ds.release.reader import check_table, read_release
+from deberta_ds.release.relative_rows import with_a_row_a_distance
+from deberta_ds.release.release import Network, Release
+from deberta_ds.release.tokenizer_files import open_tokenizer
+
+WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
+_EDITED_BYTES = 1 << 20
+RECORD = "conversion.json"  # marks a directory as ours to replace, and says where it came from
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a conversion did, as lines to print; `warnings` are differences a user must know."""
+
+    notes: tuple[str, ...]
+    checks: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def findings(self) -> list[str]:
+        """Return the lines after the notes: warnings and what was checked."""
+        return [*(f"WARNING: {line}" for line in self.warnings),
+                *(f"checked: {line}" for line in self.checks)]
+
+
+def convert(source: str | Path, out: str | Path, to: str, *, tokenizer: str | Path | None = None,
+            onnx: str | None = None) -> Summary:
+    """Write the model at `source` to directory `out` in format "hf", "ms" or "ours".
+
+    `tokenizer` is the path of the model's tokenizer, where `source` has none; `onnx`, of "hf" only,
+    is "fp32" or "int8" for ONNX files as well.
+    UserError if the source cannot be read, and as `write_release`.
+    """
+    if onnx:
+        require_onnx()  # before anything is read
+    check_out(out, source)
+    release = read_release(source, tokenizer)
+    if opened := open_tokenizer(release.tokenizer_files):
+        check_table(opened, release, source)
+    return write_release(release, source, Path(out), to, onnx)
+
+
+def write_release(release: Release, source: str | Path, out: Path, to: str, onnx: str | None = None
+                  ) -> Summary:
+    """Write a release to directory `out`; `source` is what conversion.json says it comes from.
+
+    The new directory is written beside `out`, checked, and only then moved into place. UserError if
+    a check fails.
+    """
+    if out.is_symlink():
+        out = out.resolve()
+    _clean_up_after_killed(out)
+    before = _state(out)
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    described = _describe(release)
+    if to == "hf":
+        release = _with_readable_tables(release)
+    try:
+        fresh.mkdir(parents=True)
+        notes = [*described, *release.notes, *WRITERS[to](release, fresh)]
+        checks, warnings = _check(release, fresh, to)
+        if onnx:
+            checks += write_onnx(release, fresh, onnx)
+        notes = [note.replace(str(fresh), str(out)) for note in notes]
+        record = {"source": str(source), "format": to, "version": __version__, "notes": notes,
+                  "checks": checks}
+        write_atomic(fresh / RECORD, json.dumps(record, indent=1) + "\n")
+        seal(fresh)
+        if _state(out) != before:
+            raise UserError(f"{out}: something else has been written there meanwhile; run this "
+                            "again, or name another directory")
+        check_out(out)  # it took minutes
+        notes += _replaced(out)
+        _replace(fresh, out)
+    except UserError as error:
+        raise UserError(str(error).replace(str(fresh), str(out))) from error
+    except OSError as error:
+        if isinstance(error.filename, str | Path):
+            error.filename = str(error.filename).replace(str(fresh), str(out))
+        raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return Summary(tuple(notes), tuple(checks), tuple(warnings))
+
+
+def check_out(out: str | Path, *sources: str | Path) -> None:
+    """Raise UserError if `out` is a file, holds anything but an older conversion, is where this
+    command runs, or holds a source: what is written takes the place of the whole directory.
+    """
+    out = Path(out)
+    if any(Path(source).resolve().is_relative_to(out.resolve()) for source in sources):
+        raise UserError(f"{out}: is what is converted, or around it; name another directory")
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise UserError(f"{out}: is the working directory, or around it; name a new directory")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; name a directory to write")
+    if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
+        raise UserError(f"{out}: is not empty and was not written by this command (no {RECORD}); "
+                        "name another directory")
+    if out.is_dir() and (changed := _changed(out)):
+        raise UserError(f"{out}: {listed(changed)} was changed or put there after the conversion "
+                        "that it holds; name another directory, or move it away")
+
+
+def seal(out: Path) -> None:
+    """Note in conversion.json what the directory holds, so that nothing else is replaced."""
+    record = read_json(out / RECORD)
+    write_atomic(out / RECORD, json.dumps(record | {"files": _files(out)}, indent=1) + "\n")
+
+
+def _files(out: Path) -> dict[str, str]:
+    """Return {file: its size, and a hash of a small one, which people edit}."""
+    found = {}
+    for path in sorted(out.rglob("*")):
+        if path.is_file() and path != out / RECORD and path.name != ".DS_Store":
+            size = path.stat().st_size
+            found[str(path.relative_to(out))] = f"{size} bytes" + (
+                f", xxh3 {xxh3(path)}" if size < _EDITED_BYTES else "")
+    return found
+
+
+def _changed(out: Path) -> list[str]:
+    """Return the files of an older conversion's directory that are not as it left them."""
+    if not (out / RECORD).is_file():
+        return []
+    known = read_json(out / RECORD).get("files")
+    known = known if isinstance(known, dict) else {}
+    return [name for name, state in _files(out).items() if known.get(name) != state]
+
+
+def _state(out: Path) -> tuple[int, int] | None:
+    record = out / RECORD
+    return (record.stat().st_ino, record.stat().st_mtime_ns) if record.is_file() else None
+
+
+def _replaced(out: Path) -> list[str]:
+    if not (out / RECORD).is_file():
+        return []
+    return [f"replaced: what {out} held, converted from "
+            f"{read_json(out / RECORD).get('source', 'another model')}"]
+
+
+def _clean_up_after_killed(out: Path) -> None:
+    """Delete what conversions to `out` that were killed have left beside it.
+
+    One that was killed between the two renames of `_replace` has moved the older conversion aside:
+    that is put back first. The number in a name is the writer's process id: a living one is at
+    work (or something else that happens to have its number, which costs a cleaning).
+    """
+    for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.*")):
+        number, _, kind = path.name.removeprefix(f".{out.name}.").partition(".")
+        if not number.isdigit() or kind not in ("tmp", "old"):
+            continue
+        if int(number) != os.getpid() and psutil.pid_exists(int(number)):
+            continue
+        if kind == "old" and not out.exists():
+            os.replace(path, out)
+        else:
+            shutil.rmtree(path)
+
+
+def _replace(fresh: Path, out: Path) -> None:
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
+    if out.exists():
+        os.replace(out, old)
+    os.replace(fresh, out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _with_readable_tables(release: Release) -> Release:
+    networks, notes = {}, list(release.notes)
+    for name, network in release.networks().items():
+        networks[name], more = with_a_row_a_distance(network, name)
+        notes += more
+    return replace(release, **networks, notes=notes)
+
+
+def _describe(release: Release) -> list[str]:
+    return [f"read: {name}: {_shape(network)}" for name, network in release.networks().items()]
+
+
+def _shape(network: Network) -> str:
+    config = network.config
+    parts = {"rtd_head.": "replaced-token head", "mlm_head.": "masked-LM head",
+             "positions.weight": "absolute position table", "words.delta": "GDES delta",
+             "classifier.": "classifier", "proj.": "projection", "qa_outputs.": "answer head"}
+    heads = [label for prefix, label in parts.items() if network.has(prefix)]
+    return (f"{config.num_layers} layers x {config.hidden_size}, vocabulary {config.vocab_size}, "
+            f"{', '.join(['encoder', *heads])}")
+
+
+def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
+    checks = [f"{check_tensors(release, out)} tensors read back bit for bit"]
+    warnings = []
+    if to == "hf":
+        checks += [f"{result.network}: {result.loaded_as}: no missing, no unexpected keys; hidden "
+                   f"states differ by {result.relative_error:.1e} relative"
+                   for result in check_hugging_face(release, out)]
+        if not open_tokenizer(release.tokenizer_files):
+            warnings = ["no tokenizer: the source has none; give its path with --tokenizer"]
+        else:
+            differing = check_tokenizer(out)
+            if differing:
+                warnings = [f"AutoTokenizer differs from the training tokenizer on {line}"
+                            for line in differing]
+            else:
+                checks.append("AutoTokenizer gives the ids of the training tokenizer")
+    return checks, warnings

@@ -1,0 +1,130 @@
+"""Start a run from a published model or another run (`[init]` of a run config).
+
+The discriminator's word table is E_G + delta, and public files rarely hold the delta. Where it
+comes from is decided by `objectives.rtd.parameters` and said in the log:
+    taken       the file holds `_weight` with the generator it belongs to
+    derived     delta = D - G, exact in fp32, when a generator is given
+    two stages  without a generator a run is refused; docs/interop.md has the recipe: train a fresh
+                generator as a masked LM over the frozen word table (init.words_only), then both
+"""
+
+import dataclasses
+
+from torch import Tensor
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.model import FREE, without_unused
+from deberta_ds.config.run_config import ModelConfig, RunConfig
+from deberta_ds.objectives.build import objective_of
+from deberta_ds.release.read_back import SENTENCES
+from deberta_ds.release.reader import read_release
+from deberta_ds.release.release import Network, Release
+from deberta_ds.release.tokenizer_files import open_tokenizer
+from deberta_ds.tokenizer import Tokenizer
+
+# May differ from the source's.
+_FREE_FIELDS = (*FREE, "conv_activation")
+
+
+def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """Return ({parameter of the run's model: value}, notes for the log) of `run.init`.
+
+    Parameters without a value keep their random one; a note names them. Raises UserError if the
+    source does not fit the run.
+    """
+    if not run.init.source:
+        return _generator_words(run)
+    release = read_release(run.init.source)
+    place = run.init.source
+    if run.init.words_only:
+        words = _fitting_words(run, release.main, place)
+        notes = [f"word table of {place}, kept fixed; the rest is random (first of two stages)",
+                 *_other_tokenizer(run, release)]
+        return {"words.weight": words}, [f"init: {note}" for note in notes]
+    objective = objective_of(run)
+    networks = _networks(run, release)
+    tensors, notes = objective.parameters(
+        run, {name: network.tensors for name, network in networks.items()})
+    for name, network in networks.items():
+        notes += _random_parts(network, objective.HEADS[name])
+    notes += _other_tokenizer(run, release)
+    return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
+
+
+def _generator_words(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the word table of a cached run's frozen generator as the discriminator's first one."""
+    place = run.init.generator
+    release = read_release(place)
+    words = _fitting_words(run, release.generator or release.main, place)
+    return {"discriminator.words.weight": words}, [f"init: word table of the generator of {place}; "
+                                                   "the rest is random"]
+
+
+def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
+    words = network.tensors["words.weight"]
+    wanted = (run.model.vocab_size, run.model.hidden_size)
+    if tuple(words.shape) != wanted:
+        raise UserError(f"{place}: word table {tuple(words.shape)}, but the run has {wanted}")
+    return words
+
+
+def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
+    """Return the source of every network of the run, checked to have its shape."""
+    objective = objective_of(run)
+    encoders, place = objective.encoders(run), run.init.source
+    main, generator, generator_place = release.main, release.generator, place
+    if run.init.generator:
+        other = read_release(run.init.generator)
+        generator, generator_place = other.generator or other.main, run.init.generator
+        # A delta belongs to the generator it was trained beside.
+        main = dataclasses.replace(main, tensors={name: tensor for name, tensor in
+                                                  main.tensors.items() if name != "words.delta"})
+    if "generator" not in encoders:
+        head = objective.HEADS["main"]
+        if generator and not main.has(head) and not _differences(run.model, generator.config):
+            main = generator
+        _check_fit(run.model, main.config, place, "model")
+        return {"main": main}
+    if generator is None:
+        raise UserError(
+            f"{place}: has no generator, so replaced-token detection cannot go on from it. Give "
+            "one as init.generator, or make one first: a masked-LM run with init.words_only (the "
+            "two stages are in docs/interop.md)")
+    _check_fit(run.model, main.config, place, "model")
+    _check_fit(encoders["generator"], generator.config, generator_place, "generator")
+    return {"main": main, "generator": generator}
+
+
+def _random_parts(network: Network, head: str) -> list[str]:
+    """Return a warning for each part that a head needs and the source does not have."""
+    missing = [] if network.has(head) else [head.removesuffix(".")]
+    if head == "mlm_head." and not network.config.absolute_input:
+        missing += [] if network.has("positions.weight") else ["absolute position table"]
+    return [f"WARNING: no {part} in the source; it starts at random" for part in missing]
+
+
+def _other_tokenizer(run: RunConfig, release: Release) -> list[str]:
+    """Return a warning if the source's tokenizer gives other ids than the run's."""
+    own, theirs = Tokenizer(run.data.tokenizer), open_tokenizer(release.tokenizer_files)
+    if theirs is None or theirs.sha256 == own.sha256:
+        return []
+    if theirs.special_ids == own.special_ids and theirs.encode_batch(
+            list(SENTENCES)) == own.encode_batch(list(SENTENCES)):
+        return []  # the same one in another form
+    return [f"WARNING: {run.data.tokenizer} gives other ids than the tokenizer of the source: its "
+            "word table was trained with others, and begins as noise"]
+
+
+def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:
+    ours, theirs = (dataclasses.asdict(without_unused(one)) for one in (run, source))
+    for values in (ours, theirs):
+        values["max_relative"] = max(values["max_relative"], 0) or values["max_position"]
+        values["position_terms"] = sorted(values["position_terms"])
+    return [f"{name} = {ours[name]} (source: {theirs[name]})" for name in ours
+            if name not in _FREE_FIELDS and ours[name] != theirs[name]]
+
+
+def _check_fit(run: ModelConfig, source: ModelConfig, place: str, part: str) -> None:
+    if differences := _differences(run, source):
+        raise UserError(f"{place}: does not fit the run's {part}: {'; '.join(differences)}; set "
+                        "these as the source has them")

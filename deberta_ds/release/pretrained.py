@@ -1,0 +1,69 @@
+"""Load a model for use: the encoder that is fine-tuned, its tokenizer, its pretraining heads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.release.reader import check_table, read_release
+from deberta_ds.release.release import (
+    Network,
+    build_backbone,
+    build_masked_lm,
+    build_replaced_token_head,
+)
+from deberta_ds.release.tokenizer_files import open_tokenizer
+from deberta_ds.tokenizer import Tokenizer
+
+
+@dataclass
+class LoadedModel:
+    """A model in fp32 on the CPU, in evaluation mode.
+
+    backbone: ids and mask -> hidden states; the discriminator of a replaced-token run.
+    tokenizer: None where the source has none that is read.
+    masked_lm: (word table, MaskedLm) of the model itself or, if it has no masked-LM head with a
+    position table, of the generator beside it; None without either. Its layers are its own.
+    replaced_token_head: of the backbone, where the source has it.
+    """
+
+    backbone: Backbone
+    tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    masked_lm: tuple[WordEmbedding, MaskedLm] | None
+    replaced_token_head: ReplacedTokenHead | None = None
+
+    def check_length(self, tokens: int, place: str | Path) -> None:
+        """UserError if rows of `tokens` are longer than the positions of this model, of `place`."""
+        if tokens > self.model_config.max_position:
+            raise UserError(f"{place}: has {self.model_config.max_position} positions, but the "
+                            f"rows have up to {tokens} tokens")
+
+
+def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_text: bool = False
+                  ) -> LoadedModel:
+    """Return the model at `path`: our checkpoint, run or directory, Hugging Face, or microsoft.
+
+    `tokenizer` is the path of the one it was trained with, where there is none beside it;
+    `for_text` says that one is needed. Raises UserError for a missing, damaged or foreign model.
+    """
+    release = read_release(path, tokenizer)
+    files = release.tokenizer_files
+    opened = Tokenizer.of_files(files, Path(path)) if for_text else open_tokenizer(files)
+    if opened:
+        check_table(opened, release, path)
+    masked_lm = None
+    for network in (release.main, release.generator):
+        if masked_lm is None and network is not None and network.has_masked_lm:
+            masked_lm = _own_masked_lm(network)
+    head = build_replaced_token_head(release.main) if release.main.has("rtd_head.") else None
+    return LoadedModel(build_backbone(release.main), opened, release.main.config, masked_lm,
+                       head)
+
+
+def _own_masked_lm(network: Network) -> tuple[WordEmbedding, MaskedLm]:
+    copies = {name: tensor.float().clone() for name, tensor in network.tensors.items()}
+    return build_masked_lm(Network(network.config, copies))

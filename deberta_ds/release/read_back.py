@@ -1,0 +1,157 @@
+"""Look at what was written as a stranger would: load it again and compare.
+
+A directory is reported as written only if every tensor reads back bit for bit, and, for Hugging
+Face, if transformers loads it offline without a missing or unexpected key and computes our hidden
+states.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.json_files import read_json
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.release.reader import read_release
+from deberta_ds.release.release import Network, Release, build_backbone
+from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
+
+TOLERANCE = 1e-5  # relative to the largest hidden state: fp32 rounding of two summation orders
+SENTENCES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "def load(path): return json.loads(path.read_text())  # 3.14 & more",
+    "  Two  spaces,\ta tab\nand a line break; naive cafe becomes na\u00efve caf\u00e9.",
+    "\u65e5\u672c\u8a9e \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600 \ufb01 e\u0301",
+    "",
+)
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """How far transformers' hidden states are from ours."""
+
+    network: str
+    loaded_as: str
+    relative_error: float
+
+
+def check_tensors(release: Release, out: Path) -> int:
+    """Return the number of tensors that read back bit for bit; UserError if one does not."""
+    again = read_release(out)
+    count = 0
+    for name, network in release.networks().items():
+        found = again.networks().get(name)
+        if found is None:
+            raise UserError(f"{out}: the {name} network did not read back")
+        # A format that always has key biases gives a model without them zero ones.
+        extra = [key for key in found.tensors.keys() - network.tensors.keys()
+                 if found.tensors[key].any() or not key.endswith("key.bias")]
+        missing = network.tensors.keys() - found.tensors.keys()  # and v1 is read without them
+        lost = sorted(key for key in missing
+                      if network.tensors[key].any() or not key.endswith("key.bias"))
+        if lost or extra:
+            raise UserError(f"{out}: {name} read back with {lost[:3]} lost and {extra[:3]} new")
+        for key, tensor in network.tensors.items():
+            if key in missing:
+                continue
+            if tensor.dtype != found.tensors[key].dtype or not torch.equal(tensor,
+                                                                           found.tensors[key]):
+                raise UserError(f"{out}: {name} {key} read back with other values")
+            count += 1
+    return count
+
+
+def check_hugging_face(release: Release, out: Path) -> list[HiddenStates]:
+    """Return the comparison of every network with transformers; UserError if one differs."""
+    results = []
+    for name, network in release.networks().items():
+        directory = out / "generator" if name == "generator" else out
+        model, loaded_as = _load_with_transformers(directory)
+        error = _hidden_state_error(build_backbone(network), model, network)
+        if not error <= TOLERANCE:
+            raise UserError(f"{directory}: transformers computes other hidden states "
+                            f"(relative difference {error:.1e}, allowed {TOLERANCE:.0e})")
+        results.append(HiddenStates(name, loaded_as, error))
+    return results
+
+
+def _load_with_transformers(directory: Path):
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    architecture = read_json(directory / "config.json")["architectures"][0]
+    is_bare = architecture.endswith("Model")
+    cls = transformers.AutoModel if is_bare else getattr(transformers, architecture)
+    model, info = cls.from_pretrained(directory, local_files_only=True, dtype=torch.float32,
+                                      output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, info[kind])):
+            raise UserError(f"{directory}: transformers reports {kind}: {', '.join(keys[:5])}")
+    if type(model).__name__ != architecture:
+        raise UserError(f"{directory}: loaded as {type(model).__name__}, not {architecture}")
+    return model.eval(), f"AutoModel -> {architecture}" if is_bare else architecture
+
+
+@torch.no_grad()
+def _hidden_state_error(ours: Backbone, theirs, network: Network) -> float:
+    gaps = []
+    for ids_BL, mask_BL in _sample_batches(network.config):
+        expected = theirs.base_model(ids_BL, attention_mask=mask_BL).last_hidden_state
+        hidden = ours(ids_BL, mask_BL)
+        real = mask_BL.bool()
+        gap = (hidden[real] - expected[real]).abs().max() / expected[real].abs().max()
+        gaps.append(gap.item())
+    return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
+
+
+def _sample_batches(config: ModelConfig) -> list[tuple[Tensor, Tensor]]:
+    """Return ids and masks: three rows with padding, and one row longer than the relative table.
+
+    The second is there for models without absolute positions in the input, which take any length.
+    """
+    length = min(64, config.max_position)
+    generator = torch.Generator().manual_seed(0)
+    ids_BL = torch.randint(4, config.vocab_size, (3, length), generator=generator)
+    mask_BL = torch.ones_like(ids_BL)
+    mask_BL[1, length // 2:] = 0
+    mask_BL[2, 3:] = 0
+    batches = [(ids_BL * mask_BL, mask_BL)]
+    if config.relative_attention and not config.absolute_input:
+        longest = config.largest_distance + config.largest_distance // 2
+        ids_BL = torch.randint(4, config.vocab_size, (1, longest), generator=generator)
+        batches.append((ids_BL, torch.ones_like(ids_BL)))
+    return batches
+
+
+def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:
+    """Return one line for each sentence to which AutoTokenizer gives other ids than ours.
+
+    UserError if the special ids differ, or if the directory has no tokenizer.
+    """
+    import transformers
+
+    ours = open_tokenizer(find_tokenizer_files(out))
+    if ours is None:
+        raise UserError(f"{out}: no tokenizer of ours to compare with")
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    except Exception as error:  # whatever its many readers raise: the files came with the model
+        raise UserError(f"{out}: AutoTokenizer cannot read the tokenizer files that came with the "
+                        f"model ({first_line(error)}); delete tokenizer_config.json "
+                        "and the like from the source, keep spm.model or tokenizer.json"
+                        ) from error
+    for name, wanted in ours.special_ids.items():
+        found = getattr(theirs, f"{name}_token_id")
+        if found != wanted:
+            raise UserError(f"{out}: AutoTokenizer's {name} id is {found}, ours is {wanted}")
+    differing = []
+    for sentence in sentences:
+        wanted = [ours.cls_id, *ours.encode(sentence), ours.sep_id]
+        found = theirs(sentence)["input_ids"]
+        if found != wanted:
+            differing.append(f"{sentence!r}: ours {wanted}, AutoTokenizer {found}")
+    return differing

@@ -1,0 +1,266 @@
+"""Read a model of any format into a `Release`.
+
+Formats, told apart by their files:
+    ours        a checkpoint or run directory (run.json, sharded), or model.json (written by export)
+    foreign     config.json or model_config.json beside safetensors or `.bin` files: Hugging Face
+                directories, microsoft pairs, official training output (discriminator/, generator/)
+
+Public files mix the two foreign worlds (config.json beside a `.bin` with microsoft's heads), so one
+reader serves both and goes by the names of the tensors.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.json_files import read_json
+from deberta_ds.checkpoint.find import is_unsaved_run
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.release import configs, names
+from deberta_ds.release.ours import (
+    is_ours,
+    read_checkpoint,
+    read_ours,
+    shapes_of_checkpoint,
+    shapes_of_ours,
+)
+from deberta_ds.release.relative_rows import with_unread_rows
+from deberta_ds.release.release import Network, Release, check_network, derive_words
+from deberta_ds.release.tensors import read_tensors, weight_file
+from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
+from deberta_ds.tokenizer import Tokenizer
+
+SIDE_FILE = "pretraining_heads.safetensors"
+_CONFIG_NAMES = ("config.json", "model_config.json")
+_STEP_FILE = re.compile(r"pytorch\.model-(\d+)\.bin")
+
+
+def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Release:
+    """Return the release stored at `source`; UserError if it is none, damaged or inconsistent.
+
+    `tokenizer` is the path of the one it was trained with, where `source` has none.
+    """
+    path = _existing(source)
+    said = str  # our own names
+    if _is_run(path):
+        release = read_checkpoint(path)
+    elif is_ours(path):
+        release = read_ours(path)
+    else:
+        release = _read_foreign(path)
+        said = partial(names.their_name, num_layers=release.main.config.num_layers,
+                       absolute_input=release.main.config.absolute_input)
+    for name, network in release.networks().items():
+        check_network(network, f"{path} ({name})" if release.generator else str(path), said)
+    if tokenizer is not None:
+        _give_tokenizer(release, path, tokenizer)
+    return release
+
+
+def _give_tokenizer(release: Release, place: Path, path: str | Path) -> None:
+    given, own = Tokenizer(path), open_tokenizer(release.tokenizer_files)
+    if own:
+        check_same(given, own, place)
+    check_table(given, release, place)
+    release.tokenizer_files = given.files
+
+
+def check_same(given: Tokenizer, own: Tokenizer, place: str | Path) -> None:
+    """Raise UserError if `given` is not the tokenizer that the model at `place` has."""
+    if own.sha256 != given.sha256:
+        raise UserError(f"{given.path}: {place} has a tokenizer of its own, and this is another "
+                        "one; leave --tokenizer out")
+
+
+def check_table(tokenizer: Tokenizer, release: Release, place: str | Path) -> None:
+    """Raise UserError if a tokenizer has ids without a row in the word table."""
+    rows = release.main.config.vocab_size
+    if tokenizer.size > rows:
+        raise UserError(f"{place}: the tokenizer {tokenizer.path} has {tokenizer.size} ids, but "
+                        f"the word table only {rows} rows; it is another model's, or tokens were "
+                        "added to it after training")
+
+
+def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
+    """Return the shapes of the networks at `source`, "main" and where there is one "generator".
+
+    Of weights only a v1 model's are read: whether its keys have biases stands nowhere else.
+    """
+    path = _existing(source)
+    if _is_run(path):
+        return shapes_of_checkpoint(path)
+    if is_ours(path):
+        return shapes_of_ours(path)
+    shapes = {}
+    for name, files in _find_foreign(path).items():
+        shape, _ = configs.from_theirs(files.values, files.place, key_bias=True)
+        shapes[name] = _read_network(files, []).config if configs.is_v1_shape(shape) else shape
+    return shapes
+
+
+def _existing(source: str | Path) -> Path:
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(f"{path}: neither a directory nor a file")
+    return path
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether a directory is a checkpoint, or a run's, be it one that has none yet."""
+    return (path / "run.json").exists() or (path / "checkpoints").is_dir() or (
+        is_unsaved_run(path) and weight_file(path) is None and not is_ours(path))
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where one network of a foreign model lies, and its configuration as it is written."""
+
+    weights: Path
+    values: dict
+    place: str  # of the configuration
+
+
+def _find_foreign(path: Path) -> dict[str, _Files]:
+    """Return the files of a foreign model's networks, "main" and perhaps "generator"."""
+    if path.is_file() and not any((path.parent / name).is_file() for name in _CONFIG_NAMES):
+        raise UserError(f"{path}: a file without {' or '.join(_CONFIG_NAMES)} beside it; name a "
+                        "model directory, or the weight file in one")
+    if path.is_file() and not path.name.endswith(
+            (".bin", ".safetensors", ".pt", ".pth", ".index.json")):
+        raise UserError(f"{path}: no weight file (.safetensors or .bin); name the directory of a "
+                        "model or a run")
+    if path.is_dir() and not any((path / name).exists() for name in _CONFIG_NAMES):
+        path = _newest_official_step(path)
+    directory = path if path.is_dir() else path.parent
+    weights = weight_file(directory) if path.is_dir() else path
+    if weights is None:
+        raise UserError(f"{directory}: no weight file; model.safetensors or pytorch_model.bin is "
+                        "expected")
+    config = _config_of(directory)
+    values = read_json(config)
+    # rtd_*.json nests both networks
+    found = {"main": _Files(weights, values.get("discriminator", values), str(config))}
+    if place := _find_generator(directory, weights):
+        values = read_json(place[0])
+        found["generator"] = _Files(place[1], values.get("generator", values), str(place[0]))
+    return found
+
+
+def _read_foreign(path: Path) -> Release:
+    files, notes = _find_foreign(path), []
+    networks = {name: _read_network(one, notes) for name, one in files.items()}
+    release = Release(networks["main"], networks.get("generator"), notes=notes)
+    try:
+        derive_words(release)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    release.tokenizer_files = find_tokenizer_files(files["main"].weights.parent)
+    return release
+
+
+def _config_of(directory: Path) -> Path:
+    for name in _CONFIG_NAMES:
+        if (directory / name).is_file():
+            return directory / name
+    raise UserError(f"{directory}: neither {' nor '.join(_CONFIG_NAMES)}; not a model directory")
+
+
+def _newest_official_step(directory: Path) -> Path:
+    """Return the newest discriminator file of the official training's output directory."""
+    files = list((directory / "discriminator").glob("pytorch.model-*.bin"))
+    files = [file for file in files if _STEP_FILE.fullmatch(file.name)
+             and (directory / "generator" / file.name).is_file()]
+    if not files:
+        raise UserError(f"{directory}: not a model: no {', '.join(_CONFIG_NAMES)}, model.json or "
+                        "run.json, and no discriminator/ and generator/ with a common step")
+    return max(files, key=lambda file: int(_STEP_FILE.fullmatch(file.name)[1]))
+
+
+def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
+    """Return (configuration, weights) of the generator beside a model, or None."""
+    inside = directory / "generator"
+    if inside.is_dir() and weight_file(inside):
+        return _config_of(inside), weight_file(inside)
+    hub = directory / "pytorch_model.generator.bin"
+    if hub.is_file():
+        return directory / "generator_config.json", hub
+    sibling = directory.parent / "generator" / weights.name
+    if directory.name == "discriminator" and sibling.is_file():
+        return _config_of(sibling.parent), sibling
+    return None
+
+
+def _read_network(files: _Files, notes: list[str]) -> Network:
+    weights, values, place = files.weights, files.values, files.place
+    tensors, others = read_tensors(weights)
+    side = weights.parent / SIDE_FILE
+    notes += [f"dropped: {weights.name} entry {name!r}, which is no tensor" for name in others]
+    if side.is_file():
+        tensors |= read_tensors(side)[0]
+    tensors = _drop_copies(_without_prefix(tensors, weights), weights, notes)
+    tensors = names.from_legacy_head(tensors)
+    is_v1 = any(name.endswith(names.V1_ONLY) for name in tensors)
+    config, rest = configs.from_theirs(values, place, key_bias=not is_v1)
+    if is_v1:
+        tensors = _unpack_v1(tensors, config, weights)
+    elif values.get("model_type") != configs.V2 and configs.is_v1_shape(config):
+        tensors, key_bias = _without_zero_key_biases(tensors, notes)
+        config, rest = configs.from_theirs(values, place, key_bias=key_bias)
+    tensors = with_unread_rows(tensors, config, str(weights))
+    tensors = names.to_ours(tensors, config.num_layers, config.absolute_input)
+    return Network(config, tensors, rest)
+
+
+def _without_prefix(tensors: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+    """Return tensors without "deberta." (or "bert.", in old official files) before their names."""
+    bare = {}
+    for name, tensor in tensors.items():
+        short = name
+        for prefix in (names.PREFIX, "bert."):
+            short = short.removeprefix(prefix)
+        if short in bare:
+            raise UserError(f"{place}: {short} occurs twice, with and without a prefix")
+        bare[short] = tensor
+    return bare
+
+
+def _drop_copies(tensors: dict[str, Tensor], place: Path, notes: list[str]) -> dict[str, Tensor]:
+    kept = dict(tensors)
+    if kept.pop("embeddings.position_ids", None) is not None:
+        notes.append("dropped: embeddings.position_ids, a constant buffer")
+    for copy, original in names.COPIES.items():
+        if copy not in kept:
+            continue
+        if original in kept and not torch.equal(kept[copy], kept[original]):
+            raise UserError(f"{place}: {copy} differs from {original}, but DeBERTa ties them")
+        kept.setdefault(original, kept[copy])
+        del kept[copy]
+        notes.append(f"dropped: {copy}, a copy of {original}")
+    return kept
+
+
+def _unpack_v1(tensors: dict[str, Tensor], config, place: Path) -> dict[str, Tensor]:
+    for name, tensor in tensors.items():
+        wanted = (3 * config.hidden_size, config.hidden_size)
+        if name.endswith(names.V1_ONLY) and tuple(tensor.shape) != wanted:
+            raise UserError(f"{place}: {name} has shape {tuple(tensor.shape)}, but the "
+                            f"configuration asks for {wanted}")
+    return names.unpack_v1(tensors, config.num_heads)
+
+
+def _without_zero_key_biases(tensors: dict[str, Tensor], notes: list[str]
+                             ) -> tuple[dict[str, Tensor], bool]:
+    """Return (tensors, whether there are key biases): the official code adds zero ones to v1."""
+    biases = [name for name in tensors if name.endswith(("key_proj.bias", "pos_key_proj.bias"))]
+    if any(tensors[name].any() for name in biases):
+        return tensors, True
+    if biases:
+        notes.append(f"dropped: {len(biases)} key biases, all zero (v1 has none)")
+    return {name: tensor for name, tensor in tensors.items() if name not in biases}, False

@@ -1,0 +1,187 @@
+"""What every format is read into and written from: networks under our names, and a summary.
+
+A `Network` is one encoder with its word table and whatever heads its file has; a `Release` is the
+network that users load (discriminator, masked LM or classifier), the generator beside it if there
+is one, and the tokenizer's files. Tensors keep the dtype of the file, so a round trip is exact.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model.backbone import Backbone, on_meta
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.release.names import OTHER_HEADS
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass
+class Network:
+    """One encoder; `rest` are keys of the source's configuration that do not concern it."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    rest: dict = field(default_factory=dict)
+
+    def has(self, head: str) -> bool:
+        """Return whether the network has any tensor whose name starts with `head`."""
+        return any(name.startswith(head) for name in self.tensors)
+
+    @property
+    def has_masked_lm(self) -> bool:
+        """Whether masked words can be predicted: the head, and the decoder's position table."""
+        return self.has("mlm_head.") and (self.config.absolute_input or self.has("positions.w"))
+
+
+@dataclass
+class Release:
+    """A model as it is published or continued."""
+
+    main: Network
+    generator: Network | None = None
+    tokenizer_files: dict[str, Path] = field(default_factory=dict)  # name: where it is now
+    notes: list[str] = field(default_factory=list)  # derived, dropped, kept aside
+
+    def networks(self) -> dict[str, Network]:
+        named = {"main": self.main}
+        return named | ({"generator": self.generator} if self.generator else {})
+
+
+def check_network(network: Network, place: str, said: Callable[[str], str]) -> None:
+    """Raise UserError if a tensor of the encoder is missing, unknown or of another shape.
+
+    `said` gives the name that a tensor has in the file, as far as it has another than ours.
+    """
+    shapes = _expected_shapes(network)
+    missing = sorted(map(said, shapes.keys() - network.tensors.keys()))
+    if missing:
+        raise UserError(f"{place}: {_some(missing)} missing; the file is not a whole "
+                        f"{network.config.num_layers}-layer DeBERTa with these heads")
+    unknown = sorted(said(name) for name in network.tensors.keys() - shapes.keys()
+                     if not name.startswith(OTHER_HEADS))
+    if unknown:
+        raise UserError(f"{place}: unknown tensors {_some(unknown)}; the file is of another "
+                        "model than its configuration says")
+    for name, shape in shapes.items():
+        found = tuple(network.tensors[name].shape)
+        if found != shape:
+            raise UserError(f"{place}: {said(name)} has shape {found}, but the configuration asks "
+                            f"for {shape}")
+    for name, tensor in network.tensors.items():
+        if tensor.dtype not in _DTYPES and (name in shapes or tensor.is_floating_point()):
+            raise UserError(f"{place}: {said(name)} holds {tensor.dtype}, not floats of 16, 32 "
+                            "or 64 bits")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"{place}: {said(name)} holds NaN or infinity: the model diverged, or "
+                            "its file is damaged")
+
+
+def with_zero_key_biases(network: Network) -> dict[str, Tensor]:
+    """Return the tensors of a model without key biases for a format that always has them."""
+    tensors = dict(network.tensors)
+    for name, tensor in network.tensors.items():
+        if name.endswith(("attention.key.weight", "attention.position_key.weight")):
+            tensors[name.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.size(0))
+    return tensors
+
+
+def _expected_shapes(network: Network) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the encoder and of every head that the network has a part of."""
+    config = network.config
+    modules = {"": on_meta(Backbone, config)}
+    masked_lm = on_meta(MaskedLm, config)
+    if network.has("mlm_head."):
+        modules["mlm_head."] = masked_lm.head
+    if network.has("rtd_head."):
+        modules["rtd_head."] = on_meta(ReplacedTokenHead, config)
+    shapes = {prefix + name: tuple(p.shape) for prefix, module in modules.items()
+              for name, p in module.named_parameters()}
+    tables = {"words.delta": (config.vocab_size, config.hidden_size),
+              "positions.weight": (config.max_position, config.hidden_size),
+              "positions.delta": (config.max_position, config.hidden_size)}
+    return shapes | {name: shape for name, shape in tables.items() if name in network.tensors}
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def build_backbone(network: Network) -> Backbone:
+    """Return the encoder in fp32, in evaluation mode."""
+    backbone = on_meta(Backbone, network.config)
+    names = {name for name, _ in backbone.named_parameters()}
+    backbone.load_state_dict({name: network.tensors[name].float() for name in names}, assign=True)
+    return backbone.eval().requires_grad_(True)
+
+
+def build_masked_lm(network: Network) -> tuple[WordEmbedding, MaskedLm]:
+    """Return (word table, masked LM) in fp32, in evaluation mode; needs `has_masked_lm`."""
+    assert network.has_masked_lm
+    config = network.config
+    words = on_meta(WordEmbedding, config.vocab_size, config.hidden_size)
+    words.load_state_dict({"weight": network.tensors["words.weight"].float()}, assign=True)
+    masked_lm = on_meta(MaskedLm, config)
+    masked_lm.load_state_dict(
+        {name: network.tensors[_inside_network(name)].float()
+         for name, _ in masked_lm.named_parameters()}, assign=True)
+    return words.eval(), masked_lm.eval()
+
+
+def build_replaced_token_head(network: Network) -> ReplacedTokenHead:
+    """Return the discriminator's head in fp32, in evaluation mode."""
+    head = on_meta(ReplacedTokenHead, network.config)
+    head.load_state_dict({name: network.tensors["rtd_head." + name].float()
+                          for name, _ in head.named_parameters()}, assign=True)
+    return head.eval()
+
+
+def _inside_network(name: str) -> str:
+    """Return the Network's name of a MaskedLm parameter."""
+    return "mlm_head." + name[5:] if name.startswith("head.") else name
+
+
+def derive_words(release: Release) -> None:
+    """Make the discriminator's word table whole: E_G + delta, wherever both are known.
+
+    Files of the official training hold `weight` one optimizer step behind `_weight`, or before the
+    first step none at all (microsoft/DeBERTa apps/tasks/rtd_task.py), so the sum is formed anew, in
+    fp32.
+    """
+    main, generator = release.main, release.generator
+    for table, place in (("words", "word table"), ("positions", "position table")):
+        delta = main.tensors.get(f"{table}.delta")
+        name = f"{table}.weight"
+        added = f"trunk.input.{name}"  # positions, where they are added to the input
+        if any(added in network.tensors for network in release.networks().values()):
+            name = added
+        whole = main.tensors.get(name)
+        base = generator.tensors.get(name) if generator else None
+        if delta is None:
+            continue
+        if base is None:
+            if whole is None:
+                raise UserError(
+                    f"the {place} is stored only as a difference to the generator's (`_weight`); "
+                    "give the generator's file beside it, or the embeddings would be random")
+            continue
+        parts = [tensor for tensor in (base, delta, whole) if tensor is not None]
+        if len({tensor.shape for tensor in parts}) > 1:
+            raise UserError(f"the {place}, the generator's and their difference (`_weight`) have "
+                            f"the shapes {', '.join(str(list(t.shape)) for t in parts)}; they must "
+                            "be of one model")
+        merged = (base.float() + delta.float()).to(delta.dtype)
+        if whole is None:
+            release.notes.append(f"derived: {place} = generator's + delta")
+        elif not torch.equal(whole, merged):
+            gap = (whole.float() - merged.float()).abs().max().item()
+            release.notes.append(f"derived: {place} = generator's + delta (the stored sum differs "
+                                 f"by up to {gap:.1e}; it is one step old or rounded)")
+        main.tensors[name] = merged

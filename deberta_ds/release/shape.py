@@ -1,0 +1,120 @@
+"""The model's shape where a run file leaves it open.
+
+What neither the file nor the command line says follows, in this order,
+
+1. the checkpoint that the run goes on from: a run keeps its shape, whatever its source has become;
+2. the source of `[init]`: all of [model], and the depth of its generator;
+3. the tokenizer: `vocab_size` is its number of ids, padded to a multiple of 64.
+
+A preset counts as said, but for its vocabulary: that is the published tokenizer's.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
+
+ROW_MULTIPLE = 64  # word tables of such a height are fast, and divide evenly among GPUs
+
+
+def padded_rows(num_ids: int) -> int:
+    """Return the rows of a word table for a tokenizer of `num_ids` ids."""
+    return -(-num_ids // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def complete(values: dict, origins: dict[str, str], resume: str = "auto") -> None:
+    """Fill what a run file leaves open into its `values`, and where it came from into `origins`.
+
+    `resume` is what --resume says. What cannot be followed because the file is wrong is left to
+    `config.load`, which names it. Raises UserError if the source of [init] is no model, or if there
+    is no such tokenizer and nothing else says the vocabulary.
+    """
+    if not isinstance(values.get("model", {}), dict):
+        return
+    source, generator = (_text(values, "init", key) for key in ("source", "generator"))
+    of_source, checkpoint = bool(source), _checkpoint(values.get("out_dir"), resume)
+    shape: dict[str, Any] = {}
+    origin = ""
+    if checkpoint:
+        shape, origin = _saved_shape(checkpoint), f"checkpoint {checkpoint}"
+    elif source or generator:
+        shape, origin = _source_shape(source, generator), f"[init] {source or generator}"
+    elif _is_open("model.vocab_size", values, origins):
+        of_preset = "vocab_size" in values.get("model", {})
+        shape, origin = _vocabulary(_text(values, "data", "tokenizer"), is_needed=not of_preset)
+    for key, value in shape.items():
+        follows = key == "model.vocab_size" or of_source and (
+            key.startswith("model.") or _text(values, "objective", "kind") == "rtd")
+        if follows and _is_open(key, values, origins):
+            section, name = key.split(".")
+            values.setdefault(section, {})[name] = value
+            origins[key] = origin
+
+
+def _is_open(key: str, values: dict, origins: dict[str, str]) -> bool:
+    section, name = key.split(".")
+    of_preset = key == "model.vocab_size" and origins.get(key, "").startswith("preset ")
+    return of_preset or name not in values.get(section, {})
+
+
+def _text(values: dict, section: str, name: str) -> str:
+    """Return a text of a run file, "" where there is none or something else."""
+    found = values.get(section)
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _vocabulary(tokenizer: str, *, is_needed: bool) -> tuple[dict[str, Any], str]:
+    """Return the vocabulary that follows a tokenizer; nothing where there is no such file, unless
+    nothing else says the vocabulary.
+    """
+    if not tokenizer or not (is_needed or Path(tokenizer).exists()):
+        return {}, ""
+    from deberta_ds.tokenizer import Tokenizer
+
+    size = Tokenizer(tokenizer).size
+    return {"model.vocab_size": padded_rows(size)}, f"the {size:,} ids of {tokenizer}"
+
+
+def _checkpoint(out_dir: Any, resume: str) -> Path | None:
+    """Return a checkpoint of the run, any whose run.json is whole: they are all of one shape."""
+    if resume not in ("auto", "never"):
+        candidates = [Path(resume)]
+    elif resume == "auto" and isinstance(out_dir, str) and (Path(out_dir) / "checkpoints").is_dir():
+        from deberta_ds.checkpoint.find import list_finished
+
+        candidates = list_finished(out_dir)[::-1]
+    else:
+        return None
+    return next((path for path in candidates if _saved_shape(path)), None)
+
+
+def _saved_shape(checkpoint: Path) -> dict[str, Any]:
+    """Return the shape of a checkpoint as its run wrote it, nothing where that cannot be read."""
+    from deberta_ds.checkpoint.run_record import read_run_record
+
+    try:
+        run = read_run_record(checkpoint).run(checkpoint)
+    except (UserError, KeyError, TypeError):
+        return {}  # resuming will say what is wrong with it
+    return _flat(run.model, run.objective.generator_layers)
+
+
+def _source_shape(source: str, generator: str) -> dict[str, Any]:
+    from deberta_ds.release.reader import read_shapes
+
+    shapes = read_shapes(source or generator)
+    if generator:
+        beside = read_shapes(generator)
+        shapes["generator"] = beside.get("generator", beside["main"])
+    layers = shapes["generator"].num_layers if "generator" in shapes else 0
+    return _flat(shapes["main" if source else "generator"], layers)
+
+
+def _flat(model: ModelConfig, generator_layers: int) -> dict[str, Any]:
+    shape = {f"model.{name}": value for name, value in dataclasses.asdict(model).items()}
+    for key in FREE_FIELDS:  # how a model is computed
+        del shape[key]
+    return shape | {"objective.generator_layers": generator_layers}

@@ -1,0 +1,80 @@
+"""The tokenizer files of a published directory: the source's own, and what AutoTokenizer needs.
+
+transformers 5 rebuilds `DebertaV2Tokenizer` from the pieces alone: the SentencePiece normalizer and
+the byte fallback are lost, and ids differ from those the model was trained on. So
+`tokenizer.json` is written here from spm.model itself, with every step of the original.
+
+Difference that remains: transformers finds the names of special tokens ("[MASK]") in text and gives
+their ids; our tokenizer never searches text for them.
+"""
+
+import shutil
+from pathlib import Path
+
+from deberta_ds.base.files import atomic_path
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.files import (
+    ADDED,
+    JSON,
+    MERGES,
+    NAMES,
+    OTHER_MODELS,
+    SETTINGS,
+    SPM,
+    VOCAB,
+    WORDPIECES,
+)
+from deberta_ds.tokenizer.publish import write_tokenizer_json
+from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
+
+# Everything that a published directory may keep its tokenizer in.
+KNOWN_FILES = (SPM, JSON, SETTINGS, NAMES, ADDED, VOCAB, MERGES, "bpe_encoder.bin", "dict.txt",
+               WORDPIECES)
+
+
+def find_tokenizer_files(directory: Path) -> dict[str, Path]:
+    """Return {name: path} of the tokenizer files in a directory. A SentencePiece model that lies
+    there alone under another usual name gets the name that it is published under.
+    """
+    found = {name: directory / name for name in KNOWN_FILES if (directory / name).is_file()}
+    if found.keys() & {SPM, JSON, VOCAB, WORDPIECES}:
+        return found
+    others = [directory / name for name in OTHER_MODELS if (directory / name).is_file()]
+    return ({SPM: others[0]} if others else {}) | found
+
+
+def open_tokenizer(files: dict[str, Path]) -> Tokenizer | None:
+    """Return the tokenizer among a directory's files; None if there is none that is read."""
+    for needed in ({SPM}, {JSON}, {VOCAB, MERGES}, {WORDPIECES}):
+        if needed <= files.keys():
+            return Tokenizer.of_files(files, files[min(needed)].parent)
+    return None
+
+
+def pad_id_of(files: dict[str, Path]) -> dict[str, int]:
+    """Return {"pad_token_id": id} of the tokenizer among a directory's files, {} without one."""
+    tokenizer = open_tokenizer(files)
+    return {"pad_token_id": tokenizer.pad_id} if tokenizer else {}
+
+
+def copy_tokenizer_files(files: dict[str, Path], out: Path) -> list[str]:
+    """Copy tokenizer files to `out`; return a note for each."""
+    notes = []
+    for name, source in files.items():
+        if source.resolve() != (out / name).resolve():
+            with atomic_path(out / name) as temporary:
+                shutil.copyfile(source, temporary)
+        notes.append(f"copied: {name}")
+    return notes
+
+
+def write_tokenizer_files(files: dict[str, Path], out: Path, max_length: int) -> list[str]:
+    """Copy tokenizer files to `out`, adding what AutoTokenizer needs; return a note for each."""
+    notes = copy_tokenizer_files(files, out)
+    tokenizer = open_tokenizer(files)
+    if tokenizer is None or {SPM, JSON} <= files.keys():
+        return notes
+    text = build_tokenizer_json(tokenizer) if tokenizer.specification is None else None
+    write_tokenizer_json(tokenizer, out, max_length, text)
+    made_of = ", ".join(tokenizer.files)
+    return [*notes, f"derived: {JSON} and {SETTINGS} from {made_of}"]

@@ -1,0 +1,190 @@
+"""The planner's page: memory of each ZeRO stage and way of recomputing, drawn to one scale."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass as checked
+
+from deberta_ds.base.files import write_atomic
+from deberta_ds.corpus.filters import REPORT, mend_report
+from deberta_ds.planner.gpus import Gpu
+from deberta_ds.planner.plan import RESERVED_BYTES, Choice, recommended
+from deberta_ds.report.pages import render
+from deberta_ds.report.reading import READ, read_checked
+from deberta_ds.report.tables import Cell, Table
+
+PARTS = (("weights", "main"), ("optimizer", "main-soft"),
+         ("forward, backward and update", "second-soft"), ("reserve", "base"))
+_WIDEST = 2.5  # times a GPU's memory: a bar that is longer ends there
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One choice: the widths of its PARTS in percent of the scale."""
+
+    name: str
+    widths: list[float]
+    note: str
+    fits: bool
+    is_best: bool
+
+
+def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gpu: Gpu,
+              ranks: int) -> str:
+    """Return one self-contained HTML document."""
+    best, limit = recommended(choices), gpu.memory
+    scale = min(max(limit, *(sum(_segments(choice)) for choice in choices)), _WIDEST * limit)
+    return render(
+        "plan.html", title=title, facts=facts, gpu=name.upper(), parts=PARTS,
+        best=best and f"ZeRO-{best.stage}, recompute {best.recompute}",
+        cost=best and f"{best.days:.1f} days, {best.days * 24 * ranks:,.0f} GPU-hours",
+        bars=[_bar(choice, scale, choice is best) for choice in choices],
+        limit=round(100 * limit / scale, 2), limit_text=f"{limit / 1e9:.0f} GB",
+        table=_table(choices, ranks, best))
+
+
+def _segments(choice: Choice) -> list[float]:
+    memory = choice.memory
+    work = max(memory.work, memory.update)
+    return [memory.weights + memory.buffers, memory.optimizer, work, RESERVED_BYTES]
+
+
+def _bar(choice: Choice, scale: float, is_best: bool) -> Bar:
+    left, widths = 0.0, []
+    for size in _segments(choice):
+        widths.append(round(min(100 * size / scale, 100 - left), 2))
+        left += widths[-1]
+    note = f"{sum(_segments(choice)) / 1e9:.1f} GB" + ("" if choice.fits else ", too much")
+    return Bar(f"ZeRO-{choice.stage}, {choice.recompute}", widths, note, choice.fits, is_best)
+
+
+def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
+    heads = ("Compute / step", "Communication / step", "Step", "Tokens/s", "Days", "GPU-hours")
+    rows = []
+    for choice in choices:
+        kind = "best" if choice is best else "" if choice.fits else "over"
+        seconds = (choice.compute_seconds, choice.communication_seconds, choice.step_seconds)
+        texts = (*(f"{value:.3f} s" for value in seconds),
+                 f"{choice.tokens_per_second:,.0f}", f"{choice.days:.2f}",
+                 f"{choice.days * 24 * ranks:,.0f}")
+        rows.append([Cell(f"ZeRO-{choice.stage}", kind=f"stage {kind}"),
+                     Cell(choice.recompute, kind=kind),
+                     *(Cell(text, kind=f"n {kind}") for text in texts)])
+    head = [Cell("Stage", kind=""), Cell("Recompute", kind=""), *map(Cell, heads)]
+    note = ("What hides behind computation: under ZeRO-3 all communication, but a step lasts at "
+            "least as long as Python takes to gather the weights; under ZeRO-1 and 2 the gradients "
+            "but the last bucket, if overlap_comm is true; the new weights never. The rest adds to "
+            "the step.")
+    return Table("Time", note, head, rows)
+
+
+# The page of minimal_pairs.json: a bar a phenomenon, with published models and chance beside.
+@dataclass(frozen=True)
+class PairBar:
+    """One group of pairs: accuracy and interval in percent, and marks of published models."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    marks: list[tuple[str, float]]
+
+
+def pairs_page(result: dict, titles: dict[str, str], published: dict[str, dict[str, float]]
+               ) -> str:
+    """Return one self-contained HTML document.
+
+    result: minimal_pairs.json. titles: {scorer: how it is called}. published: {model: {"overall" or
+    phenomenon: accuracy}}, empty where none applies.
+    """
+    charts = [(titles[name], _bars(result["scorers"][name], published))
+              for name in result["headlines"]]
+    return render("pairs.html", model=result["model"], data=result["data"], charts=charts,
+                  pairs=f"{result['pairs']:,}", interval=result["interval"],
+                  overall=charts[0][1][0], table=_pairs_table(result, titles, published))
+
+
+def _bars(scores: dict, published: dict) -> list[PairBar]:
+    groups = {"overall": scores} | scores["phenomena"]
+    return [PairBar(name.replace("_", " "), *(round(100 * value, 1) for value in (
+                group["accuracy"], *group["interval"])),
+                [(model, round(100 * column[name], 1)) for model, column in published.items()])
+            for name, group in groups.items()]
+
+
+def _pairs_table(result: dict, titles: dict[str, str], published: dict) -> Table:
+    head = [Cell("Phenomenon", kind=""), *(Cell(titles[name]) for name in result["scorers"]),
+            *map(Cell, published)]
+    rows = []
+    for name in ("overall", *next(iter(result["scorers"].values()))["phenomena"]):
+        groups = [scores if name == "overall" else scores["phenomena"][name]
+                  for scores in result["scorers"].values()]
+        rows.append([Cell(name.replace("_", " "), kind=""),
+                     *(Cell(f"{100 * group['accuracy']:.1f}") for group in groups),
+                     *(Cell(f"{100 * column[name]:.1f}") for column in published.values())])
+    return Table("All scorers", "Percent of pairs in which the grammatical sentence has the higher "
+                 "score. Chance is 50.", head, rows)
+
+
+# The page of filters.json: what filters dropped and changed, by reason, with samples.
+PAGE = "filters.html"
+_SHOWN = 10
+_TEXT_CHARACTERS = 600
+
+
+@checked(config=READ, frozen=True)
+class _Report:
+    """What the page draws of filters.json."""
+
+    documents: int
+    characters: int
+    dropped: dict[str, tuple[int, int]]
+    changed: dict[str, tuple[int, int]]
+    examples: dict[str, list[tuple[str, str]]]
+    rules: dict[str, Any]
+
+
+def write_filters_page(directory: str | Path) -> Path:
+    """Write DIRECTORY/filters.html from its filters.json; return its path."""
+    mend_report(directory)
+    report, _ = read_checked(Path(directory) / REPORT, _Report)
+    path = Path(directory) / PAGE
+    write_atomic(path, filters_page(report, Path(directory).resolve().name))
+    return path
+
+
+def filters_page(report: _Report, name: str) -> str:
+    """Return the page as one HTML document."""
+    gone, characters = (sum(counts[part] for counts in report.dropped.values()) for part in (0, 1))
+    samples = [(reason, [(place, text[:_TEXT_CHARACTERS] + "…" * (len(text) > _TEXT_CHARACTERS))
+                         for place, text in report.examples.get(reason, [])[:_SHOWN]])
+               for reason in (*_by_size(report.dropped), *_by_size(report.changed))]
+    return render(
+        "filters.html", name=name, documents=f"{report.documents:,}", dropped=f"{gone:,}",
+        share=f"{gone / max(report.documents, 1):.1%}",
+        characters=f"{characters / max(report.characters, 1):.1%}",
+        rules=", ".join(map(str, (*report.rules.get("use", []),
+                                  *report.rules.get("functions", [])))),
+        tables=[table for table in (_dropped(report), _changed(report)) if table.rows],
+        samples=[(reason, found) for reason, found in samples if found])
+
+
+def _dropped(report: _Report) -> Table:
+    rows = [[Cell(reason, kind=""), Cell(f"{count:,}", count),
+             Cell(f"{count / max(report.documents, 1):.2%}"),
+             Cell(f"{size / max(report.characters, 1):.2%}")]
+            for reason, (count, size) in _by_size(report.dropped).items()]
+    head = [Cell("Reason", kind=""), Cell("Documents"), Cell("of all"), Cell("of all characters")]
+    return Table("Dropped", "Each document under the first rule that refused it.", head, rows)
+
+
+def _changed(report: _Report) -> Table:
+    rows = [[Cell(change, kind=""), Cell(f"{count:,}", count), Cell(f"{times:,}", times)]
+            for change, (count, times) in _by_size(report.changed).items()]
+    return Table("Changed", "In documents that stay.",
+                 [Cell("Change", kind=""), Cell("Documents"), Cell("Times")], rows)
+
+
+def _by_size(counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1][0], item[0])))

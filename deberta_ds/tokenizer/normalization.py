@@ -1,0 +1,111 @@
+"""The text rules of text.py as steps of a normalizer of Hugging Face `tokenizers`, and the decoder
+that gives normalised text back.
+
+The rules go into the tokenizer.json of what this project trains or derives, so that raw text gives
+the ids of normalised text there. `Precompiled` would leave clusters of 6 bytes and more uncomposed.
+"""
+
+import itertools
+import unicodedata
+
+import tokenizers
+from tokenizers import decoders, normalizers
+
+from deberta_ds.tokenizer import SPACE_MARK
+from deberta_ds.tokenizer.text import is_removed
+
+# A class of all characters that Python and our tokenizer take for white space.
+_SPACES = "[" + "".join(f"\\x{{{code:X}}}" for code in range(0x3001) if chr(code).isspace()) + "]"
+
+OUTER_SPACES = r"\A | \z"
+LAST_SPACE = r" \z"  # for Metaspace, which needs the first to tell what follows a special token
+
+
+def plain_spaces() -> list[normalizers.Normalizer]:
+    """Return the step that makes every kind of white space U+0020."""
+    return [normalizers.Replace(tokenizers.Regex(_SPACES), " ")]
+
+
+def characters() -> list[normalizers.Normalizer]:
+    """Return the steps of rules 1 to 3."""
+    # What the text rules remove, but NUL, which SentencePiece cannot name.
+    removed = "".join(f"\\x{{{code:X}}}" for code in range(1, 0x10000) if is_removed(chr(code)))
+    # A text that began later than its first character would get no space mark from Metaspace.
+    return [normalizers.Replace(tokenizers.Regex(rf"\A[{removed}]+"), " "),
+            normalizers.Replace(tokenizers.Regex(f"[{removed}]"), ""),
+            normalizers.Replace(SPACE_MARK, "_"), normalizers.NFC()]
+
+
+def single_spaces(ends: str | None = None) -> list[normalizers.Normalizer]:
+    """Return the steps of rule 4.
+
+    ends: the spaces to take away at the ends, LAST_SPACE or OUTER_SPACES; None: all white space.
+    """
+    marks = tokenizers.Regex(f"[ {SPACE_MARK}]+")
+    strip = normalizers.Replace(tokenizers.Regex(ends), "") if ends else normalizers.Strip()
+    return [normalizers.Replace(marks, " "), strip]
+
+
+def decoder() -> decoders.Decoder:
+    """Return what turns pieces with the space mark, and bytes for the rest, into their text."""
+    return decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(),
+                              decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+
+
+# The text rules of text.py as rules of SentencePiece's own normalizer.
+#
+# They go into the model file, so that whoever encodes with it, here or elsewhere, turns soft
+# hyphens, zero-width characters, odd spaces and decomposed letters into what the model was trained
+# on. Text that is normalised already is not changed. What a table of sequences cannot say is left
+# out: marks in another order than the canonical one that compose to no single character.
+_HANGUL, _LEADS, _VOWELS, _TAILS = 0xAC00, 0x1100, 0x1161, 0x11A7
+_VOWEL_COUNT, _TAIL_COUNT = 21, 28
+
+
+def normalizer_tsv() -> str:
+    """Return the table for SentencePiece: "source<TAB>target" in hexadecimal code points."""
+    rules = {SPACE_MARK: "_"}
+    for code in itertools.chain(range(1, 0xD800), range(0xE000, 0x110000)):
+        character = chr(code)
+        if is_removed(character):
+            rules[character] = ""
+        elif character.isspace() and character != " ":
+            rules[character] = " "
+        elif unicodedata.decomposition(character)[:1] not in ("", "<"):
+            rules |= dict.fromkeys(_decomposed(character), unicodedata.normalize("NFC", character))
+    rules |= _hangul()
+    return "".join(f"{_codes(source)}\t{_codes(target)}\n"
+                   for source, target in sorted(rules.items()))
+
+
+def _decomposed(character: str) -> set[str]:
+    """Return what composes to the same text as `character`, but is not composed yet."""
+    target = unicodedata.normalize("NFC", character)
+    first, *marks = unicodedata.normalize("NFD", character)
+    found = {character}
+    for order in itertools.permutations(marks):
+        whole = first + "".join(order)
+        for cut in range(1, len(whole) + 1):
+            found.add(unicodedata.normalize("NFC", whole[:cut]) + whole[cut:])
+    return {text for text in found
+            if text != target and unicodedata.normalize("NFC", text) == target}
+
+
+def _hangul() -> dict[str, str]:
+    """Return jamo -> syllable, whole or with the first two composed."""
+    rules = {}
+    for index in range(19 * _VOWEL_COUNT * _TAIL_COUNT):
+        rest, tail = divmod(index, _TAIL_COUNT)
+        lead, vowel = divmod(rest, _VOWEL_COUNT)
+        start = chr(_LEADS + lead) + chr(_VOWELS + vowel)
+        syllable = chr(_HANGUL + index)
+        if tail:
+            rules[start + chr(_TAILS + tail)] = syllable
+            rules[chr(_HANGUL + index - tail) + chr(_TAILS + tail)] = syllable
+        else:
+            rules[start] = syllable
+    return rules
+
+
+def _codes(text: str) -> str:
+    return " ".join(f"{ord(character):X}" for character in text)

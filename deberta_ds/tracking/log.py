@@ -1,0 +1,224 @@
+"""How a run speaks: the console (rank 0), metrics.jsonl and the trackers (TensorBoard and others).
+
+The console shows the records of metrics.jsonl as aligned columns of at most 100 characters. Which
+numbers, the caller says: the metrics that its objective declares (`objectives.base.Metric`).
+torch is imported only when the first TensorBoard value is written.
+"""
+
+import logging
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from deberta_ds.base.errors import UserError, naming, tell
+from deberta_ds.base.numbers import format_count, format_duration, format_value
+from deberta_ds.tracking import records, trackers
+from deberta_ds.tracking.records import METRICS_FILE
+
+HEADER_EVERY_LINES = 20
+WIDTH = 100
+
+_DIM, _BOLD, _GREEN, _RED, _CYAN = "\033[2m", "\033[1m", "\033[32m", "\033[31m", "\033[36m"
+_RESET = "\033[0m"
+
+
+def show_choices() -> None:
+    """Print what the library chose for this machine (logger "deberta_ds") as it is chosen."""
+    logger = logging.getLogger("deberta_ds")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    width: int
+    text: Callable[[float], str]
+    key: str
+    signed: bool = False  # green above zero, red below
+
+
+_LOSS = _Column("loss", 9, "{:.4f}".format, "loss")
+_SPEED = _Column("tok/s", 7, format_count, "tokens_per_second")
+_PEAK_SHARE = _Column("MFU", 7, "{:.1%}".format, "mfu")
+_FLOPS = _Column("GFLOP/s", 8, lambda value: _giga(value), "flops_per_second")
+_COURSE = (_Column("lr", 9, "{:.2e}".format, "learning_rate"),
+           _Column("grad", 7, "{:.4g}".format, "grad_norm"),
+           _Column("ETA", 8, format_duration, "eta_seconds"))
+
+
+def _columns(metrics: Sequence, record: dict[str, Any]) -> list[_Column]:
+    """Return the console columns of training records: what `metrics` declare, speed, course."""
+    learned = [_Column(metric.on_console, 7 if metric.unit == "gain" else 9,
+                       ("{:+.4f}" if metric.unit == "gain" else "{:.4f}").format, metric.key,
+                       metric.unit == "gain")
+               for metric in metrics if metric.on_console]
+    share = _FLOPS if record.get("mfu") is None else _PEAK_SHARE
+    return [*(learned or [_LOSS]), _SPEED, share, *_COURSE]
+
+
+def _giga(flops_per_second: float) -> str:
+    value = flops_per_second / 1e9
+    return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+class RunLog:
+    """The one voice of a run. All methods do nothing on ranks where `is_main` is false.
+
+    A record that cannot be written (a full disk) does not end the run at once: `problem` says why,
+    nothing more is written, and the loop saves a checkpoint before it calls `check`.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | Path,
+        is_main: bool,
+        *,
+        metrics: Sequence = (),
+        total_steps: int | None = None,
+        stream: TextIO | None = None,
+        track: Sequence[trackers.Open] = (trackers.tensorboard,),
+    ) -> None:
+        """`metrics` are objectives.base.Metric; each of `track` gets every record that has numbers.
+        """
+        self.path = Path(out_dir) / METRICS_FILE
+        self.problem = ""
+        self._is_main = is_main
+        self._metrics = tuple(metrics)
+        self._total = f"/{total_steps:,}" if total_steps else ""
+        self._stream = stream or sys.stdout
+        self._colored = self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._track = track
+        self._trackers: list[trackers.Tracker] | None = None
+        self._purge_step: int | None = None
+        self._lines_until_header = 0
+        if is_main:
+            with naming(self.path.parent):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def info(self, text: str) -> None:
+        """Print one line: the time, then `text`."""
+        if self._is_main:
+            self._print(self._time() + f"  {text}")
+            self._lines_until_header = 0
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append one record to metrics.jsonl and show it; a non-finite number is written as null.
+        """
+        if not self._is_main:
+            return
+        record = records.finite(record)
+        with self._writing():
+            records.append(self.path, record)
+        self._show(record)
+        if record["kind"] != "event":
+            with self._writing():
+                for tracker in self._opened():
+                    tracker.write(record)
+
+    def check(self) -> None:
+        """Raise UserError if a record could not be written."""
+        if self.problem:
+            raise UserError(self.problem)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep what fails for `check`; what follows is not written, but shown."""
+        try:
+            with naming(self.path.parent):
+                yield
+        except UserError as error:
+            self.problem = self.problem or f"{error}; the run stopped, run it again to go on"
+
+    def truncate(self, step: int) -> None:
+        """Cut what comes after `step`; call it once, before the first record of a resumed run."""
+        self._purge_step = step + 1
+        if self._is_main:
+            records.truncate(self.path, step)
+
+    def close(self) -> None:
+        """Flush and close the trackers."""
+        with self._writing():
+            for tracker in self._trackers or ():
+                tracker.close()
+        self._trackers = None
+
+    def _opened(self) -> list[trackers.Tracker]:
+        if self._trackers is None:
+            self._trackers = [begin(self.path.parent, self._purge_step) for begin in self._track]
+        return self._trackers
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "event":
+            if record["event"] == "fail":
+                return  # the error itself is printed
+            detail = f" ({record['detail']})" if record.get("detail") else ""
+            # In the background a checkpoint of an earlier step is written.
+            what = "checkpoint written by" if record["event"] == "save" else \
+                f"{record['event']} at"
+            self.info(f"{what} step {record['step']:,}{detail}")
+        elif record["kind"] == "train":
+            self._show_train(record)
+        else:
+            self._show_eval(record)
+
+    def _show_train(self, record: dict[str, Any]) -> None:
+        columns = _columns(self._metrics, record)
+        step_width = max(7, 2 * len(self._total) - 1) if self._total else 10
+        if self._lines_until_header == 0:
+            titles = " ".join(f"{column.title:>{column.width}}" for column in columns)
+            self._print(self._paint(_DIM, f"{'time':>8} {'step':>{step_width}} {titles}"))
+            self._lines_until_header = HEADER_EVERY_LINES
+        self._lines_until_header -= 1
+        cells = [self._time(), f"{record['step']:,}{self._total}".rjust(step_width)]
+        for column in columns:
+            value = record.get(column.key)
+            cell = ("-" if value is None else column.text(value)).rjust(column.width)
+            if column.signed and value is not None:
+                cell = self._paint(_GREEN if value > 0 else _RED, cell)
+            cells.append(cell)
+        self._print(" ".join(cells))
+
+    def _show_eval(self, record: dict[str, Any]) -> None:
+        """Show an evaluation, a paragraph a network: each number beside its baseline."""
+        self._print(self._time() + self._paint(_BOLD + _CYAN,
+                                               f"  evaluation at step {record['step']:,}"))
+        for network in dict.fromkeys(metric.network for metric in self._metrics):
+            parts = [_beside_baseline(metric, record) for metric in self._metrics
+                     if metric.network == network and record.get(metric.key) is not None]
+            if parts:
+                first, *more = textwrap.wrap("   ".join(part.replace(" ", "\0") for part in parts),
+                                             WIDTH - 24, break_long_words=False)
+                lines = [f"{'':10}{network:<14}{first}", *(f"{'':24}{line}" for line in more)]
+                self._print("\n".join(lines).replace("\0", " "))
+        for name in records.corpora_of(record):
+            shown = [f"{metric.title} {format_value(record[key], metric.unit)}"
+                     for metric in self._metrics
+                     if record.get(key := f"{metric.key}/{name}") is not None]
+            self._print(f"{'':10}{name:<13} {'   '.join(shown)}")
+        self._lines_until_header = 0
+
+    def _time(self) -> str:
+        return self._paint(_DIM, time.strftime("%H:%M:%S"))
+
+    def _paint(self, code: str, text: str) -> str:
+        return f"{code}{text}{_RESET}" if self._colored else text
+
+    def _print(self, line: str) -> None:
+        tell(line, self._stream)
+
+
+def _beside_baseline(metric, record: dict[str, Any]) -> str:
+    text = f"{metric.short_title} {format_value(record[metric.key], metric.unit)}"
+    beside = metric.beside(record)
+    return text if beside is None else f"{text} ({metric.baseline[0]} " \
+                                       f"{format_value(beside, metric.unit)})"

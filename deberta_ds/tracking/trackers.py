@@ -1,0 +1,136 @@
+"""Where a run's numbers go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+
+A tracker is opened with the run's directory and, on a resumed run, the first step to write anew; it
+then gets every train and eval record. The two services are spoken to by their own libraries, which
+are not installed with this package. What they cannot take is said once and the run goes on: all
+numbers are in metrics.jsonl.
+"""
+
+import hashlib
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.config.run_config import LogConfig
+
+TENSORBOARD_DIRECTORY = "tensorboard"
+_MLFLOW_RUN_FILE = "mlflow-run.txt"
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """What takes records: `write` each of them, `close` at the end."""
+
+    write: Callable[[dict[str, Any]], None]
+    close: Callable[[], None]
+
+
+Open = Callable[[Path, int | None], Tracker]
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """Return {"train/loss": 2.1, ...} of a record, without its step and without nulls."""
+    return {f"{record['kind']}/{key}": value for key, value in record.items()
+            if key not in ("kind", "step") and value is not None}
+
+
+def tensorboard(out_dir: Path, purge_step: int | None) -> Tracker:
+    """Write event files to out_dir/tensorboard; steps from `purge_step` on are hidden first."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(out_dir / TENSORBOARD_DIRECTORY), purge_step=purge_step)
+
+    def write(record: dict[str, Any]) -> None:
+        for name, value in numbers(record).items():
+            writer.add_scalar(name, value, record["step"])
+        if record["kind"] == "eval":
+            writer.flush()
+
+    return Tracker(write, writer.close)
+
+
+def wandb(project: str) -> Open:
+    """Log to a project of Weights & Biases; WANDB_MODE=offline keeps it in out_dir/wandb."""
+    def begin(out_dir: Path, purge_step: int | None) -> Tracker:
+        import wandb as library
+
+        # The same directory is the same run there, also after a resume.
+        run = library.init(
+            project=project, name=out_dir.resolve().name, dir=out_dir, resume="allow",
+            id=hashlib.sha256(str(out_dir.resolve()).encode()).hexdigest()[:16],
+            config=_config(out_dir))
+        return Tracker(lambda record: run.log(numbers(record), step=record["step"]), run.finish)
+
+    return _forgiving("Weights & Biases", begin)
+
+
+def mlflow(experiment: str) -> Open:
+    """Log to an experiment of the MLflow server or directory that MLFLOW_TRACKING_URI names."""
+    def begin(out_dir: Path, purge_step: int | None) -> Tracker:
+        import mlflow as library
+
+        library.set_experiment(experiment)
+        file = out_dir / _MLFLOW_RUN_FILE
+        known = file.read_text().strip() if file.exists() and purge_step else None
+        run = library.start_run(run_id=known, run_name=out_dir.resolve().name)
+        file.write_text(run.info.run_id + "\n")
+        if not known:
+            library.log_dict(_config(out_dir), "config.json")
+        return Tracker(lambda record: library.log_metrics(numbers(record), step=record["step"]),
+                       library.end_run)
+
+    return _forgiving("MLflow", begin)
+
+
+def _config(out_dir: Path) -> dict[str, Any]:
+    file = out_dir / "config.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _forgiving(name: str, begin: Open) -> Open:
+    """Return `begin` whose failures, of whatever kind, are said once and end only the tracking."""
+    def guarded_begin(out_dir: Path, purge_step: int | None) -> Tracker:
+        found: list[Tracker] = []  # emptied by the first failure
+
+        @contextmanager
+        def guard() -> Iterator[None]:
+            try:
+                yield
+            except Exception as error:  # services fail in many ways, and none is the run's affair
+                found.clear()
+                logging.getLogger("deberta_ds").warning(
+                    "WARNING: %s gets nothing more of this run: %s", name,
+                    first_line(error))
+
+        def write(record: dict[str, Any]) -> None:
+            for tracker in found:
+                with guard():
+                    tracker.write(record)
+
+        def close() -> None:
+            for tracker in found:
+                with guard():
+                    tracker.close()
+
+        with guard():
+            found.append(begin(out_dir, purge_step))
+        return Tracker(write, close)
+
+    return guarded_begin
+
+
+def chosen(log: LogConfig) -> list[Open]:
+    """Return TensorBoard and the services that are named; UserError if a library is missing."""
+    found = [tensorboard]
+    for name, value, opener in (("wandb", log.wandb, wandb), ("mlflow", log.mlflow, mlflow)):
+        if value and importlib.util.find_spec(name) is None:
+            raise UserError(f"log.{name} = {value!r}: needs the package {name}; pip install {name}")
+        if value:
+            found.append(opener(value))
+    return found

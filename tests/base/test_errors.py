@@ -1,0 +1,246 @@
+"""What ends a script by the user's doing is one message that names the file; a bug is a traceback.
+"""
+
+import ast
+import errno
+import json
+import lzma
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from pathlib import Path
+
+import pyarrow
+import pytest
+import safetensors
+import zstandard
+
+from deberta_ds.base.errors import UserError, listed, naming, user_message
+from deberta_ds.base.files import atomic_path, write_atomic
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.py"), *(ROOT / "data_prep").glob("*.py")])
+
+
+def test_a_problem_of_every_rank_is_not_said_4096_times():
+    assert listed(["a", "b"]) == "a; b" and listed([]) == ""
+    text = listed([f"rank {rank}: nan" for rank in range(4096)])
+    assert text.startswith("rank 0: nan; rank 1: nan; ") and text.endswith("and 4,088 more")
+    assert len(text) < 200
+
+
+def heed_ctrl_c() -> None:
+    """For a child: the background jobs of a shell ignore Ctrl-C, and so would it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run(body: str, *options: str, **more) -> subprocess.CompletedProcess:
+    """Run a script whose `main` has this body."""
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    code = f"from deberta_ds.base.errors import *\ndef main():\n{lines}\nexit_cleanly(main)"
+    more.setdefault("stdout", subprocess.PIPE)
+    return subprocess.run([sys.executable, *options, "-c", code], stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60,
+                          preexec_fn=heed_ctrl_c, **more)
+
+
+@pytest.mark.parametrize(("body", "message"), [
+    ("raise UserError('run.toml: no')", "run.toml: no"),
+    ("open('/no/such/file')", "/no/such/file: No such file or directory; check the path"),
+    ("open('/')", "/: Is a directory"),
+    ("open('/dev/full', 'w').write('x' * 100000)", "No space left on device"),
+    ("with naming('a.zip'):\n    import zipfile; zipfile.ZipFile('/dev/null')", "a.zip: damaged"),
+    ("[0] * 10**17", "out of memory"),
+])
+def test_what_a_user_did_is_one_line_with_exit_code_2(body, message):
+    done = run(body)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("end", "code", "said"), [
+    ("dist.destroy()", 0, ""),
+    ("dist.destroy(); return 75", 75, ""),
+    ("dist.destroy(); sys.exit()", 0, ""),
+    ("dist.destroy(); sys.exit('no such thing')", 1, "no such thing\n"),
+    ("late = lambda: (time.sleep(.5), atexit.register(os.write, 1, b'late\\n'))\n"
+     "threading.Thread(target=late).start()", 0, ""),
+    ("raise UserError('run.toml: no')", 2, "error: run.toml: no\n"),
+    ("{}['a bug of ours']", 1, "KeyError: 'a bug of ours'\n"),
+])
+def test_a_rank_of_gloo_ends_without_taking_objects_apart(end, code, said, tmp_path):
+    """gloo's threads aborted 3 of 24 ranks that did: a thread that asks for the interpreter's lock
+    while it is taken down is ended, and in C++ that is the end of the process, with code 134."""
+    done = run(f"""import atexit, os, sys, threading, time
+rank = int(os.fork() == 0)
+if rank:  # or their lines mix
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+import torch, torch.distributed as group
+from deberta_ds import dist
+class Kept:
+    def __del__(self):
+        print('taken apart')
+global kept
+kept = Kept()
+group.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=rank, world_size=2)
+group.all_reduce(torch.ones(3))
+atexit.register(os.write, 1, b'at exit\\n')
+{end}""")
+    expected = ["at exit"] * 2 + ["late"] * 2 * ("late" in end)  # threads are waited for
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (code, expected), done.stderr
+    assert done.stderr.endswith(said) and ("Traceback" in done.stderr) == ("bug" in end)
+
+
+def test_a_rank_alone_may_be_part_of_another_program():
+    done = run("""import torch.distributed as group
+from deberta_ds import dist
+group.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)
+dist.destroy()
+try:
+    exit_cleanly(lambda: 3)
+except SystemExit as end:
+    print('ended with', end.code)""")
+    assert done.stdout == "ended with 3\n", done.stderr
+
+
+def test_a_bug_keeps_its_traceback():
+    done = run("{}['key']")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "KeyError: 'key'" in done.stderr
+
+
+def test_developers_see_the_traceback_of_a_users_error_too():
+    done = run("open('/no/such/file')", "-X", "dev")
+    assert "Traceback" in done.stderr and done.stderr.endswith("check the path\n")
+    assert done.returncode == 2
+
+
+def test_exit_codes_of_main_and_of_the_parser():
+    assert run("return 75").returncode == 75
+    assert run("return None").returncode == 0
+    assert run("import sys; sys.exit(3)").returncode == 3
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_left_ends_the_script_quietly(lines):
+    """As in `show.py ... | head -1`: the output of one line is written only at the end."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run(f"for line in range({lines}): print(line)", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_full_disk_under_the_output_is_named(lines):
+    with open("/dev/full", "w") as full:
+        done = run(f"for line in range({lines}): print(line)", stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_one_word():
+    done = run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(9)")
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_ctrl_c_while_a_script_imports(path):
+    """Seconds go by in imports: they happen inside `main`, where Ctrl-C is one word."""
+    light = {"argparse", "contextlib", "itertools", "json", "os", "pathlib", "sys", "time",
+             "typing", "shutil", "subprocess", "threading", "dataclasses", "functools", "options",
+             "deberta_ds.base.errors", "deberta_ds.base.command_line", "deberta_ds.base.files",
+             "deberta_ds.finetune.options", "deberta_ds.tracking.log", "deberta_ds.base.numbers",
+             "deberta_ds.tracking.records"}
+    for node in ast.parse(path.read_text()).body:
+        names = [node.module] if isinstance(node, ast.ImportFrom) else \
+            [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert set(names) <= light, f"{path.name} imports {names} before main() runs"
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_torch_is_imported():
+    script = ROOT / "launch/evaluate.py"
+    process = subprocess.Popen([sys.executable, script, "--run", "nowhere"], text=True,
+                               stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                               env=os.environ | {"PYTHONPATH": str(ROOT)},
+                               preexec_fn=heed_ctrl_c)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("interrupted\n", 130)
+
+
+def _refusals(path: Path):
+    """Each way in which a reader refuses bytes that it does not understand."""
+    damaged = b"\xff\xfe not what you think"
+    path.write_bytes(damaged)
+    yield lambda: path.read_text(encoding="utf-8")
+    yield lambda: json.loads("{")
+    yield lambda: zipfile.ZipFile(path)
+    yield lambda: zlib.decompress(damaged)
+    yield lambda: lzma.decompress(damaged)
+    yield lambda: zstandard.ZstdDecompressor().decompress(damaged)
+    yield lambda: pyarrow.ipc.open_file(pyarrow.py_buffer(damaged))
+    yield lambda: safetensors.deserialize(damaged)
+    yield lambda: pickle.loads(damaged)
+    yield lambda: struct.unpack("<q", damaged)
+    yield lambda: open(path / "inside")
+    yield lambda: open(path.with_name("missing"))
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_every_reader_that_refuses_a_file_names_it(tmp_path, number):
+    refuse = list(_refusals(tmp_path / "damaged"))[number]
+    with pytest.raises(UserError, match="the/file"), naming("the/file"):
+        refuse()
+
+
+def test_a_bug_while_a_file_is_read_stays_a_bug():
+    with pytest.raises(ZeroDivisionError), naming("the/file"):
+        1 / 0  # noqa: B018
+    assert user_message(ZeroDivisionError()) is None and user_message(KeyError("a")) is None
+
+
+def test_the_file_is_named_where_python_names_none(tmp_path):
+    """`write` on an open file raises an OSError without a file name."""
+    with pytest.raises(OSError) as caught, atomic_path(tmp_path / "out.bin"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert user_message(caught.value).startswith(f"{tmp_path}/out.bin: No space left on device; ")
+    with pytest.raises(OSError) as caught, atomic_path(tmp_path / "out.bin"):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+    assert caught.value.errno == errno.ENOSPC
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError) as caught:
+        write_atomic(tmp_path / "directory", "text")
+    assert user_message(caught.value) == f"{tmp_path}/directory: Is a directory"
+    with pytest.raises(IsADirectoryError, match="Is a directory: '/'"):
+        write_atomic("/", "text")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as caught:  # Python names the file that is in the way
+        write_atomic(tmp_path / "file/page.html", "text")
+    assert user_message(caught.value).startswith(f"{tmp_path}/file/page.html: Not a directory; ")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_console_that_nobody_reads_any_more_ends_nothing():
+    """As when mpirun, tee or a terminal is killed: the run goes on to its save and exit code."""
+    text = ("import sys, time\nfrom deberta_ds.base.errors import exit_cleanly, tell\ndef main():\n"
+            "    tell('ready', sys.stdout)\n    time.sleep(0.5)\n"
+            "    for stream in (sys.stdout, sys.stderr):\n"
+            "        tell('lost', stream)\n        print('lost, too', file=stream, flush=True)\n"
+            "    return 75\nexit_cleanly(main)\n")
+    child = subprocess.Popen([sys.executable, "-c", text], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert child.stdout.readline() == "ready\n"
+    child.stdout.close()
+    child.stderr.close()
+    assert child.wait(timeout=60) == 75

@@ -1,0 +1,172 @@
+"""Every launcher's variables become the same five, and what cannot be found is said."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from launching import ENVIRONMENT, ROOT, deepspeed_json, make_run
+
+from deberta_ds.base.errors import EXIT_REQUEUE, UserError
+from deberta_ds.cluster import launcher
+from deberta_ds.cluster.launcher import check_environment, rank_variables
+
+
+def test_torchrun_and_deepspeed_are_left_alone():
+    assert rank_variables({"RANK": "3", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}) == {}
+
+
+def test_no_launcher_is_one_rank():
+    found = rank_variables({})
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("0", "1", "0")
+
+
+def test_one_rank_by_hand_needs_no_address():
+    found = {"RANK": "0", "WORLD_SIZE": "1"} | rank_variables({"RANK": "0", "WORLD_SIZE": "1"})
+    assert found["MASTER_ADDR"] == "127.0.0.1" and found["LOCAL_RANK"] == "0"
+    check_environment(found)
+
+
+def test_a_rank_that_does_not_fit_is_not_said_to_be_a_launchers():
+    environ = {"RANK": "1", "WORLD_SIZE": "1"}
+    with pytest.raises(UserError, match="RANK = 1 does not fit WORLD_SIZE = 1"):
+        check_environment(environ | rank_variables(environ))
+
+
+def test_a_world_without_a_launcher_is_refused():
+    with pytest.raises(UserError, match="WORLD_SIZE = '4' is set, but RANK is not"):
+        rank_variables({"WORLD_SIZE": "4"})
+
+
+def test_what_is_left_over_and_says_otherwise_is_refused():
+    for environ in (MPIRUN | {"WORLD_SIZE": "4"}, SRUN | {"WORLD_SIZE": "16"}):
+        with pytest.raises(UserError, match="= (4, not 2|16, not 8); it is left over"):
+            rank_variables(environ)
+    assert "WORLD_SIZE" not in rank_variables(SRUN | {"WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize("environ, missing", [
+    ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"),
+    ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST"),
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+     "SLURM_STEP_NODELIST")])
+def test_variables_that_are_left_over_are_named(environ, missing):
+    with pytest.raises(UserError, match=f"has set some of its variables, but not {missing}"):
+        rank_variables(environ)
+
+
+def test_a_batch_script_without_srun_is_one_rank():
+    assert rank_variables({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0",
+                           "SLURM_NTASKS": "16"})["WORLD_SIZE"] == "1"
+
+
+SRUN = {"SLURM_JOB_ID": "71234", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16", "SLURM_STEP_NODELIST": "gpu7,gpu9"}
+
+
+def test_srun():
+    assert rank_variables(SRUN) == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+                                    "MASTER_ADDR": "gpu7", "MASTER_PORT": "31234"}
+    assert "MASTER_ADDR" not in rank_variables(SRUN | {"MASTER_ADDR": "10.0.0.1"})
+
+
+def test_srun_with_a_list_of_hosts(monkeypatch, tmp_path):
+    fake = tmp_path / "scontrol"
+    fake.write_text("#!/bin/sh\necho gpu03\necho gpu04\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    environ = SRUN | {"SLURM_STEP_NODELIST": "gpu[03-04]"}
+    assert rank_variables(environ)["MASTER_ADDR"] == "gpu03"
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="set MASTER_ADDR"):
+        rank_variables(environ)
+
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+          "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+          "PMIX_NAMESPACE": "1234500001"}
+
+
+def test_mpirun_on_one_host_needs_no_mpi():
+    assert rank_variables(MPIRUN) == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+                                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs openmpi-bin")
+def test_the_mpirun_script_leaves_each_rank_all_cores(tmp_path):
+    """By itself mpirun pins two ranks to a core each: their loaders and threads share it."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ntaskset -cp $$\n")
+    program.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "launch/cluster/openmpi.sh", "localhost:2"], capture_output=True, text=True,
+        timeout=60, env=os.environ | {"PYTHON": str(program), "INTERFACE": "lo", "MPIRUN_ARGS":
+                                      "--allow-run-as-root --oversubscribe"})
+    own = subprocess.run(["taskset", "-cp", str(os.getpid())], capture_output=True, text=True)
+    cores = own.stdout.split(": ")[1].strip()
+    assert [line.split(": ")[1] for line in done.stdout.splitlines()] == [cores] * 2, done
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs openmpi-bin")
+@pytest.mark.parametrize("code", [0, EXIT_REQUEUE])
+def test_mpirun_returns_the_code_of_ranks_that_have_met_mpi(tmp_path, code):
+    """It took them for dead: they ended without MPI's good-bye."""
+    pytest.importorskip("mpi4py")
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import torch.distributed as torch_dist\n"
+        "from mpi4py import MPI\n"
+        "from deberta_ds import dist\n"
+        "from deberta_ds.base.errors import exit_cleanly\n"
+        f"torch_dist.init_process_group('gloo', init_method='file://{tmp_path}/store',\n"
+        "                              rank=MPI.COMM_WORLD.rank, world_size=2)\n"
+        "assert dist.has_gloo_threads()\n"
+        f"exit_cleanly(lambda: {code})\n")
+    done = subprocess.run(
+        ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, program],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == code and "improperly" not in done.stdout + done.stderr, done
+
+
+@pytest.mark.parametrize("kind", ["ImportError", "RuntimeError"])  # a wheel's is the second
+def test_an_mpi4py_of_another_mpi_is_one_error(tmp_path, kind):
+    """MPICH of Debian calls its library otherwise: every rank ended with a traceback."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    (tmp_path / "mpi4py/MPI.py").write_text(f"raise {kind}('libmpi.so.12: no such file')\n")
+    run = make_run(tmp_path)
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/pretrain.py", "--config", run, "--deepspeed_config",
+         deepspeed_json(tmp_path / "ds.json", stage=1)], capture_output=True, text=True,
+        env=ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PMI_RANK": "0"})
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "mpi4py cannot be used (libmpi.so.12: no such file); build one" in done.stderr
+
+
+def test_mpirun_on_two_hosts(monkeypatch):
+    two = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    given = rank_variables(two | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert given == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert rank_variables(two) == {"LOCAL_RANK": "0"}  # MPI answers the rest
+    monkeypatch.setattr(launcher.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="mpi4py"):
+        rank_variables(two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes, starts, end", [("70 75", 2, 75), ("2", 1, 2)])
+def test_elastic_torchrun_does_not_start_again_what_has_ended_for_good(tmp_path, codes, starts,
+                                                                       end):
+    """A wrong config was started a thousand times."""
+    rank = tmp_path / "rank.py"
+    rank.write_text("import sys\nfrom pathlib import Path\n"
+                    f"log = Path({str(tmp_path / 'log')!r})\n"
+                    "done = len(log.read_text()) if log.exists() else 0\n"
+                    "log.write_text('x' * (done + 1))\n"
+                    f"sys.exit({[int(code) for code in codes.split()]}[done])\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/cluster/torchrun_elastic.py", "--standalone",
+         "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1", str(rank)],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, len((tmp_path / "log").read_text())) == (end, starts), done.stderr

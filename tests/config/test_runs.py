@@ -1,0 +1,80 @@
+"""Every run file loads, and fits every DeepSpeed config that ships."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from deberta_ds.config import run_config
+from deberta_ds.config.options import ConfigError
+from deberta_ds.engine import ds_config
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.train.check import check_run
+
+ROOT = Path(__file__).parents[2]
+RUNS = sorted(path for path in (ROOT / "launch/runs").rglob("*.toml")
+              if not {"superglue", "glue", "tasks"} & set(path.parts))
+DEEPSPEED = sorted((ROOT / "ds_configs").glob("*.json"))
+WORLD_SIZES = (1, 2)
+
+
+def test_there_are_run_files_and_deepspeed_configs():
+    assert len(RUNS) >= 26 and len(DEEPSPEED) >= 4
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_run_file_is_valid_with_every_deepspeed_config(path):
+    run, _ = run_config.load(path)
+    assert run.name == path.stem
+    assert run_config.from_dict(run_config.to_dict(run)) == run
+    # A step of one row is for one rank.
+    world_sizes = WORLD_SIZES if run.train.global_batch_rows > 1 else (1,)
+    for file, world_size in itertools.product(DEEPSPEED, world_sizes):
+        values = ds_config.load(file)
+        if run.optim.name == "muon" and "offload" in file.stem:
+            with pytest.raises(ConfigError, match="offload_optimizer out, or use adamw"):
+                check_run(run, values, world_size, None, "")
+            continue
+        check_run(run, values, world_size, None, f"{path} with {file}")
+        ds_config.resolve(run, values, world_size)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_model_of_run_file_can_be_built(path):
+    run, _ = run_config.load(path)
+    assert count_parameters(on_meta(build_model, run)) > 1e6
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_run_file_says_where_its_numbers_come_from(path):
+    text = path.read_text()
+    assert text.startswith("# ")
+    if path.parent.name == "official":
+        assert "arXiv" in text or "microsoft/DeBERTa" in text
+
+
+@pytest.mark.parametrize("path", [p for p in RUNS if p.parent.name == "official"],
+                         ids=lambda path: path.stem)
+def test_official_recipe_is_the_released_one(path):
+    run, _ = run_config.load(path)
+    assert run.optim.name == "adam_uncorrected" and run.optim.schedule == "deberta_linear"
+    assert run.objective.mask.selection == "deberta_window" and run.data.across_documents
+    assert run.data.seq_len == 512 and run.optim.clip_norm == 1.0 and run.optim.eps == 1e-6
+    assert run.optim.weight_decay == 0.01
+    if run.objective.kind == "rtd":
+        assert run.objective.rtd_weight == (10.0 if "rtd_sh" in path.stem else 50.0)
+        assert run.objective.mask.mask_share == 1.0 and run.objective.mask.max_ngram == 1
+        assert objective_of(run).encoders(run)["generator"].num_layers == run.model.num_layers // 2
+    else:
+        assert run.objective.mask.mask_share == 0.8 and run.objective.mask.random_share == 0.1
+
+
+@pytest.mark.parametrize("path", [p for p in RUNS if p.parent.name == "lab"],
+                         ids=lambda path: path.stem)
+def test_recipe_of_a_laboratory_has_its_time_and_memory_beside_it(path):
+    """docs/make_recipes.py writes the page; a batch fits one to four ranks."""
+    assert f"| `{path.stem}` |" in (ROOT / "docs/recipes.md").read_text()
+    run, _ = run_config.load(path)
+    for ranks in (1, 2, 4):
+        assert run.train.global_batch_rows % (ranks * run.train.micro_batch_rows) == 0

@@ -1,0 +1,299 @@
+"""Readers: every format, every split, and bad input named by file and line."""
+
+import bz2
+import codecs
+import gzip
+import json
+import lzma
+import os
+import sys
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from data_helpers import TEXTS, problems_of, texts_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.documents import Extent, ReadOptions, plan_units
+from deberta_ds.corpus.readers import read_unit
+
+
+def json_lines(texts=TEXTS):
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines())
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
+        file.write(json_lines())
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(json_lines()))
+    (tmp_path / "d.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    table = pyarrow.table({"text": TEXTS, "lang": ["en", "de", "zh", "en"]})
+    pyarrow.parquet.write_table(table, tmp_path / "e.parquet", row_group_size=2)
+    with pyarrow.ipc.new_stream(str(tmp_path / "f.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    with pyarrow.ipc.new_file(str(tmp_path / "g.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for path in sorted(tmp_path.iterdir()):
+        assert texts_of([path], documents="line") == TEXTS, path.name
+        assert texts_of([path], unit_bytes=20, documents="line") == TEXTS, path.name
+    assert texts_of([tmp_path / "a.jsonl", tmp_path / "e.parquet"]) == TEXTS * 2
+
+
+def test_remote_paths_go_through_fsspec(tmp_path):
+    import fsspec
+
+    with fsspec.open("memory://corpus/a.jsonl", "wb") as file:
+        file.write(json_lines())
+    assert texts_of(["memory://corpus"]) == TEXTS
+    assert texts_of(["memory://corpus/a.jsonl"], unit_bytes=30) == TEXTS
+    (tmp_path / "b.txt").write_text("local by URL", encoding="utf-8")
+    assert texts_of([f"file://{tmp_path}/b.txt"]) == ["local by URL"]
+
+
+def test_a_remote_directory_is_read_by_the_rules_of_a_local_one(tmp_path):
+    """Hidden files, and the JSON in which save_to_disk describes a dataset, were read as text."""
+    import fsspec
+
+    files = ("a.jsonl", ".hidden.jsonl", ".cache/b.jsonl", "set/dataset_dict.json",
+             "set/train/state.json", "set/train/dataset_info.json", "c/d.jsonl", "c/state.json")
+    for name in files:
+        for root in (f"file://{tmp_path}", "memory://"):
+            with fsspec.open(f"{root}/rules/{name}", "wb", auto_mkdir=True) as file:
+                file.write(json_lines())
+    for pattern in ("", "/**", "/*/*.json", "/.cache", "/.*/*", "/set/train/state.json"):
+        found = [[extent.path.partition("/rules/")[2] for unit in plan_units(
+            [root + pattern], ReadOptions()) for extent in unit]
+            for root in (f"{tmp_path}/rules", "memory://rules")]
+        assert sorted(found[0]) == sorted(found[1]), pattern
+    assert texts_of(["memory://rules"]) == TEXTS * 3
+
+
+def test_hub_datasets_are_streamed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(json_lines())
+    assert texts_of([f"hub:{tmp_path}/set"]) == TEXTS
+    with pytest.raises(UserError, match="write hub:NAME"):
+        texts_of(["hub:@x"])
+
+
+def test_documents_of_text_files(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("title\nCHAPTER 1\none\n\n\ntwo\nCHAPTER 2\nthree\n", encoding="utf-8")
+    assert len(texts_of([path])) == 1
+    assert texts_of([path], documents="blank_line") == [
+        "title\nCHAPTER 1\none", "two\nCHAPTER 2\nthree"
+    ]
+    assert texts_of([path], documents="match:CHAPTER ") == [
+        "title", "CHAPTER 1\none\n\n\ntwo", "CHAPTER 2\nthree"
+    ]
+    with pytest.raises(UserError, match="bad pattern"):
+        texts_of([path], documents="match:(")
+    with pytest.raises(UserError, match="must be file, line"):
+        texts_of([path], documents="chapter")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["", "a", "bb\r", "CHAPTER x", "long line of words", " "]),
+             max_size=30),
+    st.integers(1, 60), st.sampled_from(["line", "blank_line", "match:CHAPTER"]), st.booleans(),
+)
+def test_any_split_into_byte_ranges_gives_the_same_documents(
+    tmp_path_factory, lines, cut, documents, newline
+):
+    path = tmp_path_factory.mktemp("split") / "t.txt"
+    data = ("\n".join(lines) + ("\n" if newline else "")).encode()
+    path.write_bytes(data)
+    read = ReadOptions(documents=documents)
+    whole = [d.text for d in read_unit([Extent(str(path), "text", 0, len(data))], read)]
+    edges = [*range(0, len(data), cut), len(data)]
+    spans = [Extent(str(path), "text", a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    assert [d.text for span in spans for d in read_unit([span], read)] == whole
+
+
+def test_labels(tmp_path):
+    (tmp_path / "de").mkdir()
+    (tmp_path / "de" / "a.txt").write_text("x")
+    read = ReadOptions(label_from_directory=True)
+    assert [d.label for d in read_unit(plan_units([str(tmp_path)], read)[0], read)] == ["de"]
+    (tmp_path / "b.jsonl").write_text('{"text": "x", "lang": "fr"}\n')
+    read = ReadOptions(label_key="lang")
+    unit = plan_units([str(tmp_path / "b.jsonl")], read)[0]
+    assert [d.label for d in read_unit(unit, read)] == ["fr"]
+
+
+def test_bad_json_lines_are_named_by_file_and_line(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(
+        b'{"text": "good"}\n{"text": broken}\n{"body": "x"}\n[1]\n{"text": 5}\n'
+        b'{"text": "\xff\xfe"}\n{"text": "last"}\n'
+    )
+    problems, documents = problems_of(path)
+    assert [d.text for d in documents if not d.problem] == ["good", "last"]
+    for number, (problem, reason) in enumerate(
+        zip(problems, ("not JSON", "no string under 'text' (found: body)", "a JSON list",
+                       "no string under 'text' but int", "invalid UTF-8"), strict=True), start=2
+    ):
+        assert problem.startswith(f"{path}:{number}: {reason}"), problem
+
+
+def test_bad_text_is_named_by_file_and_line(tmp_path):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(b"good\nbad \xe4 byte\nlast\n")
+    problems, documents = problems_of(path, documents="line")
+    assert len(documents) == 3 and problems[0].startswith(f"{path}:2: invalid UTF-8")
+    problems, _ = problems_of(path)
+    assert problems[0].startswith(f"{path}:2: invalid UTF-8") and "at byte 9" in problems[0]
+
+
+def test_overlong_lines_and_files_are_named_and_the_rest_is_read(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * 5000 + b'"}\n{"text": "b"}\n')
+    problems, documents = problems_of(path, max_document_bytes=1000)
+    assert [d.text for d in documents if not d.problem] == ["a", "b"]
+    assert problems == [f"{path}:2: longer than 1000 bytes; raise --max_document_bytes"]
+    text = tmp_path / "long.txt"
+    text.write_bytes(b"y" * 5000)
+    assert "--documents" in problems_of(text, max_document_bytes=1000)[0][0]
+
+
+def test_missing_unknown_and_empty_inputs(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        texts_of([tmp_path / "absent"])
+    (tmp_path / "x.docx").write_bytes(b"")
+    with pytest.raises(UserError, match="unknown kind of file"):
+        texts_of([tmp_path / "x.docx"])
+    with pytest.raises(UserError, match="no input files"):
+        texts_of([tmp_path])
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    assert texts_of([tmp_path / "empty.jsonl"]) == []
+
+
+def test_compressed_files_cut_short_or_damaged_are_refused(tmp_path):
+    lines = json_lines(TEXTS * 2000)
+    for name, data in (("a.jsonl.gz", gzip.compress(lines)),
+                       ("b.jsonl.zst", zstandard.compress(lines))):
+        path = tmp_path / name
+        path.write_bytes(data + data)
+        assert texts_of([path]) == TEXTS * 4000, "two frames"
+        path.write_bytes(data[:-20])
+        with pytest.raises(UserError, match=f"{name}: damaged or cut short"):
+            texts_of([path])
+        path.write_bytes(b"not compressed at all")
+        with pytest.raises(UserError, match=f"{name}: damaged"):
+            texts_of([path])
+
+
+def test_a_pattern_gives_each_file_once(tmp_path):
+    (tmp_path / "d/e").mkdir(parents=True)
+    for name in ("d/a.txt", "d/e/b.txt"):
+        (tmp_path / name).write_text(name)
+    assert sorted(texts_of([f"{tmp_path}/d/**"])) == ["d/a.txt", "d/e/b.txt"]
+
+
+def test_a_name_that_is_not_utf_8_is_one_clear_error(tmp_path):
+    name = os.fsencode(tmp_path) + b"/\x93\xfa.txt"  # Shift-JIS
+    with open(name, "w") as file:
+        file.write("text")
+    with pytest.raises(UserError, match="its name is not UTF-8; rename the file"):
+        plan_units([str(tmp_path)], ReadOptions(), 0)
+
+
+def test_half_a_surrogate_pair_in_an_id_or_label_is_a_bad_document(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "id": "\\ud800"}\n{"text": "b", "id": "1"}\n')
+    problems, documents = problems_of(path, id_key="id")
+    assert problems == [f"{path}:1: half of a surrogate pair in its id or label"]
+    assert [document.text for document in documents] == ["", "b"]
+    problems, _ = problems_of(path, label_key="id")
+    assert len(problems) == 1
+
+
+def test_many_small_files_share_units(tmp_path):
+    for number in range(300):
+        (tmp_path / f"{number:03d}.txt").write_text(f"document {number}")
+    units = plan_units([str(tmp_path)], ReadOptions())
+    assert len(units) == 1 and len(units[0]) == 300
+    assert texts_of([tmp_path]) == [f"document {number}" for number in range(300)]
+
+
+def test_more_formats_give_the_same_documents(tmp_path):
+    for name, opener in (("a.jsonl.xz", lzma.open), ("b.jsonl.bz2", bz2.open)):
+        with opener(tmp_path / name, "wb") as file:
+            file.write(json_lines())
+        assert texts_of([tmp_path / name]) == TEXTS
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9])
+        with pytest.raises(UserError, match=f"{name}: damaged or cut short"):
+            texts_of([tmp_path / name])
+        (tmp_path / name).unlink()
+
+
+def test_lz4_is_read_or_asked_for(tmp_path):
+    lz4 = pytest.importorskip("lz4.frame")
+    (tmp_path / "a.jsonl.lz4").write_bytes(lz4.compress(json_lines()))
+    assert texts_of([tmp_path / "a.jsonl.lz4"]) == TEXTS
+    (tmp_path / "a.jsonl.lz4").write_bytes(b"not compressed at all")
+    with pytest.raises(UserError, match="a.jsonl.lz4: damaged or cut short"):
+        texts_of([tmp_path / "a.jsonl.lz4"])
+
+
+def test_long_windows_and_byte_order_marks(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=29)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    stream = compressor.compressobj()  # without the size in its header, as `zstd --long=29` < pipe
+    data = stream.compress(json_lines(TEXTS * 3)) + stream.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(data)
+    assert texts_of([tmp_path / "a.jsonl.zst"]) == TEXTS * 3
+    (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8 + json_lines())
+    assert texts_of([tmp_path / "b.jsonl"]) == TEXTS
+
+
+def test_files_of_unknown_kinds_are_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.pdf").write_bytes(b"%PDF")
+    (tmp_path / "c").write_bytes(b"?")
+    assert texts_of([tmp_path]) == ["text"]
+    assert "2 files of unknown kind passed over" in (note := capsys.readouterr().err)
+    assert "b.pdf" in note and str(tmp_path / "c") in note
+
+
+def test_remote_problems_are_one_error(tmp_path, monkeypatch):
+    import fsspec
+
+    for name in ("a.jsonl", "b.jsonl", "c.pdf"):
+        with fsspec.open(f"memory://pattern/{name}", "wb") as file:
+            file.write(json_lines())
+    assert texts_of(["memory://pattern/*.jsonl"]) == TEXTS * 2
+    with pytest.raises(UserError, match="no such file"):
+        texts_of(["memory://pattern/*.txt"])
+    for missing in ("s3fs", "aiohttp", "gcsfs"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    for name in ("s3://bucket/a.jsonl", "gs://bucket/a.jsonl", "nosuch://host/a.jsonl"):
+        with pytest.raises(UserError, match=name):
+            texts_of([name])
+
+
+def test_null_text_is_called_null(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n')
+    problems, _ = problems_of(tmp_path / "a.jsonl")
+    assert "no string under 'text' but null" in problems[0]
+
+
+def test_json_over_many_lines_is_called_so(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x"}], indent=1))
+    assert "a JSON value over many lines" in problems_of(tmp_path / "a.json")[0][0]
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (-5, 0), (1, -1)])
+def test_useless_sizes_are_refused(tmp_path, sizes):
+    """--max_document_bytes 0 left out all documents and reported success."""
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match="must be positive"):
+        plan_units([str(tmp_path)], ReadOptions(max_document_bytes=sizes[0]), sizes[1])

@@ -1,0 +1,276 @@
+"""Filters: the published rules against their formulas, personal data, languages, own functions."""
+
+import json
+import random
+import unicodedata
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from data_helpers import (
+    SENTENCES,
+    random_documents,
+    stored_texts,
+    tiny_tokenizer,
+    tree,
+    write_json_lines,
+)
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.documents import Document, ReadOptions, plan_units
+from deberta_ds.corpus.filter_rules import (
+    FilterRules,
+    GopherRules,
+    LanguageRule,
+    LineRules,
+    PersonalRule,
+    RepetitionRules,
+    read_rules,
+)
+from deberta_ds.corpus.filters import Filters, try_filters
+from deberta_ds.corpus.quality import (
+    Text,
+    _Runs,
+    c4,
+    find_personal,
+    fineweb,
+    gopher,
+    repetition,
+    without_lines,
+)
+from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.data.shards import read_manifest
+from deberta_ds.report.small_pages import write_filters_page
+from deberta_ds.tokenizer.text import letter_share
+
+READ = ReadOptions()
+PROSE = ("It was the best of times that we have seen, and the worst of them came with a letter to "
+         "be read by number {0} of the {1} people who lived there. ")
+
+
+def prose(sentences=6, seed=0):
+    generator = random.Random(seed)
+    return "\n".join(PROSE.format(generator.randint(0, 10**6), generator.randint(0, 10**6))
+                     for _ in range(sentences))
+
+
+def judged(text, **rules):
+    return Filters(FilterRules(**rules))(Document(text, "a.txt", 0, "text"))
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    (prose(), ""),
+    ("Too short, that is all.", "few words"),
+    ("the of " + "a b c d " * 40, "short words"),
+    ("the of " + "internationalization " * 60, "long words"),
+    (prose() + " # # #" * 40, "hash signs"),
+    (prose() + " well ..." * 60, "ellipses"),
+    ("\n".join(f"- the word of number {i} and more" for i in range(40)), "bullets"),
+    ("\n".join(f"the word of number {i} and some more that goes on for longer …"
+               for i in range(40)), "lines end in ellipses"),
+    (prose() + " 123 456 789 ;" * 40, "few letters"),
+    ("Lorem ipsum dolor sit amet consectetur adipiscing elit sed tempor. " * 9, "few stop words"),
+    ("中文没有空格，所以每个词片都是一个词。" * 9, ""),  # no mean length, no English stop words
+])
+def test_gophers_rules(text, reason):
+    assert gopher(Text(text), GopherRules()) == reason
+
+
+HINDI = ("यह एक छोटा सा गाँव है जहाँ लोग खेती करते हैं और शाम को मिलकर गीत गाते हैं। बच्चे नदी के किनारे खेलते हैं, "
+         "और बूढ़े लोग पेड़ के नीचे बैठकर पुरानी कहानियाँ सुनाते हैं। ")
+
+
+@pytest.mark.parametrize("text", [HINDI, unicodedata.normalize("NFD", HINDI + "Café déjà vu")])
+def test_words_with_vowel_signs_are_words(text):
+    """They were counted consonant by consonant, and all Hindi went for its short words."""
+    parts = text.replace("।", "").replace(",", "").split()
+    assert Text(text).words == parts and not Text(text).is_unspaced
+    assert gopher(Text(text * 3), GopherRules(min_stop_words=0)) == ""
+    assert letter_share(text) > 0.9
+
+
+def test_repetition_without_spaces_is_that_of_words():
+    """Five letters in a row, some two words, are everywhere in Chinese and Japanese: most went."""
+    generator = random.Random(2)
+    numbers = generator.choices(range(900), [1 / (n + 1) for n in range(900)], k=1500)
+    for order, reason in ((numbers, ""), (numbers[:400] * 2 + numbers[400:900], "repeated runs")):
+        spaced = "".join(f"{chr(97 + n // 30)}{chr(97 + n % 30)}{'. ' if i % 10 == 9 else ' '}"
+                         for i, n in enumerate(order))
+        unspaced = "".join(f"{chr(0x4E00 + n // 30)}{chr(0x5E00 + n % 30)}{'。' * (i % 10 == 9)}"
+                           for i, n in enumerate(order))
+        for text in (spaced, unspaced):
+            found = repetition(Text(text), RepetitionRules())
+            assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_marks_in_a_text_without_spaces_are_no_words_without_letters():
+    text = "、".join("老水手") + "，「" + "。".join("带着信回") + "」！"
+    assert gopher(Text(text * 20), GopherRules()) == ""
+    assert gopher(Text(text * 20 + " ★ 12" * 90), GopherRules()) == "few letters"
+
+
+def naive_repetition(words, count):
+    """Characters of the most frequent run, and of repeated ones, as in the paper's appendix."""
+    runs = [tuple(words[i:i + count]) for i in range(len(words) - count + 1)]
+    if not runs:
+        return 0, 0
+    run, times = Counter(runs).most_common(1)[0]
+    seen, place, repeated = set(), 0, 0
+    while place < len(runs):
+        if runs[place] in seen:
+            repeated += sum(map(len, runs[place]))
+            place += count
+        else:
+            seen.add(runs[place])
+            place += 1
+    return times * (sum(map(len, run)) + count - 1), repeated
+
+
+def test_repetition_is_that_of_a_loop():
+    generator = random.Random(1)
+    for words in range(0, 60, 3):
+        text = generator.choices(["a", "bb", "ccc", "dddd"], k=words)
+        runs = _Runs(text)
+        for count in (2, 3, 4, 5, 6, 7, 8, 9, 10):
+            top, repeated = naive_repetition(text, count)
+            assert runs.top_characters(count) == top
+            assert runs.repeated_characters(count, 0) == repeated
+
+
+def test_repetition_c4_and_fineweb():
+    rules = FilterRules(use=("c4",))
+    assert repetition(Text(prose(40)), rules.repetition)  # the same sentence with other numbers
+    assert repetition(Text("One line.\nAnd another.\n" * 9), rules.repetition) == "repeated lines"
+    assert repetition(Text(" ".join(SENTENCES)), rules.repetition) == ""
+    assert c4(Text(prose()), rules.c4) == ""
+    assert c4(Text(prose(2)), rules.c4) == "few sentences"
+    assert c4(Text(prose() + "if (x) { y }"), rules.c4) == "'{'"
+    assert c4(Text("一句话。" * 5), rules.c4) == ""
+    assert fineweb(Text(prose()), rules.fineweb) == ""
+    windows = Text("\r\n\r\n".join(SENTENCES))
+    assert fineweb(windows, rules.fineweb) == repetition(windows, rules.repetition) == ""
+    assert fineweb(Text("Home\nAbout\nContact\n"), rules.fineweb) == "few lines end in a mark"
+    assert fineweb(Text("Yes.\nNo.\nWell.\n" + prose(1)), rules.fineweb) == "short lines"
+    assert fineweb(Text(prose() + "\n" + prose()), rules.fineweb) == "repeated lines"
+
+
+def test_lines_that_are_no_text_are_taken_out():
+    text = "Menu\nThis page uses cookies to work.\nA line of text.[1]\n\nAnd one more of it!"
+    left, gone = without_lines(text, LineRules())
+    assert left == "A line of text.\n\nAnd one more of it!"
+    assert gone == {"no end mark": 1, "uses cookies": 1}
+    assert judged("Menu\nHome", use=("lines",)).reason == "lines: none left"
+    assert judged(text, use=("lines",)).changes == {"line: no end mark": 1,
+                                                    "line: uses cookies": 1}
+
+
+@pytest.mark.parametrize(("text", "kind"), [
+    ("write to anna.b+c@mail.example-site.co.uk.", "email"), ("from 8.8.8.8:80", "ip"),
+    ("call +49 (30) 901820 now", "phone"), ("card 4111 1111 1111 1111.", "card"),
+    ("to DE89 3704 0044 0532 0130 00 IN full", "iban"),
+])
+def test_personal_data_is_masked_once_and_for_all(text, kind):
+    masked, found = find_personal(text, PersonalRule().kinds)
+    assert found == {kind: 1} and masked != text
+    assert find_personal(masked, PersonalRule().kinds) == (masked, {})
+    assert judged(text, use=("personal",), personal=PersonalRule(action="drop")
+                  ).reason == f"personal: {kind}"
+
+
+@pytest.mark.parametrize("text", [
+    "at 3@2 or a @name", "version 10.2.3.4 and 192.168.0.1", "4111 1111 1111 1112", "1+2 = 3",
+    "DE00 3704 0044 0532 0130 00", "0000 0000 0000 0000", "ISBN 978-3-16-148410-0 of 1917-2003",
+])
+def test_what_only_looks_like_personal_data_stays(text):
+    assert find_personal(text, PersonalRule().kinds) == (text, {})
+
+
+def test_languages(tmp_path):
+    pytest.importorskip("py3langid")
+    rules = {"use": ("language",), "language": LanguageRule(keep=("en", "de"), label=True)}
+    german = "Der schnelle braune Fuchs springt über den faulen Hund und läuft in den Wald."
+    assert judged(german, **rules)[1:] == ("", {}, "de")
+    assert judged("Быстрая коричневая лиса прыгает через ленивую собаку.", **rules).reason == (
+        "language: ru")
+    (tmp_path / "x.toml").write_text('use = ["language"]\n[language]\nkeep = ["en", "", "xx"]\n')
+    with pytest.raises(UserError, match=r"x\.toml: language\.keep: '', 'xx': not known; known are"):
+        read_rules(tmp_path / "x.toml")
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def no_foxes(text):\n    return None if 'fox' in text else text.replace('dog', 'cat')\n"
+        "def broken(text):\n    return text[10**9]\ndef wrong(text):\n    return 3\n")
+    (tmp_path / "own.toml").write_text('use = ["personal"]\nfunctions = ["own.py:no_foxes"]\n')
+    return tmp_path / "own.toml"
+
+
+def test_filters_file_with_a_function_of_ones_own(own, tmp_path):
+    rules = read_rules(own)
+    filters = Filters(rules)
+    assert filters(Document("a fox", "a", 0, "json")).reason == "function: no_foxes"
+    assert filters(Document("a dog", "a", 0, "json")).text == "a cat"
+    for text, message in (('functions = ["own.py"]', "FILE.py:NAME"), ("", "uses no rule"),
+                          ('functions = ["no.py:f"]', "no such file"), ('use = ["gofer"]', "use"),
+                          ('use = ["c4"]\n[c4]\nmin_sentence = 3', "did you mean")):
+        own.write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_rules(own)
+    for name, message in (("broken", "IndexError.*line 4"), ("wrong", "returned int")):
+        source = tmp_path / "text.jsonl"
+        source.write_text('{"text": "x"}\n')
+        filters = Filters(replace(rules, functions=(f"{tmp_path}/own.py:{name}",)))
+        with pytest.raises(UserError, match=f"text.jsonl:1: {name} .*{message}"):
+            filters(Document("x", str(source), 0, "json"))
+
+
+def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tmp_path):
+    texts = random_documents(200, longest=3) + [f"mail me at a{i}@b.org" for i in range(9)]
+    source = tmp_path / "text.jsonl"
+    write_json_lines(source, texts)
+    units, rules = plan_units([str(source)], READ, 5000), read_rules(own)
+    for workers in (1, 2):
+        tokenize_corpus(units, tmp_path / str(workers), tiny_tokenizer(), read=READ,
+                        clean=CleanOptions(), filters=rules, workers=workers)
+    assert tree(tmp_path / "1") == tree(tmp_path / "2")
+    stored = stored_texts(tmp_path / "1")
+    dropped = sum("fox" in text for text in texts)
+    assert not any("fox" in text or "dog" in text for text in stored) and dropped > 20
+    assert stored.count("mail me at name@example.com") == 9
+    assert read_manifest(tmp_path / "1")[0].counts["filtered"] == dropped
+    report = json.loads((tmp_path / "1" / "filters.json").read_text())
+    assert report["dropped"]["function: no_foxes"][0] == dropped
+    assert report["changed"]["masked: email"] == [9, 9]
+    examples = report["examples"]["function: no_foxes"]
+    assert len(examples) == 20 and all(text in texts for _, text in examples)
+    tried = try_filters(units, tmp_path / "try", rules, read=READ)
+    assert {**tried, "rules": 0} == {**report, "rules": 0}
+    page = write_filters_page(tmp_path / "try").read_text()
+    assert "function: no_foxes" in page and str(source) in page
+    (tmp_path / "own.py").write_text("def no_foxes(text):\n    return text\n")
+    with pytest.raises(UserError, match="other inputs or options"):
+        tokenize_corpus(units, tmp_path / "1", tiny_tokenizer(), read=READ, clean=CleanOptions(),
+                        filters=rules)
+
+
+def test_half_a_character_among_the_examples_does_not_break_the_report(own, tmp_path):
+    """The page refused the report, after the corpus was complete and at every run since."""
+    source, whole = tmp_path / "text.jsonl", tmp_path / "out/filters.json"
+    write_json_lines(source, ["a fox \ud800 of \U0001f98a", "a text"])
+    units, rules = plan_units([str(source)], READ), read_rules(own)
+
+    def tokenized():
+        tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ,
+                        clean=CleanOptions(), filters=rules)
+        return write_filters_page(tmp_path / "out").read_text()
+
+    assert "a fox \\ud800 of \U0001f98a" in tokenized()
+    expected = whole.read_text()
+    old = expected.replace("\\\\ud800", "\\ud800")
+    assert old != expected
+    whole.write_text(old)  # as it was written before
+    assert "a fox \\ud800 of \U0001f98a" in tokenized() and whole.read_text() == expected
+    tried = try_filters(units, tmp_path / "try", rules, read=READ)
+    (tmp_path / "try/filters.json").write_text(old)
+    assert try_filters(units, tmp_path / "try", rules, read=READ) == tried

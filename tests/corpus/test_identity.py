@@ -1,0 +1,103 @@
+"""What a resumed run must have in common with its checkpoint: contents, not paths or kernels."""
+
+import dataclasses
+
+import pytest
+from data_helpers import RUN_RECORD
+from launching import make_run
+
+from deberta_ds.checkpoint.find import CheckpointError
+from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.config import run_config
+from deberta_ds.config.run_config import RunConfig
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.train.check import changed_values, check_identity
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("identity")
+    make_run(root)
+    return root
+
+
+@pytest.fixture
+def run(place) -> RunConfig:
+    return run_config.load(place / "run.toml")[0]
+
+
+def fingerprints(run: RunConfig) -> dict[str, str]:
+    return {source.path: Corpus(source.path, seq_len=run.data.seq_len, part=source.part).fingerprint
+            for source in run.data.sources}
+
+
+def record_of(run: RunConfig) -> RunRecord:
+    return RunRecord(**RUN_RECORD | {"config": run_config.to_dict(run),
+                                     "fingerprints": fingerprints(run),
+                                     "tokenizer_sha256": Tokenizer(run.data.tokenizer).sha256})
+
+
+def check(run: RunConfig, record: RunRecord) -> None:
+    check_identity(run, fingerprints(run), Tokenizer(run.data.tokenizer).sha256, record, "step-1")
+
+
+def changed(run: RunConfig, section: str, **values) -> RunConfig:
+    return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section),
+                                                                    **values)})
+
+
+def with_sources(run: RunConfig, *sources: dict) -> RunConfig:
+    return changed(run, "data", sources=tuple(dataclasses.replace(run.data.sources[0], **values)
+                                              for values in sources))
+
+
+def test_moved_corpus_moved_tokenizer_and_another_attention_resume(run, tmp_path, place):
+    record = record_of(run)
+    (tmp_path / "moved").symlink_to(place / "train")
+    (tmp_path / "other_name.model").write_bytes((place / "spm.model").read_bytes())
+    moved = with_sources(run, {"path": str(tmp_path / "moved")})
+    moved = changed(moved, "data", tokenizer=str(tmp_path / "other_name.model"))
+    moved = changed(moved, "model", attention="reference")
+    check(moved, record)
+    lines = changed_values(moved, record)
+    assert [line.split(":")[0] for line in lines] == ["data.sources", "data.tokenizer",
+                                                      "model.attention"]
+
+
+def test_another_tokenizer_of_the_same_name_is_refused_by_name(run):
+    record = dataclasses.replace(record_of(run), tokenizer_sha256="0" * 64)
+    with pytest.raises(CheckpointError, match=r"data\.tokenizer = .*spm\.model, sha256 0000"):
+        check(run, record)
+
+
+def test_changed_corpus_at_the_same_path_is_refused_by_name(run):
+    record = record_of(run)
+    record = dataclasses.replace(
+        record, fingerprints={path: "0" * 64 for path in record.fingerprints})
+    with pytest.raises(CheckpointError, match=r"data\.sources\[0\] = .*train: .*0000"):
+        check(run, record)
+
+
+def test_weights_order_and_number_of_the_sources_are_of_the_run(run, place, tmp_path):
+    """A source's number in the list is part of its shuffle, so two that change places are new."""
+    train, other = str(place / "train"), str(place / "heldout")
+    both = with_sources(run, {"path": train}, {"path": other})
+    record = record_of(both)
+    check(both, record)
+    for changed_run in (with_sources(run, {"path": other}, {"path": train}),
+                        with_sources(run, {"path": train}, {"path": other, "weight": 2.0}),
+                        with_sources(run, {"path": train}),
+                        with_sources(run, {"path": train}, {"path": other, "first_row": 5})):
+        with pytest.raises(CheckpointError, match=r"data\.sources\[[01]\] = "):
+            check(changed_run, record)
+
+
+@pytest.mark.parametrize("section, values", [
+    ("model", {"hidden_dropout": 0.2}), ("model", {"num_heads": 2}),
+    ("objective", {"rtd_weight": 10.0}), ("data", {"seed": 1}), ("train", {"seed": 1}),
+    ("train", {"global_batch_rows": 16}), ("optim", {"name": "adam_uncorrected"})])
+def test_what_decides_the_losses_is_of_the_run(run, section, values):
+    (key,) = values
+    with pytest.raises(CheckpointError, match=rf"\+ {section}\.{key} = "):
+        check(changed(run, section, **values), record_of(run))

@@ -1,0 +1,159 @@
+"""Identity: where each stored document came from, from a row to it and back, and taking it out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from data_helpers import random_documents, stored_texts, tiny_tokenizer, tokenizer_path, tree
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.origins import Origins
+from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.takedown import take_down
+from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.shards import read_manifest, read_rows_manifest
+from deberta_ds.tokenizer.text import normalise
+
+SCRIPTS = Path(__file__).parents[2] / "data_prep"
+READ = ReadOptions(id_key="name", label_key="lang")
+TEXTS = random_documents(150, longest=5)
+
+
+def make(source, out, texts, workers=1):
+    lines = [json.dumps({"text": text, "name": f"doc-{number}", "lang": "de" if number % 3 else ""})
+             for number, text in texts]
+    source.write_text("\n".join(lines) + "\n")
+    tokenize_corpus(plan_units([str(source)], READ, 6000), out, tiny_tokenizer(), read=READ,
+                    clean=CleanOptions(), workers=workers)
+    pack_corpus(out, tiny_tokenizer(), 64)
+    return out
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    root = tmp_path_factory.mktemp("origins")
+    return make(root / "text.jsonl", root / "corpus", enumerate(TEXTS))
+
+
+def test_a_row_leads_to_its_documents_and_a_document_to_its_rows(corpus):
+    opened, origins = Corpus(corpus, seq_len=64), Origins(corpus)
+    tokenizer, seen = tiny_tokenizer(), {}
+    for row in range(opened.num_rows):
+        shard, documents = opened.documents_of(row)
+        for document, piece in zip(documents, opened.row(row), strict=True):
+            origin = origins.of(shard, document)
+            number = int(origin.id.removeprefix("doc-"))
+            assert tokenizer.decode(piece) in normalise(TEXTS[number])
+            line = Path(origin.source).read_bytes()[origin.place:].splitlines()[0]
+            assert json.loads(line)["name"] == origin.name == f"doc-{number}"
+            assert origin.label == ("de" if number % 3 else "")
+            seen.setdefault(origin.name, set()).add(row)
+    assert len(seen) == len(TEXTS)
+    for name, rows in seen.items():
+        (shard, documents), = origins.find([name]).items()
+        assert opened.rows_of(shard, *documents) == sorted(rows)
+
+
+@pytest.mark.parametrize("name", ["~", "s3:", "\udcff"], ids=ascii)
+def test_origins_lie_in_a_directory_of_any_name(tmp_path, name, monkeypatch):
+    """pyarrow takes "~" in a path for the home directory, "s3:" for a store."""
+    monkeypatch.chdir(tmp_path)
+    corpus = make(Path("text.jsonl"), Path(name), enumerate(TEXTS[:5]))
+    origins, (shard,) = Origins(corpus), read_manifest(corpus)[0].shards
+    assert [origins.of(shard.name, number).id for number in range(5)] == [
+        f"doc-{number}" for number in range(5)]
+
+
+def test_documents_are_taken_out_and_other_shards_are_links(corpus, tmp_path):
+    gone = [3, 4, 90]
+    place = next(iter(Origins(corpus).find(["doc-90"]).values()))
+    assert place
+    done = take_down(corpus, [f"doc-{number}" for number in gone], tmp_path / "new",
+                     tiny_tokenizer(), workers=1)
+    assert done["documents"] == 3 and 1 <= done["shards"] <= 3
+    left = [(number, text) for number, text in enumerate(TEXTS) if number not in gone]
+    assert stored_texts(tmp_path / "new") == [normalise(text) for _, text in left]
+    old, new = read_manifest(corpus)[0], read_manifest(tmp_path / "new")[0]
+    characters = sum(len(normalise(TEXTS[number])) for number in gone)
+    assert old.counts["characters"] - new.counts["characters"] == characters
+    assert new.counts["documents"] == 147 and new.counts["taken_down"] == 3
+    assert new.counts["tokens"] == sum(shard.tokens for shard in new.shards)
+    assert [sum(row) for row in zip(*new.labels.values(), strict=True)] == [
+        new.counts[name] for name in ("documents", "characters", "tokens")]
+    linked = [shard.name for shard in new.shards if os.path.samefile(
+        corpus / "tokens" / f"{shard.name}.npy", tmp_path / "new/tokens" / f"{shard.name}.npy")]
+    assert len(linked) == len(old.shards) - done["shards"] > 0
+    assert Corpus(tmp_path / "new", seq_len=64).verify("full")
+    rows = read_rows_manifest(tmp_path / "new/rows-64")[0]
+    assert pack_corpus(tmp_path / "new", tiny_tokenizer(), 64) == rows  # nothing is left to do
+    assert not Origins(tmp_path / "new").find(["doc-3"])
+    again = take_down(corpus, [f"doc-{number}" for number in gone], tmp_path / "new",
+                      tiny_tokenizer())
+    assert again == done
+    for names, message in ((["doc-3", "no-such"], "no document no-such"), ([], "")):
+        if names:
+            with pytest.raises(UserError, match=message):
+                take_down(corpus, names, tmp_path / "other", tiny_tokenizer())
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(UserError, match="another directory"):
+        take_down(corpus, ["doc-1"], corpus, tiny_tokenizer())
+
+
+def test_a_document_that_was_cut_is_one_text_and_many_documents(tmp_path):
+    """Its parts stayed in the new corpus's count of documents: all but one."""
+    texts = ["x" * 600_000, *TEXTS[:5]]
+    corpus = make(tmp_path / "text.jsonl", tmp_path / "corpus", enumerate(texts))
+    old = read_manifest(corpus)[0]
+    parts = old.counts["cut"]
+    assert old.counts["documents"] == 6 + parts > 7
+    done = take_down(corpus, ["doc-0", "doc-2"], tmp_path / "new", tiny_tokenizer())
+    new = read_manifest(tmp_path / "new")[0]
+    assert done["documents"] == new.counts["taken_down"] == 2
+    assert new.counts["documents"] == new.documents == 4
+    assert sum(row[0] for row in new.labels.values()) == 4
+    assert new.counts["tokens"] == new.tokens
+
+
+def test_origins_do_not_depend_on_the_workers_and_a_missing_id_is_bad(corpus, tmp_path):
+    source = corpus.parent / "text.jsonl"
+    tokenize_corpus(plan_units([str(source)], READ, 6000), tmp_path / "two", tiny_tokenizer(),
+                    read=READ, clean=CleanOptions(), workers=2)
+    assert tree(tmp_path / "two/documents") == tree(corpus / "documents")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a", "lang": ""}\n')
+    with pytest.raises(UserError, match="bad.jsonl:1: no id under 'name'"):
+        tokenize_corpus(plan_units([str(bad)], READ), tmp_path / "bad", tiny_tokenizer(),
+                        read=READ, clean=CleanOptions())
+
+
+def test_the_scripts(corpus, tmp_path):
+    def run(script, *arguments):
+        return subprocess.run([sys.executable, str(SCRIPTS / script), str(corpus), *arguments],
+                              check=True, capture_output=True, text=True).stdout
+
+    printed = run("find.py", "--seq_len", "64", "--row", "0")
+    name = printed.split()[2]
+    assert name.startswith("doc-")
+    assert "rows 0" in run("find.py", "--seq_len", "64", "--document", name)
+    (tmp_path / "ids").write_text(name + "\n")
+    printed = run("take_down.py", "--out", str(tmp_path / "new"), "--tokenizer", tokenizer_path(),
+                  "--documents_from", str(tmp_path / "ids"), "--workers", "1")
+    assert "1 documents taken out, 1 shards" in printed
+    printed = run("take_down.py", "--out", str(tmp_path / "named"), "--tokenizer",
+                  tokenizer_path(), "--document", name, "--workers", "1")
+    assert "1 documents taken out, 1 shards" in printed
+    damaged = next((tmp_path / "new/documents").glob("*.parquet"))
+    damaged.unlink()  # it may be a hard link
+    damaged.write_bytes(b"x")
+    done = subprocess.run([sys.executable, str(SCRIPTS / "verify.py"), str(tmp_path / "new")],
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and str(damaged) in done.stderr
+    for text in ("[]", '{"files": 3}', '{"files": {"a": [1]}}', "{", '{"files": {"a": ["x", 1]}}'):
+        (tmp_path / "new/documents/manifest.json").write_text(text)
+        with pytest.raises(UserError, match="manifest.json: damaged"):
+            Origins(tmp_path / "new")

@@ -1,0 +1,69 @@
+"""Outputs at a URL: what local commands write, made in a local directory and copied there."""
+
+from pathlib import Path
+
+import pytest
+from data_helpers import READ, random_documents, tiny_tokenizer, tokenize, tree, write_json_lines
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.corpus.dedup import find_duplicates
+from deberta_ds.corpus.documents import plan_units
+from deberta_ds.corpus.findings import Findings
+from deberta_ds.corpus.outputs import JOB, fetch, output
+from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.remote import Cache
+
+
+@pytest.fixture
+def text(tmp_path):
+    write_json_lines(tmp_path / "text.jsonl", random_documents(120))
+    return tmp_path / "text.jsonl"
+
+
+def test_a_corpus_is_made_at_a_url_by_several_hosts_in_turn(text, tmp_path):
+    url, hosts = f"file://{tmp_path}/store/web", [str(tmp_path / host) for host in "ab"]
+    for path in (str(tmp_path / "local"), url):
+        with output(path, cache=hosts[0], first=JOB) as out:
+            tokenize(text, out)
+        with output(path, cache=hosts[0]) as out:
+            pack_corpus(out, tiny_tokenizer(), 64)
+    local = Corpus(tmp_path / "local", seq_len=64)
+    assert tree(fetch(url, cache=str(tmp_path / "third"))) == tree(tmp_path / "local")
+    with output(url, cache=hosts[1], first=JOB) as out:  # another host knows that it is done
+        tokenize(text, out)
+        with pytest.raises(UserError, match="other inputs or options"):
+            tokenize(text, out, unit_bytes=30_000)
+    with output(url, cache=hosts[1]) as out:
+        pack_corpus(out, tiny_tokenizer(), 32)
+    with output(url, cache=hosts[0], first=JOB) as out:  # and the first has no plan for 32
+        tokenize(text, out)
+    for seq_len in (32, 64):
+        found = Corpus(url, seq_len=seq_len, cache=Cache(str(tmp_path / "rows")))
+        assert found.corpus_fingerprint == local.corpus_fingerprint
+        assert sum(len(found.row(row)) for row in range(found.num_rows)) > 100
+
+
+def test_what_fails_or_shares_a_directory_leaves_nothing_at_the_url(text, tmp_path):
+    url = f"file://{tmp_path}/store/web"
+    with pytest.raises(ZeroDivisionError), output(url, cache=str(tmp_path / "a")) as out:
+        tokenize(text, out)
+        raise ZeroDivisionError
+    with (pytest.raises(UserError, match="upload.py afterwards"),
+          output(url, cache=str(tmp_path / "a"), part=(1, 2))):
+        pass
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_model_file_and_findings_at_a_url(text, tmp_path):
+    store, cache = f"file://{tmp_path}/store", str(tmp_path / "cache")
+    with output(f"{store}/spm.model", cache=cache, first=()) as out:
+        write_atomic(out, b"model")
+    units = plan_units([str(text)], READ)
+    with output(f"{store}/found", cache=cache) as out:
+        counts = find_duplicates(units, out, read=READ)
+    assert Path(fetch(f"{store}/spm.model", cache=cache + "2")).read_bytes() == b"model"
+    found = Findings(fetch(f"{store}/found", cache=cache + "2"))
+    assert found.counts == counts and not (tmp_path / "store/found/hashes").exists()
+    found.check(units, READ)

@@ -1,0 +1,254 @@
+"""Inputs that would be lost, doubled or misread in silence, and outputs that went away."""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+import shutil
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+import zstandard
+from data_helpers import (
+    random_documents,
+    stored_texts,
+    tokenize,
+    tokenizer_path,
+    tree,
+    write_json_lines,
+)
+from launching import ROOT
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.documents import ReadOptions, plan_units
+from deberta_ds.corpus.encode import CleanOptions, encode_joined
+from deberta_ds.corpus.inputs import open_bytes
+from deberta_ds.corpus.pack import pack_corpus
+from deberta_ds.corpus.readers import read_unit
+from deberta_ds.corpus.stats import corpus_stats, stats_text
+from deberta_ds.corpus.takedown import take_down
+from deberta_ds.corpus.tokenize import tokenize_corpus
+from deberta_ds.corpus.train_tokenizer import train_fast, train_tokenizer
+from deberta_ds.data.shards import read_manifest
+from deberta_ds.tokenizer import Tokenizer
+from deberta_ds.tokenizer.text import ENCODE_CHARACTERS
+
+COMPRESS = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress,
+            ".zst": lambda data: zstandard.ZstdCompressor().compress(data)}
+
+
+def written(path, texts):
+    write_json_lines(path, texts)
+    return path
+
+
+def read(path, **options):
+    options = ReadOptions(**options)
+    return [document for unit in plan_units([str(path)], options)
+            for document in read_unit(unit, options)]
+
+
+@pytest.mark.parametrize("gone", ["held-out directory", "another held-out directory", "tokens"])
+def test_units_whose_files_are_gone_are_done_again(tmp_path, gone, capsys):
+    texts = written(tmp_path / "text.jsonl", random_documents(300))
+
+    def run(out, held, part=None):
+        return tokenize(texts, tmp_path / out, heldout_out=tmp_path / held, heldout_share=0.2,
+                        unit_bytes=4000, part=part)
+
+    run("whole", "whole-held")
+    assert run("out", "held", part=(1, 2)) == {}
+    if gone == "tokens":
+        shutil.rmtree(tmp_path / "out" / "tokens")
+    elif gone == "held-out directory":
+        shutil.rmtree(tmp_path / "held")
+    held = "held-2" if gone.startswith("another") else "held"
+    run("out", held)
+    assert "finished units are gone or changed; made again" in capsys.readouterr().err
+    for one, other in (("whole", "out"), ("whole-held", held)):
+        assert stored_texts(tmp_path / one) == stored_texts(tmp_path / other)
+        assert tree(tmp_path / one / "tokens") == tree(tmp_path / other / "tokens")
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_all_frames_of_a_compressed_file_are_read_and_none_is_dropped(tmp_path, suffix):
+    lines = [b"".join(json.dumps({"text": f"{part} {i}"}).encode() + b"\n" for i in range(4000))
+             for part in "ab"]
+    first, second = map(COMPRESS[suffix], lines)
+    path = tmp_path / f"text.jsonl{suffix}"
+    padding = b"\0" * 8 if suffix in (".gz", ".xz") else b""
+    path.write_bytes(first + padding + second + padding)
+    assert [document.text for document in read(path)] == [
+        f"{part} {i}" for part in "ab" for i in range(4000)]
+    damaged = bytearray(second)
+    damaged[1] ^= 0x55
+    for behind in (bytes(damaged), second[:-5], b"garbage behind", second + b"x"):
+        path.write_bytes(first + behind)
+        with pytest.raises(UserError, match=f"{path.name}: damaged or cut short"):
+            read(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="nothing is in it"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
+def test_a_block_that_grows_a_millionfold_is_read_in_steps(tmp_path, suffix):
+    path = tmp_path / f"letters.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](b"a" * (1 << 26)))
+    [document] = read(path, max_document_bytes=1000)
+    assert "longer than 1000 bytes" in document.problem
+    with open_bytes(str(path)) as file:
+        sizes = [len(chunk) for chunk in iter(lambda: file.raw.read(1 << 30), b"")]
+        assert file.raw.tell() == sum(sizes) == 1 << 26 and max(sizes) <= 1 << 22
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_tables_that_are_not_read_in_order_may_be_compressed(tmp_path, suffix):
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "plain.parquet")
+    path = tmp_path / f"table.parquet{suffix}"
+    path.write_bytes(COMPRESS[suffix]((tmp_path / "plain.parquet").read_bytes()))
+    assert [document.text for document in read(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("bad", [2**65, 1.0, True, ["a"], {"a": 1}])
+def test_an_id_is_text_or_a_whole_number(tmp_path, bad):
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(json.dumps({"text": "one", "id": value}) + "\n"
+                            for value in ("a", 2**62, bad)))
+    found = read(path, id_key="id")
+    assert [document.id for document in found[:2]] == ["a", str(2**62)]
+    assert "neither text nor a whole number" in found[2].problem
+
+
+def test_invalid_utf_8_in_a_table_is_one_bad_row(tmp_path):
+    path = tmp_path / "latin.csv"
+    path.write_bytes(b"text,id\nhello,1\ncaf\xe9 au lait,2\nthird,3\n")
+    found = read(path, id_key="id")
+    assert [document.text for document in found] == ["hello", "", "third"]
+    assert found[1].problem == "invalid UTF-8" and found[1].place() == f"{path}:row 2"
+    (tmp_path / "wide.csv").write_bytes("text,id\nhello,1\n".encode("utf-16"))
+    with pytest.raises(UserError, match="wide.csv: its header is not UTF-8"):
+        read(tmp_path / "wide.csv")
+    cells = pa.array([b"hello", b"caf\xe9", b"third"])
+    column = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
+    pq.write_table(pa.table({"text": column}), tmp_path / "latin.parquet")
+    found = read(tmp_path / "latin.parquet")
+    assert [document.text for document in found] == ["hello", "", "third"]
+    assert found[1].problem == "invalid UTF-8"
+
+
+def test_a_pattern_ends_before_any_line_end(tmp_path):
+    found = {}
+    for name, end in (("lf", "\n"), ("crlf", "\r\n")):
+        path = tmp_path / f"{name}.txt"
+        path.write_bytes(end.join(["Intro", "CHAPTER I", "abc", "CHAPTER II", "ghi", ""]).encode())
+        found[name] = read(path, documents="match:CHAPTER [IVX]+$")
+    assert len(found["lf"]) == len(found["crlf"]) == 3
+    path.write_text("one\ntwo\n\nthree\n\nfour\n")
+    for pattern in (r"\s+$", r"\n", r"^$", r"^\s*$"):
+        assert len(read(path, documents=f"match:{pattern}")) == 3, pattern
+
+
+def test_an_input_is_named_once(tmp_path):
+    path = tmp_path / "in" / "a.txt"
+    path.parent.mkdir()
+    path.write_text("hello\n")
+    (tmp_path / "link.txt").symlink_to(path)
+    for names in ([path, path], [path.parent, path], [path, tmp_path / "link.txt"]):
+        with pytest.raises(UserError, match="named twice"):
+            plan_units(list(map(str, names)), ReadOptions())
+    assert plan_units([str(tmp_path / "**" / "a.txt")], ReadOptions())
+    (path.parent / "same.txt").symlink_to(path)  # as of equal files in a cache of the Hub's
+    assert len(plan_units([str(path.parent)], ReadOptions())[0]) == 2
+
+
+def test_a_tokenizer_is_not_trained_on_nothing_or_over_something(tmp_path):
+    path = written(tmp_path / "text.jsonl", random_documents(200))
+    recipe = {"pieces": 300, "sample_bytes": 1 << 20, "read": ReadOptions()}
+    units = plan_units([str(path)], recipe["read"])
+
+    def fast(out, **changes):
+        return train_fast(units, tmp_path / out, kind="byte_bpe", **recipe | changes)
+
+    with pytest.raises(UserError, match=r"text.jsonl:1: no string under 'body'"):
+        fast("wrong", read=ReadOptions(text_key="body"))
+    with pytest.raises(UserError, match="no text in it"):
+        fast("wrong", read=ReadOptions(text_key="body"), max_bad=1000)
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "spm.model").write_bytes(b"theirs")
+    with pytest.raises(UserError, match="holds another tokenizer .spm.model."):
+        fast("held")
+    assert fast("mine").sha256 == fast("mine").sha256  # over its own
+    for out, message in ((tmp_path, "is one file; name it"), ("", "is one file; name it"),
+                         (path, "is one of the inputs")):
+        with pytest.raises(UserError, match=message):
+            train_tokenizer(units, out, threads=1, **recipe)
+    assert len(read(path)) == 200
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [("byte_bpe", 617), ("bpe", 641), ("wordpiece", 415)])
+def test_a_long_document_of_words_is_not_cut(tmp_path, kind, pieces):
+    words = [re.sub(r"[^\w ]", "", text) for text in random_documents(400)]
+    path = written(tmp_path / "text.jsonl", words)
+    tokenizer = train_fast(plan_units([str(path)], ReadOptions()), tmp_path / kind, kind=kind,
+                           pieces=pieces, sample_bytes=1 << 20, read=ReadOptions())
+    text = " ".join(words)
+    text = " ".join([text] * (2 * ENCODE_CHARACTERS // len(text) + 2))
+    ids, lengths, owners = encode_joined(tokenizer, [text, "short"])
+    assert len(lengths) == 2 and list(owners) == [0, 1]
+    assert ids[:lengths[0]].tolist() == tokenizer.encode(text)
+
+
+def test_characters_are_what_they_were_after_a_takedown(tmp_path):
+    texts = [f"Zeile {i}:   {'ganz  ' * i}viel" for i in range(60)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "id": str(i)}) + "\n"
+                            for i, text in enumerate(texts)))
+    options = ReadOptions(id_key="id")
+    units = plan_units([str(path)], options)
+    tokenizer = train_fast(units, tmp_path / "wp", kind="wordpiece", pieces=104,
+                           sample_bytes=1 << 20, read=options)
+    tokenize_corpus(units, tmp_path / "corpus", tokenizer, read=options, clean=CleanOptions())
+    pack_corpus(tmp_path / "corpus", tokenizer, 16)
+    take_down(tmp_path / "corpus", [str(i) for i in range(1, 60)], tmp_path / "less", tokenizer)
+    assert read_manifest(tmp_path / "less")[0].counts["characters"] == len(texts[0])
+
+
+def test_statistics_need_no_unknown_token(tmp_path):
+    path = written(tmp_path / "text.jsonl", random_documents(40))
+    fast = tokenizers.Tokenizer(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    names = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    fast.train_from_iterator(random_documents(40), trainers.BpeTrainer(
+        vocab_size=300, special_tokens=names, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(
+        {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "cls", "sep", "mask")}))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.unk_id is None
+    tokenize_corpus(plan_units([str(path)], ReadOptions()), tmp_path / "corpus", tokenizer,
+                    read=ReadOptions(), clean=CleanOptions())
+    text = stats_text(corpus_stats(tmp_path / "corpus", tokenizer), tokenizer)
+    assert "WARNING" not in text
+
+
+def test_a_held_out_corpus_lies_beside_the_other(tmp_path):
+    path = written(tmp_path / "text.jsonl", random_documents(40))
+    with pytest.raises(UserError, match="put the held-out one beside it"):
+        tokenize(path, tmp_path / "out", heldout_out=tmp_path / "out" / "held", heldout_share=0.1)
+
+
+def test_an_output_lies_outside_of_the_inputs(tmp_path):
+    (tmp_path / "in").mkdir()
+    written(tmp_path / "in" / "text.jsonl", random_documents(40))
+    command = [sys.executable, str(ROOT / "data_prep" / "tokenize_corpus.py"), str(tmp_path / "in"),
+               "--tokenizer", tokenizer_path(), "--out", str(tmp_path / "in" / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "choose a directory outside" in done.stderr

@@ -1,0 +1,202 @@
+"""Jobs and their units: one process at a time in a directory, ranks share the work, full disks."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import (
+    READ,
+    random_documents,
+    tiny_tokenizer,
+    tokenize,
+    tree,
+    write_json_lines,
+)
+from tqdm import tqdm
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import atomic_path
+from deberta_ds.corpus import units
+from deberta_ds.corpus.dedup import find_duplicates
+from deberta_ds.corpus.documents import plan_units
+from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
+from deberta_ds.corpus.units import _drive, job, no_space_as_user_error, run_units
+from deberta_ds.data import shards
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.jsonl"
+    write_json_lines(path, random_documents(300))
+    return path
+
+
+def test_rank_0_works_too_and_takes_waiting_units_back(tmp_path):
+    done = []
+
+    def note(number):
+        time.sleep(0.01)
+        done.append((number, threading.get_ident()))
+        return {}
+
+    missing = deque((tmp_path, str(number), note, (number,)) for number in range(24))
+    with ThreadPoolExecutor(1) as pool, tqdm(disable=True) as bar:
+        _drive(pool, missing, 12, bar, work_here=True)
+    assert sorted(number for number, _ in done) == list(range(24))
+    here = sum(thread == threading.get_ident() for _, thread in done)
+    assert here >= 8  # about 12; without taking back the pool alone does the last 12, here 6
+
+
+def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
+    """The second deleted the files of the first."""
+    out = tmp_path / "out"
+    with job(out, {"version": 1}, finished="manifest.json"):
+        for work in (lambda: tokenize(text_file, out),
+                     lambda: find_duplicates(plan_units([str(text_file)], READ), out, read=READ)):
+            with pytest.raises(UserError, match=r"another command is at work here \(pid \d+ on"):
+                work()
+    shutil.rmtree(out)
+    tokenize(text_file, out)
+    assert not (out / ".lock").exists()
+
+
+def test_a_first_try_that_ended_on_an_error_does_not_block_a_second(tmp_path):
+    """With another option, or a mended input, it was refused as the output of others."""
+    text, out, held = tmp_path / "text.jsonl", tmp_path / "out", tmp_path / "held"
+    good = "".join(json.dumps({"text": line}) + "\n" for line in random_documents(3000))
+
+    def made(**options):
+        return tokenize_corpus(plan_units([str(text)], READ), out, tiny_tokenizer(), read=READ,
+                               heldout_out=held, heldout_share=0.1, workers=1, **options)
+
+    text.write_text(good + "not json\n")
+    with pytest.raises(UserError, match="not JSON"):
+        made(clean=CleanOptions())
+    text.write_text(good)
+    assert sum(manifest.documents for manifest in made(clean=CleanOptions()).values()) > 1000
+    with pytest.raises(UserError, match="holds the output of other inputs or options"):
+        made(clean=CleanOptions(min_characters=9))
+
+
+def test_a_refused_command_leaves_the_plan_of_an_array_alone(tmp_path):
+    """Its held-out directory, in which nothing was yet, was given the wrong command's plan."""
+    text = tmp_path / "text.jsonl"
+    write_json_lines(text, random_documents(300))
+    units_of_text = plan_units([str(text)], READ, 20_000)
+
+    def made(part, least):
+        return tokenize_corpus(units_of_text, tmp_path / "out", tiny_tokenizer(), read=READ,
+                               clean=CleanOptions(min_characters=least), workers=1, part=part,
+                               heldout_out=tmp_path / "held", heldout_share=1e-6)
+
+    assert made((1, 2), 1) == {}
+    for part in (None, (2, 2)):
+        with pytest.raises(UserError, match="holds the output of other inputs or options"):
+            made(part, 9)
+    assert made((2, 2), 1) == {} and made(None, 1)
+
+
+def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path, monkeypatch):
+    """Parts of an array in containers have the same ids: one renamed the other's file away."""
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    with atomic_path(tmp_path / "file") as first, atomic_path(tmp_path / "file") as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert all(path.match(units._TEMPORARY) for path in (first, second))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_part_that_begins_between_two_looks_is_no_other_command(tmp_path, monkeypatch):
+    """The directory was found without a plan, then not empty: by the plan of another part."""
+    text, looks = units._plan_text({"version": 1}), []
+
+    def exists(path):
+        if not looks:
+            looks.append(path)
+            units.write_plan(tmp_path, {"version": 1})
+            return False
+        return os.path.exists(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    units._check_description(tmp_path, text)
+    with pytest.raises(UserError, match="other inputs or options"):
+        units._check_description(tmp_path, units._plan_text({"version": 1, "inputs": "others"}))
+
+
+def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
+    code = ("import sys, os, signal; from deberta_ds.corpus.units import job\n"
+            "with job(sys.argv[1], {}, finished='x'): os.kill(os.getpid(), signal.SIGKILL)")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")])
+    assert (tmp_path / "out" / ".lock").exists()
+    with job(tmp_path / "out", {}, finished="x") as is_done:
+        assert not is_done
+
+
+FORK_SERVER = """
+import multiprocessing, sys
+multiprocessing.set_start_method("forkserver")
+from deberta_ds.data.prep.dedup import find_duplicates
+from deberta_ds.data.prep.documents import ReadOptions, plan_units
+units = plan_units([sys.argv[1]], ReadOptions(), 20_000)
+assert len(units) > 2
+find_duplicates(units, sys.argv[2], read=ReadOptions(), workers=2)
+"""
+
+
+def test_workers_where_pythons_default_is_a_fork_server(text_file, tmp_path):
+    """As of Python 3.14: each worker took the server for its parent, found another, and ended."""
+    find_duplicates(plan_units([str(text_file)], READ, 20_000), tmp_path / "one", read=READ)
+    command = [sys.executable, "-c", FORK_SERVER, str(text_file), str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+def test_texts_that_units_return_are_not_all_in_memory_at_once(tmp_path):
+    """The examples of filters, 40 kB for each reason and unit, were: gigabytes of many units."""
+    (tmp_path / ".units").mkdir()
+    jobs = {f"{number}": ("x",) for number in range(200)}
+    tracemalloc.start()
+    try:
+        sizes = run_units(tmp_path, hundred_thousand, jobs, workers=1, label="texts",
+                          keep=lambda result: len(result["text"]))
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000  # of 20 MB
+    finally:
+        tracemalloc.stop()
+    assert sizes == [100_000] * 200
+
+
+def hundred_thousand(letter: str) -> dict:
+    return {"text": letter * 100_000}
+
+
+def test_mpirun_without_its_pool_is_an_error(text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delitem(sys.modules, "mpi4py.futures", raising=False)
+    with pytest.raises(UserError, match="mpirun -n N python -m mpi4py.futures"):
+        tokenize(text_file, tmp_path / "out")
+
+
+def test_a_full_disk_is_an_error_with_its_number(monkeypatch, tmp_path):
+    @contextmanager
+    def full_disk(path):
+        yield "/dev/full"
+
+    monkeypatch.setattr(shards, "atomic_path", full_disk)
+    with pytest.raises(OSError) as caught:
+        shards.save_array(tmp_path / "x.npy", np.arange(100_000))
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(UserError, match="no space left"), no_space_as_user_error(tmp_path):
+        raise caught.value

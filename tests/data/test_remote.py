@@ -1,0 +1,360 @@
+"""Remote corpora: the rows of the local one, whatever the server does to its answers."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import rank_helpers
+from data_helpers import make_corpus, random_documents, tiny_tokenizer
+from fsspec.implementations.local import LocalFileSystem
+from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.batch_schedule import Stretch
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.run_config import SourceConfig
+from deberta_ds.data import remote
+from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.remote import BLOCK_BYTES, Cache, RemoteCorpus, upload
+from deberta_ds.data.rows import RowDataset, eval_rows
+
+
+class FaultyFileSystem(LocalFileSystem):
+    """Local files whose reads fail as those of object stores do, in turns."""
+
+    protocol = "faulty"
+    faults = itertools.cycle([""])
+    reads = 0
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("faulty://"))
+
+    def cat_file(self, path, start=None, end=None, **options):
+        type(self).reads += 1
+        data = super().cat_file(path, start=start, end=end, **options)
+        fault = next(self.faults)
+        if fault == "cut":
+            raise ConnectionResetError(104, "Connection reset by peer")
+        if fault == "short":
+            return data[: len(data) // 2]
+        if fault == "corrupt":
+            return data[:-1] + bytes([data[-1] ^ 1])
+        if fault == "slow":
+            time.sleep(0.02)
+        return data
+
+
+fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    generator = random.Random(0)
+    words = [tiny_tokenizer().encode(text) for text in random_documents(300)]
+    documents = [generator.choice(words) for _ in range(2500)]
+    path = make_corpus(tmp_path_factory.mktemp("remote") / "corpus", documents, tiny_tokenizer(),
+                       shards=4)
+    largest = max(file.stat().st_size for file in path.rglob("*.npy"))
+    assert largest > 1.5 * BLOCK_BYTES  # else no file has two blocks
+    return path
+
+
+@pytest.fixture
+def url(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(FaultyFileSystem, "faults", itertools.cycle([""]))
+    monkeypatch.setattr(FaultyFileSystem, "reads", 0)
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
+    found = f"faulty://{tmp_path}/store/web"
+    total, copied = upload(corpus, found)
+    assert total == copied == 4 * 4
+    assert upload(corpus, found) == (total, 0)
+    return found
+
+
+def same_rows(local, other, numbers):
+    return all(np.array_equal(a, b) for row in numbers
+               for a, b in zip(local.row(row), other.row(row), strict=True))
+
+
+@pytest.mark.parametrize("faults", [[""], ["cut", ""], ["corrupt", "short", ""],
+                                    ["slow", "cut", "corrupt", "short", "cut", ""]])
+def test_rows_are_those_of_the_local_corpus(corpus, url, tmp_path, monkeypatch, faults):
+    monkeypatch.setattr(FaultyFileSystem, "faults", itertools.cycle(faults))
+    local = Corpus(corpus, seq_len=64)
+    found = Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
+    assert found.fingerprint == local.fingerprint and found.num_rows == local.num_rows
+    assert same_rows(local, found, range(0, local.num_rows, 7))
+    reads = FaultyFileSystem.reads
+    again = pickle.loads(pickle.dumps(found))
+    assert same_rows(local, again, range(0, local.num_rows, 7))
+    assert FaultyFileSystem.reads == reads  # everything was in the cache
+
+
+def test_damage_in_the_cache_is_mended_and_in_the_store_refused(corpus, url, tmp_path):
+    local, cache = Corpus(corpus, seq_len=64), Cache(str(tmp_path / "cache"))
+    found = Corpus(url, seq_len=64, cache=cache)
+    rows = range(0, local.num_rows, 50)
+    assert same_rows(local, found, rows)
+    for path in (tmp_path / "cache").rglob("*.npy"):
+        size = path.stat().st_size
+        path.write_bytes(os.urandom(size // 2))  # cut short, and other bytes
+    assert same_rows(local, found, rows)
+    for path in (tmp_path / "store/web/tokens").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match=r"tokens.*8 tries \(damaged"):
+        Corpus(url, seq_len=64, cache=cache).row(0)
+    with pytest.raises(UserError, match="no such file"):
+        Corpus(url + "x", seq_len=64, cache=cache)
+
+
+@pytest.mark.parametrize("damage", [
+    {"files": []}, {"files": {"tokens/00000.npy": 3}}, {"block_bytes": "many"}, {"version": None},
+    {"files": {"tokens/00000.npy": [-1, "x"]}}])
+def test_a_damaged_list_of_blocks_is_named(url, tmp_path, damage):
+    path = tmp_path / "store/web/blocks/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(UserError, match=r"blocks/manifest\.json: damaged \("):
+        Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rows-64/manifest.json"])
+def test_a_damaged_manifest_at_a_url_is_named_by_its_url(url, tmp_path, name):
+    path = tmp_path / "store/web" / name
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"shards": values["shards"][:-1]}))
+    with pytest.raises(UserError, match=f"^{url}: "):
+        Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
+
+
+def test_a_corpus_with_a_damaged_shard_is_not_uploaded(corpus, tmp_path):
+    """Readers hold each block against what was uploaded, so nobody would notice later."""
+    broken = Path(shutil.copytree(corpus, tmp_path / "broken"))
+    path = min((broken / "tokens").glob("*.npy"))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, ROOT / "data_prep/upload.py", broken, "--to", f"file://{tmp_path}/store"],
+        capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and f"error: {path}: " in done.stderr, done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_bounded_cache_stays_small_and_gives_the_same_rows(corpus, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_BLOCKS_BETWEEN_COUNTS", 1)
+    limit = 4 * BLOCK_BYTES
+    cache = Cache(str(tmp_path / "cache"), limit / 1e9)
+    local, found = Corpus(corpus, seq_len=64), Corpus(url, seq_len=64, cache=cache)
+    largest = 0
+    for row in random.Random(1).sample(range(local.num_rows), 60):
+        assert same_rows(local, found, [row])
+        used = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
+        largest = max(largest, used)
+    assert 0 < largest <= limit + BLOCK_BYTES
+
+
+def test_ranks_of_a_host_share_the_cache_at_the_same_time(corpus, url, tmp_path):
+    local = Corpus(corpus, seq_len=64)
+    results = []
+
+    ranks = [Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache"))) for _ in range(4)]
+
+    def read(number):
+        results.append(same_rows(local, ranks[number], range(number, local.num_rows, 5)))
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+
+
+def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
+    """Its first rows need a few blocks; workers fetch ahead; evaluation rows may be remote too."""
+    sizes = sum(path.stat().st_size for path in corpus.rglob("*.npy"))
+    cache = Cache(str(tmp_path / "cache"))
+    options = {"seq_len": 64, "mask": MaskConfig()}
+
+    def dataset(path):
+        return RowDataset([SourceConfig(path=path)], tiny_tokenizer(), seed=1, cache=cache,
+                          **options)
+
+    first = dataset(url)[0]
+    assert np.array_equal(first.input_ids, dataset(str(corpus))[0].input_ids)
+    got = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
+    assert 0 < got < sizes / 2
+    loader = {"stretches": [Stretch(0, 8, 4)], "micro_batch_rows": 4, "rank": 0,
+              "world_size": 1, "num_workers": 1}
+    for one, other in zip(build_loader(dataset(url), **loader),
+                          build_loader(dataset(str(corpus)), **loader), strict=True):
+        for field in dataclasses.fields(one):
+            assert np.array_equal(getattr(one, field.name), getattr(other, field.name))
+    held_out = eval_rows(url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options)
+    assert len(held_out) == 3
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """An empty bucket of a real S3 server, and what puts a proxy with faults before it."""
+    if not (command := shutil.which("moto_server")):
+        pytest.skip("no moto_server in the PATH (pipx install 'moto[server]')")
+    port = rank_helpers.free_port()
+    server = subprocess.Popen([command, "-p", str(port)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def break_answers() -> dict:
+        proxy_port, faults = _faulty_proxy(port)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy_port}")
+        return faults
+
+    try:
+        _wait_for(port)
+        for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+                            "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
+                            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+            monkeypatch.setenv(name, value)
+        from pyarrow.fs import S3FileSystem
+
+        S3FileSystem(endpoint_override=f"127.0.0.1:{port}", scheme="http",
+                     allow_bucket_creation=True).create_dir("shop")
+        yield break_answers
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
+    upload(corpus, "s3://shop/web")
+    faults = bucket()
+    local = Corpus(corpus, seq_len=64)
+    found = Corpus("s3://shop/web", seq_len=64, cache=Cache(str(tmp_path / "cache")))
+    assert same_rows(local, found, range(0, local.num_rows, 25))
+    shutil.rmtree(tmp_path / "cache")  # and in a worker, which the client must survive
+    batches = [[batch.input_ids.numpy() for batch in build_loader(
+        RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
+                   mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
+        stretches=[Stretch(0, 4, 3)], micro_batch_rows=4, rank=0, world_size=1,
+        num_workers=1)] for path in (corpus, "s3://shop/web")]
+    assert np.array_equal(*batches)
+    assert faults["cut"] and faults["delayed"] and faults["altered"]
+
+
+@pytest.mark.multi
+@pytest.mark.skipif("FULL_TABLE" not in os.environ, reason="two runs: set FULL_TABLE=1")
+def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(
+    corpus, bucket, tmp_path
+):
+    run = make_run(tmp_path, steps="6", eval_every="6")
+    run.write_text(run.read_text().replace(f"{tmp_path}/train", str(corpus)))
+    upload(corpus, "s3://shop/train")
+    upload(tmp_path / "heldout", "s3://shop/heldout")
+    faults = bucket()
+    there = run.read_text().replace(str(corpus), "s3://shop/train")
+    there = there.replace(f"{tmp_path}/heldout", "s3://shop/heldout").replace(
+        f"{tmp_path}/out", f"{tmp_path}/out2")
+    (tmp_path / "there.toml").write_text(there.replace(
+        "seq_len = 64", f'seq_len = 64\ncache = "{tmp_path}/cache"'))
+    stage = deepspeed_json(tmp_path / "ds.json", 1)
+    for name in ("run.toml", "there.toml"):
+        subprocess.run([sys.executable, str(ROOT / "launch/pretrain.py"), "--config",
+                        str(tmp_path / name), "--deepspeed_config", str(stage)], check=True,
+                       cwd=ROOT, env=os.environ | ENVIRONMENT | _aws(), capture_output=True)
+    assert losses(tmp_path / "out") == losses(tmp_path / "out2") and len(losses(tmp_path / "out"))
+    assert faults["cut"] and faults["delayed"]
+    size = sum(path.stat().st_size for path in corpus.rglob("*.npy"))
+    assert sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy")) < size
+
+
+def _aws() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the server did not start")
+
+
+def _faulty_proxy(port: int) -> tuple[int, dict[str, int]]:
+    """Return the port of a proxy that cuts each third connection, delays others, and flips a bit in
+    each seventh answer; and how often it has.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    faults = dict.fromkeys(("connections", "cut", "delayed", "altered"), 0)
+
+    def serve():
+        for number in itertools.count():
+            client = listener.accept()[0]
+            upstream = socket.create_connection(("127.0.0.1", port))
+            faults["connections"] += 1
+            for ends in ((client, upstream, -1), (upstream, client, number)):
+                threading.Thread(target=_copy, args=(*ends, faults), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.getsockname()[1], faults
+
+
+def _copy(source, target, number: int, faults: dict[str, int]) -> None:
+    """Pass on what connection `number` answers; -1: a request, without faults."""
+    room = 40_000 if number >= 0 and number % 3 == 0 else 1 << 60
+    try:
+        while room > 0 and (data := source.recv(min(room, 1 << 16))):
+            if number >= 0 and number % 5 == 1:
+                faults["delayed"] += 1
+                time.sleep(0.02)
+            if number >= 0 and number % 7 == 2 and len(data) > 20_000:
+                faults["altered"] += 1
+                data = data[:-9] + bytes([data[-9] ^ 4]) + data[-8:]
+            target.sendall(data)
+            room -= len(data)
+        faults["cut"] += room <= 0
+    except OSError:
+        pass
+    for end in (source, target):
+        try:
+            end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def test_the_local_directory_has_a_place_for_each_url(tmp_path, corpus, url):
+    cache = Cache(str(tmp_path / "cache"))
+    assert RemoteCorpus(url, cache).directory == RemoteCorpus(url + "/", cache).directory
+    assert Path(tmp_path / "cache") in RemoteCorpus(url, cache).directory.parents
+
+
+@pytest.mark.parametrize("name", ["blocks/manifest.json", "tokens/*.npy"])
+def test_a_pipe_among_remote_files_is_refused(corpus, tmp_path, name):
+    """Whoever opens one waits, for ever if nobody is at its other end."""
+    url = f"file://{tmp_path}/store"
+    upload(corpus, url)
+    place = min((tmp_path / "store").glob(name))
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(UserError, match=f"{place}: is a pipe; give a file"):
+        found = RemoteCorpus(url, Cache(str(tmp_path / "cache")))
+        found.read(str(found.directory / "tokens" / place.name), 0, 10)
+    if name.startswith("blocks"):
+        with pytest.raises(UserError, match=f"{place}: is a pipe; give a file"):
+            upload(corpus, url)

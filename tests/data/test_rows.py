@@ -1,0 +1,313 @@
+"""Rows as functions of (seed, g), and refusal of damaged corpora."""
+
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_helpers import (
+    check_batch,
+    make_corpus,
+    random_documents,
+    tiny_tokenizer,
+    tokenizer_path,
+)
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import xxh3
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.run_config import SourceConfig
+from deberta_ds.data import reading
+from deberta_ds.data.batch import collate
+from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.tokenizer import Tokenizer
+
+SEQ_LEN = 64
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
+    return make_corpus(tmp_path / "corpus", documents, tiny_tokenizer(), (SEQ_LEN, 128))
+
+
+def dataset_of(*paths, seed=7, **options) -> RowDataset:
+    options = {"seq_len": SEQ_LEN, "mask": MaskConfig(), **options}
+    sources = [path if isinstance(path, SourceConfig) else SourceConfig(path=str(path))
+               for path in paths]
+    return RowDataset(sources, tiny_tokenizer(), seed=seed, **options)
+
+
+def test_each_epoch_visits_every_row_once_in_another_order(corpus):
+    dataset = dataset_of(corpus)
+    rows = dataset.num_rows[str(corpus)]
+    first = [dataset.locate(g)[1] for g in range(rows)]
+    second = [dataset.locate(g)[1] for g in range(rows, 2 * rows)]
+    assert sorted(first) == sorted(second) == list(range(rows))
+    assert first != second
+
+
+def test_row_is_a_pure_function_of_seed_and_number(corpus):
+    dataset, again = dataset_of(corpus), pickle.loads(pickle.dumps(dataset_of(corpus)))
+    for g in (0, 5, 10**12 + 3):
+        for name in ("input_ids", "labels", "segments", "positions"):
+            assert np.array_equal(getattr(dataset[g], name), getattr(again[g], name))
+    other = dataset_of(corpus, seed=8)
+    assert any(not np.array_equal(dataset[g].input_ids, other[g].input_ids) for g in range(4))
+
+
+def test_masks_differ_between_epochs(corpus):
+    dataset = dataset_of(corpus)
+    rows = dataset.num_rows[str(corpus)]
+    at = {dataset.locate(g)[1]: g for g in range(rows)}
+    later = {dataset.locate(g)[1]: g for g in range(rows, 2 * rows)}
+    assert any(
+        not np.array_equal(dataset[at[row]].labels, dataset[later[row]].labels) for row in at
+    )
+
+
+@pytest.mark.parametrize("selection", ["uniform", "deberta_window"])
+def test_a_falling_rate_is_that_of_the_row_s_place_in_the_run(corpus, selection):
+    falling = MaskConfig(rate=0.5, final_rate=0.1, max_ngram=3, selection=selection)
+    dataset = dataset_of(corpus, mask=falling, rows_of_run=101)
+    for g, rate in ((0, 0.5), (25, 0.4), (75, 0.2), (100, 0.1), (250, 0.1)):
+        steady = dataset_of(corpus, mask=MaskConfig(rate=rate, max_ngram=3, selection=selection))
+        assert np.array_equal(dataset[g].labels, steady[g].labels), g
+        assert np.array_equal(dataset[g].input_ids, steady[g].input_ids), g
+    last = MaskConfig(rate=0.1, max_ngram=3, selection=selection)
+    held_out, expected = (eval_rows(str(corpus), tiny_tokenizer(), seq_len=SEQ_LEN, mask=mask,
+                                    eval_seed=1, num_rows=4) for mask in (falling, last))
+    for row, other in zip(held_out, expected, strict=True):
+        assert np.array_equal(row.labels, other.labels)
+
+
+@pytest.mark.parametrize("ngram", [1, 3])
+def test_batches_keep_their_invariants(corpus, ngram):
+    dataset = dataset_of(corpus, mask=MaskConfig(max_ngram=ngram, mask_share=0.8,
+                                                   random_share=0.1))
+    batch = collate([dataset[g] for g in range(16)])
+    check_batch(batch, tiny_tokenizer())
+    assert batch.input_ids.shape == (16, SEQ_LEN)
+
+
+def test_every_token_appears_exactly_once_in_an_epoch(corpus):
+    dataset = dataset_of(corpus)
+    special = tiny_tokenizer().is_special()
+    seen = 0
+    for g in range(dataset.num_rows[str(corpus)]):
+        row = dataset[g]
+        original = np.where(row.labels != -100, row.labels, row.input_ids)
+        seen += int((~special[original]).sum())
+    documents = [tiny_tokenizer().encode(text) for text in random_documents(40)]
+    expected = sum(int((~special[np.array(ids)]).sum()) for ids in documents)
+    assert seen == expected
+
+
+def test_across_documents_is_one_segment(corpus):
+    apart, together = dataset_of(corpus), dataset_of(corpus, across_documents=True)
+    for g in range(together.num_rows[str(corpus)]):
+        row = together[g]
+        real = int((row.segments > 0).sum())
+        assert set(row.segments[:real]) == {1} and not row.segments[real:].any()
+        assert np.array_equal(row.positions[:real], np.arange(real))
+    assert max(int(apart[g].segments.max()) for g in range(10)) > 1  # of one alone nothing is seen
+
+
+def test_a_later_stage_repeats_no_row(corpus, tmp_path):
+    other = make_corpus(tmp_path / "other", [[10] * 30] * 50, tiny_tokenizer(), (SEQ_LEN,))
+    first = dataset_of(SourceConfig(path=str(corpus), weight=3.0), SourceConfig(path=str(other)))
+    used = first.consumed(20)
+    second = dataset_of(
+        *(SourceConfig(path=str(path), first_row=used[str(path)]) for path in (corpus, other))
+    )
+    seen = [first.locate(g) for g in range(20)]
+    later = [second.locate(g) for g in range(10)]
+    assert not set(seen) & set(later)
+
+
+def test_a_longer_stage_on_another_part_shares_no_token(tmp_path):
+    tokens = list(range(10, 370))  # every token id appears once in the corpus
+    path = make_corpus(tmp_path / "c", [tokens[i : i + 30] for i in range(0, 360, 30)],
+                       tiny_tokenizer(), (SEQ_LEN, 128), shards=6)
+
+    def ids_of(dataset):
+        rows = dataset.num_rows[str(path)]
+        found = [dataset[g] for g in range(rows)]
+        shown = [np.where(row.labels >= 0, row.labels, row.input_ids) for row in found]
+        return set(np.concatenate(shown).tolist()) - {0, 1, 2}
+
+    first = ids_of(dataset_of(SourceConfig(path=str(path), part=(0.0, 0.5))))
+    second = ids_of(dataset_of(SourceConfig(path=str(path), part=(0.5, 1.0)), seq_len=128))
+    assert not first & second and first | second == set(tokens)
+    with pytest.raises(UserError, match="part"):
+        dataset_of(SourceConfig(path=str(path), part=(0.5, 0.51)))
+
+
+def test_eval_rows_are_fixed_and_spread_over_the_corpus(corpus):
+    arguments = {"seq_len": SEQ_LEN, "mask": MaskConfig(), "eval_seed": 3}
+    rows = eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=5)
+    again = eval_rows(str(corpus), tiny_tokenizer(), **arguments)
+    numbers = [row.row for row in rows]
+    assert numbers == [(2 * i + 1) * len(again) // 10 for i in range(5)]
+    for row in rows:
+        assert np.array_equal(row.labels, again[row.row].labels)
+    assert [row.row for row in again] == list(range(len(again)))
+    assert len({row // -(-len(again) // 3) for row in numbers}) == 3  # of its three shards
+    with pytest.raises(UserError, match="rows"):
+        eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=10**6)
+
+
+def test_refuses_another_tokenizer(corpus, tmp_path):
+    manifest = corpus / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(tiny_tokenizer().sha256, "0" * 64))
+    rows = corpus / "rows-64" / "manifest.json"
+    with pytest.raises(UserError, match="another version"):
+        dataset_of(corpus)
+    import hashlib
+    data = json.loads(rows.read_text())
+    data["corpus"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    rows.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="tokenizer"):
+        dataset_of(corpus)
+
+
+def test_refuses_truncated_and_flipped_shards(corpus):
+    shard = corpus / "tokens" / "00001-000.npy"
+    data = bytearray(shard.read_bytes())
+    data[300] ^= 1
+    shard.write_bytes(data)
+    dataset_of(corpus, verify="sizes")
+    with pytest.raises(UserError, match=r"00001-000.npy: xxh3 checksum.*copy"):
+        dataset_of(corpus, verify="full")
+    shard.write_bytes(data[:-2])
+    with pytest.raises(UserError, match=r"00001-000.npy: \d+ bytes"):
+        dataset_of(corpus)
+    shard.unlink()
+    with pytest.raises(UserError, match="00001-000.npy: No such file"):
+        dataset_of(corpus)
+
+
+def test_refuses_a_token_outside_the_vocabulary(corpus):
+    shard = corpus / "tokens" / "00000-000.npy"
+    tokens = np.lib.format.open_memmap(shard, mode="r+")
+    tokens[:] = 60000
+    tokens.flush()
+    dataset = dataset_of(corpus)
+    with pytest.raises(UserError, match=r"00000-000.npy.*token id 60000"):
+        for g in range(dataset.num_rows[str(corpus)]):
+            dataset[g]
+
+
+def test_names_the_missing_corpus_and_length(corpus, tmp_path):
+    with pytest.raises(UserError, match="nowhere.*not a finished corpus"):
+        dataset_of(tmp_path / "nowhere")
+    words = "no row plan for seq_len 32.*rows-128.*--seq_len 32 --tokenizer"
+    with pytest.raises(UserError, match=words):
+        dataset_of(corpus, seq_len=32)
+    with pytest.raises(UserError, match="twice"):
+        dataset_of(corpus, corpus)
+
+
+def test_tokenizer_survives_pickling():
+    clone: Tokenizer = pickle.loads(pickle.dumps(tiny_tokenizer()))
+    assert clone.encode("The fox") == tiny_tokenizer().encode("The fox")
+
+
+@pytest.mark.parametrize(("name", "place", "value"), [
+    ("00001-000.npy", 128, 4_000_000_000), ("00001-000.npy", 132, 4_000_000_000),
+    ("00001-000.npy", 132, 0), ("00001-000.npy", 132, 63), ("00001-000.starts.npy", 136, 7_000_000),
+    ("00001-000.starts.npy", 132, 0), ("00001-000.starts.npy", 128, 4_000_000_000),
+])
+def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name, place, value):
+    """Under verify = sizes it passed, gave any tokens, and ended as "loss is nan"."""
+    path = corpus / "rows-64" / name
+    data = bytearray(path.read_bytes())
+    data[place : place + 4] = int(value).to_bytes(4, "little")
+    path.write_bytes(data)
+    dataset = dataset_of(corpus)
+    with pytest.raises(UserError, match=r"00001-000.npy: row \d+ of this plan.*pack.py"):
+        for g in range(dataset.num_rows[str(corpus)]):
+            dataset[g]
+    # With a manifest that agrees, as after a copy of the wrong plan, full verification finds it.
+    manifest = corpus / "rows-64" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    for shard in values["shards"]:
+        if shard["name"] == "00001-000":
+            key = "starts_xxh3" if "starts" in name else "xxh3"
+            shard[key] = xxh3(path)
+    manifest.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"00001-000.npy: row \d+ of this plan.*pack.py"):
+        dataset_of(corpus, verify="full")
+
+
+def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_error(corpus):
+    """A memory map would have killed the process (SIGBUS)."""
+    dataset = dataset_of(corpus)
+    shard = corpus / "tokens" / "00001-000.npy"
+    shard.write_bytes(shard.read_bytes()[:200])
+    with pytest.raises(UserError, match=r"00001-000.npy: ends at byte \d+, cut short"):
+        for g in range(dataset.num_rows[str(corpus)]):
+            dataset[g]
+
+
+def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypatch):
+    """At 7,451 shards there were more files than descriptors: one read in five opened its file."""
+    gc.collect()  # corpora of other tests give their room back
+    before, reads = reading.SmallFiles.room_bytes, []
+    monkeypatch.setattr(reading.os, "pread",
+                        lambda *args, pread=os.pread: reads.append(args) or pread(*args))
+    kept = dataset_of(corpus)
+    rows = range(kept.num_rows[str(corpus)])
+    expected = [kept[g] for g in rows]
+    plans = [path for path in (corpus / "rows-64").glob("*.npy")]
+    room = reading.SmallFiles.room_bytes
+    assert before - room == sum(path.stat().st_size for path in plans)
+    token_reads = len(reads) - len(plans)
+    assert len(rows) <= token_reads < 1.2 * len(rows)  # a few rows have pieces that lie far apart
+    for limit in ("room_bytes", "most_bytes"):
+        with monkeypatch.context() as context:
+            context.setattr(reading.SmallFiles, limit, 0)
+            parts = dataset_of(corpus)
+            reads.clear()
+            for g, row in zip(rows, expected, strict=True):
+                np.testing.assert_array_equal(parts[g].input_ids, row.input_ids)
+            assert len(reads) == token_reads + 2 * len(rows)
+    del kept  # its room is for the next corpus
+    assert reading.SmallFiles.room_bytes == before
+
+
+MANY_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from deberta_ds.config import SourceConfig
+from deberta_ds.objective_config import MaskConfig
+from deberta_ds.batch_schedule import Stretch
+from deberta_ds.data.loader import build_loader
+from deberta_ds.data.rows import RowDataset
+from deberta_ds.tokenizer import Tokenizer
+sources = [SourceConfig(path=path) for path in sys.argv[2:]]
+dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
+for workers in (0, 2):
+    batches = build_loader(dataset, stretches=[Stretch(0, 8, 20)], micro_batch_rows=4, rank=0,
+                           world_size=1, num_workers=workers)
+    print(sum(int(batch.input_ids.sum()) for batch in batches))
+"""
+
+
+def test_more_files_than_descriptors(tmp_path):
+    """Several sources under a low `ulimit -n`: an error, or with workers a wait for ever."""
+    tokens = [[10 + n % 50] * 40 for n in range(60)]
+    paths = [str(make_corpus(tmp_path / name, tokens, tiny_tokenizer(), (64,), shards=30))
+             for name in ("a", "b", "c")]
+    command = [sys.executable, "-c", MANY_FILES, tokenizer_path(), *paths]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": ROOT}, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split()
+    assert first == second

@@ -1,0 +1,91 @@
+"""Clipping each network by its own norm: the loss scale, and calls that come in another order.
+
+DeepSpeed refuses fp16 on a CPU, so no engine of a test reaches its loss scale.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deberta_ds.engine.clipping import _clip, clip_networks_apart
+
+LARGEST = 2.0
+
+
+def test_a_loss_scale_is_taken_out_before_norms_are_compared():
+    generator = torch.Generator().manual_seed(0)
+    true = [torch.randn(count, generator=generator) for count in (50, 70, 3, 30)]
+    networks, scale = ["", "d", "small", ""], 1024.0
+    scaled = [gradient * scale for gradient in true]
+    norm = _clip([[gradient, None] for gradient in scaled], networks, LARGEST, scale)
+    assert norm.item() == pytest.approx(torch.cat(true).double().norm().item(), rel=1e-6)
+    for gradient, found, network in zip(true, scaled, networks, strict=True):
+        own = torch.cat([x for x, name in zip(true, networks, strict=True) if name == network])
+        wanted = gradient * min(1.0, LARGEST / own.norm().item())
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    assert torch.cat([true[2]]).norm() < LARGEST < true[1].norm()  # both sides of the limit
+
+
+def test_a_norm_that_is_not_finite_leaves_no_finite_gradient_of_its_network():
+    bad, good = torch.tensor([float("inf"), 1.0]), torch.ones(2)
+    _clip([[bad], [good]], ["", "d"], 1.0, 8.0)
+    assert not bad.isfinite().any() and good.tolist() == [0.125, 0.125]
+
+
+class DeepSpeedZeroOptimizer_Stage3:  # noqa: N801  DeepSpeed's name
+    """Its calls of a step: groups are measured, then scaled by the norm that is passed."""
+
+    def __init__(self):
+        self.fp16_groups = [["a"], ["b"], ["c"]]
+        self.sub_group_to_group_id = {0: 0, 1: 1, 2: 2}
+        self.optimizer = SimpleNamespace(param_groups=[{}, {"network": "d"}, {}])
+        self.used = {}
+
+    def get_grad_norm_direct(self, gradients, parameters):
+        return torch.tensor(gradients)
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, parameters):
+        raise NotImplementedError
+
+    def unscale_and_clip_grads(self, group, norm):
+        self.used[group] = norm.item()
+
+    def measure(self, *groups):
+        for group in groups:
+            self.get_grad_norm_direct([3.0, 7.0, 4.0][group], self.fp16_groups[group])
+
+    def scale(self, *groups):
+        self.used.clear()
+        for group in groups:
+            self.unscale_and_clip_grads(group, torch.tensor(99.0))
+        return self.used
+
+
+@pytest.fixture
+def optimizer():
+    found = DeepSpeedZeroOptimizer_Stage3()
+    clip_networks_apart(SimpleNamespace(optimizer=found, gradient_clipping=lambda: LARGEST))
+    return found
+
+
+def test_norms_follow_their_groups_in_any_order_and_after_a_step_without_update(optimizer):
+    """Both were counted by calls: one call too many, and each later step took another's norm."""
+    right = {0: 5.0, 1: 7.0, 2: 5.0}
+    for measured, scaled in (((0, 1, 2), (0, 1, 2)), ((2, 0, 1), (1, 2, 0))):
+        optimizer.measure(*measured)
+        assert optimizer.scale(*scaled) == right
+    optimizer.measure(0, 1, 2)  # not finite: no update
+    optimizer.measure(0, 1, 2)
+    assert optimizer.scale(0, 1, 2) == right
+
+
+@pytest.mark.parametrize("calls", [
+    lambda x: (x.measure(0, 1), x.scale(0)),
+    lambda x: x.scale(0),
+    lambda x: (x.measure(0, 1, 2), x.scale(0, 0)),
+    lambda x: (x.measure(0, 1, 2), x.scale(0, 1, 2), x.scale(0)),
+    lambda x: (x.measure(0, 1, 2, 0), x.scale(0, 1, 2))])
+def test_a_call_too_many_or_too_few_is_an_error(optimizer, calls):
+    with pytest.raises(AssertionError):
+        calls(optimizer)

@@ -1,0 +1,180 @@
+"""Muon against its formula in float64, and the same steps however ZeRO cuts the matrices."""
+
+from contextlib import nullcontext
+
+import pytest
+import rank_helpers
+import torch
+from launching import deepspeed_json, make_run
+from torch import nn
+
+from deberta_ds.checkpoint.find import newest
+from deberta_ds.checkpoint.saved_state import SavedState
+from deberta_ds.config.options import ConfigError
+from deberta_ds.config.run_config import OptimConfig, load
+from deberta_ds.engine import muon
+from deberta_ds.engine.ds_config import problems_with_optimizer
+from deberta_ds.engine.layout import Piece
+from deberta_ds.engine.muon import Muon, _Matrix, orthogonal
+from deberta_ds.engine.optim import build_optimizer
+from deberta_ds.engine.state import MASTER
+from deberta_ds.planner.gpus import GPUS
+from deberta_ds.planner.plan import make_plan
+from deberta_ds.train.check import check_run
+
+STEPS, DECAY = 6, 0.1
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.square = nn.Linear(24, 8), nn.Linear(8, 8)
+        self.norm, self.score = nn.LayerNorm(8), nn.Linear(8, 1)
+        self.table = nn.Embedding(6, 8)
+
+
+def test_orthogonal_matrices_are_near_the_polar_factor():
+    torch.manual_seed(0)
+    for shape in ((40, 16), (16, 40), (16, 16)):
+        matrices = torch.randn(3, *shape, dtype=torch.float64)
+        got = orthogonal(matrices)
+        left, sizes, right = torch.linalg.svd(matrices, full_matrices=False)
+        # The same singular vectors, and every value between 0.6 and 1.3.
+        values = left.mT @ got @ right.mT
+        on = values.diagonal(dim1=-2, dim2=-1)
+        assert (values - torch.diag_embed(on)).abs().max() < 1e-9
+        assert ((on > 0.6) & (on < 1.3))[sizes > 0.05 * sizes.max()].all()
+
+
+def reference(values, gradients, lr):
+    """The formula, one matrix at a time, in float64, with the polynomial on singular values."""
+    w, m = values.double(), torch.zeros_like(values, dtype=torch.float64)
+    for g in gradients:
+        m = 0.95 * m + 0.05 * g.double()
+        left, sizes, right = torch.linalg.svd(0.05 * g.double() + 0.95 * m, full_matrices=False)
+        sizes = sizes / sizes.norm()
+        for _ in range(5):
+            sizes = 3.4445 * sizes - 4.7750 * sizes ** 3 + 2.0315 * sizes ** 5
+        w = w - lr * DECAY * w - lr * 0.2 * max(w.shape) ** 0.5 * (left * sizes) @ right
+    return w
+
+
+def test_steps_agree_with_the_formula_and_all_else_is_adamw():
+    torch.manual_seed(0)
+    model, other = Small(), Small()
+    other.load_state_dict(model.state_dict())
+    optim = {"lr": 1e-2, "weight_decay": DECAY, "betas": (0.9, 0.98)}
+    optimizers = [build_optimizer(model, OptimConfig(name="muon", **optim)),
+                  build_optimizer(other, OptimConfig(name="adamw", **optim))]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: [torch.randn(p.shape) for _ in range(STEPS)]
+                 for name, p in model.named_parameters()}
+    for step in range(STEPS):
+        for network in (model, other):
+            for name, p in network.named_parameters():
+                p.grad = gradients[name][step].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        if name in ("wide.weight", "square.weight"):
+            wanted = reference(before[name], gradients[name], 1e-2)
+            assert (p - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+            assert list(optimizers[0].state[p]) == ["exp_avg"]
+        else:
+            assert torch.equal(p, q), name
+
+
+def test_many_matrices_are_worked_on_in_parts(monkeypatch):
+    """One flat buffer of five matrices, two at a time, as five of one's own."""
+    torch.manual_seed(0)
+    weights, gradients = torch.randn(5, 8, 24), torch.randn(5, 8, 24)
+    alone = [nn.Parameter(w.clone()) for w in weights]
+    flat = nn.Parameter(weights.reshape(-1).clone())
+    held = [_Matrix((8, 24), Piece(0, 0, n * 192, 0, 192), False) for n in range(5)]
+    monkeypatch.setattr(muon, "_AT_ONCE", 400)
+    for params in (alone, [flat]):
+        for p, g in zip(params, gradients if len(params) == 5 else [gradients.reshape(-1)],
+                        strict=True):
+            p.grad = g.clone()
+        optimizer = Muon([{"params": params, "matrices": True}], 0.95, lr=0.1)
+        optimizer._held = {flat: held}
+        optimizer.step()
+    assert torch.allclose(torch.stack(alone).flatten(), flat, atol=1e-6)
+
+
+def test_16_bits_will_do():
+    """As on a GPU: singular values away from zero come near 1 all the same."""
+    torch.manual_seed(0)
+    matrices = torch.randn(2, 48, 16)
+    got = orthogonal(matrices.bfloat16())
+    assert got.dtype == torch.bfloat16
+    sizes = torch.linalg.svdvals(got.float())
+    assert ((sizes > 0.6) & (sizes < 1.3)).all()
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    assert (got.float() - left @ right).norm() < 0.35 * (left @ right).norm()
+
+
+@pytest.mark.parametrize("section, refused", [
+    ({"device": "cpu"}, True), ({"device": "none"}, False), (None, False)])
+def test_offload_is_refused(tmp_path, section, refused):
+    """Its matrices would lie in the host's memory; null and "none" are no offload."""
+    zero = {"stage": 2, "offload_optimizer": section}
+    problems = problems_with_optimizer("muon", {"zero_optimization": zero})
+    assert [text.startswith("optim.name = 'muon'") for text in problems] == [True] * refused
+    run, _ = load(make_run(tmp_path, warmup_steps='5\nname = "muon"'))
+    for check in (lambda: check_run(run, {"zero_optimization": zero}, 1, None, ""),
+                  lambda: make_plan(run, {"zero_optimization": zero}, gpu=GPUS["h100"], gpus=1,
+                                    nodes=1, mfu=0.4)):
+        with pytest.raises(ConfigError, match="or use adamw") if refused else nullcontext():
+            check()
+
+
+SMALL_GROUPS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0,
+                                      "sub_group_size": 20_000}}
+LAYOUTS = [("zero0", 1, 0, {}), ("zero1", 1, 1, {}), ("zero2 by two", 2, 2, {}),
+           ("zero3 by two", 2, 3, SMALL_GROUPS),
+           ("zero1 by three", 3, 1, {})]
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlm", "rtd"])
+def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
+    """Six steps of each layout, and of one that changes twice: the same weights; one that stops
+    and goes on in its own layout has the same bits.
+    """
+    run_file = make_run(tmp_path, steps="6", save_every="2", log_every="1", eval_every="6",
+                        global_batch_rows="12")
+    saved = {}
+
+    def run(name: str, ranks: int, stage: int, more: dict, *options: str) -> SavedState:
+        ds = deepspeed_json(tmp_path / f"{name}.json", stage, **more)
+        rank_helpers.run(ranks, ["--config", str(run_file), "--deepspeed_config", str(ds),
+                                 f"--objective.kind={kind}", "--optim.name=muon",
+                                 "--optim.clip_norm=0.1",
+                                 f"--out_dir={tmp_path / name.split('+')[0]}", *options],
+                         tmp_path / f"{name}.log")
+        return SavedState(newest(tmp_path / name.split("+")[0]))
+
+    for name, ranks, stage, more in LAYOUTS:
+        if kind == "mlm" or name in ("zero0", "zero3 by two"):
+            saved[name] = run(name, ranks, stage, more)
+    if kind == "mlm":
+        run("again", 2, 3, SMALL_GROUPS, "--train.stop_after=3")
+        again, whole = run("again+", 2, 3, SMALL_GROUPS), saved["zero3 by two"]
+        for name in whole.shapes:
+            for key in (MASTER, *whole.state_keys(name)):
+                assert torch.equal(again.read(name, key), whole.read(name, key)), (name, key)
+    run("moved", 2, 1, {}, "--train.stop_after=2")
+    run("moved+", 1, 0, {}, "--train.stop_after=4")
+    saved["moved"] = run("moved++", 2, 3, {})
+    first = saved.pop("zero0")
+    matrices = {name for name in first.shapes if "exp_avg_sq" not in first.state_keys(name)}
+    assert any(name.endswith("ffn_in.weight") for name in matrices)
+    assert not any("words" in name or "bias" in name for name in matrices)
+    for layout, state in saved.items():
+        for name in first.shapes:
+            assert state.state_keys(name) == first.state_keys(name), (layout, name)
+            for key in (MASTER, *first.state_keys(name)):
+                a, b = first.read(name, key), state.read(name, key)
+                assert (a - b).norm() <= 1e-4 * a.norm() + 1e-12, (layout, name, key)

@@ -1,0 +1,87 @@
+"""Ten steps of each optimizer against a reference written from its formula, in float64.
+
+AdamW: Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2. Official Adam: microsoft/DeBERTa
+optims/xadam.py: no bias correction, decoupled decay scaled by the learning rate.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.engine.optim import build_optimizer, learning_rate
+
+STEPS, DECAY = 10, 0.1
+
+
+class Small(nn.Module):
+    """One parameter of each kind: decayed matrix and table, undecayed bias and norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.table = nn.Parameter(torch.randn(6, 5))
+
+
+def reference(values, gradients, name, optim, decay):
+    """Return the parameter after all steps, from the formula."""
+    w = values.double()
+    b1, b2 = optim.betas
+    m = v = torch.zeros_like(w)
+    for step, g in enumerate(gradients):
+        lr = learning_rate(optim, step, 100)
+        g = g.double()
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        if name == "adamw":
+            m_hat, v_hat = m / (1 - b1 ** (step + 1)), v / (1 - b2 ** (step + 1))
+            w = w - lr * decay * w - lr * m_hat / (v_hat.sqrt() + optim.eps)
+        else:
+            w = w - lr * (m / (v.sqrt() + optim.eps) + decay * w)
+    return w
+
+
+@pytest.mark.parametrize("name, schedule", [("adamw", "linear"),
+                                            ("adam_uncorrected", "deberta_linear")])
+def test_ten_steps_agree_with_the_formula(name, schedule):
+    torch.manual_seed(0)
+    optim = OptimConfig(lr=1e-2, name=name, schedule=schedule, weight_decay=DECAY, warmup_steps=3,
+                        betas=(0.9, 0.98))
+    model = Small()
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    gradients = {key: [torch.randn(p.shape) * 10.0 ** -(step % 4) for step in range(STEPS)]
+                 for key, p in model.named_parameters()}
+    optimizer = build_optimizer(model, optim)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(optim, step, 100)
+        for key, p in model.named_parameters():
+            p.grad = gradients[key][step].clone()
+        optimizer.step()
+    errors = []
+    for key, p in model.named_parameters():
+        decay = DECAY if key in ("dense.weight", "table") else 0.0
+        wanted = reference(before[key], gradients[key], name, optim, decay)
+        errors.append(((p - wanted).abs().max() / wanted.abs().max()).item())
+    print(f"{name}: largest relative difference after {STEPS} steps {max(errors):.1e}")
+    assert all(error <= 1e-6 for error in errors)  # max() would pass over NaN
+
+
+def test_official_schedule_starts_at_zero_and_drops_after_warm_up():
+    optim = OptimConfig(lr=1.0, name="adam_uncorrected", schedule="deberta_linear", warmup_steps=10)
+    rates = [learning_rate(optim, step, 100) for step in range(100)]
+    assert rates[0] == 0.0 and rates[9] == pytest.approx(0.9)
+    assert rates[10] == pytest.approx(0.9)  # 1 - 10/100: not 1, the line is not rescaled
+    assert rates[99] == pytest.approx(0.01)
+
+
+def test_fixed_parameters_do_not_move():
+    model = Small()
+    before = model.table.detach().clone()
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-2, weight_decay=DECAY), {"table"})
+    for group in optimizer.param_groups:  # as engine.set_learning_rate does
+        group["lr"] = 0.0 if group.get("fixed") else 1e-2
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(model.table, before) and not torch.equal(model.dense.bias, before[0])

@@ -1,0 +1,71 @@
+"""Every schedule against its formula, at the places where an index could be off by one."""
+
+import math
+
+import pytest
+
+from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.engine.optim import learning_rate
+
+STEPS, WARMUP, LR = 100, 10, 2.0
+
+
+def rates(**settings) -> list[float]:
+    optim = OptimConfig(lr=LR, warmup_steps=WARMUP, **settings)
+    return [learning_rate(optim, step, STEPS) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
+def test_warm_up_rises_from_a_tenth_to_the_peak(schedule):
+    found = rates(schedule=schedule)
+    assert found[:WARMUP] == pytest.approx([LR * (step + 1) / WARMUP for step in range(WARMUP)])
+    assert found[WARMUP] == LR  # the first step after warm-up is not decayed yet
+    assert max(found) == LR
+
+
+def test_constant_stays():
+    assert set(rates(schedule="constant")[WARMUP:]) == {LR}
+
+
+@pytest.mark.parametrize("low", [0.0, 0.25])
+def test_linear_would_reach_its_end_one_step_after_the_last(low):
+    found = rates(schedule="linear", min_lr_share=low)
+    expected = [LR * (low + (1 - low) * (STEPS - step) / (STEPS - WARMUP))
+                for step in range(WARMUP, STEPS)]
+    assert found[WARMUP:] == pytest.approx(expected)
+    assert found[-1] > LR * low
+
+
+@pytest.mark.parametrize("low", [0.0, 0.25])
+def test_cosine_is_half_way_down_in_the_middle(low):
+    found = rates(schedule="cosine", min_lr_share=low)
+    middle = (STEPS + WARMUP) // 2
+    assert found[middle] == pytest.approx(LR * (1 + low) / 2)
+    expected = [LR * (low + (1 - low) * (1 + math.cos(math.pi * (step - WARMUP) / 90)) / 2)
+                for step in range(WARMUP, STEPS)]
+    assert found[WARMUP:] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("share, low", [(0.1, 0.0), (0.2, 0.1), (1.0, 0.0)])
+def test_wsd_is_stable_and_then_falls_in_its_share_of_all_steps(share, low):
+    found = rates(schedule="wsd", decay_share=share, min_lr_share=low)
+    decay = round(share * STEPS)
+    stable = found[WARMUP:STEPS - decay + 1]
+    assert set(stable) <= {LR}
+    for step in range(max(WARMUP, STEPS - decay), STEPS):
+        assert found[step] == pytest.approx(LR * (low + (1 - low) * (STEPS - step) / decay))
+
+
+@pytest.mark.parametrize("low", [0.0, 0.25])
+def test_the_official_schedule_jumps_where_warm_up_ends(low):
+    """microsoft/DeBERTa optims/lr_schedulers.py: x / warm-up, then 1 - x, in shares of all steps.
+    """
+    found = rates(schedule="deberta_linear", min_lr_share=low)
+    assert found[0] == 0.0 and found[WARMUP - 1] == pytest.approx(LR * 9 / 10)
+    expected = [LR * (low + (1 - low) * (1 - step / STEPS)) for step in range(WARMUP, STEPS)]
+    assert found[WARMUP:] == pytest.approx(expected)
+
+
+def test_no_warm_up_starts_at_the_peak():
+    for schedule in ("linear", "cosine", "wsd", "constant", "deberta_linear"):
+        assert learning_rate(OptimConfig(lr=LR, schedule=schedule), 0, STEPS) == LR

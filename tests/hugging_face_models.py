@@ -1,0 +1,53 @@
+"""Small shapes of every family with random weights, and transformers' models of them."""
+
+import dataclasses
+
+import torch
+import transformers
+
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model.init import init_parameters
+from deberta_ds.release import configs, names
+
+BASE = ModelConfig(vocab_size=300, hidden_size=48, num_layers=3, num_heads=4, intermediate_size=96,
+                   max_position=512, hidden_dropout=0.0, attention_dropout=0.0,
+                   attention="reference")
+FAMILIES = {
+    "v3": BASE,
+    "v2_conv": dataclasses.replace(BASE, conv_kernel=3),
+    "v1": dataclasses.replace(BASE, position_buckets=0, share_position_projections=False,
+                              relative_norm=False, key_bias=False),
+    "v1_key_bias": dataclasses.replace(BASE, position_buckets=0, relative_norm=False,
+                                       share_position_projections=False),
+    "bert": dataclasses.replace(BASE, position_buckets=0, relative_norm=False, absolute_input=True,
+                                relative_attention=False, position_terms=(),
+                                share_position_projections=False),
+    "p2c_only": dataclasses.replace(BASE, position_terms=("p2c",)),
+}
+SCALE = 0.1  # larger than the trained init, so attention is far from uniform
+
+
+def random_values(module):
+    """Give every parameter, biases and norms too, a random value."""
+    init_parameters(module, SCALE, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+def hugging_face(config, tensors):
+    """Return the transformers model of `config` with our `tensors` of a backbone."""
+    is_v1 = configs.is_v1_shape(config) and not config.key_bias
+    values = configs.to_hugging_face(config, kind=configs.V1 if is_v1 else configs.V2, rest={})
+    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    if is_v1:
+        theirs = names.pack_v1(theirs, config.num_heads)
+        model = transformers.DebertaModel(transformers.DebertaConfig(**values))
+    else:
+        model = transformers.DebertaV2Model(transformers.DebertaV2Config(**values))
+    missing, unexpected = model.load_state_dict(theirs, strict=False)
+    assert set(missing) <= {"embeddings.position_ids"} and not unexpected
+    return model.eval()

@@ -1,0 +1,227 @@
+"""The encoder and both pretraining heads against transformers, with random weights in fp32.
+
+Oracle: transformers' DebertaV2Model (v2 with convolution, v3) and DebertaModel (v1), loaded through
+the export table of names. The enhanced mask decoder and the replaced-token head have no class
+there, so they are rebuilt from transformers' layers and the formulas of the official code
+(masked_language_model.py, replaced_token_detection_model.py). Only real tokens are compared: for
+padding, transformers attends uniformly and the official code to nothing.
+"""
+
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hugging_face_models import BASE, FAMILIES, hugging_face, random_values
+
+from deberta_ds.data.batch import Batch
+from deberta_ds.model.backbone import Backbone
+from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
+from deberta_ds.release import configs, names
+
+LENGTHS = (33, 128, 512)
+ROUNDING = 1e-5  # of gradients whose true value is zero; the others are above 0.1
+def padded_batch(length):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(4, BASE.vocab_size, (3, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, length // 2:] = 0
+    mask[2, 5:] = 0
+    return ids * mask, mask
+
+
+def relative_error(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_gradients_equal_transformers(family, length):
+    config = FAMILIES[family]
+    backbone = random_values(Backbone(config)).eval()
+    theirs = hugging_face(config, backbone.state_dict())
+    ids, mask = padded_batch(length)
+    direction = torch.randn(3, length, config.hidden_size, generator=torch.manual_seed(4))
+    direction = direction * mask[..., None]
+    hidden = backbone(ids, mask)
+    expected = theirs(ids, attention_mask=mask).last_hidden_state
+    real = mask.bool()
+    assert relative_error(hidden[real], expected[real]) <= 1e-5
+
+    (hidden * direction).sum().backward()
+    (expected * direction).sum().backward()
+    compare_gradients(config, {name: p.grad for name, p in backbone.named_parameters()}, theirs)
+
+
+def compare_gradients(config, gradients, theirs):
+    """Compare those of a backbone with those that transformers' model has."""
+    gradients = names.to_theirs(gradients, config.num_layers, config.absolute_input)
+    if configs.is_v1_shape(config) and not config.key_bias:
+        gradients = names.pack_v1(gradients, config.num_heads)
+    expected_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        expected = expected_gradients[name]
+        if "word_embeddings" in name:  # transformers gives [PAD] no gradient
+            gradient[0], expected[0] = 0, 0
+        if expected.abs().max() < ROUNDING:  # inert by algebra: a key bias under softmax
+            assert gradient.abs().max() < ROUNDING, name
+        else:
+            assert relative_error(gradient, expected) <= 1e-4, name
+
+
+def masked_batch(length):
+    ids, mask = padded_batch(length)
+    labels = torch.full_like(ids, -100)
+    columns = [sorted({1, 7, length // 2, length - 2}), [2, 9], [3]]
+    slots = max(map(len, columns))
+    target_positions = torch.zeros(3, slots, dtype=torch.long)
+    target_index = []
+    for row, chosen in enumerate(columns):
+        for slot, column in enumerate(chosen):
+            labels[row, column] = ids[row, column]
+            ids[row, column] = 4
+            target_positions[row, slot] = column
+            target_index.append(row * slots + slot)
+    positions = torch.arange(length).expand(3, length)
+    return Batch(rows=torch.arange(3), input_ids=ids, labels=labels, segments=mask.int(),
+                 positions=positions, target_positions=target_positions,
+                 target_index=torch.tensor(target_index), num_targets=len(target_index),
+                 num_tokens=int(mask.sum()))
+
+
+def decoded_by_transformers(theirs, config, position_table, batch):
+    """Return the enhanced mask decoder's states [B, L, C], from transformers' layers."""
+    mask = batch.segments.long()
+    states = theirs(batch.input_ids, attention_mask=mask, output_hidden_states=True)
+    encoder, memory = theirs.encoder, states.hidden_states[-2]
+    query = position_table[: memory.size(1)] + memory
+    pairs = encoder.get_attention_mask(mask)
+    relative = encoder.get_rel_pos(memory)
+    for _ in range(2):
+        query, _ = encoder.layer[-1](memory, pairs, query_states=query, relative_pos=relative,
+                                     rel_embeddings=encoder.get_rel_embedding())
+    return query
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", ["v3", "v2_conv", "v1_key_bias"])
+def test_masked_lm_with_enhanced_decoder_equals_rebuild(family, length):
+    config = FAMILIES[family]
+    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    masked_lm = random_values(MaskedLm(config)).eval()
+    tensors = {"words.weight": words.weight.detach()} | {
+        name: tensor for name, tensor in masked_lm.state_dict().items() if name.startswith("trunk")}
+    theirs = hugging_face(config, tensors)
+    batch = masked_batch(length)
+    head = masked_lm.head
+    decoded = decoded_by_transformers(theirs, config, masked_lm.positions.weight, batch)
+    states = decoded[batch.labels >= 0]
+    expected = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
+    labels = batch.labels[batch.labels >= 0]
+    expected_loss = F.cross_entropy(expected, labels, reduction="sum")
+    own = [words.weight, masked_lm.positions.weight, *head.parameters()]
+    expected_own = torch.autograd.grad(expected_loss, own, retain_graph=True)
+    expected_loss.backward(inputs=list(theirs.parameters()))
+    with torch.no_grad():
+        read = masked_lm.target_states(words, batch)
+        logits = head.norm(F.gelu(head.dense(read))) @ words.weight.T + head.bias
+    loss_sum, correct, _ = masked_lm(words, batch)
+    assert relative_error(logits, expected) <= 1e-5
+    torch.testing.assert_close(loss_sum, expected_loss, rtol=1e-5, atol=0)
+    assert correct == (expected.argmax(-1) == labels).sum()
+    loss_sum.backward()
+    for ours, right in zip(own[1:], expected_own[1:], strict=True):
+        assert relative_error(ours.grad, right) <= 1e-4
+    # The table that predicts is the one that is looked up; transformers' has the look-up alone.
+    gradients = {name: p.grad for name, p in masked_lm.named_parameters() if "trunk" in name}
+    compare_gradients(config, {"words.weight": words.weight.grad - expected_own[0]} | gradients,
+                      theirs)
+
+
+def rows_of_pieces(ids, apart):
+    """Return (ids, segments, positions) of pieces in a row each, or in two packed rows."""
+    packing = [[one] for one in ids] if apart else [ids, ids[::-1]]
+    length = max(sum(map(len, row)) for row in packing) + 3
+    found = torch.zeros(3, len(packing), length, dtype=torch.long)
+    for row, pieces in enumerate(packing):
+        real = torch.stack([torch.cat(parts) for parts in (
+            pieces, [torch.full_like(x, number) for number, x in enumerate(pieces, 1)],
+            [torch.arange(len(x)) for x in pieces])])
+        found[:, row, :real.size(1)] = real
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_detector_learns_from_packed_pieces_as_transformers_from_each_alone(family):
+    """Many tokens of a row read one [CLS] state, and no piece sees its neighbours."""
+    config = FAMILIES[family]
+    backbone = random_values(Backbone(config)).eval()
+    head = random_values(ReplacedTokenHead(config)).eval()
+    theirs = hugging_face(config, backbone.state_dict())
+    generator = torch.Generator().manual_seed(5)
+    sizes = (5, 1, 9, 3, 40)
+    ids = [torch.randint(4, config.vocab_size, (size,), generator=generator) for size in sizes]
+    weights = [torch.randn(size, generator=generator) for size in sizes]
+    packed, segments, positions = rows_of_pieces(ids, apart=False)
+    vectors = backbone.words(packed)
+    logits = head(backbone.trunk(vectors, segments, positions), positions)[segments > 0]
+    alone, mask, _ = rows_of_pieces(ids, apart=True)
+    states = theirs(alone, attention_mask=mask).last_hidden_state
+    mixed = F.layer_norm(states[:, :1] + states, (config.hidden_size,), head.norm.weight,
+                         head.norm.bias, config.norm_eps)
+    mixed = F.gelu(F.linear(mixed, head.dense.weight, head.dense.bias))
+    scores = F.linear(mixed, head.classifier.weight, head.classifier.bias).squeeze(-1)
+    expected = [row[:size] for row, size in zip(scores, sizes, strict=True)]
+    assert relative_error(logits, torch.cat(expected + expected[::-1])) <= 1e-5
+    right = (torch.cat(expected) * torch.cat(weights)).sum() * 2  # each piece is in both rows
+    expected_own = torch.autograd.grad(right, list(head.parameters()), retain_graph=True)
+    right.backward(inputs=list(theirs.parameters()))
+    (logits * torch.cat(weights + weights[::-1])).sum().backward()
+    for parameter, wanted in zip(head.parameters(), expected_own, strict=True):
+        assert relative_error(parameter.grad, wanted) <= 1e-4
+    compare_gradients(config, {name: p.grad for name, p in backbone.named_parameters()}, theirs)
+
+
+def test_masked_lm_without_decoder_equals_transformers_head():
+    """BERT form: absolute positions in the input, no decoder; oracle: the legacy=False head."""
+    config = FAMILIES["bert"]
+    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    masked_lm = random_values(MaskedLm(config)).eval()
+    tensors = {"words.weight": words.weight.detach()} | {
+        name.replace("head.", "mlm_head."): tensor
+        for name, tensor in masked_lm.state_dict().items()}
+    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = {("" if name.startswith("lm_pred") else names.PREFIX) + name: tensor
+              for name, tensor in theirs.items()}
+    values = configs.to_hugging_face(config, kind=configs.V2, rest={"legacy": False})
+    model = transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**values)).eval()
+    model.load_state_dict(theirs, strict=False)
+    batch = masked_batch(33)
+    with torch.no_grad():
+        expected = model(batch.input_ids, attention_mask=batch.segments.long()).logits
+        expected = expected[batch.labels >= 0]
+        states = masked_lm.target_states(words, batch)
+        head = masked_lm.head
+        logits = head.norm(F.gelu(head.dense(states))) @ words.weight.T + head.bias
+    assert relative_error(logits, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_replaced_token_head_equals_rebuild(length):
+    config = FAMILIES["v3"]
+    backbone = random_values(Backbone(config)).eval()
+    head = random_values(ReplacedTokenHead(config)).eval()
+    theirs = hugging_face(config, backbone.state_dict())
+    ids, mask = padded_batch(length)
+    positions = torch.arange(length).expand(3, length)
+    with torch.no_grad():
+        logits = head(backbone(ids, mask), positions)
+        states = theirs(ids, attention_mask=mask).last_hidden_state
+        mixed = F.layer_norm(states[:, :1] + states, (config.hidden_size,), head.norm.weight,
+                             head.norm.bias, config.norm_eps)
+        mixed = F.gelu(F.linear(mixed, head.dense.weight, head.dense.bias))
+        expected = F.linear(mixed, head.classifier.weight, head.classifier.bias).squeeze(-1)
+    real = mask.bool()
+    assert relative_error(logits[real], expected[real]) <= 1e-5

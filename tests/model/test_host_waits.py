@@ -1,0 +1,159 @@
+"""The host waits for the device once a training step, after the last backward pass was launched.
+
+Tensors of the "meta" device stand for a GPU's: whoever reads a number of theirs is seen.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton", reason="the fused kernels need the triton package")
+
+import torch  # noqa: E402
+from test_determinism import batch_of_packed_rows  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig  # noqa: E402
+from deberta_ds.model import encoder
+from deberta_ds.model.kernels import kernel_table  # noqa: E402
+from deberta_ds.model.kernels.attention import fused_path  # noqa: E402
+from deberta_ds.objectives.mlm import MlmModel  # noqa: E402
+from deberta_ds.objectives.rtd import RtdModel  # noqa: E402
+from deberta_ds.train.step import _update, train_step  # noqa: E402
+
+DEVICE = torch.device("meta")
+READERS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero"}
+
+
+class Waits(TorchDispatchMode):
+    """Note when the host waits for the device, and give it zeros, or another number."""
+
+    number = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if name in READERS and any(x.is_meta for x in tensors):
+            self.events.append(name)
+            return self.number
+        if name == "_to_copy" and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+            self.events.append("read")
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        to_device = name == "_to_copy" and kwargs.get("device") == DEVICE and tensors[0].is_cpu
+        into_device = name == "copy_" and args[0].is_meta and args[1].is_cpu
+        if (to_device and not kwargs.get("non_blocking")) or (
+                into_device and not (len(args) > 2 and args[2])):
+            self.events.append("copy")
+        return function(*args, **kwargs)
+
+
+class Makes(TorchFunctionMode):
+    """Note numbers of the host that become a tensor of the device, which is a copy, too."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor) and made.is_meta:
+            self.events.append("copy")
+        return made
+
+
+class Engine:
+    """What `train_step` asks of DeepSpeed's, which waits in its `step`, after all of this."""
+
+    device = DEVICE
+    optimizer = SimpleNamespace(overflow=False)
+
+    def __init__(self, model, events):
+        self.model, self.events = model, events
+
+    def __call__(self, *inputs):
+        return self.model(*inputs)
+
+    def backward(self, loss):
+        loss.backward()
+        self.events.append("backward")
+
+    def step(self):
+        self.events.append("step")
+
+    def fp16_enabled(self):
+        return False
+
+    def train_micro_batch_size_per_gpu(self):
+        return 1
+
+    def set_train_batch_size(self, rows):
+        pass
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        pass
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    def attend(*tensors, segments, mode, **options):
+        return fused_path(*tensors, segments_BL=segments, **options)
+
+    # "meta" knows no autocast
+    monkeypatch.setattr(torch, "autocast", lambda *_arguments, **_options: nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _kind: False)
+    monkeypatch.setattr(encoder, "attend", attend)
+    first = {one.idea: one for one in reversed(kernel_table.KERNELS)}
+    monkeypatch.setattr(kernel_table, "pick", lambda idea, *_: kernel_table.Choice(first[idea], ""))
+
+
+@pytest.mark.parametrize("kind", ["mlm", "rtd"])
+def test_the_host_waits_once_a_step_at_its_end(kind, fused):
+    config = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
+                         intermediate_size=64, max_position=64, position_buckets=8,
+                         conv_kernel=3 if kind == "mlm" else 0)
+    if kind == "mlm":
+        model = MlmModel(config, 190)
+    else:
+        model = RtdModel(config, config, ObjectiveConfig(kind="rtd"), sampling_seed=0)
+    model.to(DEVICE)
+    batches = [batch_of_packed_rows() for _ in range(2)]
+    with Waits() as waits, Makes(waits.events):
+        engine = Engine(model, waits.events)
+        train_step(engine, batches, step=0, seed=1)  # makes the tables that steps share
+        waits.events.clear()
+        result = train_step(engine, batches, step=1, seed=1)
+    assert waits.events == ["backward", "step", "backward", "read", "step"]
+    assert result.updated and {"targets", "tokens"} <= result.sums.keys()
+
+
+def test_without_zero_the_host_waits_for_all_gradients_at_once():
+    """In fp32 it waited for each: 198 times a step of deberta-v3-base."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, device=DEVICE) for _ in range(20)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine = SimpleNamespace(optimizer=object(), module=model, micro_steps=0, skipped_steps=0,
+                             step=lambda: None, zero_grad=lambda: None)
+    with Waits() as waits:
+        waits.number = 1.0  # each is finite
+        assert _update(engine)
+    assert len(waits.events) == 1
+
+
+def test_what_waits_is_seen():
+    there = torch.zeros(3, device=DEVICE)
+    with Waits() as waits, Makes(waits.events):
+        for wait in (lambda: there.sum().item(), lambda: bool(there[0] > 0), lambda: there.cpu(),
+                     lambda: there.tolist(), lambda: torch.ones(3).to(DEVICE),
+                     lambda: there.copy_(torch.ones(3)), lambda: there.new_tensor([1.0])):
+            wait()
+        assert len(waits.events) == 7, waits.events
+        torch.ones(3).to(DEVICE, non_blocking=True)
+        torch.full((), 3.0, device=DEVICE)
+        assert len(waits.events) == 7

@@ -1,0 +1,145 @@
+"""The table of kernels: what runs where, why, and that the documentation says the same."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.model.embeddings import loss_function
+from deberta_ds.model.keep import is_hashed
+from deberta_ds.model.kernels import kernel_check, kernel_table
+from deberta_ds.model.kernels.kernel_table import Request, pick
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HALF, SINGLE = torch.bfloat16, torch.float32
+IDEAS = ("attention", "cross-entropy", "LayerNorm", "GELU", "dropout", "projections")
+SMALL = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
+                    intermediate_size=64, max_position=64, position_buckets=8)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Function that pretends to have a card of some capability, whose checks end as told."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv(kernel_check.OFF, raising=False)
+
+    def pretend(capability=(9, 0), passed=True):
+        verdict = kernel_check.Verdict(passed, "checked" if passed else "result off by 1.0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(kernel_check, "check", lambda *arguments: verdict)
+        kernel_table._pick.cache_clear()
+
+    pretend()
+    yield pretend
+    kernel_table._pick.cache_clear()
+
+
+def request(idea: str, device=GPU, dtype=HALF, **more) -> Request:
+    size = 64 if idea == "attention" else 768
+    state = dtype if idea in ("LayerNorm", "GELU") else None
+    return replace(Request(device, dtype, size, state), **more)
+
+
+@pytest.mark.parametrize("idea", IDEAS)
+def test_on_a_cpu_torchs_operators_run(card, idea):
+    choice = pick(idea, request(idea, CPU))
+    assert choice.name == {"attention": "tiled", "cross-entropy": "chunked", "dropout": "hash",
+                           "projections": "separate"}.get(idea, "torch")
+    assert choice.why == ("" if idea == "dropout" else
+                          f"not {'shared' if idea == 'projections' else 'fused'}: no GPU")
+
+
+@pytest.mark.parametrize(("changes", "passed", "reason"), [
+    ({"size": 160}, True, "heads of 160 are larger than 128"),
+    ({"obstacle": "too large"}, True, "too large"), ({}, False, "result off by 1.0")])
+def test_a_gpu_that_goes_without_the_kernels_is_a_warning(card, caplog, changes, passed, reason):
+    pytest.importorskip("triton")
+    card(passed=passed)
+    with caplog.at_level("INFO", "deberta_ds"):
+        for device in (CPU, GPU):
+            pick("attention", request("attention", device, **changes))
+    loud, = caplog.records
+    assert loud.levelname == "WARNING"
+    assert reason in loud.message and "several times slower" in loud.message
+
+
+def test_on_a_card_triton_runs_where_it_is_right(card):
+    pytest.importorskip("triton")
+    for idea in IDEAS[:4]:
+        choice = pick(idea, request(idea))
+        assert (choice.name, choice.why) == ("fused", "checked")
+    assert pick("projections", request("projections")).name == "shared"
+    assert pick("dropout", request("dropout")).name == "torch"
+    card(passed=False)
+    for idea in IDEAS[:4]:
+        choice = pick(idea, request(idea))
+        assert choice.name != "fused" and "fails its check on this card: result off" in choice.why
+
+
+@pytest.mark.parametrize("idea, more, reason", [
+    ("attention", {"size": 160}, "heads of 160 are larger than 128"),
+    ("attention", {"dtype": SINGLE}, "it takes bf16 and fp16, not fp32"),
+    ("attention", {"obstacle": "more than a launch has"}, "more than a launch has"),
+    ("cross-entropy", {"dtype": SINGLE}, "it takes bf16 and fp16, not fp32"),
+    ("cross-entropy", {"size": 100}, "hidden size 100 is no multiple of 16"),
+    ("LayerNorm", {"size": 9000}, "hidden size 9000 is larger than 8192"),
+    ("GELU", {"dtype": torch.float64}, "it takes fp32, bf16 and fp16, not fp64"),
+    ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3"),
+])
+def test_what_cannot_run_says_why(card, idea, more, reason):
+    pytest.importorskip("triton")
+    choice = pick(idea, request(idea, **more))
+    assert choice.name not in ("fused", "shared") and choice.why.endswith(f": {reason}")
+    if idea in kernel_table.OPTIONS:
+        with pytest.raises(UserError, match=f"= 'fused' cannot run here: {reason}; use 'auto' or "):
+            pick(idea, request(idea, **more), "fused")
+
+
+def test_an_old_card_or_a_variable_rules_out_triton(card, monkeypatch):
+    pytest.importorskip("triton")
+    card(capability=(7, 5))
+    assert "compute capability 8.0" in pick("LayerNorm", request("LayerNorm")).why
+    card()
+    monkeypatch.setenv("DEBERTA_DS_KERNELS", "0")
+    assert pick("GELU", request("GELU")).why == "not fused: DEBERTA_DS_KERNELS=0"
+
+
+def test_kernels_by_name(card):
+    for mode in ("reference", "tiled"):
+        choice = pick("attention", request("attention", CPU), mode)
+        assert (choice.name, choice.why) == (mode, f"attention = '{mode}'")
+    with pytest.raises(UserError, match="choose one of auto, fused, reference, tiled"):
+        pick("attention", request("attention", CPU), "flash")
+    with pytest.raises(UserError, match="vocabulary_loss = 'fused' cannot run here: no GPU"):
+        loss_function("fused", torch.zeros(1, 16), torch.zeros(8, 16))
+
+
+def test_everything_that_runs_here_can_be_loaded(card):
+    for kernel in kernel_table.KERNELS:
+        if not kernel.check:
+            assert kernel.load() is None or callable(kernel.load())
+
+
+def test_dropout_follows_the_table(card):
+    assert is_hashed(torch.zeros(1)) == (pick("dropout", request("dropout", CPU)).name == "hash")
+
+
+def test_choices_of_a_model_in_a_line(card):
+    found = kernel_table.choices(SMALL, CPU, SINGLE, HALF, 128)
+    assert tuple(found) == IDEAS
+    assert found["attention"] == {"kernel": "tiled", "why": "not fused: no GPU"}
+    assert kernel_table.in_a_line(found) == (
+        "attention tiled, cross-entropy chunked, LayerNorm torch, GELU torch (not fused: no GPU); "
+        "dropout hash; projections separate (not shared: no GPU)")
+    named = kernel_table.choices(replace(SMALL, attention="reference"), CPU, SINGLE, SINGLE, 128)
+    assert named["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
+
+
+def test_the_documentation_has_this_table():
+    text = (Path(__file__).parents[2] / "docs/attention.md").read_text()
+    written = [line for line in text.splitlines() if line.startswith(tuple(
+        f"| {idea} | `" for idea in IDEAS))]
+    assert written == kernel_table.table()

@@ -1,0 +1,300 @@
+"""The planner: its memory against the allocator, its table against arithmetic done here."""
+
+import json
+import os
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from launching import ENVIRONMENT, ROOT, make_run, python
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config import run_config
+from deberta_ds.config.options import ConfigError
+from deberta_ds.engine import ds_config
+from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.planner.activations import Activations, trace
+from deberta_ds.planner.advice import advise, offloaded
+from deberta_ds.planner.communication import (
+    Gathered,
+    Traffic,
+    bandwidth,
+    host_seconds,
+    latency_seconds,
+    most_gathered,
+    step_seconds,
+    traffic,
+)
+from deberta_ds.planner.gpus import GPUS, card_of, peak_flops
+from deberta_ds.planner.plan import make_plan, memory_of, recommended
+
+MODELS = {
+    "deep": ["--model.hidden_size=128", "--model.intermediate_size=512", "--model.num_layers=6",
+             "--model.vocab_size=4000"],
+    "wide": ["--model.hidden_size=192", "--model.intermediate_size=768", "--model.num_layers=4",
+             "--model.vocab_size=12000", "--train.checkpoint_layers=1"],
+    "conv": ["--objective.kind=mlm", "--model.hidden_size=256", "--model.intermediate_size=1024",
+             "--model.num_layers=4", "--model.vocab_size=2000", "--model.conv_kernel=3",
+             "--train.checkpoint_layers=1", "--train.recompute=cheap"],
+}
+TOLERANCE = 0.1
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("plan"), dropout=0.1, checkpoint_layers="0",
+                    global_batch_rows="16", micro_batch_rows="8",
+                    preset='"tiny"\nattention = "reference"')
+
+
+@cache
+def traced(run, precision: str) -> Activations:
+    return trace(run, torch.bfloat16 if precision == "bf16" else torch.float32, fused=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "ranks", "micro_batches"), [  # FULL_TABLE=1: a minute more
+    ([*MODELS] if "FULL_TABLE" in os.environ else ["wide"], 2, 1), (["conv"], 8, 2)])
+def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, ranks, micro_batches):
+    out = run_file.parent / "memory.json"
+    batch = f"--train.global_batch_rows={8 * ranks * micro_batches}"
+    python(ROOT / "tests/workers/memory.py", run_file, out, ranks,
+           *(f"{name}:{stage}:{';'.join([*MODELS[name], batch])}" for stage in range(4)
+             for name in names))
+    for name, measured in json.loads(out.read_text()).items():
+        run, _ = run_config.load(run_file, MODELS[name.split(",")[0]])
+        memory = memory_of(count_parameters(on_meta(build_model, run)), measured["ds"], ranks,
+                           traced(run, ds_config.precision(measured["ds"])),
+                           accumulates=micro_batches > 1)
+        print(f"{name}: held {memory.held / measured['held'] - 1:+.1%}, "
+              f"peak {memory.peak / measured['peak'] - 1:+.1%}")
+        assert memory.held == pytest.approx(measured["held"], rel=TOLERANCE), name
+        assert memory.peak == pytest.approx(measured["peak"], rel=TOLERANCE), name
+
+
+def test_a_card_by_hand():
+    with pytest.raises(UserError, match="--gpu h300: not listed.*--tflops.*--memory_gb"):
+        card_of("h300", tflops=100)
+    slower = card_of("h100", link_gb_s=32)
+    assert slower.peaks == GPUS["h100"].peaks and slower.link == 32e9
+    assert card_of("h100", tflops=100).peak("fp32") == 100e12
+
+
+@pytest.mark.parametrize("name, bf16, fp32", [  # TFLOP/s of the data sheets
+    ("NVIDIA H100 80GB HBM3", 989, 67), ("NVIDIA H100 PCIe", 756, 51), ("NVIDIA H200", 989, 67),
+    ("NVIDIA GH200 480GB", 989, 67), ("NVIDIA B200", 2250, 75), ("NVIDIA H800", 989, 67),
+    ("NVIDIA A100-SXM4-80GB", 312, 19.5), ("A100-PCIE-40GB", 312, 19.5),
+    ("NVIDIA A100 80GB PCIe", 312, 19.5), ("NVIDIA L4", 121, 30.3), ("NVIDIA L40", 181, 90.5),
+    ("NVIDIA L40S", 362, 91.6), ("NVIDIA A10", 125, 31.2), ("NVIDIA A10G", 70, 31.5),
+    ("NVIDIA GeForce RTX 4090", 165.2, 82.6), ("NVIDIA GeForce RTX 3090", 71, 35.6),
+    ("NVIDIA GeForce RTX 5090", 209.5, 104.8), ("Tesla V100-SXM2-32GB", None, 15.7),
+    ("Tesla V100-SXM3-32GB", None, 15.7), ("Tesla V100-DGXS-32GB", None, 15.7),
+    ("NVIDIA GB200", 2500, 80), ("Tesla V100-PCIE-16GB", None, 14), ("Tesla T4", None, 8.1)])
+def test_a_card_is_known_by_its_whole_name(monkeypatch, name, bf16, fp32):
+    """GeForce cards had no MFU, an L40 had an L4's, an H100 PCIe an SXM's; fp32 had TF32's."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = [peak_flops(torch.device("cuda"), precision) for precision in ("bf16", "fp32")]
+    assert found == [bf16 and pytest.approx(bf16 * 1e12), pytest.approx(fp32 * 1e12)]
+    assert peak_flops(torch.device("cuda"), "fp16") >= (bf16 or fp32) * 1e12
+
+
+@pytest.mark.parametrize("name", [
+    "NVIDIA A1000", "NVIDIA RTX A1000", "NVIDIA H100 NVL", "NVIDIA H800 PCIe", "NVIDIA L40G",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "Tesla V100S-PCIE-32GB",
+    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H20"])
+def test_a_card_that_is_not_listed_has_no_mfu(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), "bf16") is None
+
+
+def test_a_card_without_bf16_is_not_planned_in_bf16(run_file):
+    run, _ = run_config.load(run_file, ["--train.global_batch_rows=64"])
+    with pytest.raises(UserError, match="no bf16.*zero1_fp16"):
+        make_plan(run, BF16, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
+    assert make_plan(run, {"fp16": {"enabled": True}}, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
+
+
+def test_states_of_the_published_sizes():
+    """ZeRO's own arithmetic: 16 bytes a parameter in bf16 with fp32 Adam, gradients included."""
+    ds = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}, "bf16": {"enabled": True}}
+    nothing = Activations({0: 0})
+    assert memory_of(1_000_000, ds, 1, nothing, accumulates=False).held == 16_000_000
+    assert memory_of(1_000_000, ds, 8, nothing, accumulates=False).held == 2_000_000
+
+
+def test_table(run_file):
+    run, _ = run_config.load(run_file, ["--train.global_batch_rows=64"])
+    ds = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
+    choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
+    assert [(c.stage, c.recompute) for c in choices] == [
+        (stage, how) for how in ("none", "cheap", "full") for stage in (1, 2, 3)]
+    assert recommended(choices) is not None and recommended(choices).recompute == "none"
+    plain = choices[0]
+    seconds = 64 * 64 * objective_of(run).flops_per_token(run) / (4 * 989e12 * 0.5)
+    assert plain.compute_seconds == pytest.approx(seconds)
+    parameters = count_parameters(on_meta(build_model, run))
+    # all-reduce of gradients in buckets of 1,000, gather of weights, in a ring of four
+    messages = -(-parameters // 1000) + 1
+    sending = 3 * 3 / 4 * 2 * parameters / (450e9 * 0.95) + messages * latency_seconds(4)
+    assert plain.communication_seconds == pytest.approx(sending)
+    assert plain.step_seconds == pytest.approx(seconds + sending)  # nothing overlaps
+    kept = {c.recompute: c.memory.work for c in choices if c.stage == 1}
+    assert kept["none"] > kept["cheap"] > kept["full"]
+    by_hand = card_of("mine", tflops=989, memory_gb=80, link_gb_s=450, network_gb_s=50)
+    assert make_plan(run, ds, gpu=by_hand, gpus=4, nodes=1, mfu=0.5) == choices
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("name, stages", [("zero2_bf16_offload_cpu", {1, 2, 3}),
+                                          ("zero3_bf16_offload_cpu", {3}),
+                                          ("zero3_bf16_offload_nvme", {3})])
+def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
+    """Weights were taken out of the GPU at every stage, and the fastest of them recommended."""
+    run, _ = run_config.load(run_file, ["--train.global_batch_rows=64"])
+    ds = ds_config.load(ROOT / f"ds_configs/{name}.json")
+    choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
+    assert {choice.stage for choice in choices} == stages
+    parameters = count_parameters(on_meta(build_model, run))
+    width = 2 * ("offload_param" in ds["zero_optimization"])
+    [line] = offloaded(choices, 4)
+    assert f"offload: {(16 + width) * parameters / 1e9:,.1f} GB of each host's memory" in line
+    assert "not in the times" in line and offloaded([replace(choices[0], memory=replace(
+        choices[0].memory, offloaded=0))], 4) == []
+    best = recommended(choices)
+    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], gpus=4, nodes=1))
+    assert ("no other stage" in text) == (stages == {3})
+
+
+@pytest.mark.parametrize("stage, micro_batches, gathered, gradients, weights, messages", [
+    (0, 4, None, 2, 0, 3),  # all-reduce once a step, in three buckets
+    (1, 4, None, 2, 1, 3 + 2),  # and the weights in two
+    (2, 4, None, 8, 1, 4 * 3 + 2),  # every micro-batch
+    (3, 1, Gathered(2000, 0, 7), 1, 2, 7 + 3),  # reduce-scatter; gathered for both passes
+    (3, 4, Gathered(3000, 500, 9), 4, 12.5, 4 * (9 + 3)),
+])
+def test_bytes_sent(stage, micro_batches, gathered, gradients, weights, messages):
+    zero = {"stage": stage, "reduce_bucket_size": 400, "allgather_bucket_size": 500}
+    ds = BF16 | {"zero_optimization": zero}
+    sent = traffic(1000, ds, 4, micro_batches, gathered)
+    assert (sent.gradients, sent.weights) == (1500 * gradients, 1500 * weights)
+    assert sent.messages == messages
+    wide = traffic(1000, ds | {"communication_data_type": "fp32"}, 4, micro_batches, gathered)
+    assert wide.gradients == 2 * sent.gradients and wide.weights == sent.weights
+    assert traffic(1000, ds, 1, micro_batches, gathered).total == 0
+
+
+@pytest.mark.parametrize("zero, micro_batch, step, messages", [
+    ({}, 2000, 100, 20),  # nothing is far enough from its next use
+    ({"stage3_max_reuse_distance": 4000}, 2000 + (2000 + 200) / 2, 100, 30),
+    ({"stage3_max_reuse_distance": 0}, 4 * 2000 + 200, 100, 80),
+    ({"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
+     4 * 2100 + 200, 0, 84),
+    ({"stage3_param_persistence_threshold": 100}, 0, 2100, 0),
+])
+def test_what_zero3_gathers_at_most(zero, micro_batch, step, messages):
+    zero = {"stage3_param_persistence_threshold": 99} | zero
+    sizes = [100] * 20 + [99]  # a part of the last one is padded
+    found = most_gathered(sizes, zero, ranks=4, layers=10)
+    assert (found.per_micro_batch, found.per_step, found.messages) == (micro_batch, step, messages)
+
+
+def test_what_computing_hides():
+    sent, stage1 = Traffic(gradients=60.0, weights=30.0), {"stage": 1}
+    alone = step_seconds(sent, 9.0, 10.0, {"zero_optimization": stage1}, 2)
+    assert alone == 9 + 6 + 3
+    overlapping = {"zero_optimization": stage1 | {"overlap_comm": True}}
+    assert step_seconds(sent, 9.0, 10.0, overlapping, 2) == 9 + (6 - 3) + 3  # the last backward
+    assert step_seconds(sent, 90.0, 10.0, overlapping, 2) == 90 + 3
+    # All in one bucket: it leaves when the backward pass has ended.
+    late = Traffic(gradients=60.0, weights=30.0, messages=5, last=60.0)
+    assert step_seconds(late, 90.0, 10.0, overlapping, 2) == 90 + 6 + 3
+    assert step_seconds(late, 9.0, 10.0, {"zero_optimization": stage1}, 2,
+                        latency=0.1) == 9 + 6 + 5 * 0.1 + 3
+    stage3 = {"zero_optimization": {"stage": 3}}
+    assert step_seconds(sent, 8.0, 10.0, stage3, 2) == 9 and step_seconds(
+        sent, 20.0, 10.0, stage3, 2) == 20
+    assert step_seconds(sent, 8.0, 10.0, stage3, 2, host=11.0) == 11
+
+
+def test_python_of_zero3_as_it_was_measured():
+    for ranks, seconds in ((8, 1.2), (64, 2.1), (256, 6.3), (1024, 15.5)):
+        assert host_seconds(1184, ranks) == pytest.approx(seconds, rel=0.3)
+
+
+def test_a_node_of_eight_network_cards_has_their_sum():
+    h100 = GPUS["h100"]
+    assert bandwidth(h100, 8, 1) == pytest.approx(450e9 * 0.95)
+    assert bandwidth(h100, 8, 4) == pytest.approx(380e9)
+    assert bandwidth(h100, 1, 4) == pytest.approx(50e9 * 0.95)
+
+
+def test_advice_gives_its_reasons(run_file):
+    run, _ = run_config.load(
+        run_file, ["--train.global_batch_rows=2048", "--train.micro_batch_rows=2"])
+    ds = BF16 | {"zero_optimization": {"stage": 1}}
+    choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=8, nodes=32, mfu=0.5)
+    parameters = count_parameters(on_meta(build_model, run))
+    best = recommended(choices)
+    text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], gpus=8,
+                            nodes=32))
+    for part in (f"ZeRO-{best.stage}: a step takes", "no recomputation", "one in 195 h",
+                 "micro_batch_rows = 8 would", "reduce_bucket_size", "communication_data_type"):
+        assert part in text, part
+    assert "does not fit" not in text
+    # DeepSpeed's default bucket holds the whole model, so overlap_comm alone would hide nothing.
+    slow = card_of("mine", tflops=989, memory_gb=80, link_gb_s=1, network_gb_s=1)
+    best = replace(best, compute_seconds=1.0)
+    once, _ = run_config.load(
+        run_file, ["--train.global_batch_rows=64", "--train.micro_batch_rows=2"])
+    for overlaps, zero in ((False, {}), (False, {"overlap_comm": True}),
+                           (True, {"overlap_comm": True, "reduce_bucket_size": 50_000_000})):
+        given = BF16 | {"zero_optimization": {"stage": 1} | zero}
+        lines = advise(once, given, [best], best, 400_000_000, gpu=slow, gpus=8, nodes=4)
+        assert overlaps != any("overlap_comm = true with reduce_bucket_size = 200,000,000: 2.781 s"
+                               in line for line in lines), zero
+
+
+@pytest.mark.parametrize("rows, micro, ranks, hint", [
+    (96, 8, 5, "80 or 120 rows would be, or 4 ranks"),
+    (64, 16, 8, "128 rows would be, or micro_batch_rows = 8, or 4 ranks"),
+    (30, 4, 3, "24 or 36 rows would be, or micro_batch_rows = 2")])
+def test_what_divides_is_said(run_file, rows, micro, ranks, hint):
+    run, _ = run_config.load(run_file, [f"--train.global_batch_rows={rows}",
+                                    f"--train.micro_batch_rows={micro}"])
+    with pytest.raises(ConfigError, match=hint):
+        ds_config.accumulation_steps(run, ranks)
+
+
+@pytest.mark.slow
+def test_command(run_file, tmp_path, monkeypatch):
+    monkeypatch.delitem(ENVIRONMENT, "DS_ACCELERATOR")  # as a user without a GPU has it
+    done = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a100", "--gpus", "4",
+                  "--html", tmp_path / "plan.html", "--train.global_batch_rows=64")
+    assert "fastest that fits: ZeRO-1, recompute none" in done.stdout
+    assert "vocabulary of 640 (" in done.stdout
+    assert "accelerator" not in done.stdout + done.stderr  # DeepSpeed's warning, of no concern here
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count('class="memory"') > 3 and "http" not in page.replace("http-equiv", "")
+    failed = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a1", check=False)
+    assert failed.returncode == 2 and failed.stderr.startswith("error: --gpu a1")
+
+
+def test_planes_of_attention_are_counted_while_it_works_and_where_they_are_kept(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    heads, rows, length, layers = 4, 2, 512, 4
+
+    def peak(*overrides):
+        run, _ = run_config.load("launch/runs/v3_base.toml", [
+            f"--model.num_layers={layers}", "--model.hidden_size=64", f"--model.num_heads={heads}",
+            "--model.intermediate_size=64", "--model.vocab_size=512",
+            "--objective.generator_layers=2", f"--train.micro_batch_rows={rows}", *overrides])
+        return trace(run, torch.bfloat16, fused=True).peak(0.0)
+
+    plane = 2 * rows * heads * length * length  # bytes; of two terms, and gradients twice as wide
+    recomputed, kept = peak("--model.keep_position_terms=false"), peak()
+    assert recomputed > 2 * plane + 4 * plane
+    assert kept > 2 * plane * layers + 4 * plane  # the discriminator, at its last

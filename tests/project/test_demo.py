@@ -1,0 +1,56 @@
+"""What `make demo` chooses by the machine, and all of it, cut short."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from launching import ROOT
+
+from deberta_ds.config import run_config
+from deberta_ds.engine import ds_config
+from launch import demo
+
+
+@pytest.mark.parametrize("gpus, able, name", [
+    (2, {"amx_bf16": True}, "zero1_bf16"), (0, {"amx_bf16": True}, "zero1_autocast_cpu"),
+    (0, {"amx_bf16": False, "avx512_bf16": True}, "zero1_autocast_cpu"),
+    (0, {}, "zero1_fp32"),
+])
+def test_the_deepspeed_json_suits_the_machine(gpus, able, name, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
+    path = demo.deepspeed_config(gpus)
+    assert path == f"ds_configs/{name}.json" and (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("found", [0, 1, 2, 3, 4, 8])
+def test_the_rows_of_the_demo_divide_by_its_ranks(found):
+    """With three GPUs or more it ended in an error: a step has two micro-batches."""
+    ranks = demo.gpus_taken(found) or demo.MOST_RANKS
+    assert ranks <= max(found, 2)
+    run, _ = run_config.load(ROOT / demo.CONFIG, [])
+    assert ds_config.accumulation_steps(run, ranks) * ranks == 2
+
+
+def test_a_torch_that_cannot_tell_gives_fp32(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert demo.deepspeed_config(0) == "ds_configs/zero1_fp32.json"
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_every_command_of_the_demo_runs(tmp_path):
+    """In a directory of its own: it moves what the demo before left in runs/."""
+    for name in ("constraints.txt", "data_prep", "ds_configs", "launch", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environ = {key: value for key, value in os.environ.items() if key != "SUPERGLUE_DIR"}
+    done = subprocess.run([sys.executable, "launch/demo.py", "--short"], cwd=tmp_path, text=True,
+                          capture_output=True, env=environ)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
+    results = {row["stage"]: row["result"] for row in summary}
+    assert results["pretraining"] == "step 30" and results["resume"] == "step 30 to 60"
+    assert {"SuperGLUE RTE", "SuperGLUE CB", "export", "minimal pairs"} <= results.keys()
+    assert (tmp_path / "runs/demo/report.html").is_file()

@@ -1,0 +1,62 @@
+"""Imports run one way: a room imports itself and the rooms before it in the list."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "deberta_ds"
+# In order, the ground floor first; `tests/` has a folder for each.
+ROOMS = """base config tokenizer model cluster tracking data corpus objectives engine planner
+           checkpoint release evaluate train finetune report __main__""".split()
+ORDER = {name: number for number, name in enumerate(ROOMS)}
+NEVER = {("data", "model")}  # (who, what): the order allows it, the design does not
+NO_TORCH = {"base", "config", "tracking"}  # a run file is checked on a login node
+KNOWS_DEEPSPEED = {"engine"}
+FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))
+         if path != PACKAGE / "__init__.py"}
+
+
+def imports(file: str, top_level_only: bool = False) -> set[str]:
+    """Return the dotted names that a file imports."""
+    tree = ast.parse(FILES[file].read_text())
+    found = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def test_every_room_is_in_the_table_and_every_name_in_it_is_there():
+    assert {room(file) for file in FILES} == ORDER.keys()
+
+
+def test_imports_run_one_way():
+    wrong = []
+    for file in FILES:
+        mine = room(file)
+        for name in sorted(imports(file)):
+            top, _, rest = name.partition(".")
+            theirs = rest.split(".")[0]
+            if top == "deberta_ds" and theirs in ORDER and (
+                    ORDER[theirs] > ORDER[mine] or (mine, theirs) in NEVER):
+                wrong.append(f"{file} imports {name}")
+            elif top in ("launch", "data_prep", "benchmarks", "tests", "tools"):
+                wrong.append(f"{file} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_who_imports_torch_and_deepspeed():
+    tops = {file: {name.split(".")[0] for name in imports(file, top_level_only=True)}
+            for file in FILES}
+    heavy = [file for file in FILES if room(file) in NO_TORCH
+             and tops[file] & {"torch", "deepspeed", "transformers"}]
+    assert not heavy
+    users = {room(file) for file in FILES
+             if any(name.split(".")[0] == "deepspeed" for name in imports(file))}
+    assert users == KNOWS_DEEPSPEED

@@ -1,0 +1,270 @@
+"""Round trips between Hugging Face, microsoft and our format.
+
+Sources are made by transformers itself, or by hand from the names in microsoft's files, so a
+mistake that our reader and our writer share still shows.
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from convert_cases import MS_FILES, microsoft_directory, transformers_model
+from export_cases import FAMILIES, make_release, same_networks
+from safetensors.torch import load_file
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.config.run_config import ModelConfig
+from deberta_ds.release import configs
+from deberta_ds.release.convert import convert
+from deberta_ds.release.ours import write_ours
+from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.release.reader import SIDE_FILE, read_release
+from deberta_ds.release.release import build_backbone
+
+
+def same_tensors(first, second, names=None):
+    names = names or first.keys() | second.keys()
+    for name in names:
+        assert torch.equal(first[name], second[name]), name
+
+
+class MaskedLMOf517(transformers.DebertaV2ForMaskedLM):
+    """As transformers 5.0 to 5.19 have it: a weight that does not exist is tied to the words."""
+
+    def post_init(self):
+        self._tied_weights_keys = {
+            "lm_predictions.lm_head.weight": "deberta.embeddings.word_embeddings.weight"}
+        super().post_init()
+
+
+def test_older_transformers_load_an_exported_masked_lm(tmp_path):
+    write_ours(make_release("v3", "mlm"), tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    now, then = (cls.from_pretrained(tmp_path / "hf").eval()
+                 for cls in (transformers.DebertaV2ForMaskedLM, MaskedLMOf517))
+    ids = torch.randint(4, 600, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(now(ids).logits, then(ids).logits)
+
+
+def test_a_state_with_the_tie_of_older_transformers_is_read(tmp_path):
+    source = microsoft_directory(tmp_path / "source", "v3")
+    release, state = read_release(source), torch.load(source / MS_FILES[0])
+    words = state["deberta.embeddings.word_embeddings.weight"]
+    torch.save(state | {"lm_predictions.lm_head.weight": words}, source / MS_FILES[0])
+    same_networks(release, read_release(source))
+    torch.save(state | {"lm_predictions.lm_head.weight": words + 1}, source / MS_FILES[0])
+    with pytest.raises(UserError, match="lm_head.weight differs from embeddings.word_embeddings"):
+        read_release(source)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification",
+                                  "ForTokenClassification", "ForQuestionAnswering"])
+@pytest.mark.parametrize("family", ["v1", "v2", "v3", "mdeberta"])
+def test_hugging_face_round_trip_is_bit_identical(tmp_path, family, head):
+    model = transformers_model(family, head)
+    model.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "ours", "ours")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    before, after = (load_file(tmp_path / name / "model.safetensors")
+                     for name in ("source", "back"))
+    for name in before:
+        if name.endswith("rel_embeddings.weight") and family != "v1":
+            before[name][0] = before[name][1]  # the one row that only transformers reads
+    same_tensors(before, after)
+    again = type(model).from_pretrained(tmp_path / "back").eval()
+    ids, mask = torch.randint(4, 600, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(model(ids, attention_mask=mask)[0], again(ids, attention_mask=mask)[0])
+    assert again.config.architectures == [type(model).__name__]
+
+
+@pytest.mark.parametrize("family", ["v1", "v2", "v3", "mdeberta"])
+def test_microsoft_round_trip_is_bit_identical(tmp_path, family):
+    source = microsoft_directory(tmp_path / "source", family)
+    convert(source, tmp_path / "ours", "ours")
+    convert(tmp_path / "ours", tmp_path / "back", "ms")
+    before, after = (torch.load(path / MS_FILES[0], weights_only=True)
+                     for path in (source, tmp_path / "back"))
+    same_tensors(before, after)
+    before, after = (json.loads((path / MS_FILES[1]).read_text())
+                     for path in (source, tmp_path / "back"))
+    assert before == after
+
+
+@pytest.mark.parametrize("family", ["v2", "v3"])
+def test_microsoft_to_hugging_face_and_back_keeps_what_transformers_drops(tmp_path, family):
+    source = microsoft_directory(tmp_path / "source", family)
+    summary = convert(source, tmp_path / "hf", "hf")
+    assert any("position_embeddings" in note and SIDE_FILE in note for note in summary.notes)
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert values["pooler_dropout"] == 0.2 and values["cls_dropout"] == 0.3
+    convert(tmp_path / "hf", tmp_path / "back", "ms")
+    same_tensors(*(torch.load(path / MS_FILES[0], weights_only=True)
+                   for path in (source, tmp_path / "back")))
+
+
+def test_v1_without_key_bias_becomes_the_v1_class(tmp_path):
+    source = microsoft_directory(tmp_path / "source", "v1", key_bias=0.0)
+    state = torch.load(source / MS_FILES[0], weights_only=True)
+    for name in state:
+        if name.endswith("pos_key_proj.bias"):
+            state[name] = torch.zeros_like(state[name])
+    torch.save(state, source / MS_FILES[0])
+    convert(source, tmp_path / "hf", "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "deberta"
+
+
+def test_v1_with_key_bias_becomes_debertav2_with_the_same_logits(tmp_path):
+    source = microsoft_directory(tmp_path / "source", "v1", key_bias=0.5)
+    summary = convert(source, tmp_path / "hf", "hf")
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert values["model_type"] == "deberta-v2" and not values["share_att_key"]
+    assert any("key biases" in note for note in summary.notes)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
+    backbone = build_backbone(read_release(source).main)
+    ids = torch.randint(4, 600, (2, 20))
+    with torch.no_grad():
+        expected = model.deberta(ids).last_hidden_state
+        found = backbone(ids, torch.ones_like(ids))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def rtd_directory(path, drop):
+    """Write a microsoft directory of an RTD model without the names in `drop`."""
+    release = make_release("v3")
+    from deberta_ds.release.microsoft import write_microsoft
+    write_microsoft(release, path)
+    state = torch.load(path / MS_FILES[0], weights_only=True)
+    torch.save({name: tensor for name, tensor in state.items() if not name.endswith(drop)},
+               path / MS_FILES[0])
+    return release
+
+
+def test_delta_only_file_takes_its_words_from_the_generator(tmp_path):
+    release = rtd_directory(tmp_path / "ms", drop=("word_embeddings.weight",))
+    found = read_release(tmp_path / "ms")
+    same_networks(release, found)
+    assert any("word table = generator's + delta" in note for note in found.notes)
+    convert(tmp_path / "ms", tmp_path / "hf", "hf")
+    same_networks(release, read_release(tmp_path / "hf"))
+
+
+def test_delta_only_file_without_generator_is_refused(tmp_path):
+    rtd_directory(tmp_path / "ms", drop=("word_embeddings.weight",))
+    (tmp_path / "ms" / "pytorch_model.generator.bin").unlink()
+    with pytest.raises(UserError, match="_weight.*generator"):
+        read_release(tmp_path / "ms")
+
+
+def test_file_with_table_and_delta_reads_as_it_is(tmp_path):
+    same_networks(rtd_directory(tmp_path / "ms", drop=("nothing",)), read_release(tmp_path / "ms"))
+
+
+def test_stale_table_is_replaced_by_the_exact_sum(tmp_path):
+    release = rtd_directory(tmp_path / "ms", drop=("nothing",))
+    state = torch.load(tmp_path / "ms" / MS_FILES[0], weights_only=True)
+    state["deberta.embeddings.word_embeddings.weight"] += 0.01
+    torch.save(state, tmp_path / "ms" / MS_FILES[0])
+    found = read_release(tmp_path / "ms")
+    same_networks(release, found)
+    assert any("1.0e-02" in note for note in found.notes)
+
+
+def test_file_without_delta_keeps_its_table(tmp_path):
+    release = rtd_directory(tmp_path / "ms", drop=("_weight",))
+    found = read_release(tmp_path / "ms")
+    assert "words.delta" not in found.main.tensors
+    assert torch.equal(found.main.tensors["words.weight"], release.main.tensors["words.weight"])
+
+
+def test_old_prefix_config_entry_and_buffer(tmp_path):
+    source = microsoft_directory(tmp_path / "source", "v3")
+    state = torch.load(source / MS_FILES[0], weights_only=True)
+    old = {name.replace("deberta.", "bert."): tensor for name, tensor in state.items()}
+    old |= {"config": {"hidden_size": 32}, "bert.embeddings.position_ids": torch.arange(64)[None]}
+    (tmp_path / "old").mkdir()
+    torch.save(old, tmp_path / "old" / MS_FILES[0])
+    (tmp_path / "old" / MS_FILES[1]).write_text((source / MS_FILES[1]).read_text())
+    found = read_release(tmp_path / "old")
+    same_networks(read_release(source), found)
+    assert sum(note.startswith("dropped") for note in found.notes) == 2
+
+
+def test_official_training_output_takes_the_newest_common_step(tmp_path):
+    release = make_release("v3")
+    from deberta_ds.release.microsoft import microsoft_tensors
+    for folder, network in (("discriminator", release.main), ("generator", release.generator)):
+        (tmp_path / folder).mkdir()
+        values = configs.to_microsoft(network.config, {})
+        (tmp_path / folder / "model_config.json").write_text(json.dumps(values))
+        for step in ("000003", "000006"):
+            tensors = microsoft_tensors(network, [])
+            if step == "000003":
+                tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            torch.save(tensors, tmp_path / folder / f"pytorch.model-{step}.bin")
+    torch.save({}, tmp_path / "generator" / "pytorch.model-000007.bin")  # the generator's last
+    same_networks(release, read_release(tmp_path))
+
+
+def test_sharded_and_legacy_hugging_face_files(tmp_path):
+    config = configs.to_hugging_face(ModelConfig(**FAMILIES["v3"]), kind=configs.V2,
+                                     rest={"legacy": True})
+    model = transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**config))
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "parts", max_shard_size="60KB")
+    assert (tmp_path / "parts" / "model.safetensors.index.json").exists()
+    whole = read_release(tmp_path / "whole")
+    same_networks(whole, read_release(tmp_path / "parts"))
+    assert torch.equal(whole.main.tensors["mlm_head.dense.weight"],
+                       model.cls.predictions.transform.dense.weight)
+
+
+def test_a_microsoft_file_without_position_terms_has_those_of_its_code(tmp_path):
+    """deberta/disentangled_attention.py: `getattr(config, 'pos_att_type', 'c2p')`."""
+    source = microsoft_directory(tmp_path / "source", "v3")
+    values = json.loads((source / MS_FILES[1]).read_text())
+    del values["pos_att_type"]
+    (source / MS_FILES[1]).write_text(json.dumps(values))
+    assert read_release(source).main.config.position_terms == ("c2p",)
+    values["relative_attention"] = False  # c2p still counts in the scale there
+    (source / MS_FILES[1]).write_text(json.dumps(values))
+    with pytest.raises(UserError, match="microsoft's default, without relative_attention"):
+        read_release(source)
+
+
+def test_zero_key_biases_of_a_v2_class_become_microsoft_files(tmp_path):
+    """Without them it is a v1 model; it was "read back with key.bias lost"."""
+    source = tmp_path / "source"
+    model = transformers_model("v1_key_bias")
+    for name, parameter in model.named_parameters():
+        if name.endswith("key_proj.bias"):
+            parameter.data.zero_()
+    model.save_pretrained(source)
+    convert(source, tmp_path / "out", "ms")
+
+
+def test_the_pad_id_of_a_source_is_kept(tmp_path):
+    source = tmp_path / "source"
+    transformers_model("v3").save_pretrained(source)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"pad_token_id": 7}))
+    convert(source, tmp_path / "ms", "ms")
+    assert json.loads((tmp_path / "ms" / MS_FILES[1]).read_text())["padding_idx"] == 7
+    convert(tmp_path / "ms", tmp_path / "hf", "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == 7
+
+
+def test_what_a_run_leaves_is_computed_as_its_reader_can(tmp_path):
+    """Models of a run with attention = "fused" could not be used where that cannot run."""
+    release = make_release("v3")
+    pinned = dataclasses.replace(release.main.config, attention="fused", keep_position_terms=True,
+                                 vocabulary_loss="fused")
+    write_ours(dataclasses.replace(
+        release, main=dataclasses.replace(release.main, config=pinned)), tmp_path)
+    loaded = load_backbone(tmp_path)
+    assert loaded.model_config == release.main.config and release.main.config.attention == "auto"
+    ids = torch.randint(4, 600, (2, 12))
+    assert loaded.backbone(ids, torch.ones_like(ids)).isfinite().all()

@@ -1,0 +1,26 @@
+"""The parts of a release that belong together: refused where they are of different models."""
+
+import pytest
+import torch
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.release.release import Network, Release, derive_words
+
+
+def test_tables_of_another_shape_are_refused_before_they_are_added():
+    words = torch.zeros(4, 2)
+    generator = Network(None, {"words.weight": words})
+    for whole in (torch.zeros(0), torch.zeros(5, 2)):
+        main = Network(None, {"words.delta": words, "words.weight": whole})
+        with pytest.raises(UserError, match=r"shapes \[4, 2\], \[4, 2\], .* of one model"):
+            derive_words(Release(main, generator))
+
+
+@pytest.mark.parametrize("name", ["positions.weight", "trunk.input.positions.weight"])
+def test_a_position_table_is_the_sum_wherever_it_belongs(name):
+    """The official hook shares both tables of a GDES pair (apps/tasks/rtd_task.py)."""
+    base, delta = torch.randn(4, 2), torch.randn(4, 2)
+    for stored in ({name: torch.zeros(4, 2)}, {}):
+        main = Network(None, {"positions.delta": delta} | stored)
+        derive_words(Release(main, Network(None, {name: base})))
+        assert torch.equal(main.tensors[name], base + delta)

@@ -1,0 +1,151 @@
+"""The attention page: its parts are the model's own scores, and it reads well in a browser."""
+
+import base64
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from export_cases import FAMILIES, make_release
+from report_cases import Page
+from test_report_browser import CHROMIUM, FRAME, browse
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.evaluate.attention_parts import attention_parts, position_similarity
+from deberta_ds.model.attention.geometry import Geometry
+from deberta_ds.release.hf import write_hugging_face
+from deberta_ds.release.ours import write_ours
+from deberta_ds.release.pretrained import load_backbone
+from deberta_ds.report.attention_page import colored, write_attention
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+
+
+@pytest.mark.parametrize("family", ["v1", "v2", "v3"])
+def test_parts_sum_to_the_scores_of_transformers(tmp_path, family, monkeypatch):
+    """The oracle is what transformers' attention hands to its softmax, in float64."""
+    transformers = pytest.importorskip("transformers")
+    write_hugging_face(make_release(family), tmp_path)
+    pieces, found = attention_parts(load_backbone(tmp_path), TEXT, [0, 2, 3], [0, 1, 2, 3])
+    theirs = transformers.AutoModel.from_pretrained(
+        tmp_path, attn_implementation="eager").eval().double()
+    ids = torch.tensor([load_backbone(tmp_path).tokenizer.encode(TEXT)])
+    ids = torch.cat([torch.tensor([[1]]), ids, torch.tensor([[2]])], 1)
+    scores, softmax = [], torch.nn.functional.softmax
+
+    def watched(values, *arguments, **options):
+        scores.append(values)
+        return softmax(values, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", watched)
+    monkeypatch.setattr(torch, "softmax", watched)
+    with torch.no_grad():
+        theirs(ids)
+    monkeypatch.undo()
+    assert len(scores) == 4 and len(found) == 12 and len(pieces) == ids.size(1)
+    for one in found:
+        wanted = scores[one.layer].view(4, len(pieces), len(pieces))[one.head].numpy()
+        np.testing.assert_allclose(sum(one.parts.values()), wanted, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(one.scores, wanted, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(one.probabilities.sum(-1), 1)
+        assert set(one.parts) == {"content", "c2p", "p2c"}
+
+
+def test_similarity_by_distance_is_that_of_the_table_rows(tmp_path):
+    write_ours(make_release("v1"), tmp_path)
+    model = load_backbone(tmp_path)
+    table = model.backbone.trunk.encoder.relative.detach().double()
+    found = position_similarity(model, [1])
+    assert list(found) == ["table", "c2p", "p2c"]
+    one = found["table"][0]
+    slot = Geometry(64, 0).slots(torch.arange(-63, 64))
+    wanted = [torch.cosine_similarity(table[row], table[64], dim=0).item() for row in slot]
+    np.testing.assert_allclose(one.cosines, wanted, atol=1e-7)
+    assert one.cosines[63] == pytest.approx(1) and one.distances[0] == -63
+
+
+def test_colors_tell_sign_and_size():
+    pixels = colored(np.array([[0.0, 1.0], [-0.5, -1.0]]))
+    assert pixels[..., 3].tolist() == [[0, 255], [128, 255]]
+    assert (pixels[1, 0, :3] == pixels[1, 1, :3]).all()
+    assert (pixels[0, 1, :3] != pixels[1, 1, :3]).any()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page of a tiny v3 and its picture, of a hostile text."""
+    root = tmp_path_factory.mktemp("attention")
+    write_ours(make_release("v3"), root / "model")
+    text = "<script>document.title='owned'</script> \"><img src=x> $x^2$ {{ 7 }}"
+    out = root / "page.html"
+    written = write_attention(str(root / "model"), text, None, None, out, png=True)
+    assert written == [out, root / "page.png"]
+    return out
+
+
+def test_the_page_holds_the_numbers_and_the_text_as_text(page, tmp_path):
+    from matplotlib.image import imread
+
+    html = page.read_text()
+    tags = Page(html)
+    assert html.count("<script") == 1 and "<script>document" in tags.text
+    maps = re.findall(r'data-scale="([^"]*)" data-values="([^"]*)"', html)
+    assert len(maps) == 3 * 4 * 5  # layers, heads, maps
+    scale = float(maps[0][0])
+    content, c2p, p2c, total = (scale * np.array(json.loads(values)) for _, values in maps[:4])
+    np.testing.assert_allclose(content + c2p + p2c, total, atol=2 * scale)  # rounded integers
+    image = base64.b64decode(re.search(r'src="data:image/png;base64,([^"]*)"', html)[1])
+    size = int(len(content) ** 0.5)
+    assert imread(io.BytesIO(image)).shape == (size, size, 4)
+    assert imread(page.with_suffix(".png")).shape[0] > 1000
+
+
+PROBE = """<script>
+addEventListener('load', () => {
+  const inside = document.documentElement.clientWidth, wide = [];
+  for (const element of document.querySelectorAll('main *')) {
+    if (element.closest('.scroll, svg, summary, .at')) continue;
+    const box = element.getBoundingClientRect();
+    if (box.width && (box.right > inside + 1 || box.left < -1))
+      wide.push(element.tagName + '.' + element.className);
+  }
+  const head = document.querySelector('.maps'), map = head.querySelector('.map');
+  const box = map.getBoundingClientRect();
+  map.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 1,
+                                                     clientY: box.top + box.height - 1}));
+  parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify({wide, width: inside,
+    size: box.width, readout: head.querySelector('.readout').textContent})))), '*');
+});
+</script>"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_pointer_reads_a_pair_of_tokens(page, tmp_path, width):
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    (tmp_path / "page.html").write_text(text.replace("</main>", "</main>" + PROBE))
+    (tmp_path / "frame.html").write_text(FRAME % width)
+    dom = browse(tmp_path / "frame.html", "--window-size=1500,2000", "--dump-dom",
+                 "--virtual-time-budget=2000", tmp_path=tmp_path)
+    found = json.loads(base64.b64decode(re.search(r"<title>PROBE(.*?)</title>", dom)[1]))
+    assert found["wide"] == [] and found["width"] == width and found["size"] > 100
+    assert re.match(r"\[SEP\] . \[CLS\].*distance \d+content to content .*probability [\d.]+ %",
+                    found["readout"]), found["readout"]
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path):
+    write_ours(make_release("v3"), tmp_path / "model")
+    model = load_backbone(tmp_path / "model")
+    for text, message in (("", "0 tokens"), ("word " * 200, "a picture shows 1 to 126")):
+        with pytest.raises(UserError, match=message):
+            attention_parts(model, text, [0], [0])
+    with pytest.raises(UserError, match="layer 4: the model has layers 0 to 3"):
+        attention_parts(model, TEXT, [4], [0])
+    with pytest.raises(UserError, match="head -1: the model has heads 0 to 3"):
+        attention_parts(model, TEXT, [0], [-1])
+    with pytest.raises(UserError, match="too many for a page"):
+        write_attention(str(tmp_path / "model"), "a b c d e f g h i j k l m n o p " * 3,
+                        list(range(4)) * 40, [0, 1, 2, 3], tmp_path / "x.html", png=False)
+    assert not (tmp_path / "x.html").exists() and FAMILIES["v3"]["num_heads"] == 4

@@ -1,0 +1,251 @@
+"""The model card says where a model came from; --push brings a directory to the Hub."""
+
+import base64
+import json
+import re
+import runpy
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from data_helpers import RUN_RECORD
+from export_cases import make_release
+from launching import ROOT
+from test_finetune_directory import saved_model
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.release import hf
+from deberta_ds.release.convert import convert
+from deberta_ds.release.ours import write_ours
+from deberta_ds.report import model_card
+
+
+def exported(tmp_path, source=None, family="v3", kind="rtd"):
+    """Return (card, its metadata) of an exported model, which `source` says it came from."""
+    if not (tmp_path / "ours").exists():
+        write_ours(make_release(family, kind), tmp_path / "ours")
+    summary = convert(tmp_path / "ours", tmp_path / "out", "hf")
+    path = model_card.write_card(source or tmp_path / "ours", tmp_path / "out", summary, "me/mine")
+    text = path.read_text()
+    return text, yaml.safe_load(text.split("---")[1])
+
+
+def make_checkpoint(directory):
+    """Write what a card reads of a run: run.json of its checkpoint, and metrics.jsonl."""
+    step = directory / "checkpoints" / "step-00000040"
+    step.mkdir(parents=True)
+    run = {"objective": {"kind": "rtd", "mask": {"rate": 0.3, "final_rate": 0.15},
+                         "temperature": 1.0, "final_temperature": None},
+           "train": {"steps": 50, "global_batch_rows": 8, "first_batch_rows": 0},
+           "data": {"seq_len": 64, "sources": [{"path": "gone | <b>", "weight": 3.0},
+                                               {"path": "other", "weight": 1.0}]},
+           "optim": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.999], "schedule": "wsd"}}
+    (step / "run.json").write_text(json.dumps(RUN_RECORD | {
+        "step": 40, "rows_seen": 320, "tokens_seen": 20480, "config": run,
+        "fingerprints": {"gone | <b>": "ab12", "other": "cd34"}, "versions": {"torch": "2.13.0"},
+        "tokenizer_sha256": "ef56"}))
+    (step / "manifest.json").write_text("{}")
+    records = [{"kind": "eval", "step": at, "roc_auc": at / 90, "generator_loss": 5.0}
+               for at in (20, 40, 50)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return directory
+
+
+def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
+    text, metadata = exported(tmp_path, make_checkpoint(tmp_path / "run"))
+    assert metadata == {"library_name": "transformers", "pipeline_tag": "feature-extraction",
+                        "tags": ["deberta_ds", "deberta-v2", "replaced-token-detection"]}
+    assert "| gone \\| &lt;b> | 75.0% | – | – | `ab12` |" in text
+    assert "20,480 tokens in 320 rows" in text and "| sha256 of the tokenizer | ef56 |" in text
+    assert "| masked share of the tokens | 0.3, at the end 0.15 |" in text
+    assert "| learning rate | 0.001, schedule wsd |" in text
+    assert "On held-out rows at step 40." in text and "0.444" in text and "0.556" not in text
+    assert "generator in `generator/`" in text and 'load_masked_lm("me/mine")' in text
+    assert "This is a discriminator" in text and "no missing, no unexpected keys" in text
+
+
+def test_code_of_a_card_runs(tmp_path, monkeypatch):
+    """The snippets are run as they stand, on a discriminator with its generator."""
+    text, _ = exported(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir()
+    (tmp_path / "out").rename(tmp_path / "me" / "mine")
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        values = {}
+        exec(code, values)  # noqa: S102
+        assert "states" not in values or values["states"].shape[-1] == 32
+
+
+def test_a_discriminator_in_a_fill_mask_pipeline_warns(tmp_path, caplog):
+    """What the card says of transformers is true: its own warning names the head as new."""
+    from transformers import pipeline
+
+    exported(tmp_path)
+    pipeline("fill-mask", str(tmp_path / "out"))
+    assert re.search(r"cls.predictions.*MISSING", caplog.text)
+    assert "newly initialized" in caplog.text
+
+
+def test_cards_of_a_masked_lm_and_of_a_fine_tuned_model(tmp_path):
+    text, metadata = exported(tmp_path, family="v2", kind="mlm")
+    assert "masked-lm" in metadata["tags"] and "pipeline_tag" not in metadata
+    assert "filled by this model" in text and "discriminator" not in text
+    saved_model(tmp_path / "seed-1" / "model", "CB")
+    (tmp_path / "seed-1" / "result.json").write_text(json.dumps(
+        {"metrics": {"accuracy": 0.81, "macro_f1": 0.7}, "baseline": 0.5}))
+    summary = convert(tmp_path / "seed-1" / "model", tmp_path / "cb", "hf")
+    card = model_card.write_card(tmp_path / "seed-1", tmp_path / "cb", summary).read_text()
+    assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "text-classification"
+    assert "| accuracy | 0.8100 | no learning 0.500 |" in card and "| task | CB |" in card
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """As much of the Hub's HTTP API as an upload of small files needs."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [json.loads(line) for line in body.splitlines()]
+        hub_state = self.server.state
+        hub_state["tokens"].append(self.headers.get("Authorization"))
+        if hub_state.get("refuse"):
+            return self.answer(403, {"error": "You are not allowed"})
+        if self.path == "/api/repos/create":
+            hub_state["created"] = lines[0]
+            return self.answer(200, {"url": f"{self.server.url}/me/mine", "name": "me/mine"})
+        if self.path == "/api/validate-yaml":
+            return self.answer(200, {"errors": [], "warnings": []})
+        if self.path == "/api/models/me/mine/preupload/main":
+            large = (".safetensors", ".onnx") if "large" in hub_state else ()
+            return self.answer(200, {"files": [
+                {"path": one["path"], "shouldIgnore": False, "oid": None,
+                 "uploadMode": "lfs" if one["path"].endswith(large) else "regular"}
+                for one in lines[0]["files"]]})
+        if self.path == "/me/mine.git/info/lfs/objects/batch":
+            return self.answer(200, {"transfer": "basic", "objects": [
+                one | {"actions": {"upload": {"href": f"{self.server.url}/lfs/{one['oid']}"}}}
+                for one in lines[0]["objects"]]})
+        if self.path.startswith("/api/models/me/mine/commit/main"):
+            for line in lines:
+                if line["key"] == "file":
+                    hub_state["files"][line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"])
+                if line["key"] == "lfsFile":
+                    hub_state["files"][line["value"]["path"]] = hub_state["large"][
+                        line["value"]["oid"]]
+            return self.answer(200, {"commitUrl": f"{self.server.url}/me/mine/commit/1",
+                                     "commitOid": "1" * 40, "success": True})
+        return self.answer(404, {"error": self.path})
+
+    def do_PUT(self):
+        if self.server.state["large"] is None:
+            return self.answer(403, {"error": "Storage is full"})
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.state["large"][self.path.removeprefix("/lfs/")] = data
+        return self.answer(200, {})
+
+    def do_GET(self):
+        self.answer(404, {"error": self.path})
+
+    def answer(self, code, values):
+        data = json.dumps(values).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The Hub's address points to this machine, with a token of its own."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    server.state = {"files": {}, "tokens": []}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    from huggingface_hub import constants, hf_api
+
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    for module in (constants, hf_api.constants):
+        monkeypatch.setattr(module, "ENDPOINT", server.url)
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+
+
+def files_to_push(out: Path) -> dict[str, bytes]:
+    """Return the files of an exported directory that belong on the Hub."""
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*")
+            if path.is_file() and path.name != "conversion.json"}
+
+
+def test_push_uploads_every_file_in_one_commit(tmp_path, stand_in):
+    exported(tmp_path)
+    out = tmp_path / "out"
+    assert hf.push(out, "me/mine", private=True) == f"{stand_in.url}/me/mine/commit/1"
+    written = files_to_push(out)
+    assert stand_in.state["files"] == written
+    assert stand_in.state["created"]["visibility"] == "private"
+    assert set(stand_in.state["tokens"]) == {"Bearer hf_test"}
+
+
+def test_a_refused_push_says_what_to_do(tmp_path, stand_in):
+    exported(tmp_path)
+    stand_in.state["refuse"] = True
+    with pytest.raises(UserError, match="the Hub did not take it .*403.*hf auth login"):
+        hf.push(tmp_path / "out", "me/mine")
+    assert stand_in.state["files"] == {}
+    with pytest.raises(UserError, match="--push me/my/model"):
+        hf.check_repository("me/my/model")
+
+
+@pytest.fixture
+def large_files(stand_in, monkeypatch):
+    """The stand-in takes weights by the protocol for large files (LFS), as the Hub does."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    stand_in.state["large"] = {}
+    return stand_in
+
+
+def test_export_with_onnx_and_push_uploads_all_of_it(tmp_path, large_files, monkeypatch, capsys):
+    """The command as it is typed: ONNX files, card, and then every file on the Hub."""
+    pytest.importorskip("onnxruntime")
+    write_ours(make_release("v3"), tmp_path / "ours")
+    out = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["export.py", "--run", str(tmp_path / "ours"), "--out",
+                                     str(out), "--onnx", "int8", "--push", "me/mine"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "launch/export.py"), run_name="__main__")
+    assert end.value.code == 0
+    written = files_to_push(out)
+    assert {"onnx/model.onnx", "onnx/model_quantized.onnx", "generator/onnx/model.onnx"
+            } <= written.keys()
+    assert large_files.state["files"] == written
+    assert set(large_files.state["large"].values()) == {
+        data for path, data in written.items() if path.endswith((".safetensors", ".onnx"))}
+    assert f"pushed to {large_files.url}/me/mine/commit/1" in capsys.readouterr().out
+
+
+def test_a_push_whose_large_file_is_refused_is_one_error(tmp_path, large_files):
+    """huggingface_hub wraps it as a RuntimeError, which ended as a traceback."""
+    exported(tmp_path)
+    large_files.state["large"] = None
+    with pytest.raises(UserError, match="the Hub did not take it .*hf auth login"):
+        hf.push(tmp_path / "out", "me/mine")
+    assert large_files.state["files"] == {}
+
+
+def test_parameters_are_counted_from_the_header(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(())}, tmp_path / "x.safetensors",
+              {"format": "pt"})
+    assert model_card.count_parameters(tmp_path / "x.safetensors") == 13

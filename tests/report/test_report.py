@@ -1,0 +1,381 @@
+"""The pages: they parse, stand alone, have every section, and tell the numbers they were given."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from report_cases import (
+    Page,
+    event,
+    make_config,
+    make_records,
+    make_run,
+    make_sweep,
+    write_records,
+)
+
+from deberta_ds import report
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.numbers import format_value
+from deberta_ds.cluster import lock
+from deberta_ds.report import charts, facts
+from deberta_ds.report.charts import Chart, Series, draw, summarize
+from deberta_ds.report.rundata import read_run
+from deberta_ds.report.samples import filled_masks
+
+SECTIONS = ["Learning curves", "What was learned", "Course of the run", "Where the time went",
+            "Evaluation", "SuperGLUE", "From raw text to scores", "Configuration"]
+
+
+def read_page(tmp_path, *directories, write=report.write_runs):
+    out = tmp_path / "report.html"
+    write(out, list(directories))
+    text = out.read_text()
+    assert not re.search(r"https?://|//[a-z]|@import|url\(", text), "the page must stand alone"
+    page = Page(text)
+    assert not {"src", "href", "srcset"} & page.attributes
+    return text, page
+
+
+def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
+    records = make_records()
+    text, page = read_page(tmp_path, make_run(tmp_path / "demo", records))
+    assert page.headings == ["demo", *SECTIONS]
+    last = [record for record in records if record["kind"] == "eval"][-1]
+    for key, unit in (("discriminator_gain", "gain"), ("roc_auc", "number"),
+                      ("generator_accuracy", "share")):
+        assert page.tiles[key] == last[key]
+        assert f">{format_value(last[key], unit)}</b>" in text
+    assert page.tiles["parameters"] == 13_596_289
+    assert page.tiles["tokens_seen"] == 2040 * 400
+    assert "attention tiled" in page.text and "cross-entropy chunked" in page.text
+    # 0.9 s a step, of which 2 % are saves and 5 % evaluations, and 20 s of restarts. The clock of
+    # this run begins anew at its resume, so its newest record has seen half of its steps.
+    assert page.tiles["goodput"] == pytest.approx(0.93 * 180 / 200)
+    assert "steps 83.7%, 2m 47s" in page.text and "saves 1.8%, 4s" in page.text
+    assert "starts and repeated steps 10.0%, 20s" in page.text
+    shown = set(page.values)
+    for record in (r for r in records if r["kind"] == "eval"):
+        assert {v for k, v in record.items() if k not in ("kind", "step", "seconds")} <= shown
+    assert "macro f1, accuracy" in page.text and "1 of 3" in page.text
+    assert "31.0% of its large products' speed" in page.text and "1.33 epochs" in page.text
+    assert '<dd class="set" title="command line">400</dd>' in text
+    assert {0.527, 371.0} <= shown
+    assert "&lt;sample&gt;" in text and "<sample>" not in text
+    assert "resumed at step 200" in page.text and text.count('class="mark"') == text.count(
+        '<span class="mark-label"') > 0
+
+
+def test_a_masked_lm_run_has_no_discriminator_and_needs_no_extras(tmp_path):
+    records = make_records(kind="mlm")
+    run = make_run(tmp_path / "mlm", records, "mlm", "mlm", extras=False)
+    text, page = read_page(tmp_path, run)
+    assert page.headings == ["mlm", *(s for s in SECTIONS if s not in SECTIONS[5:7])]
+    visible = page.text.partition("Configuration")[0]
+    assert "iscriminator" not in visible and "enerator" not in visible
+    assert page.tiles["masked_accuracy"] == [r for r in records if r["kind"] == "eval"][-1][
+        "masked_accuracy"]
+    assert 'data-chart="masked_loss"' in text and 'data-chart="roc_auc"' not in text
+
+
+def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
+    runs = [make_run(tmp_path / "a", name="a"),
+            make_run(tmp_path / "b", name="b", optim={"lr": 1e-3}),
+            make_run(tmp_path / "c", name="c", kind="mlm")]
+    text, page = read_page(tmp_path, *runs)
+    assert page.headings[0] == "3 runs compared" and page.headings.count("Evaluation") == 3
+    assert "What differs" in page.headings and "optim.lr" in page.text
+    legends = re.findall(r'<p class="legend">(.*?)</p>', text)
+    assert len(legends) == text.count("<figure") + len(runs)
+    assert all("</i>" in legend for legend in legends)
+    assert "Held-out rows." in page.text and "Training rows." not in page.text
+    with pytest.raises(UserError, match="1 to 5 runs"):
+        report.write_runs(tmp_path / "none.html", [])
+
+
+def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_path):
+    young = [record for record in make_records() if record["kind"] != "eval"]
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", young, name="b")]
+    loss = next(chart for group in report.curves.groups([read_run(run) for run in runs])
+                for chart in group.charts if chart.chart.key == "generator_loss").chart
+    assert loss.note.endswith("Training rows.") and [s.style for s in loss.series] == ["trend"] * 2
+    assert len(loss.series[0].points) == len(loss.series[1].points)
+
+
+def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
+    """Previews were the first three keys: "wandb , mlflow" where nothing was set."""
+    run = make_run(tmp_path / "run", log={"wandb": "", "mlflow": ""})
+    config = json.loads((run / "config.json").read_text())
+    config["origins"] = {"log.wandb": "default", "log.mlflow": "default", "optim.lr": "default",
+                         "optim.warmup_steps": "run.toml"}
+    (run / "config.json").write_text(json.dumps(config))
+    text, _ = read_page(tmp_path, run)
+    assert "<summary>Log<small>all defaults</small>" in text
+    assert "<dt>wandb</dt><dd>&#34;&#34;</dd>" in text
+    assert "<summary>Optim<small>warmup_steps 40</small>" in text
+    assert "<summary>Software versions<small>python 3.11.2, " in text
+
+
+def test_minimal_pairs_have_the_colour_of_the_network_that_is_scored(tmp_path):
+    """They had the generator's, while the discriminator is scored."""
+    for kind, networks in (("rtd", ["second", "main", "main"]), ("mlm", ["main", "main"])):
+        run = read_run(make_run(tmp_path / kind, make_records(kind=kind), kind, kind))
+        colours = {metric.network: charts.color_of(metric, run) for metric in run.metrics}
+        assert list(colours.values()) == networks and "grammar" in colours
+
+
+def test_null_numbers_leave_a_gap(tmp_path):
+    records = make_records()
+    for record in records[10:40] + [r for r in records if r["kind"] == "eval"][-1:]:
+        record |= dict.fromkeys(set(record) - {"kind", "step", "event", "detail"})
+    text, page = read_page(tmp_path, make_run(tmp_path / "gaps", records, extras=False))
+    assert "None" not in page.text and "nan" not in text
+
+
+def test_a_run_before_its_first_evaluation(tmp_path):
+    records = [record for record in make_records()[:12] if record["kind"] != "eval"]
+    text, page = read_page(tmp_path, make_run(tmp_path / "young", records, extras=False))
+    assert "Not evaluated yet" in text and "0 checkpoints saved" in page.text
+
+
+def test_a_run_that_broke_off_is_not_in_progress(tmp_path):
+    """A killed job leaves no last word; only a job that holds the directory is in progress."""
+    records = make_records()[:60]
+    records[-1:] = [event(30, 9.0, "skip"), event(40, 9.0, "skip"), event(41, 9.0, "rollback")]
+    run = make_run(tmp_path / "run", records, extras=False)
+    text, page = read_page(tmp_path, run)
+    assert ">Interrupted</span>" in text and "pill bad" in text
+    assert "2 checkpoints saved, 2 updates skipped, 1 rollback" in page.text
+    with lock.held(run):
+        assert ">In progress</span>" in read_page(tmp_path, run)[0]
+    holder = dataclasses.replace(lock.this_process(), started=1)  # a killed one leaves its lock
+    (run / lock.NAME).write_text(json.dumps(dataclasses.asdict(holder)))
+    assert ">Interrupted</span>" in read_page(tmp_path, run)[0]
+    write_records(run, [*records, event(42, 9.0, "fail") | {"detail": "9 bad steps: <nan>"}])
+    text, page = read_page(tmp_path, run)
+    assert ">Failed</span>" in text and "9 bad steps: <nan>" in page.text
+
+
+def test_finished_is_not_green_when_nothing_was_learned(tmp_path):
+    records = make_records()
+    _, page = read_page(tmp_path, make_run(tmp_path / "good", records))
+    assert "Finished" in page.text and "nothing was learned" not in page.text
+    for record in records:
+        if record["kind"] == "eval":
+            record |= {"generator_accuracy": 0.0541, "discriminator_gain": -0.001, "roc_auc": 0.5,
+                       "average_precision": 0.119, "discriminator_accuracy": 0.881,
+                       "discriminator_loss": 0.37, "minimal_pairs": 0.5}
+    text, page = read_page(tmp_path, make_run(tmp_path / "bad", records))
+    assert "Finished, but nothing was learned" in page.text and 'pill good' not in text
+    partly = make_records()
+    for record in partly:
+        if "discriminator_gain" in record:
+            record["discriminator_gain"] = -0.01
+    text, page = read_page(tmp_path, make_run(tmp_path / "partly", partly))
+    assert "Finished, partly at its baselines" in page.text and 'class="down"' in text
+
+
+def test_a_line_of_one_point_is_seen():
+    for style in ("trend", "plain", "dots"):
+        drawing = draw(Chart("x", "x", "", "number", [Series("x", [(1, 2.0)], "main", style)]))
+        assert "dots" in [stroke.kind for stroke in drawing.strokes]
+
+
+def test_noise_below_chance_is_neither_red_nor_held_against_a_run(tmp_path):
+    """44.9 % of 200 minimal pairs made a run that had learned amber."""
+    records = make_records()
+    for pairs, state, tone in ((0.449, "Finished", ""), (0.551, "Finished", ""),
+                               (0.40, "Finished, partly at its baselines", "down")):
+        for record in records:
+            if record["kind"] == "eval":
+                record["minimal_pairs"] = pairs
+        text, _ = read_page(tmp_path, make_run(tmp_path / f"{pairs}", records))
+        assert f">{state}</span>" in text and f'<b class="{tone}" title="{pairs:.1%}">' in text
+
+
+def test_stages_without_a_time_have_a_dash(tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps([*rows, rows[0] | {"seconds": 0.0}]))
+    text, _ = read_page(tmp_path, run)
+    assert ">0s<" not in text and text.count('class="dur"') == len(rows)
+
+
+def test_each_resume_is_told_once(tmp_path):
+    records = make_records()
+    records[60:60] = [event(30, 1.0, "resume"), event(30, 1.0, "resume")]
+    _, page = read_page(tmp_path, make_run(tmp_path / "run", records))
+    assert "resumed at step 30 (twice), 200" in page.text
+
+
+def test_training_time_adds_up_over_a_clock_that_restarts(tmp_path):
+    run = read_run(make_run(tmp_path / "demo"))
+    assert run.training_seconds() == pytest.approx(0.9 * 400)
+
+
+def test_rank_hours_count_the_ranks_of_each_start(tmp_path):
+    """The ranks of the last start were taken for those of all."""
+    records = make_records(resume=200)
+    starts = [record for record in records if record.get("event") in ("start", "resume")]
+    for record, ranks in zip(starts, (8, 2), strict=True):
+        record["world_size"] = ranks
+    run = read_run(make_run(tmp_path / "new", records))
+    seconds = run.training_seconds()
+    assert run.rank_seconds() == pytest.approx((8 + 2) * seconds / 2)
+    assert {tile.key: tile.note for tile in facts.tiles(run)}["seconds"].startswith("2 to 8 ")
+
+
+def test_a_sweep_has_its_scores_curves_seeds_and_matrices(tmp_path):
+    sweep = make_sweep(tmp_path / "a")
+    other = make_sweep(tmp_path / "b", model="scratch", tasks=("RTE",))
+    text, page = read_page(tmp_path, sweep, other, write=report.write_sweep)
+    assert page.headings == ["60.0%", "Tasks"]
+    assert "2 of 8 tasks" in page.text and "median of scratch" in page.text
+    assert all(f"seed {seed}" in page.text for seed in (1, 2, 3)) and "majority class" in page.text
+    assert text.count('class="matrix"') == 2 and "not_entailment" in page.text
+    assert "by the RTE models, medians: matthews 60.0%" in page.text
+    values = json.loads((sweep / "results.json").read_text())["tasks"]["CB"]["score"]
+    assert set(values.values()) <= set(page.values)
+
+
+def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
+    runs = [{"task": "RTE", "seed": seed, "score": 0.0, "failed": True, "history": [],
+             "metrics": {"accuracy": 0.0}, "baseline": None, "error": "nan"} for seed in (1, 2)]
+    zero = dict.fromkeys(("median", "min", "max"), 0.0)
+    tasks = {"RTE": {"score": zero, "metrics": {"accuracy": zero}, "baseline": None, "seeds": 2,
+                     "failed": 2, "diagnostics": {}}}
+    sweep = make_sweep(tmp_path / "a", tasks=(), **{"runs": runs, "mean": 0.0, "mean_of": 1})
+    whole = json.loads((sweep / "results.json").read_text()) | {"tasks": tasks}
+    (sweep / "results.json").write_text(json.dumps(whole))
+    text, page = read_page(tmp_path, sweep, write=report.write_sweep)
+    assert "No evaluation was reached" in page.text and "2 of 2" in page.text
+
+
+@pytest.mark.parametrize(
+    "file, content, words",
+    [
+        ("metrics.jsonl", '{"kind": "train", "step": 1}\n{"kind": "tr\n', "metrics.jsonl, line 2"),
+        ("metrics.jsonl", '{"kind": "event", "step": 0, "event": "start"}\n', "no train or eval"),
+        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": NaN}\n', 'line 1: "loss" must be'),
+        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": 1e999}\n', '"loss" must be a num'),
+        ("metrics.jsonl", '{"kind": "train", "step": 1, "loss": true}\n', '"loss" must be a numb'),
+        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 5000), "line 1"),
+        ("metrics.jsonl", '{"kind": "train", "step": %s}\n' % ("9" * 300), "too large a number"),
+        ("metrics.jsonl", '{"kind": "event", "step": 1}\n', 'which "event"'),
+        ("metrics.jsonl", "[" * 100_000, "metrics.jsonl, line 1"),
+        ("metrics.jsonl", "\n\n", "metrics.jsonl, line 1"),
+        ("metrics.jsonl", '{"kind": "event", "step": 0, "event": "start", "world_size": 0}\n'
+                          '{"kind": "train", "step": 1}\n', '"world_size" must be a whole number'),
+        ("config.json", "{", "config.json: not valid JSON"),
+        ("config.json", "[]", "config.json: the file: input should be an object"),
+        ("config.json", '{"run": 1}', "config.json: run: input should be an object"),
+        ("config.json", '{"run": {"objective": {"kind": "rtd"}}}', "run.name: field required"),
+        ("config.json", json.dumps(make_config("demo", "x")), "run.objective.kind = 'x' is not an"),
+        ("config.json", json.dumps(make_config("demo", "rtd", train={"steps": "9"})
+                                   | {"origins": {"a": 1}}), "run.train.steps: .*origins.a: "),
+        ("config.json", "[" * 100_000, "config.json: not valid JSON"),
+        ("summary.json", '[{"stage": "a"}]', "summary.json: 0.what: field required"),
+        ("summary.json", '[{"stage": "a", "what": "", "result": "", "seconds": NaN}]', "summary"),
+        ("superglue/results.json", '{"tasks": {"RTE": {"score": {"median": 61}}}}',
+         "results.json: tasks.RTE.score.median: "),
+        ("superglue/results.json", '{"tasks": []}', "results.json: tasks: "),
+        ("superglue/results.json", "\xff", "results.json: "),
+    ],
+    ids=str,
+)
+def test_damaged_input_is_named(tmp_path, file, content, words):
+    run = make_run(tmp_path / "demo")
+    (run / file).write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=words) as error:
+        report.write_runs(tmp_path / "report.html", [run])
+    assert len(str(error.value)) < 700 and not (tmp_path / "report.html").exists()
+
+
+def test_missing_files_and_full_disks_are_named(tmp_path):
+    with pytest.raises(UserError, match="metrics.jsonl: no such file"):
+        report.write_runs(tmp_path / "report.html", [tmp_path])
+    with pytest.raises(UserError, match="results.json: no such file"):
+        report.write_sweep(tmp_path / "report.html", [tmp_path])
+    run = make_run(tmp_path / "demo")
+    with pytest.raises(OSError, match="/proc/none"):  # errors.exit_cleanly names it
+        report.write_runs("/proc/none/report.html", [run])
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked/metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match="metrics.jsonl: .*irectory"):
+        report.write_runs(tmp_path / "report.html", [tmp_path / "blocked"])
+
+
+def test_long_series_are_binned_and_keep_their_mean_and_extremes():
+    points = [(step, math.sin(step)) for step in range(12_345)]
+    thin, trend, band = summarize(points)
+    assert len(thin) == len(trend) == len(band) == 240
+    assert min(low for _, low, _ in band) == min(y for _, y in points)
+    assert max(high for *_, high in band) == max(y for _, y in points)
+
+
+FLAT = [[0.5], [0.0, 0.0, 0.0], [-1e-9, 1e-9], [1e12, 2e12], [3, 3], [1e-320, 0],
+        [1e299, -1e299], [2e-3 + k * 1e-18 for k in range(9)], [1e16, 1e16 + 2],
+        [11.1 + k * 1e-14 for k in range(9)], [-5e-324, 5e-324], [123_456.1, 123_456.2]]
+
+
+@pytest.mark.parametrize("unit", ["number", "share", "gain", "count", "rate", "tenths"])
+@pytest.mark.parametrize("values", FLAT, ids=str)
+def test_flat_tiny_and_huge_values_have_few_short_ticks(values, unit):
+    points = list(enumerate(values))
+    for from_zero in (False, True):
+        drawing = draw(Chart("x", "x", "", unit, [Series("x", points, "main", "trend")],
+                             from_zero=from_zero, last_x=len(values) - 1))
+        assert "nan" not in repr(drawing) and "inf" not in repr(drawing).replace("infin", "")
+        texts = [text for _, text in drawing.y_ticks]
+        assert 1 <= len(texts) <= 8 and max(map(len, texts)) <= 12, texts
+        assert all(-1 <= top <= 101 for top, _ in drawing.y_ticks)
+
+
+def test_float_noise_is_not_magnified():
+    points = [(step, 2e-3 + step % 3 * 1e-18) for step in range(50)]
+    drawing = draw(Chart("x", "x", "", "rate", [Series("x", points, "main", "plain")], last_x=49))
+    ys = {pair.split(" ")[1] for pair in drawing.strokes[0].path[1:].split("L")}
+    assert len(ys) == 1
+
+
+def test_a_share_has_no_ticks_beyond_all_of_it_and_noise_at_zero_is_flat():
+    def ticks(unit, *values):
+        chart = Chart("x", "x", "", unit, [Series("x", list(enumerate(values)), "main", "dots")],
+                      last_x=len(values) - 1)
+        return [text for _, text in draw(chart).y_ticks]
+
+    assert "120%" not in ticks("share", 0.881, 0.881) and "100%" in ticks("share", 0.881, 0.881)
+    assert "100%" in ticks("share", 0.1, 0.999) and not any(
+        text.startswith("−") for text in ticks("share", 0.001, 0.5))
+    assert not any("e" in text for text in ticks("gain", -1e-9, 0.0))
+    assert format_value(-1e-9, "gain") == "0"
+
+
+def test_masks_are_filled_by_the_trained_and_by_an_untrained_network(tmp_path):
+    model = Path(__file__).parents[1] / "fixtures/tiny_run/rtd/export"
+    table = filled_masks(model, ["the [MASK] and <b> a [MASK]", "[MASK]"])
+    assert [[cell.text for cell in row[:2]] for row in table.rows] == [
+        ["the [MASK] and <b> a [MASK]", "1"], ["", "2"], ["[MASK]", "1"]]
+    for *_, untrained, trained in table.rows:
+        assert untrained.text != trained.text and trained.text.count("%") == 4
+    page = Page(report.runs_page([read_run(make_run(tmp_path / "run"))], [table]))
+    assert "Masks filled" in page.headings and "<b>" in page.text
+    with pytest.raises(UserError, match=r"no \[MASK\] in the text"):
+        filled_masks(model, ["nothing"])
+
+
+def test_where_the_time_went_is_the_newest_record_and_left_out_where_nothing_says_it(tmp_path):
+    records = [{"kind": "train", "step": 10, "seconds": 90.0, "saves_seconds": 2.0,
+                "evaluations_seconds": 3.0, "restarts_seconds": 10.0, "loss": 1.0},
+               event(10, 95.0, "save"),
+               event(10, 100.0, "end") | {"saves_seconds": 5.0, "evaluations_seconds": 3.0,
+                                          "restarts_seconds": 10.0}]
+    _, page = read_page(tmp_path, make_run(tmp_path / "new", records, extras=False))
+    assert "Where the time went" in page.headings and "saves 4.5%, 5s" in page.text
+    assert sum(page.values[page.values.index(92.0):][:4]) == 110.0
+    for broken in ({"saves_seconds": 200.0}, {"restarts_seconds": -1.0}, {"saves_seconds": None}):
+        run = make_run(tmp_path / str(broken), [records[0] | broken], extras=False)
+        assert "Where the time went" not in read_page(tmp_path, run)[1].headings

@@ -1,0 +1,164 @@
+"""RunLog: what the console shows of the records, and what goes to metrics.jsonl and TensorBoard."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.numbers import format_count, format_duration, format_value
+from deberta_ds.objectives.base import MINIMAL_PAIRS
+from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.tracking.log import RunLog
+from deberta_ds.tracking.records import read_metrics
+
+METRICS = {kind: (*objective.METRICS, MINIMAL_PAIRS) for kind, objective in OBJECTIVES.items()}
+
+
+def train_record(step, **more):
+    return {
+        "kind": "train", "step": step, "rows_seen": 8 * step, "tokens_seen": 1024 * step,
+        "seconds": 0.5 * step, "loss": 2.5 + 7 / (1 + step), "generator_loss": 2.4 + 7 / (1 + step),
+        "discriminator_loss": 0.07, "discriminator_gain": 0.03 - 0.05 / (1 + 0.05 * step),
+        "learning_rate": 5e-4, "grad_norm": 1.25, "tokens_per_second": 12_345.6,
+        "flops_per_second": 41.7e9, "mfu": None, "eta_seconds": 754.0, **more,
+    }
+
+
+def eval_record(step, **more):
+    return {
+        "kind": "eval", "step": step, "seconds": 0.5 * step, "generator_loss": 4.1,
+        "generator_accuracy": 0.3125, "generator_perplexity": 60.3, "unigram_accuracy": 0.054,
+        "discriminator_loss": 0.31, "discriminator_accuracy": 0.917, "prior_accuracy": 0.897,
+        "discriminator_gain": 0.02, "roc_auc": 0.742, "average_precision": 0.331, **more,
+    }
+
+
+def event_record(step, event):
+    return {"kind": "event", "step": step, "seconds": 1.0, "event": event, "detail": "why"}
+
+
+def make_log(directory, kind="rtd", stream=None, **options):
+    return RunLog(directory, True, metrics=METRICS[kind], stream=stream or io.StringIO(),
+                  track=(), **options)
+
+
+def write_run(log, first, last):
+    for step in range(first, last + 1):
+        log.metrics(train_record(step))
+        if step % 5 == 0:
+            log.metrics(eval_record(step))
+
+
+def test_resume_leaves_the_file_of_an_unbroken_run_and_keeps_events(tmp_path):
+    whole = make_log(tmp_path / "whole")
+    write_run(whole, 1, 20)
+    broken = make_log(tmp_path / "broken")
+    write_run(broken, 1, 13)
+    broken.metrics(event_record(13, "stop"))
+    with open(broken.path, "a") as file:
+        file.write('{"kind": "train", "st')  # killed in the middle of a line
+    resumed = make_log(tmp_path / "broken")
+    resumed.truncate(10)
+    resumed.metrics(event_record(10, "resume"))
+    write_run(resumed, 11, 20)
+    records = read_metrics(broken.path)
+    assert [r for r in records if r["kind"] != "event"] == read_metrics(whole.path)
+    assert [r["event"] for r in records if r["kind"] == "event"] == ["stop", "resume"]
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_console_fits_in_100_columns_and_is_aligned(tmp_path, kind):
+    stream = io.StringIO()
+    log = make_log(tmp_path, kind, stream, total_steps=1_250_000)
+    masked = {"masked_loss": 4.1, "masked_accuracy": 0.3125, "masked_perplexity": 60.3}
+    for step in range(1_249_960, 1_250_001):
+        log.metrics(train_record(step, mfu=0.412, eta_seconds=3.3e5, masked_loss=4.2))
+    log.metrics(eval_record(1_250_000, minimal_pairs=0.618, **masked))
+    log.info("checkpoint saved at step 1,250,000")
+    text = stream.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    headers = [line for line in lines if "tok/s" in line]
+    rows = [line for line in lines if "/1,250,000" in line]
+    assert len(headers) == 3 and len({len(line) for line in headers + rows}) == 1
+    assert "\033" not in text and "12.3k" in rows[0] and "41.2%" in rows[0] and "3d 19h" in rows[0]
+    predicts_words = any(metric.key.endswith("_perplexity") for metric in METRICS[kind])
+    assert ("ccuracy 31.2% (unigram 5.4%)" in text) == predicts_words
+    assert "Minimal pairs 61.8% (chance 50.0%)" in text
+    if kind == "rtd_cached":
+        assert "disc.loss" in headers[0] and "gen.loss" not in headers[0]
+    elif kind == "rtd":
+        assert "ROC-AUC 0.742 (chance 0.500)" in text and "disc.loss" in headers[0]
+    else:
+        assert "disc" not in text.lower() and "4.2000" in rows[0]
+
+
+def test_flops_stand_in_for_an_unknown_share_of_the_peak(tmp_path):
+    stream = io.StringIO()
+    make_log(tmp_path, stream=stream, total_steps=50).metrics(train_record(10))
+    assert "GFLOP/s" in stream.getvalue() and "41.7" in stream.getvalue()
+
+
+def test_nonfinite_numbers_become_null(tmp_path):
+    log = make_log(tmp_path)
+    log.metrics(train_record(1, grad_norm=float("inf")))
+    assert json.loads(log.path.read_text())["grad_norm"] is None
+
+
+def test_other_ranks_are_silent(tmp_path):
+    stream = io.StringIO()
+    log = RunLog(tmp_path / "run", False, stream=stream)
+    log.info("hello")
+    log.metrics(train_record(1))
+    log.truncate(0)
+    log.close()
+    assert stream.getvalue() == "" and not (tmp_path / "run").exists()
+
+
+def test_a_record_that_cannot_be_written_is_one_error_that_names_the_file(tmp_path):
+    stream = io.StringIO()
+    log = make_log(tmp_path, stream=stream)
+    log.path.mkdir()
+    log.metrics(train_record(1))
+    log.metrics(event_record(1, "save"))
+    shown = stream.getvalue()
+    assert "5.9" in shown and "checkpoint written by step 1" in shown
+    with pytest.raises(UserError, match="metrics.jsonl: .*irectory"):
+        log.check()
+    with pytest.raises(UserError, match="/proc/none"):
+        RunLog("/proc/none", True)
+
+
+def test_tensorboard_gets_every_number_and_hides_what_the_resume_cut(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = RunLog(tmp_path, True, stream=io.StringIO())
+    write_run(log, 1, 4)
+    log.close()
+    resumed = RunLog(tmp_path, True, stream=io.StringIO())
+    resumed.truncate(2)
+    resumed.metrics(train_record(3, loss=1.0))
+    resumed.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert sorted(losses) == [1, 2, 3] and losses[3] == 1.0
+    assert "train/generator_loss" in events.Tags()["scalars"]
+
+
+def test_importing_log_does_not_import_torch():
+    code = "import sys, deberta_ds.tracking.log; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_numbers_for_humans():
+    counts = {940: "940", 999.6: "1.00k", 12_345: "12.3k", 3_284_000: "3.28M", 1.05e9: "1.05B"}
+    assert {value: format_count(value) for value in counts} == counts
+    spans = {42: "42s", 185: "3m 05s", 7_800: "2h 10m", 356_400: "4d 03h", 59.7: "1m 00s"}
+    assert {value: format_duration(value) for value in spans} == spans
+    values = {(0.742, "share"): "74.2%", (-0.0213, "gain"): "−0.0213", (0.0, "gain"): "0",
+              (1204.5, "tenths"): "1,204.5", (None, "share"): "–", (5e-4, "rate"): "5.0e−4",
+              (3.4121, "number"): "3.412", (1.5 * 2**30, "bytes"): "1.50 GiB",
+              (0.0231, "points"): "+2.31 pts", (7.5e12, "number"): "7.50T"}
+    assert {key: format_value(*key) for key in values} == values
