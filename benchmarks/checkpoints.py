@@ -46,15 +46,15 @@ DEEPSPEED = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
 
 def measure(work: Path, shape: dict, rounds: int) -> dict:
     overrides = [f"--model.{key}={value}" for key, value in shape.items()]
-    overrides += ["--objective.kind=mlm", "--train.global_batch_rows=2"]
+    overrides += ["--objective.kind=mlm", "--train.global_batch_size=2"]
     run, _ = run_config.load(make_run(work), overrides)
     join_group(run, DEEPSPEED, "benchmark")
     *_, inputs = open_run(run, DEEPSPEED, "benchmark", "never")
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size)
     micro = next(batches_of(run, inputs, start=0, end=1))
     train_step(model_engine, micro, step=0, seed=0)  # so that the optimizer has its moments
-    record = RunRecord(step=1, rows_seen=2, tokens_seen=0, seconds=0.0, world_size=1,
-                       run_config=run_config.to_dict(run), deepspeed=inputs.ds, fingerprints={},
+    record = RunRecord(step=1, sequences_seen=2, tokens_seen=0, seconds=0.0, world_size=1,
+                       run_config=run_config.to_dict(run), deepspeed=inputs.ds, content_hashes={},
                        tokenizer_sha256=inputs.tokenizer.sha256)
     parameters = sum(parameter.numel() for parameter in model_engine.module.parameters())
     rows = []

@@ -119,7 +119,7 @@ def novels(args) -> tuple[Path, Path]:
             for path in sorted(args.text.rglob("*.txt")):
                 out.write(path.read_bytes().strip() + b"\n")
     if not model.exists():
-        run(PREP / "train_tokenizer.py", text, *CHAPTERS, "--pieces", 16000, "--sample_bytes",
+        run(PREP / "train_tokenizer.py", text, *CHAPTERS, "--vocab_size", 16000, "--sample_bytes",
             16 << 20, "--out", model)
     return text, model
 
@@ -238,7 +238,7 @@ def measure_loader(args) -> dict:
         for ngram, dataset in datasets.items():
             for workers in (0, 1):
                 batches = iter(build_loader(
-                    dataset, stretches=[Stretch(0, 64, 160)], micro_batch_rows=64, rank=0,
+                    dataset, stretches=[Stretch(0, 64, 160)], micro_batch_size=64, rank=0,
                     world_size=1, num_workers=workers))
                 for _ in range(10):
                     next(batches)
@@ -336,7 +336,7 @@ def _rates_where_files_are_slow(open_rows: Callable) -> dict:
     for micro in (1, 16):
         reading._open_files.clear()
         batches = build_loader(open_rows(), stretches=[Stretch(0, 16, 40)], rank=0,
-                               micro_batch_rows=micro, world_size=1, num_workers=0)
+                               micro_batch_size=micro, world_size=1, num_workers=0)
         start = time.perf_counter()
         rows = sum(len(batch.rows) for batch in batches)
         rates[f"micro-batches of {micro}"] = round(rows / (time.perf_counter() - start))

@@ -97,7 +97,7 @@ class Trainer:
             total += loss.item()
         optim = self.run.optim
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip_norm)
-        rate = optim.lr * min(1.0, (len(self.losses) + 1) / optim.warmup_steps)
+        rate = optim.learning_rate * min(1.0, (len(self.losses) + 1) / optim.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -127,7 +127,7 @@ def main() -> None:
     }
     cpu.use_onednn()  # both as the demo does
     cpu.keep_heap()
-    rows, micro = run.train.global_batch_rows, run.train.micro_batch_rows
+    rows, micro = run.train.global_batch_size, run.train.micro_batch_size
     for step in range(options.steps):
         first = step * rows
         batches = [

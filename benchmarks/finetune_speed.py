@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="directory of the tasks' files")
     parser.add_argument("--task", default="RTE")
     parser.add_argument("--seed", type=int, default=1, help="its runs are added to the results")
-    parser.add_argument("--batch_rows", type=int, default=32)
+    parser.add_argument("--global_batch_size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--learning_rate", type=float, default=2e-4)
     parser.add_argument("--train_rows", type=int, default=0, help="first rows of train; 0: all")
@@ -45,7 +45,9 @@ def main() -> None:
     out = Path(options.out)
     shape = json.loads((Path(options.model) / "config.json").read_text())
     about = {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
-    about |= {key: getattr(options, key) for key in ("batch_rows", "epochs", "learning_rate")}
+    about |= {
+        key: getattr(options, key) for key in ("global_batch_size", "epochs", "learning_rate")
+    }
     name = options.task
     job, train, val = job_of(name, options)
     if options.profile:
@@ -75,7 +77,7 @@ def job_of(name: str, options):
 
     task = task_named(name)
     given = [f"--all.{key}={getattr(options, key)}" for key in
-             ("batch_rows", "epochs", "learning_rate")]
+             ("global_batch_size", "epochs", "learning_rate")]
     given += ["--all.warmup_share=0.06", "--all.warmup_steps=0", "--all.max_length=128"]
     train, val = (read_split(task, options.data, split, any_size=options.any_size)
                   for split in ("train", "val"))
@@ -93,14 +95,14 @@ def run_ours(job, train, val) -> dict:
 
     init_distributed()  # not before the Trainer's runs: it would wrap the model for many ranks
     settings, seed = job.settings, job.seed
-    updates = settings.epochs * -(-len(train) // settings.batch_rows)
+    updates = settings.epochs * -(-len(train) // settings.global_batch_size)
     optim = settings.optim(updates)
     engine, shape = loop._engine(job, optim)
     lengths = np.array([feature.num_tokens for feature in train])
     began = time.process_time()
     for step in range(updates):
         set_learning_rate(engine, learning_rate(optim, step, updates))
-        rows = loop.stream(lengths, seed, step, settings.batch_rows, settings.group_updates)
+        rows = loop.stream(lengths, seed, step, settings.global_batch_size, settings.group_updates)
         loop._step(engine, [train[i] for i in rows], shape, seed, step)
     seconds = time.process_time() - began
     values, _ = loop._evaluate(job, engine, val)
@@ -134,10 +136,20 @@ def run_trainer(options, job, train, val, sampling: str) -> dict:
         options.model, num_labels=len(job.task.labels))
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
-            out, per_device_train_batch_size=options.batch_rows, num_train_epochs=options.epochs,
-            use_cpu=True, bf16=options.bf16, learning_rate=options.learning_rate, warmup_steps=0.06,
-            weight_decay=0.01, adam_epsilon=1e-6, report_to=[], save_strategy="no",
-            logging_strategy="no", train_sampling_strategy=sampling, disable_tqdm=True,
+            out,
+            per_device_train_batch_size=options.global_batch_size,
+            num_train_epochs=options.epochs,
+            use_cpu=True,
+            bf16=options.bf16,
+            learning_rate=options.learning_rate,
+            warmup_steps=0.06,
+            weight_decay=0.01,
+            adam_epsilon=1e-6,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            train_sampling_strategy=sampling,
+            disable_tqdm=True,
             seed=options.seed,
         )
         collator = DataCollatorWithPadding(AutoTokenizer.from_pretrained(options.model))

@@ -25,17 +25,17 @@ if [ -n "${TRY:-}" ]; then
   ds=ds_configs/zero1_fp32.json device=${DEVICE:-cpu}
   model=(--model.preset=deberta-v3-xsmall --model.num_layers=4 --model.hidden_size=64
     --model.num_heads=1 --model.intermediate_size=128 --model.vocab_size=8064)
-  rows=(--train.global_batch_rows=4 --train.micro_batch_rows=2)
+  rows=(--train.global_batch_size=4 --train.micro_batch_size=2)
   [ "$device" = cpu ] && export DS_ACCELERATOR=cpu
 else
   ds=ds_configs/zero1_bf16.json device=cuda
   model=()
-  rows=(--train.global_batch_rows=128 --train.micro_batch_rows=64)
+  rows=(--train.global_batch_size=128 --train.micro_batch_size=64)
 fi
 run=(--config launch/runs/v3_base.toml
-  "--data.sources=[{path = \"$work/train\"}]" "--data.eval=$work/heldout"
+  "--data.sources=[{path = \"$work/train\"}]" "--data.heldout=$work/heldout"
   "--data.tokenizer=$work/spm.model" --optim.warmup_steps=10 --train.steps=30
-  --train.save_every=15 --train.log_every=1 --train.eval_every=30 --train.eval_rows=16
+  --train.save_every=15 --train.log_every=1 --train.eval_every=30 --train.eval_sequences=16
   "${model[@]}" "${rows[@]}")
 settings=("${run[@]}" --deepspeed_config "$ds")
 
@@ -43,7 +43,7 @@ prepare() {
   rm -rf "$work" && mkdir -p "$work" &&
     "$python" data_prep/docstrings.py --out "$work/text" &&
     "$python" data_prep/train_tokenizer.py "$work/text/train.jsonl" --out "$work/spm.model" \
-      --pieces 8000 --threads 8 &&
+      --vocab_size 8000 --threads 8 &&
     "$python" data_prep/tokenize_corpus.py "$work/text/train.jsonl" --out "$work/train" \
       --tokenizer "$work/spm.model" &&
     "$python" data_prep/tokenize_corpus.py "$work/text/heldout.jsonl" --out "$work/heldout" \
@@ -64,13 +64,13 @@ if [ "$half" = 2 ]; then
   done
   part 100 "4 steps without Triton kernels" "$python" launch/pretrain.py "${settings[@]}" \
     "--out_dir=$work/tiled" --train.stop_after=4 --model.attention=tiled \
-    --model.vocabulary_loss=chunked --train.micro_batch_rows=2 --train.global_batch_rows=4
+    --model.cross_entropy=chunked --train.micro_batch_size=2 --train.global_batch_size=4
   finish
   exit
 fi
 part 100 "a step with checkpointed layers, kernels not yet checked" env "XDG_CACHE_HOME=$work/cache" \
   "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/checkpointed" --train.stop_after=2 \
-  --train.checkpoint_layers=1
+  --train.activation_checkpointing=full
 part 95 "30 steps" "$python" launch/pretrain.py "${settings[@]}" "--out_dir=$work/whole"
 if [ -z "${DRY_RUN:-}" ]; then  # losses and speed, whatever becomes of the other parts
   cp "$work/whole/metrics.jsonl" "$results/gpu_train-$device-metrics.jsonl" && keep_results

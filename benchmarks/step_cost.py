@@ -8,7 +8,7 @@ more; the optimizer by its bytes a parameter. It is a model, good to say where t
 change is worth; a profile on the card replaces it.
 
   python -m benchmarks.step_cost                                  # RTD v3-base, 64 x 512, H100
-  python -m benchmarks.step_cost --set train.micro_batch_rows=16  # any run file, any override
+  python -m benchmarks.step_cost --set train.micro_batch_size=16  # any run file, any override
 """
 
 import argparse
@@ -288,7 +288,7 @@ def summarize(run: RunConfig, count: Count, card: Card) -> dict:
     names = ("kernels", "bytes", "flops", "seconds")
     table = {label: dict(zip(names, row, strict=True)) for label, row in parts.items()}
     total = {name: sum(row[name] for row in table.values()) for name in names}
-    tokens = run.train.micro_batch_rows * run.data.seq_len
+    tokens = run.train.micro_batch_size * run.data.seq_len
     ideal = objective_of(run).flops_per_token(run) * tokens / card.peak
     total |= {"tokens_per_second": tokens / total["seconds"], "mfu": ideal / total["seconds"],
               "launch_seconds": total["kernels"] * LAUNCH_SECONDS}
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--card", choices=CARDS, default="h100")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides")
     options = parser.parse_args()
-    overrides = ["--train.micro_batch_rows=64", *(f"--{text}" for text in options.set)]
+    overrides = ["--train.micro_batch_size=64", *(f"--{text}" for text in options.set)]
     run, _ = run_config.load(options.config, overrides)
     if run.model.head_size > kernel_table.LARGEST_HEAD:
         raise UserError(f"{options.config}: heads of {run.model.head_size} take no fused kernel")
@@ -312,10 +312,10 @@ def main() -> None:
         print(f"{name:36}{row['kernels']:8}{row['bytes'] / 1e9:9.2f}{row['flops'] / 1e12:9.3f}"
               f"{row['seconds'] * 1e3:9.2f}")
     total = result["total"]
-    print(f"{run.train.micro_batch_rows} x {run.data.seq_len} on {options.card}: "
+    print(f"{run.train.micro_batch_size} x {run.data.seq_len} on {options.card}: "
           f"{total['tokens_per_second']:,.0f} tok/s, {total['mfu']:.1%} of the peak; the host "
           f"needs {total['launch_seconds'] * 1e3:.0f} ms to launch it")
-    shape = f"{run.train.micro_batch_rows}x{run.data.seq_len}"
+    shape = f"{run.train.micro_batch_size}x{run.data.seq_len}"
     path = RESULTS / f"step_cost-{run.name}-{shape}-{options.card}.json"
     write_atomic(path, json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")

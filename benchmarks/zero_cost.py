@@ -116,8 +116,8 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="bf16 products, fp32 weights")
     options = parser.parse_args()
     ranks = int(engine.init_distributed() and dist.world_size())
-    run, _ = run_config.load(RUNS[options.shape], [f"--train.micro_batch_rows={options.rows}",
-                                               f"--train.global_batch_rows={options.rows * ranks}"])
+    run, _ = run_config.load(RUNS[options.shape], [f"--train.micro_batch_size={options.rows}",
+                                               f"--train.global_batch_size={options.rows * ranks}"])
     seconds = measure(run, options.stages, options.rows, options.bf16, options.rounds)
     if dist.is_main():
         kind = "bf16" if options.bf16 else "fp32"

@@ -64,7 +64,7 @@ def main() -> None:
     for source, size, share, weight, taken in zip(
         sources, sizes, mixture.shares(), weights, used, strict=True
     ):
-        first, last = source.first_row / size, (source.first_row + taken) / size
+        first, last = source.first_sequence / size, (source.first_sequence + taken) / size
         print(f"[[data.sources]]  # {size:,} rows, {share:.2%} of the run, "
               f"epochs {first:.2f} to {last:.2f} in {rows:,} rows")
         print("\n".join(source_lines(source, weight)) + "\n")
@@ -77,8 +77,8 @@ def _read_stage(directory: str) -> "Stage":
 
     path = find.newest(directory)
     record = read_run_record(path)
-    return stage_of(path, config=record.config, rows_seen=record.rows_seen,
-                    fingerprints=record.fingerprints)
+    return stage_of(path, config=record.config, sequences_seen=record.sequences_seen,
+                    content_hashes=record.content_hashes)
 
 
 def source_lines(source: "SourceConfig", weight: float) -> list[str]:
@@ -86,7 +86,7 @@ def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     from deberta_ds.data.stages import WHOLE
 
     lines = [f"path = {json.dumps(source.path, ensure_ascii=False)}", f"weight = {weight:.9g}"]
-    lines += [f"first_row = {source.first_row}"] if source.first_row else []
+    lines += [f"first_sequence = {source.first_sequence}"] if source.first_sequence else []
     lines += [f"order = {list(source.order)}"] if source.order else []
     lines += [f"part = {list(source.part)}"] if source.part != WHOLE else []
     return lines

@@ -27,8 +27,8 @@ def main() -> None:
     parser.add_argument("--rate", type=share, default=0.15, help="share of tokens masked")
     parser.add_argument("--max_ngram", type=positive, default=1, help="words in a masked span")
     parser.add_argument("--seed", type=seed, default=0, help="of masks and samples")
-    parser.add_argument("--across_documents", action="store_true",
-                        help="pieces of a row see each other (as data.across_documents)")
+    parser.add_argument("--attend_across_documents", action="store_true",
+                        help="pieces of a row see each other (as data.attend_across_documents)")
     add_workers(parser)
     args = parser.parse_args()
 
@@ -36,14 +36,21 @@ def main() -> None:
     from deberta_ds.data.replaced import read_replaced_manifest
     from deberta_ds.evaluate.replacements import Recipe, replace_corpus
 
-    recipe = Recipe(args.corpus, args.generator, args.seq_len, tuple(args.temperatures), args.seed,
-                    MaskConfig(rate=args.rate, max_ngram=args.max_ngram), args.across_documents)
+    recipe = Recipe(
+        args.corpus,
+        args.generator,
+        args.seq_len,
+        tuple(args.temperatures),
+        args.seed,
+        MaskConfig(rate=args.rate, max_ngram=args.max_ngram),
+        args.attend_across_documents,
+    )
     replace_corpus(recipe, args.out, workers=args.workers)
-    manifest, fingerprint = read_replaced_manifest(args.out)
+    manifest, content_hash = read_replaced_manifest(args.out)
     size = sum(file[0] for shards in manifest.shards for files in shards.values()
                for file in files.values())
     print(f"{args.out}: {len(manifest.temperatures)} draws, {size / 1e6:,.1f} MB, "
-          f"sha256 {fingerprint[:16]}")
+          f"sha256 {content_hash[:16]}")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def main() -> None:
     data, objective, rows_of_run = settings_of(args, overrides)
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(data.sources, tokenizer, seq_len=data.seq_len, seed=data.seed,
-                         mask=objective.mask, across_documents=data.across_documents,
-                         draws_by=objective.draws_by, rows_of_run=rows_of_run,
+                         mask=objective.mask, attend_across_documents=data.attend_across_documents,
+                         sample_by=objective.sample_by, rows_of_run=rows_of_run,
                          cache=Cache(data.cache, data.cache_gigabytes))
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
     for g in range(args.first, args.first + args.rows):

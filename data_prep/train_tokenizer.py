@@ -24,8 +24,8 @@ def main() -> None:
                         "space marks and bytes for rare characters; wordpiece: as BERT, cased")
     parser.add_argument("--add_mask", metavar="TOKENIZER",
                         help="train nothing: give this tokenizer the special tokens it lacks")
-    parser.add_argument("--pieces", type=positive, default=32000,
-                        help="pieces; [MASK] comes after them")
+    parser.add_argument("--vocab_size", type=positive, default=32000,
+                        help="vocabulary items; [MASK] comes after them")
     parser.add_argument("--sample_bytes", type=positive, default=1 << 26, help="text to train on")
     parser.add_argument("--temperature", type=positive_number, metavar="T",
                         help="take each language (--label_key, --label_from_directory) in "
@@ -66,7 +66,7 @@ def train(args, out: str):
 
     read = read_options(args)
     units = plan_units(args.inputs, read, args.unit_bytes)
-    recipe = {"pieces": args.pieces, "sample_bytes": args.sample_bytes, "read": read,
+    recipe = {"pieces": args.vocab_size, "sample_bytes": args.sample_bytes, "read": read,
               "character_coverage": args.character_coverage, "max_bad": args.max_bad}
     if args.temperature is not None:
         recipe["languages"] = languages_of(units, read, args.sample_bytes, args.temperature,

@@ -79,12 +79,12 @@ def rows(path: Path) -> list[str]:
                                  mfu=MFU["cpu" if on_cpu else preset])
         best = min((c for c in choices if c.stage == 1 and c.fits), key=lambda c: c.days)
         if on_cpu:
-            best = next(c for c in choices if c.stage == 1 and c.recompute == "full")
+            best = next(c for c in choices if c.stage == 1 and c.checkpointing == "full")
         peak = best.memory.peak + (0 if on_cpu else plan.RESERVED_BYTES)
         where = f"{name}, {count} ranks" if on_cpu else f"{count} x {name.upper()}"
         found.append(f"| `{path.stem}` | {preset.removeprefix('deberta-v3-')}, {parameters} | "
                      f"{text / 4:.1f} GB four times | {format_count(tokens)} | {where} | "
-                     f"{peak / 1e9:.0f} GB | ZeRO-1, recompute {best.recompute} | "
+                     f"{peak / 1e9:.0f} GB | ZeRO-1, checkpointing {best.checkpointing} | "
                      f"{best.days:.1f} |")
     return found
 

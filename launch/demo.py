@@ -147,7 +147,7 @@ def prepare_data(demo: Demo) -> None:
     megabytes = (text / "train.jsonl").stat().st_size / 1e6
     demo.note("corpus", "docstrings of six pinned packages", f"{megabytes:.1f} MB", seconds)
     seconds = demo.run("python", "data_prep/train_tokenizer.py", text / "train.jsonl",
-                       "--out", model, "--pieces", "8000")
+                       "--out", model, "--vocab_size", "8000")
     demo.note("tokenizer", "SentencePiece unigram", "8,000 pieces", seconds)
     seconds = 0.0
     for part in ("train", "heldout"):

@@ -18,7 +18,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--run", required=True, help="run or checkpoint directory")
     parser.add_argument("--data", nargs="+",
-                        help="packed corpora, scored together and each (default: data.eval)")
+                        help="packed corpora, scored together and each (default: data.heldout)")
     parser.add_argument("--tokenizer", help="path of a tokenizer (default: the run's)")
     parser.add_argument("--rows", type=positive,
                         help="how many rows, at least 1 (default: the run's)")
@@ -30,7 +30,7 @@ def main() -> None:
 
     from deberta_ds.checkpoint import find
     from deberta_ds.data.remote import Cache
-    from deberta_ds.data.rows import eval_rows
+    from deberta_ds.data.rows import eval_sequences
     from deberta_ds.evaluate.held_out import evaluate
     from deberta_ds.objectives.build import build_model, objective_of
     from deberta_ds.tokenizer import Tokenizer
@@ -38,19 +38,19 @@ def main() -> None:
 
     state, run = find.load_whole_state(options.run)
     corpora = dict(zip(options.data, options.data, strict=True)) if options.data \
-        else run.data.eval_corpora
+        else run.data.heldout_corpora
     if not corpora:
-        raise UserError(f"{options.run}: the run has no data.eval; name a packed corpus "
+        raise UserError(f"{options.run}: the run has no data.heldout; name a packed corpus "
                         "with --data")
-    stored = {} if options.generator else run.data.eval_replacements
+    stored = {} if options.generator else run.data.heldout_replacements
     if run.objective.kind == "rtd_cached" and not options.generator and not stored.keys() >= \
             corpora.keys():
         raise UserError(f"{options.run}: --data has no stored replacements, which this run is to "
                         "find; name a --generator to make them, or leave --data out")
     tokenizer = Tokenizer(options.tokenizer or run.data.tokenizer)
-    rows = {name: eval_rows(path, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
-                            eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_rows,
-                            across_documents=run.data.across_documents,
+    rows = {name: eval_sequences(path, tokenizer, seq_len=run.data.seq_len, mask=run.objective.mask,
+                            eval_seed=EVAL_SEED, num_rows=options.rows or run.train.eval_sequences,
+                            attend_across_documents=run.data.attend_across_documents,
                             verify=run.data.verify, replaced=stored.get(name, ""),
                             cache=Cache(run.data.cache, run.data.cache_gigabytes))
             for name, path in corpora.items()}
@@ -65,7 +65,7 @@ def main() -> None:
     model = build_model(run, tokenizer.size)
     model.load_state_dict(state)
     scores = evaluate(model.to(device), objective_of(run), device, rows,
-                      run.train.micro_batch_rows)
+                      run.train.micro_batch_size)
     print(json.dumps(scores, indent=1))
 
 

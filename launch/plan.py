@@ -73,21 +73,24 @@ def main() -> None:
         f"{ds_config.precision(ds)}, {format_count(tokens)} tokens in "
         f"{run.train.steps:,} steps; vocabulary of "
         f"{run.model.vocab_size:,} ({origins['model.vocab_size']})",
-        f"{options.nodes} x {options.gpus} {options.gpu.upper()}: {run.train.micro_batch_rows} x "
+        f"{options.nodes} x {options.gpus} {options.gpu.upper()}: {run.train.micro_batch_size} x "
         f"{run.data.seq_len} tokens a GPU, {accumulation} micro-batches a step, "
         f"{objective_of(run).flops_per_token(run) / 1e9:.3g} GFLOP a token, at an assumed MFU of "
         f"{options.mfu:.0%}", *offloaded(choices, options.gpus),
-        *[f"the batch grows from {run.train.first_batch_rows:,} to "
-          f"{run.train.global_batch_rows:,} rows in {run.train.batch_growth_steps:,} steps: the "
-          "days are of all, the rest of a full one"] * (run.train.first_batch_rows > 0),
+        *[f"the batch grows from {run.train.initial_batch_size:,} to "
+          f"{run.train.global_batch_size:,} rows in {run.train.batch_warmup_steps:,} steps: the "
+          "days are of all, the rest of a full one"] * (run.train.initial_batch_size > 0),
         *["muon: its products and sums are not in the times"] * (run.optim.name == "muon"),
     ]
     print("\n".join(facts))
     for line in table(choices, ranks):
         print(line)
     best = recommended(choices)
-    print(f"fastest that fits: ZeRO-{best.stage}, recompute {best.recompute}" if best else
-          "nothing fits: use more GPUs, a smaller train.micro_batch_rows, or offload")
+    print(
+        f"fastest that fits: ZeRO-{best.stage}, activation checkpointing {best.checkpointing}"
+        if best
+        else "nothing fits: use more GPUs, a smaller train.micro_batch_size, or offload"
+    )
     for line in advise(run, ds, choices, best, parameters, gpu=gpu, gpus=options.gpus,
                        nodes=options.nodes) if best else []:
         print(f"  {line}")
@@ -109,7 +112,7 @@ def _share(text: str) -> float:
 
 def table(choices: list, ranks: int) -> list[str]:
     """Return the printed table, sizes in GB (1e9 bytes) of one GPU."""
-    lines = ["  ZeRO recompute  weights  optim.    work  update   PEAK  fits   step s  (comm.)"
+    lines = ["  ZeRO checkpt.   weights  optim.    work  update   PEAK  fits   step s  (comm.)"
              "   tok/s   days  GPU-hours"]
     for choice in choices:
         memory = choice.memory
@@ -117,7 +120,7 @@ def table(choices: list, ranks: int) -> list[str]:
                  memory.update, memory.peak]
         weights, optimizer, work, update, peak = (size / 1e9 for size in sizes)
         lines.append(
-            f"  {choice.stage:4} {choice.recompute:9} {weights:8.2f} {optimizer:7.2f} "
+            f"  {choice.stage:4} {choice.checkpointing:9} {weights:8.2f} {optimizer:7.2f} "
             f"{work:7.2f} {update:7.2f} {peak:6.1f}  {'yes' if choice.fits else 'NO':4} "
             f"{choice.step_seconds:8.3f} {choice.communication_seconds:8.3f} "
             f"{choice.tokens_per_second:7,.0f} {choice.days:6.2f} "

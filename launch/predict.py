@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
     parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
                         help="columns of the table to repeat beside the predictions")
-    parser.add_argument("--batch_rows", type=positive, default=32, help="rows of one forward")
+    parser.add_argument(
+        "--global_batch_size", type=positive, default=32, help="rows of one forward"
+    )
     parser.add_argument("--max_length", type=_row_length, metavar="N",
                         help="tokens of one row (default: as trained)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -35,7 +37,12 @@ def main() -> None:
     saved = load_finetuned(find_finetuned(given.model))
     device = init_distributed()
     count = predict_file(
-        saved, given.data, given.out, device, batch_rows=given.batch_rows, keep=given.keep,
+        saved,
+        given.data,
+        given.out,
+        device,
+        global_batch_size=given.global_batch_size,
+        keep=given.keep,
         max_length=given.max_length or saved.settings.max_length,
     )
     if dist.is_main():

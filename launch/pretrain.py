@@ -3,8 +3,8 @@
     deepspeed launch/pretrain.py --config RUN.toml --deepspeed_config DS.json
 
 Works the same under deepspeed, torchrun, mpirun, srun, or alone. Any value of the run file can be
-overridden: --train.steps=1000. `--explain` lists every key of a run file, `--explain lr` those
-with "lr" in them.
+overridden: --train.steps=1000. `--explain` lists every key of a run file, `--explain rate`
+those with "rate" in them.
 """
 
 import argparse

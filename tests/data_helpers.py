@@ -76,8 +76,8 @@ def random_documents(count: int, seed: int = 0, longest: int = 12) -> list[str]:
 
 
 # What every run.json of a checkpoint holds, beside its config.
-RUN_RECORD = {"step": 100, "world_size": 1, "rows_seen": 0, "tokens_seen": 0, "seconds": 0.0,
-              "deepspeed": {}, "fingerprints": {}, "tokenizer_sha256": "", "recent_losses": [],
+RUN_RECORD = {"step": 100, "world_size": 1, "sequences_seen": 0, "tokens_seen": 0, "seconds": 0.0,
+              "deepspeed": {}, "content_hashes": {}, "tokenizer_sha256": "", "recent_losses": [],
               "since_line": {}, "time_use": {}, "begun_from": "",
               "best": {"score": "", "scored": ""}, "versions": {}}
 

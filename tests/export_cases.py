@@ -40,8 +40,8 @@ def run_config(family: str, kind: str = "rtd", **objective) -> RunConfig:
         "name": "tiny", "out_dir": "unused", "model": FAMILIES[family],
         "objective": {"kind": kind} | objective,
         "data": {"sources": [{"path": "unused"}], "tokenizer": tokenizer_path()},
-        "optim": {"lr": 1e-3},
-        "train": {"steps": 1, "global_batch_rows": 1, "micro_batch_rows": 1},
+        "optim": {"learning_rate": 1e-3},
+        "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
     })
 
 

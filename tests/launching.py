@@ -26,22 +26,22 @@ attention_dropout = {dropout}
 kind = "rtd"
 [data]
 sources = [{{path = "{root}/train"}}]
-eval = "{root}/heldout"
+heldout = "{root}/heldout"
 tokenizer = "{root}/spm.model"
 seq_len = 64
 workers = 0
 [optim]
-lr = 1e-3
+learning_rate = 1e-3
 warmup_steps = 5
 [train]
 steps = 20
-global_batch_rows = 8
-micro_batch_rows = 2
-first_batch_rows = 0
-batch_growth_steps = 0
-checkpoint_layers = 1
+global_batch_size = 8
+micro_batch_size = 2
+initial_batch_size = 0
+batch_warmup_steps = 0
+activation_checkpointing = "full"
 log_every = 1
-eval_rows = 16
+eval_sequences = 16
 eval_every = 20
 save_every = 5
 keep = 10

@@ -18,18 +18,35 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
         rise = 1 - math.exp(-step / 140)
         if step % log_every == 0:
             records.append(
-                {"kind": "train", "step": step, "rows_seen": 16 * step, "tokens_seen": 2040 * step,
-                 "seconds": seconds, f"{network}_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08),
-                 "loss": 25.0, "epochs": step / 300,
-                 "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
-                 "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
-                 "tokens_per_second": 2260 + noise.gauss(0, 40), "flops_per_second": 4.31e10,
-                 "mfu": 0.31, "eta_seconds": 0.9 * (steps - step)} | time_use(seconds)
-                | kind_only(kind, {
-                    "discriminator_loss": 0.36 + 0.4 * math.exp(-step / 12) - 0.07 * rise
-                    + noise.gauss(0, 0.008),
-                    "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12)
-                    + noise.gauss(0, 0.006)})
+                {
+                    "kind": "train",
+                    "step": step,
+                    "sequences_seen": 16 * step,
+                    "tokens_seen": 2040 * step,
+                    "seconds": seconds,
+                    f"{network}_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08),
+                    "loss": 25.0,
+                    "epochs": step / 300,
+                    "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
+                    "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
+                    "tokens_per_second": 2260 + noise.gauss(0, 40),
+                    "flops_per_second": 4.31e10,
+                    "mfu": 0.31,
+                    "eta_seconds": 0.9 * (steps - step),
+                }
+                | time_use(seconds)
+                | kind_only(
+                    kind,
+                    {
+                        "discriminator_loss": 0.36
+                        + 0.4 * math.exp(-step / 12)
+                        - 0.07 * rise
+                        + noise.gauss(0, 0.008),
+                        "discriminator_gain": 0.07 * rise
+                        - 0.4 * math.exp(-step / 12)
+                        + noise.gauss(0, 0.006),
+                    },
+                )
             )
         if step % eval_every == 0:
             records.append(
@@ -94,12 +111,12 @@ def make_config(name, kind, **run):
                           "mask": {"rate": 0.15, "max_ngram": 1}},
             "data": {"seq_len": 128, "tokenizer": "runs/demo/corpus/spm.model", "workers": 1,
                      "sources": [{"path": "runs/demo/corpus/packed-128", "weight": 1.0}]},
-            "optim": {"lr": 5e-4, "betas": [0.9, 0.98], "eps": 1e-6, "warmup_steps": 40},
-            "train": {"steps": 400, "global_batch_rows": 16, "log_every": 5},
+            "optim": {"learning_rate": 5e-4, "betas": [0.9, 0.98], "eps": 1e-6, "warmup_steps": 40},
+            "train": {"steps": 400, "global_batch_size": 16, "log_every": 5},
         } | run,
         "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": False}},
         "origins": {"model.hidden_size": "launch/runs/demo.toml", "train.steps": "command line"},
-        "fingerprints": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
+        "content_hashes": {"runs/demo/corpus/packed-128": "9f0c2e"}, "parameters": 13_596_289,
         "world_size": 2, "hardware": "AMD EPYC 9R14", "device": "cpu", "commit": "0123456789",
         "kernels": {"attention": {"kernel": "tiled", "why": "not fused: no GPU"},
                     "cross-entropy": {"kernel": "chunked", "why": "not fused: no GPU"}},

@@ -80,8 +80,19 @@ def take(name: str, text: Path, place: Path, pieces: int, shares: list[float]) -
     if name in TRAINED:
         tokenizer = place / "train/whole" / TRAINED[name]
         row["train"] = disturbed(
-            lambda out: ["data_prep/train_tokenizer.py", text, "--kind", name, "--pieces", pieces,
-                         "--out", out / TRAINED[name]], place / "train", shares)
+            lambda out: [
+                "data_prep/train_tokenizer.py",
+                text,
+                "--kind",
+                name,
+                "--vocab_size",
+                pieces,
+                "--out",
+                out / TRAINED[name],
+            ],
+            place / "train",
+            shares,
+        )
     else:
         tokenizer = cases.MAKERS[name](place / "tokenizer")
     row["tokenize"] = disturbed(
@@ -108,7 +119,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="directory for all files")
     parser.add_argument("--text", type=Path, help="directory of .txt files")
     parser.add_argument("--megabytes", type=float, default=1.0)
-    parser.add_argument("--pieces", type=int, default=600)
+    parser.add_argument("--vocab_size", type=int, default=600)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.85, 0.95])
     parser.add_argument("--names", nargs="+", default=[*TRAINED, *IMPORTED])
     parser.add_argument("--out", type=Path, required=True, help="JSON file, rows are added to it")

@@ -59,13 +59,15 @@ def with_mask(out: Path) -> None:
 
 
 KINDS = (
-    Kind("SentencePiece unigram", "spm.model", ("--kind", "unigram", "--pieces", "400")),
+    Kind("SentencePiece unigram", "spm.model", ("--kind", "unigram", "--vocab_size", "400")),
     Kind("SentencePiece BPE", "spm.model", make=cases.sentencepiece_bpe),
     Kind("SentencePiece unigram as ALBERT's", "spm.model", make=cases.sentencepiece_albert),
     Kind("SentencePiece BPE as Llama's, --add_mask", "tokenizer", make=with_mask),
-    Kind("byte-level BPE, tokenizer.json", "tokenizer", ("--kind", "byte_bpe", "--pieces", "600")),
-    Kind("WordPiece, tokenizer.json", "tokenizer", ("--kind", "wordpiece", "--pieces", "400")),
-    Kind("Metaspace BPE, tokenizer.json", "tokenizer", ("--kind", "bpe", "--pieces", "600")),
+    Kind(
+        "byte-level BPE, tokenizer.json", "tokenizer", ("--kind", "byte_bpe", "--vocab_size", "600")
+    ),
+    Kind("WordPiece, tokenizer.json", "tokenizer", ("--kind", "wordpiece", "--vocab_size", "400")),
+    Kind("Metaspace BPE, tokenizer.json", "tokenizer", ("--kind", "bpe", "--vocab_size", "600")),
     Kind("Metaspace BPE as Llama's", "tokenizer", make=cases.llama),
     Kind("Unigram as XLM-RoBERTa's", "tokenizer", make=cases.unigram),
     Kind("Unigram with bytes", "tokenizer", make=cases.unigram_bytes),
@@ -76,8 +78,12 @@ KINDS = (
     Kind("WordPiece as BERT's, uncased", "tokenizer", make=cases.bert),
     Kind("WordPiece as BERT's, vocab.txt, cased", "tokenizer", make=cases.bert_vocab_txt),
     Kind("WordPiece, another prefix", "tokenizer", make=cases.wordpiece_other),
-    Kind("DeBERTa v1, vocab.json + merges.txt", "deberta-base", make=public.hub_directory,
-         is_public_v1=True),
+    Kind(
+        "DeBERTa v1, vocab.json + merges.txt",
+        "deberta-base",
+        make=public.hub_directory,
+        is_public_v1=True,
+    ),
 )
 
 
@@ -198,12 +204,28 @@ def run_file(road: Road) -> Path:
     lines = ["[model]", *(f"{key} = {json.dumps(value)}" for key, value in model.items())]
     if road.kind.is_public_v1:
         lines += ["[init]", f'from = "{road.tokenizer}"']
-    lines += ["[objective]", 'kind = "mlm"', "[objective.mask]", "max_ngram = 3",
-              "[data]", f'sources = [{{path = "{road.root}/corpus/train"}}]',
-              f'eval = "{road.root}/corpus/heldout"', f'tokenizer = "{road.tokenizer}"',
-              f"seq_len = {SEQ_LEN}", "workers = 0", "[optim]", "lr = 1e-3", "[train]",
-              f"steps = {STEPS}", "global_batch_rows = 4", "micro_batch_rows = 4",
-              "log_every = 1", "eval_rows = 8", f"eval_every = {STEPS}", f"save_every = {SAVED}"]
+    lines += [
+        "[objective]",
+        'kind = "mlm"',
+        "[objective.mask]",
+        "max_ngram = 3",
+        "[data]",
+        f'sources = [{{path = "{road.root}/corpus/train"}}]',
+        f'heldout = "{road.root}/corpus/heldout"',
+        f'tokenizer = "{road.tokenizer}"',
+        f"seq_len = {SEQ_LEN}",
+        "workers = 0",
+        "[optim]",
+        "learning_rate = 1e-3",
+        "[train]",
+        f"steps = {STEPS}",
+        "global_batch_size = 4",
+        "micro_batch_size = 4",
+        "log_every = 1",
+        "eval_sequences = 8",
+        f"eval_every = {STEPS}",
+        f"save_every = {SAVED}",
+    ]
     path = road.root / "run.toml"
     path.write_text("\n".join(['name = "road"', f'out_dir = "{road.root}/run"', *lines]))
     return path

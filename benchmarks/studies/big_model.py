@@ -65,7 +65,7 @@ def main() -> None:
         shutil.rmtree(scratch / "nvme")
         first, again = (results[part]["steps"][-1] for part in ("train", "resume"))
         results["resumed_step_is_identical"] = all(
-            first[key] == again[key] for key in ("step", "rows_seen", "loss", "grad_norm"))
+            first[key] == again[key] for key in ("step", "sequences_seen", "loss", "grad_norm"))
         results["checkpoint_bytes"] = size_of(scratch / "run/checkpoints")
         export = [sys.executable, str(ROOT / "launch/export.py"), "--run",
                   str(scratch / "run"), "--out", str(scratch / "hf")]

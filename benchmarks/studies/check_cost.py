@@ -84,8 +84,8 @@ def agree(loss: torch.Tensor, ceiling: float) -> list[float]:
 
 def measure(work: Path, stage: int, rounds: int) -> dict:
     overrides = [f"--model.{key}={value}" for key, value in MODEL.items()]
-    overrides += [f"--train.global_batch_rows={ROWS * int(dist.world_size())}",
-                  f"--train.micro_batch_rows={ROWS}"]
+    overrides += [f"--train.global_batch_size={ROWS * int(dist.world_size())}",
+                  f"--train.micro_batch_size={ROWS}"]
     run_file = work / "run.toml"
     if dist.is_main():
         make_run(work)

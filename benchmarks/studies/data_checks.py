@@ -51,7 +51,7 @@ def measure_order(args) -> dict:
             steps: list = [[], [], []]
             for rank in range(world):
                 loader = build_loader(dataset, stretches=[Stretch(24, 24, 3)], rank=rank,
-                                      micro_batch_rows=24 // world, world_size=world,
+                                      micro_batch_size=24 // world, world_size=world,
                                       num_workers=workers)
                 for step, batch in zip(steps, loader, strict=True):
                     step.append(torch.stack([batch.input_ids, batch.labels]))
@@ -95,8 +95,8 @@ def measure_open(args) -> dict:
                                   132 + 4 * rows, f"{number:032x}"))
     special = {"pad": 0, "cls": 1, "sep": 2, "unk": 3, "mask": 32000}
     manifest = Manifest("<u2", 32001, "0" * 64, special, {}, {}, tuple(shards))
-    fingerprint = write_manifest(corpus, manifest)
-    write_manifest(corpus / "rows-512", RowsManifest(512, 1, fingerprint, 0, tuple(plans)))
+    content_hash = write_manifest(corpus, manifest)
+    write_manifest(corpus / "rows-512", RowsManifest(512, 1, content_hash, 0, tuple(plans)))
     code = (
         "import time, resource, json, sys\n"
         "from deberta_ds.data.corpus import Corpus\n"
@@ -133,7 +133,7 @@ def measure_languages(args) -> dict:
     corpus, model = args.scratch / "languages", args.scratch / "languages.model"
     shutil.rmtree(corpus, ignore_errors=True)
     source = [args.text, "--label_from_directory"]
-    run(PREP / "train_tokenizer.py", *source, "--pieces", 32000, "--out", model)
+    run(PREP / "train_tokenizer.py", *source, "--vocab_size", 32000, "--out", model)
     run(PREP / "tokenize_corpus.py", *source, "--tokenizer", model, "--out", corpus)
     run(PREP / "pack.py", corpus, "--tokenizer", model, "--seq_len", 128, 512)
     tokenizer, read = Tokenizer(model), ReadOptions(label_from_directory=True)

@@ -22,7 +22,7 @@ from deberta_ds.base.files import write_atomic
 from deberta_ds.config import run_config
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.engine.optim import build_optimizer, learning_rate
 from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
@@ -39,18 +39,24 @@ SCORES = ("generator_loss", "generator_accuracy", "discriminator_loss", "discrim
 def train(run: run_config.RunConfig, mode: str, seed: int) -> dict[str, float]:
     """Return the held-out scores after training `run` from `seed`."""
     tokenizer = Tokenizer(run.data.tokenizer)
-    data, rows = run.data, run.train.global_batch_rows
+    data, rows = run.data, run.train.global_batch_size
     dataset = RowDataset(data.sources[:1], tokenizer, seq_len=data.seq_len, seed=seed,
                          mask=run.objective.mask)
-    held_out = eval_rows(data.eval, tokenizer, seq_len=data.seq_len, mask=run.objective.mask,
-                         eval_seed=1, num_rows=run.train.eval_rows)
+    held_out = eval_sequences(
+        data.heldout,
+        tokenizer,
+        seq_len=data.seq_len,
+        mask=run.objective.mask,
+        eval_seed=1,
+        num_rows=run.train.eval_sequences,
+    )
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, seed)
     optimizer = build_optimizer(model, run.optim)
     detector = list(model.discriminator.parameters())
     generator = [model.words.weight, *model.generator.parameters()]
     loader = build_loader(dataset, stretches=[Stretch(0, rows, run.train.steps)],
-                          micro_batch_rows=rows, rank=0, world_size=1, num_workers=0)
+                          micro_batch_size=rows, rank=0, world_size=1, num_workers=0)
     for step, batch in enumerate(loader):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
@@ -73,7 +79,7 @@ def train(run: run_config.RunConfig, mode: str, seed: int) -> dict[str, float]:
         loss = (losses_BL * (batch.segments > 0)).sum() / divisors["tokens"]
         (run.objective.rtd_weight * loss).backward()
         _update(optimizer, [detector], run.optim.clip_norm)
-    return evaluate(model, objective_of(run), torch.device("cpu"), {data.eval: held_out}, rows)
+    return evaluate(model, objective_of(run), torch.device("cpu"), {data.heldout: held_out}, rows)
 
 
 def _update(optimizer, nets: list[list], clip_norm: float) -> None:

@@ -166,7 +166,7 @@ def main() -> None:
         text = " ".join([*WORDS, *PEOPLE, *PLACES, *(word.title() for word in WORDS)])
         write(scratch / "text.txt", "\n".join([text] * 40) + "\n")
         run("data_prep/train_tokenizer.py", str(scratch / "text.txt"), "--out",
-            str(scratch / "spm.model"), "--pieces", "400")
+            str(scratch / "spm.model"), "--vocab_size", "400")
         write_shape(scratch)
         for task in options.tasks:
             found = measure(task, scratch)

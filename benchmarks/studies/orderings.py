@@ -104,7 +104,7 @@ def finetune(run: Run, task: str, data: Path) -> None:
     once(run.scores / task / f"seed-{seeds}/result.json", "launch/finetune.py",
          "--task", task, "--model", run.path, "--data", data, "--skip_test", "--out", run.scores,
          "--deepspeed_config", "ds_configs/zero1_autocast_cpu.json", "--no_save_model",
-         "--seeds", seeds, "--all.learning_rate=5e-4", "--all.batch_rows=32",
+         "--seeds", seeds, "--all.learning_rate=5e-4", "--all.global_batch_size=32",
          "--all.max_length=128", f"--all.epochs={epochs}", *more)
 
 

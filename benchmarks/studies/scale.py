@@ -41,12 +41,25 @@ LATENCY_SECONDS, SERVER_RATE = 0.005, 20_000  # of an operation; operations a se
 MORE_ALLOWED = 12  # operations beyond the smallest job's: a resume may open two files more, and
 # TensorBoard's writer looks by the clock
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
-OVERRIDES = ["--model.hidden_size=16", "--model.num_heads=2", "--model.intermediate_size=32",
-             "--model.vocab_size=640", "--data.seq_len=64", "--data.workers=0",
-             "--train.micro_batch_rows=1", "--train.log_every=1", "--train.checkpoint_layers=0",
-             "--train.save_every=1", "--train.keep=1", "--train.steps=100",
-             "--train.eval_every=2", "--train.eval_rows=8", "--train.watchdog_seconds=0",
-             "--train.save_in_background=false", "--optim.warmup_steps=0"]
+OVERRIDES = [
+    "--model.hidden_size=16",
+    "--model.num_heads=2",
+    "--model.intermediate_size=32",
+    "--model.vocab_size=640",
+    "--data.seq_len=64",
+    "--data.workers=0",
+    "--train.micro_batch_size=1",
+    "--train.log_every=1",
+    "--train.activation_checkpointing=none",
+    "--train.save_every=1",
+    "--train.keep=1",
+    "--train.steps=100",
+    "--train.eval_every=2",
+    "--train.eval_sequences=8",
+    "--train.watchdog_seconds=0",
+    "--train.save_in_background=false",
+    "--optim.warmup_steps=0",
+]
 
 
 class Operations:
@@ -168,7 +181,7 @@ def rehearse(rank: int, ranks: int, run_file: Path, out: Path, stage: int, stop_
     run, origins = run_config.load(run_file, [
         *OVERRIDES, f"--model.num_layers={layers}",
         f"--objective.generator_layers={max(2, layers // 2)}",
-        f"--out_dir={out}", f"--train.global_batch_rows={job}", f"--train.stop_after={stop_after}"])
+        f"--out_dir={out}", f"--train.global_batch_size={job}", f"--train.stop_after={stop_after}"])
     zero = {"stage": stage}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_allgather_sequential": True}

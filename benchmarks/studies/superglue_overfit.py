@@ -29,8 +29,17 @@ from deberta_ds.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "WSC")
 ROWS = 32
-SETTINGS = ("epochs=80", "batch_rows=8", "learning_rate=1e-3", "weight_decay=0.0", "dropout=0.0",
-            "head_dropout=0.0", "warmup_share=0.1", "patience=20", "max_length=320")
+SETTINGS = (
+    "epochs=80",
+    "global_batch_size=8",
+    "learning_rate=1e-3",
+    "weight_decay=0.0",
+    "dropout=0.0",
+    "head_dropout=0.0",
+    "warmup_share=0.1",
+    "patience=20",
+    "max_length=320",
+)
 
 
 def main() -> None:
@@ -49,7 +58,7 @@ def main() -> None:
                  for line in path.open(encoding="utf-8") for text in strings(json.loads(line))]
         write_atomic(scratch / "text.txt", "\n".join(texts) + "\n")
         run("data_prep/train_tokenizer.py", str(scratch / "text.txt"), "--out",
-            str(scratch / "spm.model"), "--pieces", "3000")
+            str(scratch / "spm.model"), "--vocab_size", "3000")
         write_shape(scratch)
         for task in options.tasks:
             found[task] = measure(task, scratch)

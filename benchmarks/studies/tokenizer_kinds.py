@@ -1,7 +1,7 @@
 """Kinds of tokenizers beside each other on one text, each trained on the same sample of it.
 
     python -m benchmarks.studies.tokenizer_kinds --text novels/ --scratch DIR [--kinds bpe] \
-        [--pieces 8000]
+        [--vocab_size 8000]
 
 fertility: tokens a word and bytes a token, on held-out text; speed: MB of text a second of
 processor time, a whole batch in the tokenizer's engine; bits a byte: of a small masked LM after one
@@ -28,7 +28,7 @@ from deberta_ds.corpus.pack import pack_corpus
 from deberta_ds.corpus.tokenize import CleanOptions, tokenize_corpus
 from deberta_ds.corpus.train_tokenizer import train_fast, train_tokenizer
 from deberta_ds.data.loader import build_loader
-from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.engine.optim import build_optimizer, learning_rate
 from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
@@ -113,15 +113,15 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
         "data": {"sources": [{"path": str(corpora["train"])}], "tokenizer": str(tokenizer.path),
                  "seq_len": SEQ_LEN, "eval": str(corpora["heldout"])},
         "objective": {"kind": "mlm"}, "optim": {"lr": 2e-3, "warmup_steps": 30},
-        "train": {"steps": 1, "global_batch_rows": ROWS,
-                                "micro_batch_rows": ROWS}}, "run")
+        "train": {"steps": 1, "global_batch_size": ROWS,
+                                "micro_batch_size": ROWS}}, "run")
     mask = run.objective.mask
     dataset = RowDataset(run.data.sources, tokenizer, seq_len=SEQ_LEN, seed=0, mask=mask)
     steps = sum(dataset.num_rows.values()) // ROWS
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, 0)
     optimizer = build_optimizer(model, run.optim)
-    loader = build_loader(dataset, stretches=[Stretch(0, ROWS, steps)], micro_batch_rows=ROWS,
+    loader = build_loader(dataset, stretches=[Stretch(0, ROWS, steps)], micro_batch_size=ROWS,
                           rank=0, world_size=1, num_workers=0)
     for step, batch in enumerate(loader):
         for group in optimizer.param_groups:
@@ -131,7 +131,9 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    rows = eval_rows(str(corpora["heldout"]), tokenizer, seq_len=SEQ_LEN, mask=mask, eval_seed=1)
+    rows = eval_sequences(
+        str(corpora["heldout"]), tokenizer, seq_len=SEQ_LEN, mask=mask, eval_seed=1
+    )
     scores = evaluate(model, objective_of(run), torch.device("cpu"), {"heldout": rows}, ROWS)
     texts = [normalise(path.read_text(encoding="utf-8")) for path in sorted(held_out.iterdir())]
     tokens_a_byte = facts["heldout"]["tokens"] / sum(len(text.encode()) for text in texts)
@@ -156,7 +158,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--pieces", type=int, nargs="+", default=(8000, 16000, 32000))
+    parser.add_argument("--vocab_size", type=int, nargs="+", default=(8000, 16000, 32000))
     parser.add_argument("--sample_bytes", type=int, default=4_000_000, help="for tokenizers")
     parser.add_argument("--learn_bytes", type=int, default=1_500_000, help="for the masked LM")
     parser.add_argument("--out", type=Path, default="benchmarks/results/tokenizer_kinds.json")

@@ -3,10 +3,10 @@
     OUT/checkpoints/step-00000100/
         rank-00000.safetensors ...   what each rank holds (saved_state.py)
         layout.json                  where every parameter lies in those files
-        run.json                     step, rows seen, corpus fingerprints, configs, versions
+        run.json                     step, rows seen, corpus content hashes, configs, versions
         spm.model                    the tokenizer
         manifest.json                every file with its size and xxh3; written last
-    OUT/best                         points to the checkpoint of the best evaluation (train.best)
+    OUT/best                         points to the checkpoint with the best train.best_metric
 
 A directory without manifest.json is a save that never finished. There is no `latest` file: every
 file is verified before a tensor is loaded, and only a verified directory is ever loaded.

@@ -22,13 +22,13 @@ class RunRecord:
     """The state of a run beside its tensors."""
 
     step: _Count
-    rows_seen: _Count
+    sequences_seen: _Count
     tokens_seen: _Count
     seconds: float  # of training, over all starts
     world_size: Annotated[int, Field(ge=1)]
     config: dict[str, Any]  # the run file, complete
     deepspeed: dict[str, Any]
-    fingerprints: dict[str, str]  # {path of a corpus: checksum of its content}
+    content_hashes: dict[str, str]  # {path of a corpus: checksum of its content}
     tokenizer_sha256: str
     versions: dict[str, str]
     recent_losses: list[float]  # for the spike rule

@@ -1,4 +1,4 @@
-"""How many rows each update has: global_batch_rows, which it may reach in equal stairs.
+"""How many rows each update has: global_batch_size, which it may reach in equal stairs.
 
 Early in a run a small batch teaches as much as a large one, from fewer rows (arXiv 2505.23971;
 ModernBERT's recipe). The stairs are a function of the run file alone: at every number of ranks the
@@ -27,13 +27,13 @@ def _whole_run(train: TrainConfig) -> tuple[list[int], list[Stretch]]:
     """Return (first step of each, the stretches) of a run, in order."""
     firsts, found, step, row = [], [], 0, 0
     while step < train.steps:
-        rows, until = train.global_batch_rows, train.steps
-        if step < train.batch_growth_steps:
-            jumps = train.global_batch_rows // train.first_batch_rows - 1
-            number = 1 + step * jumps // train.batch_growth_steps  # of the stair
-            rows = number * train.first_batch_rows
+        rows, until = train.global_batch_size, train.steps
+        if step < train.batch_warmup_steps:
+            jumps = train.global_batch_size // train.initial_batch_size - 1
+            number = 1 + step * jumps // train.batch_warmup_steps  # of the stair
+            rows = number * train.initial_batch_size
             # The first step of the next one; without jumps there is none.
-            until = min(until, -(-number * train.batch_growth_steps // max(jumps, 1)))
+            until = min(until, -(-number * train.batch_warmup_steps // max(jumps, 1)))
         firsts.append(step)
         found.append(Stretch(row, rows, until - step))
         row, step = row + (until - step) * rows, until
@@ -62,12 +62,12 @@ def rows_of_run(train: TrainConfig) -> int:
     return rows_before(train, train.steps)
 
 
-def micro_batches(rows: int, world_size: int, micro_batch_rows: int) -> int:
+def micro_batches(rows: int, world_size: int, micro_batch_size: int) -> int:
     """Return how many forwards a rank makes in an update of `rows`: as few as may be.
 
     Their sizes differ by one row at most.
     """
-    return math.ceil(rows // world_size / micro_batch_rows)
+    return math.ceil(rows // world_size / micro_batch_size)
 
 
 def problems_with_ranks(train: TrainConfig, world_size: int, start: int) -> list[str]:
@@ -75,9 +75,11 @@ def problems_with_ranks(train: TrainConfig, world_size: int, start: int) -> list
 
     The full batch is checked with the micro-batches (deepspeed_config.accumulation_steps).
     """
-    for one in stretches(train, start, min(train.batch_growth_steps, train.steps)):
+    for one in stretches(train, start, min(train.batch_warmup_steps, train.steps)):
         if one.rows % world_size:
-            return [f"train.first_batch_rows = {train.first_batch_rows}: {world_size} ranks cannot "
-                    f"share an update of {one.rows} equally; take a multiple of the ranks, or, "
-                    f"in a run that has begun, fewer ranks until step {train.batch_growth_steps:,}"]
+            return [
+                f"train.initial_batch_size = {train.initial_batch_size}: {world_size} ranks cannot "
+                f"share an update of {one.rows} equally; take a multiple of the ranks, or, "
+                f"in a run that has begun, fewer ranks until step {train.batch_warmup_steps:,}"
+            ]
     return []

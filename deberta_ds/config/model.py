@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.config.options import STRICT, option
 
 # Keys that say how a model is computed, not what.
-HOW_COMPUTED = ("attention", "keep_position_terms", "vocabulary_loss")
+HOW_COMPUTED = ("attention", "keep_position_terms", "cross_entropy")
 # In which models of one shape may differ: these, and how it is begun and regularized.
 FREE = (*HOW_COMPUTED, "hidden_dropout", "attention_dropout", "init_std")
 
@@ -58,7 +58,7 @@ class ModelConfig:
     keep_position_terms: bool = option(
         "fused attention keeps its position terms for backward: faster by a twentieth, for 4 bytes "
         "x heads x min(seq_len, 1152) a token and layer", False)
-    vocabulary_loss: Literal["auto", "chunked", "fused"] = option(
+    cross_entropy: Literal["auto", "chunked", "fused"] = option(
         "implementation of the masked LM's loss; fused: Triton kernels, on a GPU", "auto")
 
     def __post_init__(self):

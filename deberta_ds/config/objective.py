@@ -70,7 +70,7 @@ class ObjectiveConfig:
     final_temperature: _Temperature | None = option(
         "rtd: what it has become at the run's last step, on a straight line; evaluations have it "
         "from the start; none: it stays", None)
-    draws_by: Literal["epoch", "course"] = option(
+    sample_by: Literal["epoch", "course"] = option(
         "rtd_cached: epoch: a new draw every epoch; course: the draws one after another over the "
         "run, as from hot to cold", "epoch")
 

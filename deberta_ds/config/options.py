@@ -137,6 +137,20 @@ def shown_default(option: Option) -> str:
 # What is wrong with a config: strict validation, and every problem in one error.
 #
 # An unknown key names the nearest known one, whole or by its last part.
+#
+# Options by the last part of the names that they had before 0.2.0: an error names the new one.
+RENAMED = {
+    "lr": "learning_rate", "min_lr_share": "min_learning_rate_share",
+    "global_batch_rows": "global_batch_size", "batch_rows": "global_batch_size",
+    "micro_batch_rows": "micro_batch_size", "eval_batch_rows": "eval_batch_size",
+    "first_batch_rows": "initial_batch_size", "batch_growth_steps": "batch_warmup_steps",
+    "checkpoint_layers": "activation_checkpointing", "recompute": "activation_checkpointing",
+    "eval_rows": "eval_sequences", "eval": "heldout", "eval_replaced": "heldout_replaced",
+    "best": "best_metric", "first_row": "first_sequence", "draws_by": "sample_by",
+    "across_documents": "attend_across_documents", "words_only": "embeddings_only",
+    "vocabulary_loss": "cross_entropy"}
+
+
 class ConfigError(UserError):
     """One or more problems in a run config or a DeepSpeed JSON."""
 
@@ -187,6 +201,9 @@ def _problems(error: ValidationError, cls: type) -> list[str]:
 def _problem(item: dict, cls: type) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "file"
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        section, dot, last = where.rpartition(".")
+        if last in RENAMED:
+            return f"{where}: renamed to {section}{dot}{RENAMED[last]}"
         return f"{where}: unknown key{nearest(where, [o.key for o in options_of(cls)])}"
     if item["type"].startswith("missing"):
         return f"{where}: missing; this key has no default"

@@ -17,8 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from deberta_ds.base import command_line
-from deberta_ds.config import model
-from deberta_ds.config.model import HOW_COMPUTED, ModelConfig
+from deberta_ds.config.model import HOW_COMPUTED, MODELS, ModelConfig
 from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
 from deberta_ds.config.options import (
     STRICT,
@@ -44,14 +43,14 @@ _EVAL_NAME = re.compile(r"[\w.-]{1,60}")
 class SourceConfig:
     """One packed corpus and its weight in the mixture.
 
-    `first_row`, `order` and `part` are for a second stage; data_prep/mixture.py --after prints
+    `first_sequence`, `order` and `part` are for a second stage; data_prep/mixture.py --after prints
     them.
     """
 
     path: str = option("directory of a packed corpus", min_length=1)
     weight: float = option("its share of the rows, relative to the other sources", 1.0,
                            gt=0, le=1e12)
-    first_row: _Position = option("rows of it that earlier stages of this length have used", 0)
+    first_sequence: _Position = option("rows of it that earlier stages of this length have used", 0)
     order: tuple[_Position, _Position] | None = option(
         "(seed, position) of the stage that used it first; none: this run's own", None)
     part: tuple[_Share, _Share] = option("stretch of its shards, for stages of other lengths",
@@ -73,54 +72,60 @@ class DataConfig:
         "a SentencePiece model, tokenizer.json, vocab.json beside merges.txt, or their directory",
         min_length=1)
     seq_len: int = option("tokens of a row", 512, ge=8, le=1 << 20)
-    eval: str | dict[str, str] = option(
+    heldout: str | dict[str, str] = option(
         "held-out packed corpus, or several as {name = directory}, scored together and each by "
         "name; empty: no evaluation", "")
-    eval_replaced: str | dict[str, str] = option(
+    heldout_replaced: str | dict[str, str] = option(
         "rtd_cached: what data_prep/replace.py made of it; of several: by the same names", "")
     seed: int = option("of the order, the masks and the generator's samples", 0, ge=0, le=_LARGEST)
     cache: str = option("directory of this host for the blocks of corpora at a URL",
                         "~/.cache/deberta_ds", min_length=1)
     cache_gigabytes: float = option("kept there at most, with some seconds' grace; 0: all that is "
                                     "read", 0.0, ge=0, le=1e9)
-    across_documents: bool = option("true: pieces of a row see each other (official packing)",
-                                    False)
+    attend_across_documents: bool = option(
+        "true: pieces of a row see each other (official packing)", False
+    )
     verify: Literal["sizes", "full"] = option(
         "what is checked of the shards at the start; full: checksums too", "sizes")
     workers: int = option("loader processes of each rank; 0: load in the training process", 1,
                           ge=0, le=256)
 
     def __post_init__(self):
-        for name in self.eval_corpora if isinstance(self.eval, dict) else ():
+        for name in self.heldout_corpora if isinstance(self.heldout, dict) else ():
             if not _EVAL_NAME.fullmatch(name):
-                raise ValueError(f"eval: {name!r} names a held-out corpus in charts and files; use "
-                                 "letters, digits, _ . and -")
-            if not self.eval[name]:
-                raise ValueError(f"eval: {name} is empty; it must be a directory")
-        if self.eval_replaced and self.eval_replacements.keys() != self.eval_corpora.keys():
-            raise ValueError("eval_replaced must have the names of eval, "
-                             f"{', '.join(self.eval_corpora) or 'which is empty'}")
+                raise ValueError(
+                    f"heldout: {name!r} names a held-out corpus in charts and files; use "
+                    "letters, digits, _ . and -"
+                )
+            if not self.heldout[name]:
+                raise ValueError(f"heldout: {name} is empty; it must be a directory")
+        if (
+            self.heldout_replaced
+            and self.heldout_replacements.keys() != self.heldout_corpora.keys()
+        ):
+            raise ValueError("heldout_replaced must have the names of heldout, "
+                             f"{', '.join(self.heldout_corpora) or 'which is empty'}")
 
     @property
-    def eval_corpora(self) -> dict[str, str]:
+    def heldout_corpora(self) -> dict[str, str]:
         """{name: directory} of the held-out corpora; the name of a single one is its path."""
-        return self.eval if isinstance(self.eval, dict) else {self.eval: self.eval} \
-            if self.eval else {}
+        return self.heldout if isinstance(self.heldout, dict) else {self.heldout: self.heldout} \
+            if self.heldout else {}
 
     @property
-    def eval_replacements(self) -> dict[str, str]:
-        """{name: directory of its replacements} of `eval_corpora`."""
-        if isinstance(self.eval_replaced, dict):
-            return self.eval_replaced
-        return dict.fromkeys([self.eval] if isinstance(self.eval, str) else [],
-                             self.eval_replaced) if self.eval_replaced else {}
+    def heldout_replacements(self) -> dict[str, str]:
+        """{name: directory of its replacements} of `heldout_corpora`."""
+        if isinstance(self.heldout_replaced, dict):
+            return self.heldout_replaced
+        return dict.fromkeys([self.heldout] if isinstance(self.heldout, str) else [],
+                             self.heldout_replaced) if self.heldout_replaced else {}
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    lr: float = option("peak learning rate", gt=0, le=10)
+    learning_rate: float = option("peak learning rate", gt=0, le=10)
     name: Literal["adamw", "muon", "adam_uncorrected"] = option(
         "muon: for matrices, adamw for all else; adam_uncorrected: the official XAdam", "adamw")
     momentum: _Decay = option("of muon's moving average of gradients", 0.95)
@@ -130,13 +135,17 @@ class OptimConfig:
     clip_norm: float = option("largest gradient norm of a network (generator and discriminator "
                               "have one each, and a table that they share); 0: no clipping", 1.0,
                               ge=0, le=1e9)
-    warmup_steps: int = option("steps in which the rate rises to lr", 0, ge=0, le=1 << 40)
+    warmup_steps: int = option(
+        "steps in which the rate rises to learning_rate", 0, ge=0, le=1 << 40
+    )
     schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = option(
         "how the rate falls after warm-up; deberta_linear: the official one, with its jump",
         "linear")
     decay_share: float = option("wsd: share of all steps spent decaying at the end", 0.1,
                                 gt=0, le=1)
-    min_lr_share: float = option("final learning rate as a share of lr", 0.0, ge=0, le=1)
+    min_learning_rate_share: float = option(
+        "final learning rate as a share of learning_rate", 0.0, ge=0, le=1
+    )
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -144,20 +153,27 @@ class TrainConfig:
     """How long, how much at a time, and what is written when."""
 
     steps: int = option("updates of the whole run", ge=1, le=1 << 40)
-    global_batch_rows: int = option("rows of one update, over all ranks", ge=1, le=1 << 22)
-    micro_batch_rows: int = option("rows of one forward on one rank", ge=1, le=1 << 16)
-    first_batch_rows: int = option("rows of the first update, which grow to global_batch_rows; 0: "
-                                   "all updates have as many", 0, ge=0, le=1 << 22)
-    batch_growth_steps: int = option("steps in which they grow, in equal jumps of "
-                                     "first_batch_rows", 0, ge=0, le=1 << 40)
+    global_batch_size: int = option("rows of one update, over all ranks", ge=1, le=1 << 22)
+    micro_batch_size: int = option("rows of one forward on one rank", ge=1, le=1 << 16)
+    initial_batch_size: int = option(
+        "rows of the first update, which grow to global_batch_size; 0: all updates have as many",
+        0,
+        ge=0,
+        le=1 << 22,
+    )
+    batch_warmup_steps: int = option("steps in which they grow, in equal jumps of "
+                                     "initial_batch_size", 0, ge=0, le=1 << 40)
     seed: int = option("of the first weights and of dropout", 0, ge=0, le=_LARGEST)
-    checkpoint_layers: int = option("recompute every n-th layer in backward; 0: none, 1: all", 0,
-                                    ge=0, le=1000)
-    recompute: Literal["all", "cheap"] = option(
-        "cheap: recomputed layers keep their linear outputs", "all")
+    activation_checkpointing: Literal["none", "full", "selective"] = option(
+        "what a layer's backward pass recomputes; full: the layer; selective: all but the outputs "
+        "of its linear layers", "none")
+    activation_checkpointing_interval: int = option("every n-th layer is checkpointed", 1, ge=1,
+                                                    le=1000)
     log_every: int = option("steps between two lines of the log", 10, ge=1, le=1 << 40)
     eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
-    eval_rows: int = option("rows of each held-out corpus in an evaluation", 256, ge=1, le=1 << 24)
+    eval_sequences: int = option(
+        "rows of each held-out corpus in an evaluation", 256, ge=1, le=1 << 24
+    )
     save_every: int = option("steps between two checkpoints", 1000, ge=1, le=1 << 40)
     save_minutes: Literal["auto"] | _Minutes = option(
         "minutes after which a checkpoint is due too, looked at every log_every steps; auto: by "
@@ -165,10 +181,17 @@ class TrainConfig:
     save_in_background: bool = option("copy the state to host memory and write it while training "
                                       "goes on (12 bytes a parameter over the ranks)", True)
     keep: int = option("newest checkpoints that are kept", 3, ge=1, le=1 << 20)
-    best: str = option("score of the evaluations whose best checkpoint is kept too, as OUT/best: a "
-                       "key of metrics.jsonl such as minimal_pairs; empty: none", "")
-    patience: int = option("evaluations without a better train.best after which the run ends; 0: "
-                           "never", 0, ge=0, le=1 << 40)
+    best_metric: str = option(
+        "score of the evaluations whose best checkpoint is kept too, as OUT/best: a "
+        "key of metrics.jsonl such as minimal_pairs; empty: none",
+        "",
+    )
+    patience: int = option(
+        "evaluations without a better train.best_metric after which the run ends; 0: never",
+        0,
+        ge=0,
+        le=1 << 40,
+    )
     watchdog_seconds: float = option("a stuck or dead rank is named within this time, of 1 or "
                                      "more; 0: never", 60.0, ge=0, le=1e6)
     on_spike: Literal["stop", "skip", "rollback"] = option("what to do about a bad step", "stop")
@@ -178,12 +201,12 @@ class TrainConfig:
                              "end", 0, ge=0, le=1 << 40)
 
     def __post_init__(self):
-        if bool(self.first_batch_rows) != bool(self.batch_growth_steps):
-            raise ValueError("first_batch_rows and batch_growth_steps go together; set both, or "
+        if bool(self.initial_batch_size) != bool(self.batch_warmup_steps):
+            raise ValueError("initial_batch_size and batch_warmup_steps go together; set both, or "
                              "leave both out")
-        if self.first_batch_rows and self.global_batch_rows % self.first_batch_rows:
-            raise ValueError(f"first_batch_rows = {self.first_batch_rows} must divide "
-                             f"global_batch_rows = {self.global_batch_rows}")
+        if self.initial_batch_size and self.global_batch_size % self.initial_batch_size:
+            raise ValueError(f"initial_batch_size = {self.initial_batch_size} must divide "
+                             f"global_batch_size = {self.global_batch_size}")
         if 0 < self.watchdog_seconds < 1:  # it would end a run before its first beat
             raise ValueError(f"watchdog_seconds = {self.watchdog_seconds} must be 0 or at least 1")
 
@@ -196,13 +219,13 @@ class InitConfig:
                          "files", "")
     generator: str = option("its generator, where the source has none; rtd_cached without a "
                             "source: whose word table the discriminator's starts from", "")
-    words_only: bool = option("take only the word table and keep it fixed", False)
+    embeddings_only: bool = option("take only the word table and keep it fixed", False)
 
     def __post_init__(self):
-        if not self.source and self.words_only:
-            raise ValueError("words_only needs init.from")
-        if self.generator and self.words_only:
-            raise ValueError("words_only takes no generator")
+        if not self.source and self.embeddings_only:
+            raise ValueError("embeddings_only needs init.from")
+        if self.generator and self.embeddings_only:
+            raise ValueError("embeddings_only takes no generator")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -241,12 +264,12 @@ class RunConfig:
     def __post_init__(self):
         if self.init.generator and not self.init.source and self.objective.kind != "rtd_cached":
             raise ValueError("init.generator needs init.from")
-        if self.init.words_only and self.objective.kind != "mlm":
-            raise ValueError("init.words_only is the first stage of two and needs "
+        if self.init.embeddings_only and self.objective.kind != "mlm":
+            raise ValueError("init.embeddings_only is the first stage of two and needs "
                              'objective.kind = "mlm" (docs/interop.md)')
         stored = [f"data.sources[{number}].replaced"
                   for number, source in enumerate(self.data.sources) if source.replaced]
-        stored += ["data.eval_replaced"] * bool(self.data.eval_replaced)
+        stored += ["data.heldout_replaced"] * bool(self.data.heldout_replaced)
         if stored and self.objective.kind != "rtd_cached":
             raise ValueError(f'{" and ".join(stored)}: for objective.kind = "rtd_cached" alone, '
                              f"not {self.objective.kind!r}; leave it out")
@@ -254,9 +277,19 @@ class RunConfig:
 
 # A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
-IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed", "data.across_documents",
-                   "train.seed", "train.global_batch_rows", "train.first_batch_rows",
-                   "train.batch_growth_steps", "optim.name", "init.words_only")
+IDENTITY_FIELDS = (
+    "model",
+    "objective",
+    "data.seq_len",
+    "data.seed",
+    "data.attend_across_documents",
+    "train.seed",
+    "train.global_batch_size",
+    "train.initial_batch_size",
+    "train.batch_warmup_steps",
+    "optim.name",
+    "init.embeddings_only",
+)
 FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
 
 
@@ -277,7 +310,7 @@ def run_options() -> list[Option]:
         if one.key == "model.vocab_size":
             found.append(Option(
                 "model.preset", "text", False, None, "", "a published shape, for what the other "
-                f"keys of [model] leave open: {', '.join(model.MODELS)}"))
+                f"keys of [model] leave open: {', '.join(MODELS)}"))
             one = dataclasses.replace(one, follows="the tokenizer's ids padded to 64")
         elif one.required and one.key.startswith("model."):
             one = dataclasses.replace(one, follows="of the preset, or the source of [init]")
@@ -324,11 +357,11 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
     if isinstance(model, dict) and "preset" in model:
         name = model.pop("preset")
         origin = origins.pop("model.preset", place)
-        if not isinstance(name, str) or name not in model.MODELS:
+        if not isinstance(name, str) or name not in MODELS:
             raise ConfigError(f"{origin}: model.preset = {name!r}: unknown"
-                              f"{nearest(str(name), model.MODELS)}; "
-                              f"one of {', '.join(model.MODELS)}")
-        _merge_under(values, origins, "model", model.MODELS[name], f"preset {name}")
+                              f"{nearest(str(name), MODELS)}; "
+                              f"one of {', '.join(MODELS)}")
+        _merge_under(values, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
     kind = objective.get("kind") if isinstance(objective, dict) else None
     if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses

@@ -46,7 +46,8 @@ class _Manifest:
 class Findings:
     """What one search has found.
 
-    Attributes: fingerprint (hex) of it all, reason: why they go, counts: of documents and findings.
+    Attributes: content_hash (hex) of it all, reason: why they go, counts: of documents and
+    findings.
     """
 
     def __init__(self, directory: str | Path):
@@ -70,7 +71,7 @@ class Findings:
         except ValueError as error:
             raise UserError(f"{path}: damaged ({error}); {_AGAIN}") from None
         self.reason, self.counts = self._manifest["reason"], self._manifest["counts"]
-        self.fingerprint = hashlib.sha256(data).hexdigest()
+        self.content_hash = hashlib.sha256(data).hexdigest()
         for name, (size, digest) in self._manifest["files"].items():
             check_file(self._directory / f"{name}.npy", size, digest, _AGAIN)
         self._numbers = {source: number for number, source in enumerate(self._manifest["inputs"])}

@@ -6,7 +6,7 @@
                                its characters before tokenizing (of one in parts: at the first)
       documents/manifest.json  size and xxh3-128 of each; written before the corpus's own manifest
 
-They take no part in the corpus's fingerprint: equal shards are equal, whatever they came from.
+They take no part in the corpus's content_hash: equal shards are equal, whatever they came from.
 """
 
 import json

@@ -32,7 +32,7 @@ def pack_corpus(
     """Write rows-L of `corpus` and return its manifest; does nothing if it is complete. Returns
     None after one part of an array of jobs.
     """
-    manifest, fingerprint = read_manifest(corpus)
+    manifest, content_hash = read_manifest(corpus)
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
             f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
@@ -41,7 +41,7 @@ def pack_corpus(
     if seq_len < MIN_SEQ_LEN:
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
-    description = plan_description(fingerprint, seq_len)
+    description = plan_description(content_hash, seq_len)
     with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             word_starts = tokenizer.word_starts()
@@ -56,14 +56,14 @@ def pack_corpus(
                 return None
             hard_cuts = sum(result.pop("hard_cuts") for result in results)
             shards = tuple(RowShardInfo(**result) for result in results)
-            rows = RowsManifest(seq_len, PACKER_VERSION, fingerprint, hard_cuts, shards)
+            rows = RowsManifest(seq_len, PACKER_VERSION, content_hash, hard_cuts, shards)
             write_manifest(directory, rows)
     return read_rows_manifest(directory)[0]
 
 
-def plan_description(fingerprint: str, seq_len: int) -> dict:
+def plan_description(content_hash: str, seq_len: int) -> dict:
     """Return what decides a row plan: the corpus, the length and the packer."""
-    return {"corpus": fingerprint, "seq_len": seq_len, "packer_version": PACKER_VERSION}
+    return {"corpus": content_hash, "seq_len": seq_len, "packer_version": PACKER_VERSION}
 
 
 def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: int) -> dict:
@@ -106,5 +106,5 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
             corpus.check_tokenizer(tokenizer_sha256)
         files = corpus.verify(mode)
         lines.append(f"{path}/rows-{seq_len}: {files:,} files agree ({mode}), "
-                     f"{corpus.num_rows:,} rows, fingerprint {corpus.fingerprint[:16]}")
+                     f"{corpus.num_rows:,} rows, content_hash {corpus.content_hash[:16]}")
     return lines

@@ -1,7 +1,7 @@
 """Documents taken out of a finished corpus by id, without redoing the rest.
 
 The result is a new corpus beside the old one: shards without these documents are hard links to the
-old files (copies on another file system), the others are written and planned anew. Its fingerprint
+old files (copies on another file system), the others are written and planned anew. Its content_hash
 differs, so a run notices that its rows have changed.
 """
 
@@ -34,7 +34,7 @@ from deberta_ds.data.shards import (
     RowsManifest,
     ShardInfo,
     ShardWriter,
-    fingerprint_of,
+    content_hash_of,
     read_manifest,
     read_rows_manifest,
     rows_directory,
@@ -58,7 +58,7 @@ def take_down(
     """
     if os.path.realpath(corpus) == os.path.realpath(out):
         raise UserError(f"{out}: the corpus itself; give another directory, the old one stays")
-    manifest, fingerprint = read_manifest(corpus)
+    manifest, content_hash = read_manifest(corpus)
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(f"{corpus}: made with another tokenizer than {tokenizer.path}; give the "
                         "corpus's own")
@@ -71,7 +71,7 @@ def take_down(
                         f"({len(unknown)} of {len(names)} names); look with data_prep/find.py")
     lengths = sorted(int(path.parent.name[5:]) for path in Corpus.row_plans(corpus))
     digest = hashlib.sha256("\n".join(sorted(set(names))).encode()).hexdigest()
-    description = {"version": _VERSION, "corpus": fingerprint, "names": digest,
+    description = {"version": _VERSION, "corpus": content_hash, "names": digest,
                    "lengths": lengths, "packer_version": PACKER_VERSION}
     plans = {length: read_rows_manifest(rows_directory(corpus, length))[0] for length in lengths}
     with job(out, description, finished=MANIFEST) as is_done:
@@ -181,11 +181,11 @@ def _finish(out: Path, old: Manifest, plans: dict[int, RowsManifest], origins: O
         for result in kept})
     labels = {label: found for label, found in labels.items() if found[0]}
     new = replace(old, counts=counts, labels=labels, shards=shards)
-    fingerprint = fingerprint_of(new)
+    content_hash = content_hash_of(new)
     for length, plan in plans.items():
         infos = tuple(RowShardInfo(**result["plans"][str(length)]) for result in kept)
         cuts = sum(result["hard_cuts"].get(str(length), 0) for result in results)
-        write_plan(rows_directory(out, length), plan_description(fingerprint, length))
+        write_plan(rows_directory(out, length), plan_description(content_hash, length))
         write_manifest(rows_directory(out, length), replace(
-            plan, corpus=fingerprint, hard_cuts=plan.hard_cuts + cuts, shards=infos))
+            plan, corpus=content_hash, hard_cuts=plan.hard_cuts + cuts, shards=infos))
     write_manifest(out, new)

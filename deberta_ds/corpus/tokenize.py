@@ -149,7 +149,7 @@ def _description(units: list[list[Extent]], tokenizer: Tokenizer, read: ReadOpti
         "clean": asdict(clean) | {"max_bad": 0},  # decides at the end: a higher one goes on
         "text_rules": "tokenizer's own" if tokenizer.normalizes_itself else TEXT_RULES_VERSION,
         "heldout_share": share,
-        "drop_heldout": drop_heldout, "leave_out": [search.fingerprint for search in searches],
+        "drop_heldout": drop_heldout, "leave_out": [search.content_hash for search in searches],
     }
     return description | ({"filters": describe(filters)} if filters else {})
 

@@ -204,9 +204,9 @@ def train_tokenizer(
 
 def _remedy(message: str) -> str:
     if most := _MOST_PIECES.search(message):
-        return f"ask for fewer with --pieces {most[1]}, or give more text"
+        return f"ask for fewer with --vocab_size {most[1]}, or give more text"
     if least := _LEAST_PIECES.search(message):
-        return (f"its characters alone are {least[1]}: ask for more with --pieces, or lower "
+        return (f"its characters alone are {least[1]}: ask for more with --vocab_size, or lower "
                 "--character_coverage")
     return f"it says: {message}"
 
@@ -291,8 +291,8 @@ def train_fast(
     fast.train_from_iterator(sample, trainer)
     made = fast.get_vocab_size()
     if made != pieces:
-        remedy = f"fewer with --pieces {made}, or give more text" if made < pieces else \
-            f"--pieces {made}: its characters alone are as many"
+        remedy = f"fewer with --vocab_size {made}, or give more text" if made < pieces else \
+            f"--vocab_size {made}: its characters alone are as many"
         raise UserError(f"`tokenizers` makes {made:,} of {pieces:,} pieces from this sample; ask "
                         f"for {remedy}")
     parts = json.loads(fast.to_str())

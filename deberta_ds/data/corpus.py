@@ -36,7 +36,7 @@ _APART_ROWS = 4  # pieces that lie within so many rows of tokens are read at onc
 class Corpus:
     """Rows of one corpus at one sequence length.
 
-    Attributes: path, seq_len, manifest, rows_manifest, num_rows, fingerprint (hex; covers
+    Attributes: path, seq_len, manifest, rows_manifest, num_rows, content_hash (hex; covers
     every byte through the checksums in both manifests).
     """
 
@@ -64,7 +64,7 @@ class Corpus:
             self.path,
         )
         if part != (0.0, 1.0):
-            self.fingerprint += f"[{part[0]}:{part[1]}]"
+            self.content_hash += f"[{part[0]}:{part[1]}]"
         counts = [rows.rows for _, rows in self._shards]
         self._cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_rows = int(self._cumulative[-1])
@@ -74,7 +74,7 @@ class Corpus:
         self._known_paths: dict[int, _Paths] = {}
 
     def _read_manifests(self, rows_path: Path) -> None:
-        self.manifest, self.corpus_fingerprint = read_manifest(self.path)
+        self.manifest, self.corpus_content_hash = read_manifest(self.path)
         if self._remote:
             self._remote.fetch(f"{rows_path.name}/{MANIFEST}")
         if not (rows_path / MANIFEST).exists():
@@ -84,10 +84,10 @@ class Corpus:
                 f"{self.path}: no row plan for seq_len {self.seq_len} (found: {names}); "
                 f"run {self._pack()}"
             )
-        self.rows_manifest, self.rows_fingerprint = read_rows_manifest(rows_path)
-        self.fingerprint = self.rows_fingerprint
+        self.rows_manifest, self.rows_content_hash = read_rows_manifest(rows_path)
+        self.content_hash = self.rows_content_hash
         remedy = f"remove the directory and run {self._pack()}"
-        if self.rows_manifest.corpus != self.corpus_fingerprint:
+        if self.rows_manifest.corpus != self.corpus_content_hash:
             raise UserError(f"{rows_path}: planned for another version of {self.path / MANIFEST}; "
                             f"{remedy}")
         planned, there = len(self.rows_manifest.shards), len(self.manifest.shards)

@@ -42,7 +42,7 @@ def build_loader(
     dataset: RowDataset,
     *,
     stretches: list[Stretch],
-    micro_batch_rows: int,
+    micro_batch_size: int,
     rank: int,
     world_size: int,
     num_workers: int,
@@ -55,7 +55,7 @@ def build_loader(
         if one.rows % world_size:
             raise UserError(f"an update of {one.rows} rows is not a multiple of the {world_size} "
                             "ranks; change one of the two")
-    rows = RankRows(stretches, micro_batch_rows, rank, world_size)
+    rows = RankRows(stretches, micro_batch_size, rank, world_size)
     loader = DataLoader(
         _Reader(dataset, rows),
         batch_size=None,  # an item is a micro-batch
@@ -73,10 +73,10 @@ def build_loader(
 class RankRows:
     """The row numbers of each micro-batch of one rank, in order."""
 
-    def __init__(self, stretches: list[Stretch], micro_batch_rows: int, rank: int,
+    def __init__(self, stretches: list[Stretch], micro_batch_size: int, rank: int,
                  world_size: int):
         self._stretches, self._rank, self._world_size = stretches, rank, world_size
-        self._counts = [micro_batches(one.rows, world_size, micro_batch_rows) for one in stretches]
+        self._counts = [micro_batches(one.rows, world_size, micro_batch_size) for one in stretches]
         totals = (one.steps * count for one, count in zip(stretches, self._counts, strict=True))
         self._starts = [0, *accumulate(totals)]
 

@@ -36,13 +36,13 @@ _HEADER_BYTES = 128  # of a .npy file with one or two axes
 class ReplacedManifest:
     """What a directory of replacements holds.
 
-    rows: fingerprint of the row plan. made_by: what decided the replacements. shards: for each
+    rows: content_hash of the row plan. made_by: what decided the replacements. shards: for each
     draw {shard name: {file kind: [bytes, xxh3]}}.
     """
 
     rows: str
     seq_len: int
-    across_documents: bool
+    attend_across_documents: bool
     temperatures: list[float]
     made_by: dict
     shards: list[dict[str, dict[str, tuple[int, str]]]]
@@ -80,18 +80,20 @@ def read_replaced_manifest(directory: str | Path) -> tuple[ReplacedManifest, str
 class Replacements:
     """The replacements of a corpus's rows, opened for reading.
 
-    Attributes: manifest, fingerprint (sha256 of it).
+    Attributes: manifest, content_hash (sha256 of it).
     """
 
-    def __init__(self, directory: str | Path, corpus: Corpus, across_documents: bool):
+    def __init__(self, directory: str | Path, corpus: Corpus, attend_across_documents: bool):
         self.directory = Path(directory)
-        self.manifest, self.fingerprint = read_replaced_manifest(directory)
-        if self.manifest.rows != corpus.rows_fingerprint:
+        self.manifest, self.content_hash = read_replaced_manifest(directory)
+        if self.manifest.rows != corpus.rows_content_hash:
             raise UserError(f"{directory}: made for other rows than those of {corpus.path} at "
                             f"length {corpus.seq_len}; run data_prep/replace.py for them")
-        if self.manifest.across_documents != across_documents:
-            raise UserError(f"{directory}: made with across_documents = "
-                            f"{self.manifest.across_documents}, the run has {across_documents}")
+        if self.manifest.attend_across_documents != attend_across_documents:
+            raise UserError(
+                f"{directory}: made with attend_across_documents = "
+                f"{self.manifest.attend_across_documents}, the run has {attend_across_documents}"
+            )
         self._files: dict[tuple[int, str], list[_Stored]] = {}
 
     @property

@@ -1,7 +1,7 @@
 """RowDataset[g]: row number g of the run, a pure function of (seed, g).
 
     g -> mixture -> source s, index j
-    first_row + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
+    first_sequence + j -> epoch e, position p -> Permutation(rows_s, key=(seed, s, e)) -> its row
     row -> pieces, each framed as [CLS] piece [SEP]
     masks from Philox(key=(seed, g)): new ones in every epoch, and no generator state anywhere;
     their rate is a function of g and of the run's number of rows
@@ -27,7 +27,7 @@ _PERMUTATIONS_KEPT = 4096
 class RowDataset:
     """Rows of a weighted mixture of corpora.
 
-    Attributes: fingerprints {path: hex}, num_rows {path: rows in one epoch}, seq_len, seed.
+    Attributes: content_hashes {path: hex}, num_rows {path: rows in one epoch}, seq_len, seed.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class RowDataset:
         seq_len: int,
         seed: int,
         mask: MaskConfig,
-        across_documents: bool = False,
+        attend_across_documents: bool = False,
         verify: str = "sizes",
         verify_rank: int = 0,
         verify_world_size: int = 1,
-        draws_by: str = "epoch",
+        sample_by: str = "epoch",
         rows_of_run: int = 0,
         cache: Cache = DEFAULT_CACHE,
     ):
@@ -52,7 +52,7 @@ class RowDataset:
         """
         self.sources = tuple(sources)
         self.seq_len, self.seed, self.mask = seq_len, seed, mask
-        self.across_documents = across_documents
+        self.attend_across_documents = attend_across_documents
         paths = [source.path for source in sources]
         for path in paths:
             if paths.count(path) > 1:
@@ -64,12 +64,15 @@ class RowDataset:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)
         self._replaced = [
-            Replacements(source.replaced, corpus, across_documents) if source.replaced else None
-            for source, corpus in zip(sources, self._corpora, strict=True)]
+            Replacements(source.replaced, corpus, attend_across_documents)
+            if source.replaced
+            else None
+            for source, corpus in zip(sources, self._corpora, strict=True)
+        ]
         for replaced in self._replaced:
             if replaced and verify_rank == 0:
                 replaced.verify(verify)
-        self._draws_by, self._rows_of_run = draws_by, rows_of_run
+        self._draws_by, self._rows_of_run = sample_by, rows_of_run
         official = mask.selection == "deberta_window"
         self._word_start = tokenizer.official_word_starts() if official else tokenizer.word_starts()
         self._character_start = tokenizer.character_starts()
@@ -79,10 +82,10 @@ class RowDataset:
         self._permutations: dict[tuple[int, int], Permutation] = {}
 
     @property
-    def fingerprints(self) -> dict[str, str]:
+    def content_hashes(self) -> dict[str, str]:
         """Return {source path: hex}: what a checkpoint stores to refuse another corpus."""
-        return {source.path: corpus.fingerprint
-                + (f", replaced {replaced.fingerprint}" if replaced else "")
+        return {source.path: corpus.content_hash
+                + (f", replaced {replaced.content_hash}" if replaced else "")
                 for source, corpus, replaced in zip(self.sources, self._corpora, self._replaced,
                                                     strict=True)}
 
@@ -92,23 +95,23 @@ class RowDataset:
         pairs = zip(self.sources, self._corpora, strict=True)
         return {source.path: corpus.num_rows for source, corpus in pairs}
 
-    def epochs(self, rows_seen: int) -> dict[str, float]:
-        """Return {source path: epochs of it used after rows 0 .. rows_seen - 1 of the run}."""
-        used = self.consumed(rows_seen)
+    def epochs(self, sequences_seen: int) -> dict[str, float]:
+        """Return {source path: epochs of it used after rows 0 .. sequences_seen - 1 of the run}."""
+        used = self.consumed(sequences_seen)
         return {path: used[path] / rows for path, rows in self.num_rows.items()}
 
-    def consumed(self, rows_seen: int) -> dict[str, int]:
-        """Return {source path: index of its next row after rows 0 .. rows_seen - 1}."""
-        counts = self._mixture.consumed(rows_seen)
+    def consumed(self, sequences_seen: int) -> dict[str, int]:
+        """Return {source path: index of its next row after rows 0 .. sequences_seen - 1}."""
+        counts = self._mixture.consumed(sequences_seen)
         return {
-            source.path: source.first_row + count
+            source.path: source.first_sequence + count
             for source, count in zip(self.sources, counts, strict=True)
         }
 
     def _place(self, g: int) -> tuple[int, int, int]:
         """Return (source number, epoch of that source, position in the epoch's order) of row g."""
         source, index = self._mixture.locate(g)
-        return source, *divmod(index + self.sources[source].first_row,
+        return source, *divmod(index + self.sources[source].first_sequence,
                                self._corpora[source].num_rows)
 
     def locate(self, g: int) -> tuple[int, int]:
@@ -159,7 +162,12 @@ class RowDataset:
     def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int],
                rate: float, draw: int = 0) -> Row:
         ids, segments, positions = frame_pieces(
-            pieces, self.seq_len, self._cls_id, self._sep_id, self.across_documents, self._pad_id
+            pieces,
+            self.seq_len,
+            self._cls_id,
+            self._sep_id,
+            self.attend_across_documents,
+            self._pad_id,
         )
         if int(ids.max()) >= len(self._special) or (ids == self._mask_id).any():
             corpus, worst = self._corpora[place[0]], int(ids.max())
@@ -182,13 +190,13 @@ class RowDataset:
 
 
 def frame_pieces(
-    pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int, across_documents: bool,
+    pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int, attend_across_documents: bool,
     pad_id: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] piece [SEP] [CLS] ...
 
-    Segments number the pieces and positions restart in each, unless `across_documents`: then the
-    row is one segment with positions 0, 1, 2, ... as in the official preparation.
+    Segments number the pieces and positions restart in each, unless `attend_across_documents`: then
+    the row is one segment with positions 0, 1, 2, ... as in the official preparation.
     """
     ids = np.full(seq_len, pad_id, dtype=np.int64)
     segments = np.zeros(seq_len, dtype=np.int32)
@@ -202,15 +210,15 @@ def frame_pieces(
         segments[offset:end] = number
         positions[offset:end] = np.arange(end - offset)
         offset = end
-    if across_documents:
+    if attend_across_documents:
         segments[:offset] = 1
         positions[:offset] = np.arange(offset)
     return ids, segments, positions
 
 
-def eval_rows(
+def eval_sequences(
     path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
-    num_rows: int | None = None, across_documents: bool = False, verify: str = "sizes",
+    num_rows: int | None = None, attend_across_documents: bool = False, verify: str = "sizes",
     verify_rank: int = 0, verify_world_size: int = 1, replaced: str = "",
     cache: Cache = DEFAULT_CACHE,
 ) -> list[Row]:
@@ -220,17 +228,24 @@ def eval_rows(
     has fewer than `num_rows`.
     """
     dataset = RowDataset(
-        [SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len, seed=eval_seed,
-        mask=mask, across_documents=across_documents, verify=verify, verify_rank=verify_rank,
-        verify_world_size=verify_world_size, cache=cache,
+        [SourceConfig(path=path, replaced=replaced)],
+        tokenizer,
+        seq_len=seq_len,
+        seed=eval_seed,
+        mask=mask,
+        attend_across_documents=attend_across_documents,
+        verify=verify,
+        verify_rank=verify_rank,
+        verify_world_size=verify_world_size,
+        cache=cache,
     )
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows
     if count > available:
         raise UserError(
             f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
-            f"{seq_len} tokens; ask for fewer (train.eval_rows = {available}, evaluate.py --rows), "
-            "or hold out more documents (tokenize_corpus.py --heldout_share)"
+            f"{seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
+            "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)"
         )
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row, eval_seed) for row in rows]

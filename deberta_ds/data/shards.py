@@ -1,12 +1,12 @@
 """The on-disk format of a tokenized corpus: plain .npy shards and JSON manifests with checksums.
 
     corpus/
-      manifest.json          written last; its sha256 is the corpus fingerprint
+      manifest.json          written last; its sha256 is the corpus content hash
       tokens/NAME.npy        uint16 if the tokenizer's size <= 65536 else uint32; documents
                              back to back, no special tokens
       ends/NAME.npy          int64, cumulative document ends
       rows-512/
-        manifest.json        written last; its sha256 joins the fingerprint
+        manifest.json        written last; its sha256 joins the content_hash
         NAME.npy             uint32 [pieces, 2]: (start, length) in row order
         NAME.starts.npy      uint32 [rows + 1]: row r = pieces[starts[r] : starts[r + 1]]
 
@@ -87,7 +87,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RowsManifest:
-    """What a rows-L directory holds; `corpus` is the fingerprint of the corpus it plans."""
+    """What a rows-L directory holds; `corpus` is the content hash of the corpus it plans."""
 
     seq_len: int
     packer_version: int
@@ -115,25 +115,25 @@ def canonical_json(value: Manifest | RowsManifest) -> str:
     return head + ', "shards": [\n' + ",\n".join(shards) + "\n]}\n"
 
 
-def fingerprint_of(value: Manifest | RowsManifest) -> str:
-    """Return the fingerprint that a manifest has once it is written."""
+def content_hash_of(value: Manifest | RowsManifest) -> str:
+    """Return the content hash that a manifest has once it is written."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def write_manifest(directory: str | Path, value: Manifest | RowsManifest) -> str:
-    """Write manifest.json atomically and return its fingerprint."""
+    """Write manifest.json atomically and return its content hash."""
     write_atomic(Path(directory) / MANIFEST, canonical_json(value))
-    return fingerprint_of(value)
+    return content_hash_of(value)
 
 
 def read_manifest(directory: str | Path) -> tuple[Manifest, str]:
-    """Return (manifest, fingerprint) of a corpus; UserError if missing, damaged or too new."""
+    """Return (manifest, content_hash) of a corpus; UserError if missing, damaged or too new."""
     remedy = "run data_prep/tokenize_corpus.py to the end, or give the right directory"
     return read_checked(directory, Manifest, FORMAT_VERSION, _UNFINISHED, remedy)
 
 
 def read_rows_manifest(directory: str | Path) -> tuple[RowsManifest, str]:
-    """Return (manifest, fingerprint) of a rows-L directory; errors as in `read_manifest`."""
+    """Return (manifest, content_hash) of a rows-L directory; errors as in `read_manifest`."""
     return read_checked(directory, RowsManifest, FORMAT_VERSION, _UNFINISHED,
                         "run data_prep/pack.py for this length")
 

@@ -21,7 +21,7 @@ WHOLE = (0.0, 1.0)
 @dataclass(frozen=True)
 class Stage:
     """What a checkpoint says about the data: `used[i]` is the next row of `sources[i]`, `orders[i]`
-    its shuffle, `fingerprints` {path: hex}, `cache` where it kept what lies at a URL.
+    its shuffle, `content_hashes` {path: hex}, `cache` where it kept what lies at a URL.
     """
 
     place: str
@@ -29,21 +29,21 @@ class Stage:
     sources: tuple[SourceConfig, ...]
     used: tuple[int, ...]
     orders: tuple[tuple[int, int], ...]
-    fingerprints: dict[str, str]
+    content_hashes: dict[str, str]
     cache: Cache
 
 
-def stage_of(place: str | Path, *, config: dict, rows_seen: int, fingerprints: dict[str, str]
+def stage_of(place: str | Path, *, config: dict, sequences_seen: int, content_hashes: dict[str, str]
              ) -> Stage:
     """Return the stage of a checkpoint from what its run.json holds; UserError names `place`."""
     data = from_dict(config, str(place)).data
     sources = data.sources
-    given = build_mixture([source.weight for source in sources]).consumed(rows_seen)
+    given = build_mixture([source.weight for source in sources]).consumed(sequences_seen)
     return Stage(
         str(place), data.seq_len, sources,
-        tuple(source.first_row + count for source, count in zip(sources, given, strict=True)),
+        tuple(source.first_sequence + count for source, count in zip(sources, given, strict=True)),
         tuple(source.order or (data.seed, number) for number, source in enumerate(sources)),
-        fingerprints, Cache(data.cache, data.cache_gigabytes),
+        content_hashes, Cache(data.cache, data.cache_gigabytes),
     )
 
 
@@ -53,10 +53,10 @@ def next_source(
 ) -> tuple[SourceConfig, Corpus]:
     """Return (source, its corpus) that repeats nothing of `stages`, given from old to new.
 
-    A corpus is known by its path or, where it lies elsewhere now, by its fingerprint; that no stage
-    has read it is said on stderr. `part` None means the part that was used before at this length,
-    else all. UserError if a stage has read these shards at another length or in other parts, or if
-    the corpus has changed.
+    A corpus is known by its path or, where it lies elsewhere now, by its content hash; that no
+    stage has read it is said on stderr. `part` None means the part that was used before at this
+    length, else all. UserError if a stage has read these shards at another length or in other
+    parts, or if the corpus has changed.
     """
     found = SourceConfig(path=path, part=part or WHOLE)
     known = {stage.place: _names_of(path, stage, cache) for stage in stages}
@@ -74,10 +74,12 @@ def next_source(
                 raise UserError(_overlap(path, wanted, seq_len, stage, source.part))
             corpus = Corpus(path, seq_len=seq_len, part=wanted, cache=cache)
             read = _read_by(stage, source)
-            if read != corpus.fingerprint:
-                raise UserError(f"{path}: not the corpus that {stage.place} has read (its "
-                                "fingerprint differs); where that stage stopped means nothing here")
-            found = replace(found, first_row=used, order=order, part=wanted)
+            if read != corpus.content_hash:
+                raise UserError(
+                    f"{path}: not the corpus that {stage.place} has read (its "
+                    "content_hash differs); where that stage stopped means nothing here"
+                )
+            found = replace(found, first_sequence=used, order=order, part=wanted)
     return found, Corpus(path, seq_len=seq_len, part=found.part, cache=cache)
 
 
@@ -88,7 +90,7 @@ def _names_of(path: str, stage: Stage, cache: Cache) -> list[str]:
     if names:
         return names
     try:
-        rows = Corpus(path, seq_len=stage.seq_len, cache=cache).rows_fingerprint
+        rows = Corpus(path, seq_len=stage.seq_len, cache=cache).rows_content_hash
     except UserError:  # it has no rows of that length, or cannot be read, which the caller says
         return []
     return [source.path for source in stage.sources
@@ -96,8 +98,8 @@ def _names_of(path: str, stage: Stage, cache: Cache) -> list[str]:
 
 
 def _read_by(stage: Stage, source: SourceConfig) -> str:
-    """Return the fingerprint of the rows that a stage has read of one source."""
-    return stage.fingerprints.get(source.path, "").partition(", replaced ")[0]
+    """Return the content hash of the rows that a stage has read of one source."""
+    return stage.content_hashes.get(source.path, "").partition(", replaced ")[0]
 
 
 def _overlap(path: str, part: tuple, seq_len: int, stage: Stage, used: tuple) -> str:

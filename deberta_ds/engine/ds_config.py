@@ -22,16 +22,16 @@ from deberta_ds.config.run_config import RunConfig
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
 RUN_KEYS = {
-    "train_batch_size": "train.global_batch_rows",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_rows",
-    "gradient_accumulation_steps": "train.global_batch_rows / (micro_batch_rows x world size)",
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size / (micro_batch_size x world size)",
     "gradient_clipping": "optim.clip_norm",
 }
 # What the run config says in its own words.
 CODE_KEYS = {
-    "optimizer": "optim.name, optim.lr, ...",
+    "optimizer": "optim.name, optim.learning_rate, ...",
     "scheduler": "optim.schedule, optim.warmup_steps, ...",
-    "activation_checkpointing": "train.checkpoint_layers and train.recompute",
+    "activation_checkpointing": "train.activation_checkpointing",
 }
 _LARGEST_POWER = 32  # of 2, of a loss scale: far above all that trains; torch takes 62
 _UNTRIED = "not tried with this project; remove it, or add it to deepspeed_config.py with a test"
@@ -201,16 +201,16 @@ def product_precision(values: dict) -> str:
     return "bf16" if autocast else precision(values)
 
 
-def _what_divides(micro_batch_rows: int, rows: int, world_size: int) -> str:
+def _what_divides(micro_batch_size: int, rows: int, world_size: int) -> str:
     """Return the nearest batches, smaller micro-batches and fewer ranks that would do."""
-    at_once = micro_batch_rows * world_size
+    at_once = micro_batch_size * world_size
     totals = [str(total) for total in (rows // at_once * at_once, rows // at_once * at_once
                                        + at_once) if total]
-    micro = next((size for size in range(micro_batch_rows - 1, 0, -1)
+    micro = next((size for size in range(micro_batch_size - 1, 0, -1)
                   if rows % (size * world_size) == 0), None)
-    ranks = next((count for count in range(min(world_size - 1, rows // micro_batch_rows), 0, -1)
-                  if rows % (count * micro_batch_rows) == 0), None)
-    smaller = f", or micro_batch_rows = {micro}" if micro else ""
+    ranks = next((count for count in range(min(world_size - 1, rows // micro_batch_size), 0, -1)
+                  if rows % (count * micro_batch_size) == 0), None)
+    smaller = f", or micro_batch_size = {micro}" if micro else ""
     fewer = f", or {ranks} ranks" if ranks else ""
     return f"{' or '.join(totals)} rows would be{smaller}{fewer}"
 
@@ -218,19 +218,19 @@ def _what_divides(micro_batch_rows: int, rows: int, world_size: int) -> str:
 def accumulation_steps(run: RunConfig, world_size: int) -> int:
     """Return micro-batches per step; raises ConfigError where the batch does not divide."""
     train = run.train
-    at_once, rows = train.micro_batch_rows * world_size, train.global_batch_rows
+    at_once, rows = train.micro_batch_size * world_size, train.global_batch_size
     if rows % at_once:
         raise ConfigError(
-            f"train.global_batch_rows = {rows}: not divisible by micro_batch_rows x world size = "
-            f"{train.micro_batch_rows} x {world_size} = {at_once}; "
-            f"{_what_divides(train.micro_batch_rows, rows, world_size)}")
+            f"train.global_batch_size = {rows}: not divisible by micro_batch_size x world size = "
+            f"{train.micro_batch_size} x {world_size} = {at_once}; "
+            f"{_what_divides(train.micro_batch_size, rows, world_size)}")
     return rows // at_once
 
 
 def resolve(run: RunConfig, values: dict, world_size: int) -> dict:
     """Return the complete dict for `deepspeed.initialize` from a checked JSON and the run."""
-    return complete(values, rows=run.train.global_batch_rows,
-                    micro_rows=run.train.micro_batch_rows,
+    return complete(values, rows=run.train.global_batch_size,
+                    micro_rows=run.train.micro_batch_size,
                     accumulation=accumulation_steps(run, world_size),
                     clip_norm=run.optim.clip_norm)
 

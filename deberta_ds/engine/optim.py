@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = froz
         matrices = {f"{prefix}.weight" for prefix, module in model.named_modules()
                     if isinstance(module, nn.Linear) and module.out_features > 1}
         groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
-    settings = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    settings = {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     if optim.name == "muon":
@@ -103,15 +103,15 @@ class AdamUncorrected(torch.optim.Optimizer):
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update `step` (0 .. total_steps - 1)."""
     if optim.schedule == "deberta_linear":
-        return optim.lr * _deberta_linear(optim, step, total_steps)
+        return optim.learning_rate * _deberta_linear(optim, step, total_steps)
     if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
+        return optim.learning_rate * (step + 1) / optim.warmup_steps
     share = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
-    return optim.lr * _decayed(optim, share, step, total_steps)
+    return optim.learning_rate * _decayed(optim, share, step, total_steps)
 
 
 def _decayed(optim: OptimConfig, share: float, step: int, total_steps: int) -> float:
-    low = optim.min_lr_share
+    low = optim.min_learning_rate_share
     match optim.schedule:
         case "constant":
             return 1.0
@@ -129,4 +129,6 @@ def _decayed(optim: OptimConfig, share: float, step: int, total_steps: int) -> f
 def _deberta_linear(optim: OptimConfig, step: int, total_steps: int) -> float:
     if step < optim.warmup_steps:
         return step / optim.warmup_steps
-    return (1 - optim.min_lr_share) * (1 - step / total_steps) + optim.min_lr_share
+    return (1 - optim.min_learning_rate_share) * (
+        1 - step / total_steps
+    ) + optim.min_learning_rate_share

@@ -24,7 +24,7 @@ _ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 @torch.no_grad()
 def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, list[Row]],
-             micro_batch_rows: int) -> dict[str, float]:
+             micro_batch_size: int) -> dict[str, float]:
     """Return the scores over `rows`, {name of a held-out corpus: its rows}; of several corpora
     also each one's, as "SCORE/NAME". Call on every rank with the same rows, all get the result.
 
@@ -33,9 +33,9 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
     under ZeRO-3 every rank must take part in every forward. Raises UserError, on every rank, where
     no token is masked.
     """
-    batches = [(name, collate(found[start:start + micro_batch_rows]))
+    batches = [(name, collate(found[start:start + micro_batch_size]))
                for name, found in rows.items()
-               for start in range(0, len(found), micro_batch_rows)]
+               for start in range(0, len(found), micro_batch_size)]
     turns = math.ceil(len(batches) / dist.world_size())
     divisors = {name: one.to(device) for name, one in _ONE.items()}
     parts: dict[str, _Part] = {name: _Part() for name in rows}
@@ -88,8 +88,10 @@ def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row]) -> d
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
-        raise UserError(f"the {len(rows)} held-out rows of data.eval hold no masked token; raise "
-                        "objective.mask.rate or train.eval_rows, or name another corpus")
+        raise UserError(
+            f"the {len(rows)} held-out rows of data.heldout hold no masked token; raise "
+            "objective.mask.rate or train.eval_sequences, or name another corpus"
+        )
     names = dict.fromkeys(name for _, view in parts for name in view)
     view = {name: torch.cat([torch.from_numpy(view[name]) for _, view in parts if name in view])
             for name in names}

@@ -38,7 +38,7 @@ class Recipe:
     temperatures: tuple[float, ...]
     seed: int = 0
     mask: MaskConfig = MaskConfig()
-    across_documents: bool = False
+    attend_across_documents: bool = False
 
 
 def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None:
@@ -50,13 +50,13 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
     corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
     corpus.check_tokenizer(generator.tokenizer.sha256)
     generator.check_length(recipe.seq_len, recipe.generator)
-    made_by = {"generator": _fingerprint(generator), "seed": recipe.seed,
+    made_by = {"generator": _content_hash(generator), "seed": recipe.seed,
                "mask": {name: value for name, value in asdict(recipe.mask).items()
                         if name != "final_rate"}}  # stored draws have one rate
     out = Path(out)
-    description = {"version": VERSION, "rows": corpus.rows_fingerprint, "made_by": made_by,
+    description = {"version": VERSION, "rows": corpus.rows_content_hash, "made_by": made_by,
                    "temperatures": list(recipe.temperatures),
-                   "across_documents": recipe.across_documents}
+                   "attend_across_documents": recipe.attend_across_documents}
     with job(out, description, finished=MANIFEST) as is_done:
         if not is_done:
             units = {f"draw-{draw}-{name}": (recipe, str(out), draw, name)
@@ -66,7 +66,7 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
             for (_, _, draw, name), result in zip(units.values(), results, strict=True):
                 shards[draw][name] = result["files"]
             write_replaced_manifest(out, ReplacedManifest(
-                corpus.rows_fingerprint, recipe.seq_len, recipe.across_documents,
+                corpus.rows_content_hash, recipe.seq_len, recipe.attend_across_documents,
                 list(recipe.temperatures), made_by, shards))
 
 
@@ -78,7 +78,7 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
     seed = recipe.seed * 1_000_003 + draw  # of masks and samples: a draw repeats neither
     dataset = RowDataset(
         [SourceConfig(path=recipe.corpus)], generator.tokenizer, seq_len=recipe.seq_len, seed=seed,
-        mask=recipe.mask, across_documents=recipe.across_documents)
+        mask=recipe.mask, attend_across_documents=recipe.attend_across_documents)
     rows = Corpus(recipe.corpus, seq_len=recipe.seq_len).shard_rows[name]
     is_replaced, samples = [], []
     for start in range(0, len(rows), _ROWS_AT_ONCE):
@@ -104,7 +104,7 @@ def _generator(path: str) -> LoadedModel:
     return model
 
 
-def _fingerprint(model: LoadedModel) -> str:
+def _content_hash(model: LoadedModel) -> str:
     """Return a checksum of the generator's weights, so that another one is not mixed in."""
     digest = xxhash.xxh3_128()
     for module in model.masked_lm:

@@ -100,7 +100,7 @@ def train(job: Job, features: Mapping[str, Sequence[Feature]]) -> dict:
     """
     settings, rows = job.settings, features["train"]
     rows = rows[: settings.train_rows] if settings.train_rows else rows
-    total_steps = math.ceil(settings.epochs * len(rows) / settings.batch_rows)
+    total_steps = math.ceil(settings.epochs * len(rows) / settings.global_batch_size)
     optim = settings.optim(total_steps)
     if dist.is_main():
         shutil.rmtree(job.out / "model", ignore_errors=True)  # of a start that was killed
@@ -125,7 +125,7 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
     losses, began = [], time.monotonic()
     for step in range(total_steps):
         set_learning_rate(engine, learning_rate(optim, step, total_steps))
-        chosen = stream(lengths, job.seed, step, settings.batch_rows, settings.group_updates)
+        chosen = stream(lengths, job.seed, step, settings.global_batch_size, settings.group_updates)
         picked = [rows[i] for i in chosen]
         losses.append(_step(engine, picked, shape, job.seed, step, class_weights))
         if step + 1 not in evals:
@@ -134,7 +134,7 @@ def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tupl
         score = metrics.task_score(job.task, values)
         if settings.best_metric:
             score = values[settings.best_metric]
-        epoch = (step + 1) * settings.batch_rows / len(rows)
+        epoch = (step + 1) * settings.global_batch_size / len(rows)
         loss, adversarial = np.mean(losses, axis=0).round(5).tolist()
         entry = {"step": step + 1, "epoch": round(epoch, 2), "loss": loss}
         if settings.sift_weight > 0:
@@ -156,7 +156,7 @@ def _evaluate(job: Job, engine, features: Sequence[Feature]) -> tuple[dict[str, 
     sizes = [num_scores(job.task, example) for example in job.val.examples]
     engine.eval()
     scores = score_split(
-        engine, features, sizes, batch_rows=job.settings.eval_batch_rows, device=job.device
+        engine, features, sizes, global_batch_size=job.settings.eval_batch_size, device=job.device
     )
     engine.train()
     threshold = best_threshold(job.val.examples, scores) if job.task.no_answer else 0.0
@@ -168,7 +168,7 @@ def _evaluate(job: Job, engine, features: Sequence[Feature]) -> tuple[dict[str, 
 class _Shape:
     """How one update is cut: `accumulation` micro-batches of `micro_rows` slots on every rank."""
 
-    batch_rows: int
+    global_batch_size: int
     micro_rows: int
     accumulation: int
 
@@ -176,9 +176,9 @@ class _Shape:
 def _engine(job: Job, optim):
     """Return (engine, shape of an update); says what was kept of another task's head."""
     settings, world = job.settings, dist.world_size()
-    share = math.ceil(settings.batch_rows / world)
-    micro = min(settings.micro_batch_rows or share, share)
-    shape = _Shape(settings.batch_rows, micro, math.ceil(share / micro))
+    share = math.ceil(settings.global_batch_size / world)
+    micro = min(settings.micro_batch_size or share, share)
+    shape = _Shape(settings.global_batch_size, micro, math.ceil(share / micro))
     start, saved = job.start, None
     if job.init_from:
         saved = load_finetuned(job.init_from)
@@ -215,7 +215,7 @@ def layer_shares(model: torch.nn.Module, decay: float) -> dict[str, float]:
 
 
 def stream(
-    lengths: np.ndarray, seed: int, step: int, batch_rows: int, group_updates: int
+    lengths: np.ndarray, seed: int, step: int, global_batch_size: int, group_updates: int
 ) -> list[int]:
     """Return the rows of update `step`: a pure function, each epoch a fresh permutation.
 
@@ -223,21 +223,23 @@ def stream(
     little padding, and those updates are made in random order. An update that two epochs share
     keeps its rows as they were drawn.
     """
-    num_rows, start = len(lengths), step * batch_rows
+    num_rows, start = len(lengths), step * global_batch_size
     epoch = start // num_rows
-    first = -(-epoch * num_rows // batch_rows)  # updates that lie in this epoch as a whole
-    end = (epoch + 1) * num_rows // batch_rows
+    first = -(-epoch * num_rows // global_batch_size)  # updates that lie in this epoch as a whole
+    end = (epoch + 1) * num_rows // global_batch_size
     if step >= end:
-        positions = range(start, start + batch_rows)
+        positions = range(start, start + global_batch_size)
         return [int(_order(num_rows, seed, p // num_rows)[p % num_rows]) for p in positions]
     low = first + (step - first) // group_updates * group_updates
     high = min(low + group_updates, end)
     order = _order(num_rows, seed, epoch)
-    rows = order[low * batch_rows - epoch * num_rows : high * batch_rows - epoch * num_rows]
+    rows = order[
+        low * global_batch_size - epoch * num_rows : high * global_batch_size - epoch * num_rows
+    ]
     by_length = rows[np.argsort(lengths[rows], kind="stable")] if group_updates > 1 else rows
     turn = np.random.default_rng([seed, epoch, low]).permutation(high - low)[step - low]
     number = turn if group_updates > 1 else 0
-    return by_length[number * batch_rows : (number + 1) * batch_rows].tolist()
+    return by_length[number * global_batch_size : (number + 1) * global_batch_size].tolist()
 
 
 @lru_cache(maxsize=2)
@@ -266,7 +268,7 @@ def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int
     weights += [0.0] * (slots - len(mine))
     mine += [picked[0]] * (slots - len(mine))
     # DeepSpeed averages over ranks and micro-batches; this makes it the mean over the batch.
-    scale = world * shape.accumulation / shape.batch_rows
+    scale = world * shape.accumulation / shape.global_batch_size
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for micro_step in range(shape.accumulation):
         part = slice(micro_step * shape.micro_rows, (micro_step + 1) * shape.micro_rows)
@@ -276,7 +278,7 @@ def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int
         engine.backward(output.loss_sum * scale)
         total += torch.stack([output.loss_sum.detach(), output.adversarial_sum]).double()
         engine.step()
-    means = (dist.sum_over_ranks(total) / shape.batch_rows).tolist()
+    means = (dist.sum_over_ranks(total) / shape.global_batch_size).tolist()
     if not math.isfinite(means[0]):
         raise DivergedError(f"the loss became {means[0]} at step {step + 1}; lower learning_rate")
     return means

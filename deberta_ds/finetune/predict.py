@@ -24,7 +24,7 @@ def score_split(
     features: Sequence[Feature],
     sizes: Sequence[int],
     *,
-    batch_rows: int,
+    global_batch_size: int,
     device: torch.device,
 ) -> list[np.ndarray]:
     """Return the fp64 scores of every example, in order and on every rank.
@@ -34,7 +34,7 @@ def score_split(
     starts = np.concatenate([[0], np.cumsum(sizes)])
     totals = torch.zeros(int(starts[-1]), dtype=torch.float64)
     order = sorted(range(len(features)), key=lambda i: (-features[i].num_tokens, i))
-    batches = [order[i : i + batch_rows] for i in range(0, len(order), batch_rows)]
+    batches = [order[i : i + global_batch_size] for i in range(0, len(order), global_batch_size)]
     rank, world = dist.rank(), dist.world_size()
     for first in range(0, len(batches), world):
         mine = first + rank

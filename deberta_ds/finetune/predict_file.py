@@ -36,7 +36,7 @@ _OWN_LINES = ("copa", "multirc", "record", "wic", "wsc")  # layouts that are no 
 
 
 def predict_file(
-    saved: Finetuned, data: Path, out: Path, device: torch.device, *, batch_rows: int,
+    saved: Finetuned, data: Path, out: Path, device: torch.device, *, global_batch_size: int,
     max_length: int, keep: Sequence[str] = (),
 ) -> int:
     """Write a JSON line for each row of `data` to `out`; return how many.
@@ -55,9 +55,9 @@ def predict_file(
     model = finetuned_model(saved, device)
     rows = read_table(data)
     if not dist.is_main():
-        return _on_all_ranks(saved, model, data, rows, batch_rows, max_length, keep, None)
+        return _on_all_ranks(saved, model, data, rows, global_batch_size, max_length, keep, None)
     with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        return _on_all_ranks(saved, model, data, rows, batch_rows, max_length, keep, file)
+        return _on_all_ranks(saved, model, data, rows, global_batch_size, max_length, keep, file)
 
 
 def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) -> None:
@@ -68,7 +68,7 @@ def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) 
                         f"absolute positions. Set --max_length {limit} to cut it")
 
 
-def _on_all_ranks(saved, model, data, rows: Iterator[Row], batch_rows, max_length, keep, file
+def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, max_length, keep, file
                   ) -> int:
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
     device = next(model.parameters()).device
@@ -87,7 +87,9 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], batch_rows, max_lengt
         cut += sum(feature.cut_tokens > 0 for feature in features)
         unknown += count_unknown(features, saved.tokenizer)
         sizes = [num_scores(saved.task, example) for example in examples]
-        scores = score_split(model, features, sizes, batch_rows=batch_rows, device=device)
+        scores = score_split(
+            model, features, sizes, global_batch_size=global_batch_size, device=device
+        )
         count += len(block)
         if file:
             lines = _lines(saved, examples, scores, block, keep)

@@ -227,8 +227,8 @@ def _answers(job: Job, model, split: Split, threshold: float) -> list[metrics.Pr
 
 def _scores(job: Job, model, split: Split, features: Sequence[Feature]) -> list[np.ndarray]:
     sizes = [num_scores(split.task, example) for example in split.examples]
-    rows = job.settings.eval_batch_rows
-    return score_split(model, features, sizes, batch_rows=rows, device=job.device)
+    rows = job.settings.eval_batch_size
+    return score_split(model, features, sizes, global_batch_size=rows, device=job.device)
 
 
 def finetuned_model(

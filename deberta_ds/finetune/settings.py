@@ -24,8 +24,8 @@ class Settings:
     """One task's recipe. AdamW 0.9/0.999, eps 1e-6, clip 1, linear decay: microsoft/DeBERTa."""
 
     epochs: int = option("passes over the train split", 10, ge=1, le=100_000)
-    batch_rows: int = option("examples per update, over all ranks", 16, ge=1, le=1 << 20)
-    micro_batch_rows: int = option("examples per forward on one rank; 0: all of its share", 0,
+    global_batch_size: int = option("examples per update, over all ranks", 16, ge=1, le=1 << 20)
+    micro_batch_size: int = option("examples per forward on one rank; 0: all of its share", 0,
                                    ge=0, le=1 << 20)
     learning_rate: float = option("highest learning rate", 2e-5, gt=0, le=10)
     layer_decay: float = option("learning rate of a layer, as a share of the next higher", 1.0,
@@ -52,7 +52,7 @@ class Settings:
                               "")
     group_updates: int = option("updates whose examples are dealt by length; 1: none", 16,
                                 ge=1, le=1 << 20)
-    eval_batch_rows: int = option("examples per forward in evaluation", 32, ge=1, le=1 << 20)
+    eval_batch_size: int = option("examples per forward in evaluation", 32, ge=1, le=1 << 20)
     train_rows: int = option("use only the first rows of the train split; 0: all", 0,
                              ge=0, le=1 << 40)
     sift_weight: float = option("lambda of adversarial training (SiFT); 0: none", 0.0, ge=0, le=1e6)
@@ -65,7 +65,7 @@ class Settings:
         """Return the optimizer and schedule of a run of `total_steps` updates."""
         warmup = self.warmup_steps or round(self.warmup_share * total_steps)
         return OptimConfig(
-            lr=self.learning_rate,
+            learning_rate=self.learning_rate,
             betas=(0.9, 0.999),
             eps=1e-6,
             weight_decay=self.weight_decay,

@@ -82,7 +82,7 @@ TASKS: tuple[Task, ...] = (
         labels=("false", "true"), values=_BOOL, submitted=("false", "true"),
         texts=("passage", "question"), metrics=("accuracy",), counts=_splits(9427, 3270, 3245),
         line='{"question": "...", "passage": "...", "idx": 0, "label": true}', hub="boolq",
-        settings={"epochs": 10, "batch_rows": 32, "max_length": 320},
+        settings={"epochs": 10, "global_batch_size": 32, "max_length": 320},
     ),
     Task(
         name="CB", layout="texts", head="classify",
@@ -110,7 +110,7 @@ TASKS: tuple[Task, ...] = (
         line='{"idx": 0, "version": 1.1, "passage": {"text": "...", "questions": [{"question": '
         '"...", "idx": 0, "answers": [{"text": "...", "idx": 0, "label": 1}]}]}}',
         hub="multirc",
-        settings={"epochs": 6, "batch_rows": 32, "max_length": 512},
+        settings={"epochs": 6, "global_batch_size": 32, "max_length": 512},
     ),
     Task(
         name="ReCoRD", layout="record", head="mentions",
@@ -120,7 +120,7 @@ TASKS: tuple[Task, ...] = (
         '"qas": [{"query": "... @placeholder ...", "idx": 0, "answers": [{"start": 0, "end": 4, '
         '"text": "..."}]}], "idx": 0}',
         hub="record",
-        settings={"epochs": 3, "batch_rows": 64, "max_length": 512, "window_overlap": 256},
+        settings={"epochs": 3, "global_batch_size": 64, "max_length": 512, "window_overlap": 256},
     ),
     Task(
         name="RTE", layout="texts", head="classify",
@@ -128,7 +128,7 @@ TASKS: tuple[Task, ...] = (
         texts=("premise", "hypothesis"), metrics=("accuracy",), counts=_splits(2490, 277, 3000),
         line='{"premise": "...", "hypothesis": "...", "label": "entailment", "idx": 0}', hub="rte",
         hub_labels=("entailment", "not_entailment"),
-        settings={"epochs": 10, "batch_rows": 32, "max_length": 320},
+        settings={"epochs": 10, "global_batch_size": 32, "max_length": 320},
         files=_TSV, columns=_SENTENCES,  # GLUE's RTE is the same task, as tables
     ),
     Task(
@@ -139,7 +139,7 @@ TASKS: tuple[Task, ...] = (
         line='{"word": "...", "sentence1": "...", "sentence2": "...", "idx": 0, "label": false, '
         '"start1": 0, "end1": 5, "start2": 0, "end2": 5, "version": 1.1}',
         hub="wic",
-        settings={"epochs": 12, "batch_rows": 32, "max_length": 128},
+        settings={"epochs": 12, "global_batch_size": 32, "max_length": 128},
     ),
     Task(
         name="WSC", layout="wsc", head="spans",
@@ -173,7 +173,7 @@ TASKS: tuple[Task, ...] = (
 # Table columns: huggingface/datasets datasets/glue/glue.py, which reads the official files; counts:
 # the same files (QQP: its train table has rows that are cut off, which that reader drops, too).
 # Settings: of base in microsoft/DeBERTa experiments/glue/{cola,sst2,mrpc,stsb,qqp,qnli}.sh.
-_OFFICIAL = {"epochs": 6, "batch_rows": 32, "learning_rate": 2e-5, "warmup_steps": 100,
+_OFFICIAL = {"epochs": 6, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 100,
              "head_dropout": 0.15, "max_length": 128}
 _GLUE_ONLY: tuple[Task, ...] = (
     Task(
@@ -207,7 +207,7 @@ _GLUE_ONLY: tuple[Task, ...] = (
         submitted=(0, 1), texts=("question1", "question2"), metrics=("binary_f1", "accuracy"),
         counts=_splits(363846, 40430, 390965), files=_TSV, columns={"label": "is_duplicate"},
         broken_rows=3, may_be_blank=True, hub="qqp", hub_repository="nyu-mll/glue",
-        settings=_OFFICIAL | {"epochs": 8, "batch_rows": 64, "warmup_steps": 500,
+        settings=_OFFICIAL | {"epochs": 8, "global_batch_size": 64, "warmup_steps": 500,
                               "max_length": 320},
     ),
     Task(
@@ -218,7 +218,7 @@ _GLUE_ONLY: tuple[Task, ...] = (
         columns=_SENTENCES | {"label": "gold_label"}, hub="mnli", hub_repository="nyu-mll/glue",
         hub_splits={"val": "validation_matched", "test": "test_matched"},
         hub_labels=("entailment", "neutral", "contradiction"),
-        settings={"epochs": 3, "batch_rows": 64, "max_length": 256},
+        settings={"epochs": 3, "global_batch_size": 64, "max_length": 256},
     ),
     Task(
         name="QNLI", head="classify", labels=_RTE, submitted=_RTE, texts=("question", "sentence"),
@@ -229,7 +229,7 @@ _GLUE_ONLY: tuple[Task, ...] = (
     Task(
         name="WNLI", head="classify", labels=_RTE, values=_NUMBERS, submitted=(0, 1),
         texts=("sentence1", "sentence2"), metrics=("accuracy",), counts=_splits(635, 71, 146),
-        files=_TSV, hub="wnli", hub_repository="nyu-mll/glue", settings={"batch_rows": 32},
+        files=_TSV, hub="wnli", hub_repository="nyu-mll/glue", settings={"global_batch_size": 32},
     ),
     Task(
         name="MNLI-mm", head="classify", labels=_NLI, submitted=_NLI,
@@ -253,7 +253,7 @@ _GLUE_ONLY: tuple[Task, ...] = (
 # them; settings: the middle of the DeBERTa paper's grid for base models (table 10).
 _SQUAD_LINE = ('{"id": "...", "question": "...", "context": "...", '
                '"answers": {"text": ["..."], "answer_start": [0]}}')
-_SQUAD_SETTINGS = {"epochs": 3, "batch_rows": 32, "learning_rate": 2e-5, "warmup_steps": 500,
+_SQUAD_SETTINGS = {"epochs": 3, "global_batch_size": 32, "learning_rate": 2e-5, "warmup_steps": 500,
                    "max_length": 384, "window_overlap": 128}
 SQUAD: tuple[Task, ...] = (
     Task(

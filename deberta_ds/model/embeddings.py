@@ -32,7 +32,7 @@ class WordEmbedding(nn.Module):
                 bias_V: Tensor | None = None, loss: str = "chunked", **prediction):
         """Return rows [..., C] for ids; with `labels_T`, `inputs` is hidden [T, C] and the result
         is `linear_cross_entropy`'s (loss sum, number correct, sampled ids). `loss` is
-        `model.vocabulary_loss`.
+        `model.cross_entropy`.
         """
         if labels_T is None:
             return F.embedding(inputs, self.weight)
@@ -41,7 +41,7 @@ class WordEmbedding(nn.Module):
 
 
 def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
-    """Return `linear_cross_entropy` or its Triton kernels; `mode` is `model.vocabulary_loss`."""
+    """Return `linear_cross_entropy` or its Triton kernels; `mode` is `model.cross_entropy`."""
     device, dtype = hidden_TC.device, hidden_TC.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

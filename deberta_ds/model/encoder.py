@@ -225,8 +225,8 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         # Set by build_model: how a run is run, which no other user of a model has.
-        self.checkpoint_layers = 0  # every n-th layer is; 0: none
-        self.recompute = "all"  # of a checkpointed layer; "cheap": all but its linear layers
+        self.checkpointing = "none"  # of activations; "full", or "selective": keep linear outputs
+        self.checkpointing_interval = 1  # every n-th layer
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.convolution = Convolution(config) if config.conv_kernel else None
         self.relative_norm = None
@@ -258,9 +258,10 @@ class Encoder(nn.Module):
         return hidden_BLC[:, :1] if first_only else hidden_BLC
 
     def _run(self, number: int, layer: Layer, *inputs) -> tuple[Tensor, Tensor | None]:
-        if self.training and self.checkpoint_layers and number % self.checkpoint_layers == 0:
+        checkpoints = self.checkpointing != "none" and number % self.checkpointing_interval == 0
+        if self.training and checkpoints:
             # Reentrant checkpointing fails under ZeRO-3 when a block is applied more than once.
-            context = keep_linear_outputs if self.recompute == "cheap" else noop_context_fn
+            context = keep_linear_outputs if self.checkpointing == "selective" else noop_context_fn
             return checkpoint(layer, *inputs, use_reentrant=False, context_fn=context)
         return layer(*inputs)
 

@@ -24,7 +24,7 @@ class MaskedLmHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
-        self.loss = config.vocabulary_loss
+        self.loss = config.cross_entropy
 
     def forward(self, hidden_TC: Tensor, words: WordEmbedding, labels_T: Tensor, **prediction):
         """Return `linear_cross_entropy`'s (loss sum, number correct, sampled ids or None)."""

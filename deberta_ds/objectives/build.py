@@ -24,11 +24,11 @@ def build_model(run: RunConfig, valid_vocab: int | None = None) -> nn.Module:
     model = objective_of(run).build(run, valid_vocab)
     for module in model.modules():
         if isinstance(module, Encoder):
-            module.checkpoint_layers = run.train.checkpoint_layers
-            module.recompute = run.train.recompute
+            module.checkpointing = run.train.activation_checkpointing
+            module.checkpointing_interval = run.train.activation_checkpointing_interval
     return model
 
 
 def fixed_parameters(run: RunConfig) -> set[str]:
     """Return the names of a run's parameters that do not move."""
-    return {"words.weight"} if run.init.words_only else set()
+    return {"words.weight"} if run.init.embeddings_only else set()

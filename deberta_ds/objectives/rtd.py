@@ -255,7 +255,7 @@ def headline(scores: Numbers) -> str:
         text += f"; its ROC-AUC is {area:.3f}." if area is not None else "."
         if area is not None and abs(gain) < _DEAD_GAIN and abs(area - 0.5) < _DEAD_AREA:
             text += (" It answers every token alike: if the learning rate's warm-up is over, it "
-                     "has died; start again with a lower optim.lr.")
+                     "has died; start again with a lower optim.learning_rate.")
     return text.strip()
 
 

@@ -27,8 +27,8 @@ def encoders(run: RunConfig) -> dict[str, ModelConfig]:
 def problems(run: RunConfig) -> list[str]:
     needed = {f"data.sources[{number}].replaced (of {source.path})": source.replaced
               for number, source in enumerate(run.data.sources)}
-    if run.data.eval:
-        needed["data.eval_replaced"] = run.data.eval_replacements
+    if run.data.heldout:
+        needed["data.heldout_replaced"] = run.data.heldout_replacements
     return [f'{key} is empty; objective.kind = "rtd_cached" needs what data_prep/replace.py makes'
             for key, value in needed.items() if not value]
 

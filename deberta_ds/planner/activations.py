@@ -87,7 +87,7 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
 
 def _full_batch(run: RunConfig) -> Batch:
     """Return a micro-batch of full rows with the expected number of targets."""
-    rows, length, mask = run.train.micro_batch_rows, run.data.seq_len, run.objective.mask
+    rows, length, mask = run.train.micro_batch_size, run.data.seq_len, run.objective.mask
     per_row = max(1, round(max(mask.rate, mask.rate_at(1.0)) * length))
     plane = torch.zeros((rows, length), dtype=torch.int64)
     return Batch(rows=torch.zeros(rows, dtype=torch.int64), input_ids=plane, labels=plane,

@@ -23,7 +23,7 @@ def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parame
            gpu: Gpu, gpus: int, nodes: int) -> list[str]:
     """Return what to set for `best` on this cluster, and the reasons."""
     ranks = gpus * nodes
-    lines = [_stage(choices, best), _recompute(choices, best, gpu),
+    lines = [_stage(choices, best), _checkpointing(choices, best, gpu),
              *_micro_batch(run, best, ranks, gpu), *_overlap(run, ds, best, parameters, gpu, gpus,
                                                              nodes)]
     if ranks >= _MANY_RANKS:
@@ -47,26 +47,30 @@ def offloaded(choices: list[Choice], gpus: int) -> list[str]:
 
 
 def _stage(choices: list[Choice], best: Choice) -> str:
-    others = [f"ZeRO-{other.stage} {other.step_seconds:.3f} s"
-              + ("" if other.fits else " (does not fit)")
-              for other in choices if other.recompute == best.recompute and other is not best]
+    others = [
+        f"ZeRO-{other.stage} {other.step_seconds:.3f} s" + ("" if other.fits else " (does not fit)")
+        for other in choices
+        if other.checkpointing == best.checkpointing and other is not best
+    ]
     others = others or ["no other stage goes with the rest of the DeepSpeed JSON"]
     return f"ZeRO-{best.stage}: a step takes {best.step_seconds:.3f} s; {', '.join(others)}"
 
 
-def _recompute(choices: list[Choice], best: Choice, gpu: Gpu) -> str:
+def _checkpointing(choices: list[Choice], best: Choice, gpu: Gpu) -> str:
     limit = (gpu.memory - RESERVED_BYTES) / 1e9
     need = f"{best.memory.peak / 1e9:.1f} of {limit:.0f} GB"
-    if best.recompute == "none":
-        return f"no recomputation (train.checkpoint_layers = 0): {need}"
-    none = next(c for c in choices if c.stage == best.stage and c.recompute == "none")
-    return (f'recompute "{best.recompute}": {need}; without it {none.memory.peak / 1e9:.1f} GB '
-            f"{'fit, but are slower' if none.fits else 'do not fit'}")
+    if best.checkpointing == "none":
+        return f"no activation checkpointing: {need}"
+    none = next(c for c in choices if c.stage == best.stage and c.checkpointing == "none")
+    return (
+        f'train.activation_checkpointing = "{best.checkpointing}": {need}; without it '
+        f"{none.memory.peak / 1e9:.1f} GB {'fit, but are slower' if none.fits else 'do not fit'}"
+    )
 
 
 def _micro_batch(run: RunConfig, best: Choice, ranks: int, gpu: Gpu) -> list[str]:
     """Return a larger micro-batch that divides and fits; activations grow with its rows."""
-    now, rows = run.train.micro_batch_rows, run.train.global_batch_rows // ranks
+    now, rows = run.train.micro_batch_size, run.train.global_batch_size // ranks
     memory = best.memory
 
     def fits(micro: int) -> bool:
@@ -74,7 +78,7 @@ def _micro_batch(run: RunConfig, best: Choice, ranks: int, gpu: Gpu) -> list[str
         return memory.held + max(work, memory.update) + RESERVED_BYTES < gpu.memory
 
     larger = [micro for micro in range(now + 1, rows + 1) if rows % micro == 0 and fits(micro)]
-    return [f"train.micro_batch_rows = {larger[-1]} would fit too: micro-batches a step "
+    return [f"train.micro_batch_size = {larger[-1]} would fit too: micro-batches a step "
             f"{rows // larger[-1]} instead of {rows // now}"] if larger else []
 
 

@@ -69,7 +69,7 @@ class Choice:
     """One row of the plan: a ZeRO stage and a way of recomputing."""
 
     stage: int
-    recompute: str
+    checkpointing: str  # of activations: none, selective or full
     memory: Memory
     fits: bool
     compute_seconds: float  # of a step
@@ -131,13 +131,14 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     sizes = [parameter.numel() for parameter in model.parameters()]
     parameters, tensors = count_parameters(model), len(sizes)
     raise_problems("batch", problems_with_ranks(run.train, ranks, 0))
-    full, seq_len = run.train.global_batch_rows, run.data.seq_len
+    full, seq_len = run.train.global_batch_size, run.data.seq_len
     updates = stretches(run.train, 0, run.train.steps)
     compute_row = seq_len * objective_of(run).flops_per_token(run) / (ranks * peak_flops * mfu)
     rate, latency = bandwidth(gpu, gpus, nodes), latency_seconds(ranks)
     choices = []
-    for name, layers, recompute in (("none", 0, "all"), ("cheap", 1, "cheap"), ("full", 1, "all")):
-        train = replace(run.train, checkpoint_layers=layers, recompute=recompute)
+    for name in ("none", "selective", "full"):
+        train = replace(run.train, activation_checkpointing=name,
+                        activation_checkpointing_interval=1)
         activations = trace(replace(run, train=train), _DTYPES[precision], fused=True)
         for stage in (0, 1, 2, 3):
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
@@ -145,12 +146,12 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
                 continue  # pretrain would refuse it
             memory = memory_of(parameters, staged, ranks, activations, accumulation > 1)
             # Full recomputation repeats the forward pass: a third of forward + backward.
-            row_seconds = compute_row * {"none": 1.0, "cheap": 1.05, "full": 4 / 3}[name]
+            row_seconds = compute_row * {"none": 1.0, "selective": 1.05, "full": 4 / 3}[name]
             weights = most_gathered(sizes, staged["zero_optimization"], ranks,
                                     run.model.num_layers)
             steps = {}  # by the rows of an update: seconds, and those of its communication
             for rows in {full, *(one.rows for one in updates)}:
-                count = micro_batches(rows, ranks, run.train.micro_batch_rows)
+                count = micro_batches(rows, ranks, run.train.micro_batch_size)
                 sent = traffic(parameters, staged, ranks, count, weights)
                 steps[rows] = sending_seconds(sent, rate, latency), step_seconds(
                     sent, rows * row_seconds, rate, staged, count, latency=latency,

@@ -5,7 +5,8 @@ comes from is decided by `objectives.rtd.parameters` and said in the log:
     taken       the file holds `_weight` with the generator it belongs to
     derived     delta = D - G, exact in fp32, when a generator is given
     two stages  without a generator a run is refused; docs/interop.md has the recipe: train a fresh
-                generator as a masked LM over the frozen word table (init.words_only), then both
+                generator as a masked LM over the frozen token embeddings
+                (init.embeddings_only), then both
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
         return _generator_words(run)
     release = read_release(run.init.source)
     place = run.init.source
-    if run.init.words_only:
+    if run.init.embeddings_only:
         words = _fitting_words(run, release.main, place)
         notes = [f"word table of {place}, kept fixed; the rest is random (first of two stages)",
                  *_other_tokenizer(run, release)]
@@ -88,8 +89,9 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
     if generator is None:
         raise UserError(
             f"{place}: has no generator, so replaced-token detection cannot go on from it. Give "
-            "one as init.generator, or make one first: a masked-LM run with init.words_only (the "
-            "two stages are in docs/interop.md)")
+            "one as init.generator, or make one first: a masked-LM run with init.embeddings_only "
+            "(the two stages are in docs/interop.md)"
+        )
     _check_fit(run.model, main.config, place, "model")
     _check_fit(encoders["generator"], generator.config, generator_place, "generator")
     return {"main": main, "generator": generator}

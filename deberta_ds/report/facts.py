@@ -146,7 +146,7 @@ def _parameters(run: Run) -> Tile:
 
 
 def _tokens(run: Run) -> Tile:
-    tokens, rows, epochs = (run.last(key) for key in ("tokens_seen", "rows_seen", "epochs"))
+    tokens, rows, epochs = (run.last(key) for key in ("tokens_seen", "sequences_seen", "epochs"))
     notes = [f"{rows:,.0f} packed rows"] if rows is not None else []
     if epochs is not None:
         notes.append(f"{epochs:.2f} epochs")

@@ -151,12 +151,12 @@ def _of_source(source: Path) -> Training:
 def _of_checkpoint(directory: Path) -> Training:
     record = read_run_record(directory)
     run = record.config
-    training = Training(seen=f"{record.tokens_seen:,} tokens in {record.rows_seen:,} rows "
+    training = Training(seen=f"{record.tokens_seen:,} tokens in {record.sequences_seen:,} rows "
                              "were read in training, repetitions counted.")
     shares = [source["weight"] for source in run["data"]["sources"]]
     for source, share in zip(run["data"]["sources"], shares, strict=True):
         training.data.append(_corpus(source["path"], share / sum(shares),
-                                     record.fingerprints.get(source["path"], "")))
+                                     record.content_hashes.get(source["path"], "")))
     objective, train, optim = run["objective"], run["train"], run["optim"]
     mask = objective["mask"]
     masked = [("masked share of the tokens", _on_line(mask["rate"], mask["final_rate"]))]
@@ -173,7 +173,7 @@ def _of_checkpoint(directory: Path) -> Training:
         ("rows in a step", _rows_in_a_step(train)),
         ("tokens in a row", f"{run['data']['seq_len']:,}"),
         *masked, ("optimizer", rules + f"betas {optim['betas']}"),
-        ("learning rate", f"{optim['lr']}, schedule {optim['schedule']}"),
+        ("learning rate", f"{optim['learning_rate']}, schedule {optim['schedule']}"),
         ("sha256 of the tokenizer", record.tokenizer_sha256),
         ("versions", ", ".join(f"{name} {text}" for name, text in record.versions.items())))]
     metrics = directory.parent.parent / METRICS_FILE
@@ -188,20 +188,20 @@ def _on_line(first: float, last: float | None) -> str:
 
 
 def _rows_in_a_step(train: dict) -> str:
-    first = train["first_batch_rows"]
-    grows = f"{first:,} growing in {train['batch_growth_steps']:,} steps to " if first else ""
-    return f"{grows}{train['global_batch_rows']:,}"
+    first = train["initial_batch_size"]
+    grows = f"{first:,} growing in {train['batch_warmup_steps']:,} steps to " if first else ""
+    return f"{grows}{train['global_batch_size']:,}"
 
 
-def _corpus(path: str, share: float, fingerprint: str) -> tuple[str, ...]:
+def _corpus(path: str, share: float, content_hash: str) -> tuple[str, ...]:
     """Return a row of the table; the counts are known where the shards still lie."""
     documents = tokens = "–"
     try:
         manifest = read_manifest(path)[0]
         documents, tokens = f"{manifest.documents:,}", f"{manifest.tokens:,}"
     except (UserError, OSError):
-        pass  # trained elsewhere, or the shards are gone: the fingerprint stays
-    return _cell(path), f"{share:.1%}", documents, tokens, f"`{_cell(fingerprint)}`"
+        pass  # trained elsewhere, or the shards are gone: the content hash stays
+    return _cell(path), f"{share:.1%}", documents, tokens, f"`{_cell(content_hash)}`"
 
 
 def _add_scores(training: Training, records: list[dict], step: int, kind: str) -> None:

@@ -153,7 +153,7 @@ class Run:
     events: list[dict[str, Any]]
     saved: _Saved
     config: dict[str, Any]  # sections of the run config
-    rest: dict[str, Any]  # of config.json: DeepSpeed, fingerprints, hardware
+    rest: dict[str, Any]  # of config.json: DeepSpeed, content hashes, hardware
     stages: list[Stage]
     is_running: bool  # a job holds the directory
     sweep: Sweep | None = None  # SuperGLUE of the exported model

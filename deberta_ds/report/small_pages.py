@@ -37,7 +37,7 @@ def plan_page(title: str, facts: list[str], choices: list[Choice], name: str, gp
     scale = min(max(limit, *(sum(_segments(choice)) for choice in choices)), _WIDEST * limit)
     return render(
         "plan.html", title=title, facts=facts, gpu=name.upper(), parts=PARTS,
-        best=best and f"ZeRO-{best.stage}, recompute {best.recompute}",
+        best=best and f"ZeRO-{best.stage}, activation checkpointing {best.checkpointing}",
         cost=best and f"{best.days:.1f} days, {best.days * 24 * ranks:,.0f} GPU-hours",
         bars=[_bar(choice, scale, choice is best) for choice in choices],
         limit=round(100 * limit / scale, 2), limit_text=f"{limit / 1e9:.0f} GB",
@@ -56,7 +56,7 @@ def _bar(choice: Choice, scale: float, is_best: bool) -> Bar:
         widths.append(round(min(100 * size / scale, 100 - left), 2))
         left += widths[-1]
     note = f"{sum(_segments(choice)) / 1e9:.1f} GB" + ("" if choice.fits else ", too much")
-    return Bar(f"ZeRO-{choice.stage}, {choice.recompute}", widths, note, choice.fits, is_best)
+    return Bar(f"ZeRO-{choice.stage}, {choice.checkpointing}", widths, note, choice.fits, is_best)
 
 
 def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
@@ -69,7 +69,7 @@ def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
                  f"{choice.tokens_per_second:,.0f}", f"{choice.days:.2f}",
                  f"{choice.days * 24 * ranks:,.0f}")
         rows.append([Cell(f"ZeRO-{choice.stage}", kind=f"stage {kind}"),
-                     Cell(choice.recompute, kind=kind),
+                     Cell(choice.checkpointing, kind=kind),
                      *(Cell(text, kind=f"n {kind}") for text in texts)])
     head = [Cell("Stage", kind=""), Cell("Recompute", kind=""), *map(Cell, heads)]
     note = ("What hides behind computation: under ZeRO-3 all communication, but a step lasts at "

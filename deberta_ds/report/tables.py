@@ -117,7 +117,7 @@ def evaluation_by_corpus(run: Run) -> Table | None:
                      *(_beside_baseline(metric, record) for metric in metrics)])
     head = [Cell(metric.title, below=metric.baseline[0] if metric.baseline else "")
             for metric in metrics]
-    return Table("By held-out corpus", "The last evaluation, each corpus of data.eval alone.",
+    return Table("By held-out corpus", "The last evaluation, each corpus of data.heldout alone.",
                  [Cell("Corpus", kind=""), *head], rows)
 
 

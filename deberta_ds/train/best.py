@@ -20,7 +20,7 @@ from deberta_ds.objectives.build import objective_of
 
 @dataclass
 class Best:
-    """What `train.best` has come to; a part of every checkpoint's run.json."""
+    """What `train.best_metric` has come to; a part of every checkpoint's run.json."""
 
     score: str  # a metric's key; empty: none is looked at
     scored: str = field(kw_only=True)  # checksum of what it is a score of
@@ -46,9 +46,9 @@ class Best:
 
 
 def what_is_scored(run: RunConfig, held_out: dict[str, list[Row]], pairs: Pairs) -> str:
-    """Return a checksum of what train.best is a score of, wherever its files lie."""
+    """Return a checksum of what train.best_metric is a score of, wherever its files lie."""
     digest = xxhash.xxh3_128()
-    if run.train.best == MINIMAL_PAIRS.key:
+    if run.train.best_metric == MINIMAL_PAIRS.key:
         digest.update(json.dumps(pairs).encode())
     else:
         for row in itertools.chain.from_iterable(held_out.values()):
@@ -62,20 +62,22 @@ def continued(run: RunConfig, saved: dict, scored: str) -> tuple[Best, str]:
     Also of the same score of other rows than now, `scored`, whose value would never be reached, or
     always; that is worth a line of the log.
     """
-    new = Best(run.train.best, scored=scored)
-    if not saved or saved["score"] != run.train.best:
+    new = Best(run.train.best_metric, scored=scored)
+    if not saved or saved["score"] != run.train.best_metric:
         return new, ""
     best = Best(**saved)
     if best.value is None or best.scored == scored:
         return replace(best, scored=scored), ""
-    return new, (f"WARNING: train.best is a score of other rows than before: the best so far, "
-                 f"{best}, counts no more")
+    return new, (
+        f"WARNING: train.best_metric is a score of other rows than before: the best so far, "
+        f"{best}, counts no more"
+    )
 
 
 def metric_of(run: RunConfig) -> Metric | None:
-    """Return the metric that `train.best` names, None if it is no score of this run."""
-    key, _, corpus = run.train.best.partition("/")  # of one of several held-out corpora
-    corpora = run.data.eval_corpora
+    """Return the metric that `train.best_metric` names, None if it is no score of this run."""
+    key, _, corpus = run.train.best_metric.partition("/")  # of one of several held-out corpora
+    corpora = run.data.heldout_corpora
     if corpus and (len(corpora) < 2 or corpus not in corpora):
         return None
     of_all = [MINIMAL_PAIRS] if run.evaluate.minimal_pairs and not corpus else []
@@ -86,16 +88,24 @@ def metric_of(run: RunConfig) -> Metric | None:
 def problems(run: RunConfig) -> list[str]:
     """Return what is wrong with [train] best and patience of a run."""
     train = run.train
-    if not train.best:
-        return ["train.patience counts evaluations without a better train.best; name a score "
-                "there"] if train.patience else []
+    if not train.best_metric:
+        return (
+            [
+                "train.patience counts evaluations without a better train.best_metric; name a "
+                "score there"
+            ]
+            if train.patience
+            else []
+        )
     found = []
-    if not run.data.eval:
-        found.append(f"train.best = {train.best!r}: is a score of evaluations, and without "
-                     "data.eval there are none; name a held-out corpus, or leave it out")
+    if not run.data.heldout:
+        found.append(
+            f"train.best_metric = {train.best_metric!r}: is a score of evaluations, and without "
+            "data.heldout there are none; name a held-out corpus, or leave it out"
+        )
     if metric_of(run) is None:
         known = [metric.key for metric in objective_of(run).METRICS]
-        found.append(f"train.best = {train.best!r}: is no score of this run; one of "
+        found.append(f"train.best_metric = {train.best_metric!r}: is no score of this run; one of "
                      f"{', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
                      "minimal_pairs with evaluate.minimal_pairs")
     return found
@@ -104,6 +114,7 @@ def problems(run: RunConfig) -> list[str]:
 def check_link(run: RunConfig) -> None:
     """Raise UserError if OUT/best is something else than our link; rank 0 alone looks."""
     link = Path(run.out_dir) / BEST
-    if run.train.best and dist.is_main() and link.exists() and not link.is_symlink():
-        raise UserError(f"train.best: {link} is in the way of the link to the best checkpoint; "
-                        "rename it")
+    if run.train.best_metric and dist.is_main() and link.exists() and not link.is_symlink():
+        raise UserError(
+            f"train.best_metric: {link} is in the way of the link to the best checkpoint; rename it"
+        )

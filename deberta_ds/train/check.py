@@ -30,26 +30,26 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
         problems.append(f"data.seq_len = {run.data.seq_len}: above model.max_position = "
                         f"{model.max_position}, the rows of the absolute position table")
     problems += objective_of(run).problems(run)
-    if run.evaluate.minimal_pairs and not run.data.eval:
-        problems.append("evaluate.minimal_pairs is scored at evaluations, and without data.eval "
+    if run.evaluate.minimal_pairs and not run.data.heldout:
+        problems.append("evaluate.minimal_pairs is scored at evaluations, and without data.heldout "
                         "there are none; name a held-out corpus, or leave it out")
     problems += best.problems(run)
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
                         f"{train.steps}")
-    if train.batch_growth_steps > train.steps:
-        problems.append(f"train.batch_growth_steps = {train.batch_growth_steps}: more than "
+    if train.batch_warmup_steps > train.steps:
+        problems.append(f"train.batch_warmup_steps = {train.batch_warmup_steps}: more than "
                         f"train.steps = {train.steps}")
     problems += ds_config.problems_with_optimizer(optim.name, ds)
     raise_problems(place, problems)
 
 
-def check_identity(run: RunConfig, fingerprints: dict[str, str], tokenizer_sha256: str,
+def check_identity(run: RunConfig, content_hashes: dict[str, str], tokenizer_sha256: str,
                    record: RunRecord, place: str) -> None:
     """Raise CheckpointError with a diff if a checkpoint's run.json is of another run.
 
-    Corpora and tokenizer are what is in their files, wherever these lie: `fingerprints` {path of a
-    source: hex} and `tokenizer_sha256` are compared with the saved ones, the paths are not.
+    Corpora and tokenizer are what is in their files, wherever these lie: `content_hashes` {path of
+    a source: hex} and `tokenizer_sha256` are compared with the saved ones, the paths are not.
     """
     now, then = _now_and_then(run, record)
     lines = [_difference(key, *(json.dumps(values.get(key), ensure_ascii=False)
@@ -61,8 +61,8 @@ def check_identity(run: RunConfig, fingerprints: dict[str, str], tokenizer_sha25
             "data.tokenizer", f"{then['data.tokenizer']}, sha256 {record.tokenizer_sha256}",
             f"{now['data.tokenizer']}, sha256 {tokenizer_sha256}"))
     sources = itertools.zip_longest(
-        _described_sources(then["data.sources"], record.fingerprints),
-        _described_sources(now["data.sources"], fingerprints), fillvalue=("none", "none"))
+        _described_sources(then["data.sources"], record.content_hashes),
+        _described_sources(now["data.sources"], content_hashes), fillvalue=("none", "none"))
     lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
               for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
     if lines:
@@ -75,12 +75,14 @@ def _difference(key: str, then: str, now: str) -> str:
     return f"- {key} = {then}\n  + {key} = {now}"
 
 
-def _described_sources(sources: list[dict], fingerprints: dict[str, str]) -> list[tuple[str, str]]:
+def _described_sources(
+    sources: list[dict], content_hashes: dict[str, str]
+) -> list[tuple[str, str]]:
     """Return (path, everything else that decides its rows) of each source, in order."""
     return [(source["path"], json.dumps(
-        {"fingerprint": fingerprints.get(source["path"])}
+        {"content_hash": content_hashes.get(source["path"])}
         | {key: value for key, value in source.items()
-           if key not in ("path", "replaced")})) for source in sources]  # known by fingerprint
+           if key not in ("path", "replaced")})) for source in sources]  # known by content_hash
 
 
 def changed_values(run: RunConfig, record: RunRecord) -> list[str]:

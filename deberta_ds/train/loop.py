@@ -90,11 +90,11 @@ def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Itera
     """
     stretches = batch_schedule.stretches(run.train, start, end)
     loader = build_loader(
-        inputs.dataset, stretches=stretches, micro_batch_rows=run.train.micro_batch_rows,
+        inputs.dataset, stretches=stretches, micro_batch_size=run.train.micro_batch_size,
         rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers)
     for one in stretches:
         count = batch_schedule.micro_batches(one.rows, dist.world_size(),
-                                             run.train.micro_batch_rows)
+                                             run.train.micro_batch_size)
         for _ in range(one.steps):
             yield [next(loader) for _ in range(count)]
 
@@ -115,7 +115,7 @@ class Trainer:
         peak = peak_flops(self.engine.device,
                           ds_config.product_precision(self.inputs.ds))
         speed = SpeedMeter(self.objective.flops_per_token(run), peak, dist.world_size(),
-                           self._rows_seen())
+                           self._sequences_seen())
         time_use = TimeUse(record.time_use if record else {},
                            started.lost_before + started.lost_now)
         self.meters = Meters(speed, time_use, WorkMeter(self.engine.device), watchdog)
@@ -203,7 +203,7 @@ class Trainer:
         """As `log_event`, with where the time of the whole run went."""
         self.log_event(event, detail, **self.meters.time_use.record(self._seconds()))
 
-    def _rows_seen(self) -> int:
+    def _sequences_seen(self) -> int:
         return batch_schedule.rows_before(self.run.train, self.step)
 
     def _seconds(self) -> float:
@@ -234,9 +234,9 @@ class Trainer:
         if self.bad_steps_in_a_row > MOST_IN_A_ROW:
             raise BadStepError(f"step {self.step}: {self.bad_steps_in_a_row} bad steps in a row "
                                f"({problem}); the run has diverged: resume from an older "
-                               "checkpoint with a lower optim.lr")
-        place = {"first_row": batch_schedule.rows_before(self.run.train, self.step - 1),
-                 "last_row": self._rows_seen() - 1}
+                               "checkpoint with a lower optim.learning_rate")
+        place = {"first_sequence": batch_schedule.rows_before(self.run.train, self.step - 1),
+                 "last_sequence": self._sequences_seen() - 1}
         if self.run.train.on_spike == "skip":
             self.log_event("skip", f"no update: {problem}", **place)
             return
@@ -251,7 +251,7 @@ class Trainer:
             raise BadStepError(
                 f"step {self.step}: {problem}, and {MOST_ROLLBACKS} rollbacks to {found.path} did "
                 "not get the run to its next checkpoint; resume from an older one with a lower "
-                "optim.lr, or lower train.save_every")
+                "optim.learning_rate, or lower train.save_every")
         with self.meters.during("saves"):
             find.load(self.engine, found.path)
         self.spikes = SpikeRule(self.run.train.spike_sigmas,
@@ -267,14 +267,14 @@ class Trainer:
             return
         total, self.since_line = self.since_line, {}
         norm = self.engine.get_global_grad_norm()
-        record = {"kind": "train", "step": self.step, "rows_seen": self._rows_seen(),
+        record = {"kind": "train", "step": self.step, "sequences_seen": self._sequences_seen(),
                   "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
-                  "epochs": self._rows_seen() / sum(self.inputs.dataset.num_rows.values())}
+                  "epochs": self._sequences_seen() / sum(self.inputs.dataset.num_rows.values())}
         record |= self.meters.time_use.record(record["seconds"])
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         record |= {"learning_rate": rate, "grad_norm": norm}
-        record |= self.meters.speed.read(self._rows_seen(),
+        record |= self.meters.speed.read(self._sequences_seen(),
                                          batch_schedule.rows_of_run(self.run.train))
         record["peak_memory_bytes"] = meters.peak_memory_bytes(self.engine.device)
         if slowest:
@@ -288,26 +288,26 @@ class Trainer:
             self.log.info(f"slowest: {slowest.name}, {slowest.share:.0%} behind the median")
 
     def _evaluate(self) -> bool:
-        """Score the held-out rows; return whether train.best has not been better before."""
+        """Score the held-out rows; return whether train.best_metric has not been better before."""
         if not self.inputs.held_out:
             return False
         with self.meters.during("evaluations"):
             scores = evaluate(self.engine, self.objective, self.engine.device,
-                              self.inputs.held_out, self.run.train.micro_batch_rows)
+                              self.inputs.held_out, self.run.train.micro_batch_size)
             if self.inputs.pairs[0]:
                 scores |= score_minimal_pairs(self.engine, self.objective, self.engine.device,
                                               *self.inputs.pairs, self.inputs.tokenizer)
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
         return bool(self.best_metric) and self.best.accept(
-            self.best_metric, self.step, scores.get(self.run.train.best))
+            self.best_metric, self.step, scores.get(self.run.train.best_metric))
 
     def _save(self, is_best: bool) -> None:
         run = self.run
         record = RunRecord(
-            step=self.step, rows_seen=self._rows_seen(), tokens_seen=self.tokens_seen,
+            step=self.step, sequences_seen=self._sequences_seen(), tokens_seen=self.tokens_seen,
             seconds=self._seconds(), world_size=dist.world_size(), config=run_config.to_dict(run),
-            deepspeed=self.inputs.ds, fingerprints=self.inputs.dataset.fingerprints,
+            deepspeed=self.inputs.ds, content_hashes=self.inputs.dataset.content_hashes,
             tokenizer_sha256=self.inputs.tokenizer.sha256, versions=versions(),
             recent_losses=self.spikes.state(), since_line=self.since_line,
             time_use=dict(self.meters.time_use.seconds), best=self.best.state(),

@@ -183,7 +183,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         lines.append(f"would go on from {found.path}, step {record.step:,}")
         lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
     lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,
-                                            bool(run.train.best))))
+                                            bool(run.train.best_metric))))
     if dist.is_main():
         print("\n".join(lines))
     tensors, notes = ({}, []) if record else first_weights(run)
@@ -191,7 +191,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         print("\n".join(notes))
     model_engine = engine.build_pretraining_engine(run, inputs.ds, inputs.tokenizer.size, tensors)
     check_restorable(model_engine)
-    full = replace(run.train, first_batch_rows=0, batch_growth_steps=0)
+    full = replace(run.train, initial_batch_size=0, batch_warmup_steps=0)
     batch = next(batches_of(replace(run, train=full), inputs, start=0, end=1))[0]
     counts = count_over_ranks([batch], model_engine.device)
     loss = torch.zeros((), dtype=torch.float64, device=model_engine.device)
@@ -204,7 +204,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
 
     bad = find_bad_gradients(model_engine, [batch], forward)
     mean = dist.sum_over_ranks(loss).item()
-    what = f"micro-batch of {run.train.micro_batch_rows} x {run.data.seq_len}"
+    what = f"micro-batch of {run.train.micro_batch_size} x {run.data.seq_len}"
     if not counts["targets"]:
         bad = "none of its tokens is masked; raise objective.mask.rate, or look at the rows with " \
               "data_prep/show.py"

@@ -22,7 +22,7 @@ from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.data.remote import Cache
-from deberta_ds.data.rows import Row, RowDataset, eval_rows
+from deberta_ds.data.rows import Row, RowDataset, eval_sequences
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.check import check_deepspeed
 from deberta_ds.engine.engine import local_device
@@ -50,7 +50,7 @@ class Inputs:
 
     tokenizer: Tokenizer
     dataset: RowDataset
-    held_out: dict[str, list[Row]]  # by the names of data.eval
+    held_out: dict[str, list[Row]]  # by the names of data.heldout
     ds: dict
     num_parameters: int
     pairs: tuple[Pairs, list[str]]
@@ -70,7 +70,7 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     dist.together(lambda: check_link(run))
     inputs = _open_inputs(run, ds_values, place)
     if record:
-        check_identity(run, inputs.dataset.fingerprints, inputs.tokenizer.sha256, record,
+        check_identity(run, inputs.dataset.content_hashes, inputs.tokenizer.sha256, record,
                        str(found.path))
     return found, record, inputs
 
@@ -110,17 +110,36 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     cache = Cache(data.cache, data.cache_gigabytes)
     tokenizer = Tokenizer(data.tokenizer)
     dataset = RowDataset(
-        data.sources, tokenizer,
-        seq_len=data.seq_len, seed=data.seed, mask=mask, across_documents=data.across_documents,
-        verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
-        draws_by=run.objective.draws_by, rows_of_run=rows_of_run(run.train), cache=cache)
+        data.sources,
+        tokenizer,
+        seq_len=data.seq_len,
+        seed=data.seed,
+        mask=mask,
+        attend_across_documents=data.attend_across_documents,
+        verify=data.verify,
+        verify_rank=dist.rank(),
+        verify_world_size=dist.world_size(),
+        sample_by=run.objective.sample_by,
+        rows_of_run=rows_of_run(run.train),
+        cache=cache,
+    )
     held_out = {
-        name: eval_rows(path, tokenizer, seq_len=data.seq_len, mask=mask, eval_seed=EVAL_SEED,
-                        num_rows=run.train.eval_rows, across_documents=data.across_documents,
-                        verify=data.verify, verify_rank=dist.rank(),
-                        verify_world_size=dist.world_size(),
-                        replaced=data.eval_replacements.get(name, ""), cache=cache)
-        for name, path in data.eval_corpora.items()}
+        name: eval_sequences(
+            path,
+            tokenizer,
+            seq_len=data.seq_len,
+            mask=mask,
+            eval_seed=EVAL_SEED,
+            num_rows=run.train.eval_sequences,
+            attend_across_documents=data.attend_across_documents,
+            verify=data.verify,
+            verify_rank=dist.rank(),
+            verify_world_size=dist.world_size(),
+            replaced=data.heldout_replacements.get(name, ""),
+            cache=cache,
+        )
+        for name, path in data.heldout_corpora.items()
+    }
     return tokenizer, dataset, held_out
 
 
@@ -138,10 +157,10 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     lines.append(f"kernels: {kernel_table.in_a_line(kernel_choices(run, inputs.ds))}")
     lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
                  f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
-    first, full = run.train.first_batch_rows, run.train.global_batch_rows
+    first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
         lines.append(f"batch: {first:,} rows growing to {full:,} in "
-                     f"{run.train.batch_growth_steps:,} of {run.train.steps:,} steps")
+                     f"{run.train.batch_warmup_steps:,} of {run.train.steps:,} steps")
     return lines + _warnings(run, inputs)
 
 
@@ -168,18 +187,18 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
         if epochs > MANY_EPOCHS:
             fewer = bisect(range(run.train.steps), rows * FEW_EPOCHS / epochs,
                            key=lambda step: rows_before(run.train, step + 1)) or 1
-            warmup = max(run.optim.warmup_steps, run.train.batch_growth_steps)
+            warmup = max(run.optim.warmup_steps, run.train.batch_warmup_steps)
             shorter = " with a shorter warm-up" if fewer < warmup else ""
             lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; beyond a few epochs new "
                          f"text teaches more than old text again (train.steps = {fewer:,}{shorter}:"
                          f" {FEW_EPOCHS} times)")
     trained = {os.path.realpath(source.path) for source in run.data.sources}
     lines += [f"WARNING: {path} is held out and trained on as well: its scores are of rows that "
-              "the model has seen" for path in run.data.eval_corpora.values()
+              "the model has seen" for path in run.data.heldout_corpora.values()
               if os.path.realpath(path) in trained]
     available = sum(inputs.dataset.num_rows.values())
-    if run.train.global_batch_rows > available:
-        lines.append(f"WARNING: train.global_batch_rows = {run.train.global_batch_rows:,} is more "
+    if run.train.global_batch_size > available:
+        lines.append(f"WARNING: train.global_batch_size = {run.train.global_batch_size:,} is more "
                      f"than the {available:,} rows there are: one step sees rows twice")
     return lines
 
@@ -208,7 +227,7 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
     if not dist.is_main():
         return
     record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
-              "versions": versions(), "fingerprints": inputs.dataset.fingerprints,
+              "versions": versions(), "content_hashes": inputs.dataset.content_hashes,
               "world_size": dist.world_size(),
               "parameters": inputs.num_parameters, "kernels": kernel_choices(run, inputs.ds),
               "hardware": meters.hardware(local_device()), "device": local_device().type,

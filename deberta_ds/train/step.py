@@ -203,7 +203,7 @@ def _update(engine) -> bool:
             if "loss scale already at minimum" not in str(error):
                 raise
             raise BadStepError("the fp16 gradient overflows at the lowest loss scale; train in "
-                               "bf16 or fp32, or lower optim.lr") from None
+                               "bf16 or fp32, or lower optim.learning_rate") from None
         return not bool(engine.optimizer.overflow)
     # ZeRO-0 in fp32: a plain optimizer, which would apply NaN. All ranks hold the same gradients.
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
@@ -228,9 +228,11 @@ def _bad_loss(loss: float, ceiling: float, sums: dict[str, float], batches: list
 
 
 def _bad_step(step: int, sums: dict[str, float], cause: str) -> BadStepError:
-    remedy = ('Resume from the last checkpoint with a lower optim.lr or more warm-up, with '
-              'train.on_spike = "skip" or "rollback", or look at those rows with data_prep/show.py')
+    remedy = (
+        "Resume from the last checkpoint with a lower optim.learning_rate or more warm-up, with "
+        'train.on_spike = "skip" or "rollback", or look at those rows with data_prep/show.py'
+    )
     if not sums["targets"]:
-        remedy = ("Raise objective.mask.rate or train.global_batch_rows, or look at those rows "
+        remedy = ("Raise objective.mask.rate or train.global_batch_size, or look at those rows "
                   'with data_prep/show.py; train.on_spike = "skip" goes on without them')
     return BadStepError(f"step {step + 1}: {cause}; no update was made. {remedy}")

@@ -4,8 +4,8 @@
 #                                 --config RUN.toml --deepspeed_config DS.json
 #
 # When a host is lost the others start again from the newest whole checkpoint, at the smaller world
-# size; a host that comes (back) is taken in the same way. train.global_batch_rows must be divisible
-# by micro_batch_rows x ranks at every world size that may occur, train.first_batch_rows of a batch
+# size; a host that comes (back) is taken in the same way. train.global_batch_size must be divisible
+# by micro_batch_size x ranks at every world size that may occur, train.initial_batch_size of a batch
 # that grows by the ranks. Ranks that end with 2 (an error that would come again) or 75 (asked to
 # stop; saved) are not started again.
 #

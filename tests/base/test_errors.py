@@ -82,7 +82,7 @@ rank = int(os.fork() == 0)
 if rank:  # or their lines mix
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 import torch, torch.distributed as group
-from deberta_ds import dist
+from deberta_ds.cluster import dist
 class Kept:
     def __del__(self):
         print('taken apart')
@@ -99,7 +99,7 @@ atexit.register(os.write, 1, b'at exit\\n')
 
 def test_a_rank_alone_may_be_part_of_another_program():
     done = run("""import torch.distributed as group
-from deberta_ds import dist
+from deberta_ds.cluster import dist
 group.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)
 dist.destroy()
 try:

@@ -36,9 +36,9 @@ def fails(tmp_path):
 
 def test_misspelt_run_key(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
-                  "--train.warmup_stepz=3", "--optim.lr=fast")
+                  "--train.warmup_stepz=3", "--optim.learning_rate=fast")
     assert "train.warmup_stepz: unknown key; did you mean optim.warmup_steps?" in error
-    assert "optim.lr = 'fast'" in error and "2 problems" in error
+    assert "optim.learning_rate = 'fast'" in error and "2 problems" in error
 
 
 def test_misspelt_deepspeed_key(setting, fails):
@@ -51,8 +51,8 @@ def test_misspelt_deepspeed_key(setting, fails):
 
 def test_batch_that_does_not_divide(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
-                  "--train.global_batch_rows=7")
-    assert "train.global_batch_rows = 7" in error and "micro_batch_rows x world size" in error
+                  "--train.global_batch_size=7")
+    assert "train.global_batch_size = 7" in error and "micro_batch_size x world size" in error
 
 
 def test_missing_corpus(setting, fails):

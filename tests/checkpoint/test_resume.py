@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
 def train_lines(out) -> list[tuple]:
-    keys = ("step", "loss", "generator_loss", "discriminator_loss", "grad_norm", "rows_seen",
+    keys = ("step", "loss", "generator_loss", "discriminator_loss", "grad_norm", "sequences_seen",
             "tokens_seen")
     return [tuple(r[key] for key in keys) for r in read_metrics(out / "metrics.jsonl")
             if r["kind"] == "train"]
@@ -118,7 +118,7 @@ def test_layers_that_keep_their_linear_outputs_go_on_under_zero3(tmp_path):
         "stage": 3, "stage3_param_persistence_threshold": 1000})
     run_file = make_run(tmp_path, dropout=0.1, steps="6", save_every="3", eval_every="6")
     command = ["--config", str(run_file), "--deepspeed_config", str(ds),
-               "--train.recompute=cheap"]
+               "--train.activation_checkpointing=selective"]
     rank_helpers.run(1, command, tmp_path / "whole.log")
     halves = [*command, f"--out_dir={tmp_path / 'halves'}"]
     rank_helpers.run(1, [*halves, "--train.stop_after=3"], tmp_path / "first.log")
@@ -130,8 +130,15 @@ def test_layers_that_keep_their_linear_outputs_go_on_under_zero3(tmp_path):
 def whole(tmp_path_factory):
     """(run file, DeepSpeed file) of a run that nothing has broken off."""
     root = tmp_path_factory.mktemp("whole")
-    run_file = make_run(root, dropout=0.1, steps="12", eval_every="12", save_every="2",
-                        first_batch_rows="2", batch_growth_steps="9")  # kills fall into its growth
+    run_file = make_run(
+        root,
+        dropout=0.1,
+        steps="12",
+        eval_every="12",
+        save_every="2",
+        initial_batch_size="2",
+        batch_warmup_steps="9",
+    )  # kills fall into its growth
     ds = deepspeed_json(root / "zero3.json", 3)
     torchrun(2, ROOT / "launch/pretrain.py", "--config", run_file, "--deepspeed_config", ds)
     return run_file, ds

@@ -9,7 +9,7 @@ from deberta_ds.tracking.records import read_metrics
 # Functions of a step's place in the run.
 FALLING = ("--objective.mask.rate=0.3", "--objective.mask.final_rate=0.15",
            "--objective.temperature=2.0", "--objective.final_temperature=0.5",
-           "--train.first_batch_rows=2", "--train.batch_growth_steps=9")
+           "--train.initial_batch_size=2", "--train.batch_warmup_steps=9")
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
@@ -35,7 +35,7 @@ def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path, kind):
     whole, moved = train_lines(tmp_path / "whole"), train_lines(tmp_path / "moved")
     assert [line["step"] for line in moved] == list(range(1, 13))
     for line, other in zip(whole, moved, strict=True):
-        for key in ("step", "rows_seen", "tokens_seen"):
+        for key in ("step", "sequences_seen", "tokens_seen"):
             assert line[key] == other[key], key
         for key in line:
             if key.endswith("loss"):

@@ -117,7 +117,7 @@ def test_mpirun_returns_the_code_of_ranks_that_have_met_mpi(tmp_path, code):
     program.write_text(
         "import torch.distributed as torch_dist\n"
         "from mpi4py import MPI\n"
-        "from deberta_ds import dist\n"
+        "from deberta_ds.cluster import dist\n"
         "from deberta_ds.base.errors import exit_cleanly\n"
         f"torch_dist.init_process_group('gloo', init_method='file://{tmp_path}/store',\n"
         "                              rank=MPI.COMM_WORLD.rank, world_size=2)\n"

@@ -304,7 +304,7 @@ def test_a_console_that_is_full_and_never_read_does_not_hold_a_stop(tmp_path):
     code = """if True:
         import sys
         from deberta_ds.cluster import signals
-        from deberta_ds.errors import tell
+        from deberta_ds.base.errors import tell
         request = signals.listen()
         open(sys.argv[1], "w").close()
         while not request:

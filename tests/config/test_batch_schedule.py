@@ -21,14 +21,14 @@ CASES = [(2, 8, 6, 10), (1, 7, 100, 100), (16, 128, 308, 617), (4, 4, 5, 9), (0,
 
 
 def train_of(first: int, full: int, warmup: int, steps: int, micro: int = 2) -> TrainConfig:
-    return TrainConfig(steps=steps, global_batch_rows=full, micro_batch_rows=micro,
-                       first_batch_rows=first, batch_growth_steps=warmup)
+    return TrainConfig(steps=steps, global_batch_size=full, micro_batch_size=micro,
+                       initial_batch_size=first, batch_warmup_steps=warmup)
 
 
 def batches(train: TrainConfig) -> list[int]:
     """Return the rows of each update, from the formula."""
-    first, full, warmup = (train.first_batch_rows, train.global_batch_rows,
-                           train.batch_growth_steps)
+    first, full, warmup = (train.initial_batch_size, train.global_batch_size,
+                           train.batch_warmup_steps)
     jumps = full // first - 1 if first else 0
     return [first * (1 + step * jumps // warmup) if step < warmup else full
             for step in range(train.steps)]
@@ -66,9 +66,9 @@ def test_each_row_is_read_once_in_as_few_micro_batches_as_may_be(world_size):
 
 
 @pytest.mark.parametrize("values, said", [
-    ({"first_batch_rows": 2}, "go together"), ({"batch_growth_steps": 2}, "go together"),
-    ({"first_batch_rows": 3, "batch_growth_steps": 2}, "must divide"),
-    ({"first_batch_rows": 16, "batch_growth_steps": 2}, "must divide")])
+    ({"initial_batch_size": 2}, "go together"), ({"batch_warmup_steps": 2}, "go together"),
+    ({"initial_batch_size": 3, "batch_warmup_steps": 2}, "must divide"),
+    ({"initial_batch_size": 16, "batch_warmup_steps": 2}, "must divide")])
 def test_refusals(tmp_path, values, said):
     with pytest.raises(ConfigError, match=said):
         run_config.load(make_run(tmp_path), [f"--train.{k}={v}" for k, v in values.items()])
@@ -86,9 +86,9 @@ def test_the_ranks_share_every_update_that_is_still_to_come():
 def test_a_batch_that_would_never_be_full_is_refused(tmp_path):
     from deberta_ds.train.check import check_run
 
-    run, _ = run_config.load(make_run(tmp_path), ["--train.first_batch_rows=2",
-                                              "--train.batch_growth_steps=21"])
-    with pytest.raises(ConfigError, match="train.batch_growth_steps = 21: more than train.steps"):
+    run, _ = run_config.load(make_run(tmp_path), ["--train.initial_batch_size=2",
+                                              "--train.batch_warmup_steps=21"])
+    with pytest.raises(ConfigError, match="train.batch_warmup_steps = 21: more than train.steps"):
         check_run(run, {}, 1, None, "run.toml")
-    shorter = replace(run, train=replace(run.train, batch_growth_steps=20))
+    shorter = replace(run, train=replace(run.train, batch_warmup_steps=20))
     check_run(shorter, {}, 1, None, "run.toml")

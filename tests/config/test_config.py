@@ -19,11 +19,11 @@ kind = "mlm"
 sources = [{path = "corpus"}]
 tokenizer = "spm.model"
 [optim]
-lr = 1e-3
+learning_rate = 1e-3
 [train]
 steps = 10
-global_batch_rows = 8
-micro_batch_rows = 2
+global_batch_size = 8
+micro_batch_size = 2
 """
 
 
@@ -39,7 +39,7 @@ def test_later_wins_and_origins_are_remembered(run_file):
     assert run.train.steps == 20 and origins["train.steps"] == "command line"
     assert run.model.num_layers == 3  # over the preset's 4
     assert origins["model.hidden_size"] == "preset tiny"
-    assert origins["optim.lr"] == str(run_file)
+    assert origins["optim.learning_rate"] == str(run_file)
     assert origins["optim.eps"] == "default"
     assert run.objective.mask.max_ngram == 3 and origins["objective.mask.max_ngram"] == "mlm recipe"
 
@@ -60,6 +60,8 @@ def test_round_trip_through_json(run_file):
 
 @pytest.mark.parametrize("override, expected", [
     ("--model.hidden_sise=3", "did you mean model.hidden_size?"),
+    ("--optim.lr=1e-3", "optim.lr: renamed to optim.learning_rate"),
+    ('--data.sources=[{path = "a", first_row = 2}]', "renamed to data.sources.0.first_sequence"),
     ("--train.steps=1.5", "valid integer"),
     ("--train.steps=true", "valid integer"),
     ("--train.steps=0", "at least 1"),
@@ -68,8 +70,8 @@ def test_round_trip_through_json(run_file):
     ("--objective.mask.rate=1.5", "must be below 1"),
     ("--objective.mask.rate=0", "must be above 0"),
     ("--train.watchdog_seconds=1e-300", "watchdog_seconds = 1e-300 must be 0 or at least 1"),
-    ("--optim.lr=nan", "finite number"),
-    ("--optim.min_lr_share=-1", "at least 0"),
+    ("--optim.learning_rate=nan", "finite number"),
+    ("--optim.min_learning_rate_share=-1", "at least 0"),
     ("--objective.rtd_weight=-1", "at least 0"),
     ("--train.stop_after=-5", "at least 0"),
     ("--data.workers=99999999999999999999", "at most 256"),
@@ -89,7 +91,7 @@ def test_round_trip_through_json(run_file):
     ("--name.first=x", "name is a value, not a section"),
     ('--data.sources=[{path = "a", replaced = "b"}]',
      'data.sources[0].replaced: for objective.kind = "rtd_cached" alone'),
-    ("--data.eval_replaced=b", "eval_replaced must have the names of eval"),
+    ("--data.heldout_replaced=b", "heldout_replaced must have the names of heldout"),
 ])
 def test_each_problem_is_named(run_file, override, expected):
     with pytest.raises(ConfigError, match="(?s).*") as error:
@@ -108,7 +110,7 @@ def test_missing_and_invalid_files(tmp_path):
 @pytest.mark.parametrize("text, expected", [
     ('{"zero_optimisation": {}}', "did you mean zero_optimization.stage?"),
     ('{"optimizer": {"type": "Adam"}}', "belongs to the run config (optim.name"),
-    ('{"train_batch_size": 8}', "train.global_batch_rows"),
+    ('{"train_batch_size": 8}', "train.global_batch_size"),
     ('{"bf16": {}, "bf16": {}}', "written twice"),
     ('[1]', "one JSON object"),
     ('{', "not valid JSON"),

@@ -50,8 +50,8 @@ def test_explain_finds_keys_by_a_part_of_their_name():
     shape = describe(run_config.run_options(), "vocab_size")
     assert shape[2] == ("    whole number; default the tokenizer's ids padded to 64, at least 1, "
                         "at most 2^24")
-    lines = describe(options_of(run_config.RunConfig), "optim.lr")
-    assert lines == ["optim.lr", "    peak learning rate",
+    lines = describe(options_of(run_config.RunConfig), "optim.learning_rate")
+    assert lines == ["optim.learning_rate", "    peak learning rate",
                      "    number; required, above 0, at most 10"]
 
 

@@ -29,7 +29,7 @@ def test_run_file_is_valid_with_every_deepspeed_config(path):
     assert run.name == path.stem
     assert run_config.from_dict(run_config.to_dict(run)) == run
     # A step of one row is for one rank.
-    world_sizes = WORLD_SIZES if run.train.global_batch_rows > 1 else (1,)
+    world_sizes = WORLD_SIZES if run.train.global_batch_size > 1 else (1,)
     for file, world_size in itertools.product(DEEPSPEED, world_sizes):
         values = ds_config.load(file)
         if run.optim.name == "muon" and "offload" in file.stem:
@@ -59,7 +59,7 @@ def test_run_file_says_where_its_numbers_come_from(path):
 def test_official_recipe_is_the_released_one(path):
     run, _ = run_config.load(path)
     assert run.optim.name == "adam_uncorrected" and run.optim.schedule == "deberta_linear"
-    assert run.objective.mask.selection == "deberta_window" and run.data.across_documents
+    assert run.objective.mask.selection == "deberta_window" and run.data.attend_across_documents
     assert run.data.seq_len == 512 and run.optim.clip_norm == 1.0 and run.optim.eps == 1e-6
     assert run.optim.weight_decay == 0.01
     if run.objective.kind == "rtd":
@@ -77,4 +77,4 @@ def test_recipe_of_a_laboratory_has_its_time_and_memory_beside_it(path):
     assert f"| `{path.stem}` |" in (ROOT / "docs/recipes.md").read_text()
     run, _ = run_config.load(path)
     for ranks in (1, 2, 4):
-        assert run.train.global_batch_rows % (ranks * run.train.micro_batch_rows) == 0
+        assert run.train.global_batch_size % (ranks * run.train.micro_batch_size) == 0

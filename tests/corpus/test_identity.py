@@ -27,19 +27,21 @@ def run(place) -> RunConfig:
     return run_config.load(place / "run.toml")[0]
 
 
-def fingerprints(run: RunConfig) -> dict[str, str]:
-    return {source.path: Corpus(source.path, seq_len=run.data.seq_len, part=source.part).fingerprint
-            for source in run.data.sources}
+def content_hashes(run: RunConfig) -> dict[str, str]:
+    return {
+        source.path: Corpus(source.path, seq_len=run.data.seq_len, part=source.part).content_hash
+        for source in run.data.sources
+    }
 
 
 def record_of(run: RunConfig) -> RunRecord:
     return RunRecord(**RUN_RECORD | {"config": run_config.to_dict(run),
-                                     "fingerprints": fingerprints(run),
+                                     "content_hashes": content_hashes(run),
                                      "tokenizer_sha256": Tokenizer(run.data.tokenizer).sha256})
 
 
 def check(run: RunConfig, record: RunRecord) -> None:
-    check_identity(run, fingerprints(run), Tokenizer(run.data.tokenizer).sha256, record, "step-1")
+    check_identity(run, content_hashes(run), Tokenizer(run.data.tokenizer).sha256, record, "step-1")
 
 
 def changed(run: RunConfig, section: str, **values) -> RunConfig:
@@ -74,7 +76,7 @@ def test_another_tokenizer_of_the_same_name_is_refused_by_name(run):
 def test_changed_corpus_at_the_same_path_is_refused_by_name(run):
     record = record_of(run)
     record = dataclasses.replace(
-        record, fingerprints={path: "0" * 64 for path in record.fingerprints})
+        record, content_hashes={path: "0" * 64 for path in record.content_hashes})
     with pytest.raises(CheckpointError, match=r"data\.sources\[0\] = .*train: .*0000"):
         check(run, record)
 
@@ -88,7 +90,7 @@ def test_weights_order_and_number_of_the_sources_are_of_the_run(run, place, tmp_
     for changed_run in (with_sources(run, {"path": other}, {"path": train}),
                         with_sources(run, {"path": train}, {"path": other, "weight": 2.0}),
                         with_sources(run, {"path": train}),
-                        with_sources(run, {"path": train}, {"path": other, "first_row": 5})):
+                        with_sources(run, {"path": train}, {"path": other, "first_sequence": 5})):
         with pytest.raises(CheckpointError, match=r"data\.sources\[[01]\] = "):
             check(changed_run, record)
 
@@ -96,7 +98,7 @@ def test_weights_order_and_number_of_the_sources_are_of_the_run(run, place, tmp_
 @pytest.mark.parametrize("section, values", [
     ("model", {"hidden_dropout": 0.2}), ("model", {"num_heads": 2}),
     ("objective", {"rtd_weight": 10.0}), ("data", {"seed": 1}), ("train", {"seed": 1}),
-    ("train", {"global_batch_rows": 16}), ("optim", {"name": "adam_uncorrected"})])
+    ("train", {"global_batch_size": 16}), ("optim", {"name": "adam_uncorrected"})])
 def test_what_decides_the_losses_is_of_the_run(run, section, values):
     (key,) = values
     with pytest.raises(CheckpointError, match=rf"\+ {section}\.{key} = "):

@@ -41,7 +41,7 @@ def test_a_corpus_is_made_at_a_url_by_several_hosts_in_turn(text, tmp_path):
         tokenize(text, out)
     for seq_len in (32, 64):
         found = Corpus(url, seq_len=seq_len, cache=Cache(str(tmp_path / "rows")))
-        assert found.corpus_fingerprint == local.corpus_fingerprint
+        assert found.corpus_content_hash == local.corpus_content_hash
         assert sum(len(found.row(row)) for row in range(found.num_rows)) > 100
 
 

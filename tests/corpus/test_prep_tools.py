@@ -57,8 +57,8 @@ def test_train_tokenizer_round_trips_and_is_bounded(tmp_path):
     assert tokenizer.mask_id == 400
     for text in SENTENCES:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    for pieces, words in ((100_000, r"cannot make 100,000 pieces.*--pieces \d+, or give more"),
-                          (270, r"its characters alone are \d+: ask for more with --pieces")):
+    for pieces, words in ((100_000, r"cannot make 100,000 pieces.*--vocab_size \d+, or give more"),
+                          (270, r"its characters alone are \d+: ask for more with --vocab_size")):
         with pytest.raises(UserError, match=words) as refused:
             train_tokenizer(units, tmp_path / "x.model", pieces=pieces, sample_bytes=1 << 20,
                             read=read, threads=1)
@@ -83,7 +83,7 @@ def test_a_word_has_the_same_ids_wherever_it_stands(tmp_path):
 
 
 def test_a_bad_document_of_the_sample_is_named_as_elsewhere(tmp_path):
-    """SentencePiece worded the error anew, with a stack, as if --pieces were at fault."""
+    """SentencePiece worded the error anew, with a stack, as if --vocab_size were at fault."""
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a b c"}\n{"texd": "x"}\n')
     with pytest.raises(UserError, match=r"^\S*bad.jsonl:2: no string under 'text' .found: texd."):
@@ -185,7 +185,7 @@ def test_show_and_verify_run(text_file, tmp_path):
     ]
     assert "[CLS]" in printed[0] and "targets" in printed[0] and "{" in printed[0]
     assert "files agree (full)" in printed[1]
-    assert Corpus(out, seq_len=64).fingerprint[:16] in printed[1]
+    assert Corpus(out, seq_len=64).content_hash[:16] in printed[1]
 
 
 def test_a_held_out_part_that_got_no_document_is_said_at_once(tmp_path, monkeypatch, capsys):

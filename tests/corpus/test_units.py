@@ -147,8 +147,8 @@ def test_a_lock_does_not_outlive_its_process(text_file, tmp_path):
 FORK_SERVER = """
 import multiprocessing, sys
 multiprocessing.set_start_method("forkserver")
-from deberta_ds.data.prep.dedup import find_duplicates
-from deberta_ds.data.prep.documents import ReadOptions, plan_units
+from deberta_ds.corpus.dedup import find_duplicates
+from deberta_ds.corpus.documents import ReadOptions, plan_units
 units = plan_units([sys.argv[1]], ReadOptions(), 20_000)
 assert len(units) > 2
 find_duplicates(units, sys.argv[2], read=ReadOptions(), workers=2)

@@ -45,7 +45,7 @@ def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batc
     per_step = [[] for _ in range(steps)]
     for rank in range(world_size):
         loader = build_loader(
-            dataset, stretches=[Stretch(start_row, batch, steps)], micro_batch_rows=micro,
+            dataset, stretches=[Stretch(start_row, batch, steps)], micro_batch_size=micro,
             rank=rank, world_size=world_size, num_workers=workers)
         batches = list(loader)
         per_rank = batch // world_size // micro
@@ -64,7 +64,7 @@ def test_batches_for_a_gpu_are_pinned_by_the_rank(dataset, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
-    batches = build_loader(dataset, stretches=[Stretch(0, 8, 3)], micro_batch_rows=4, rank=0,
+    batches = build_loader(dataset, stretches=[Stretch(0, 8, 3)], micro_batch_size=4, rank=0,
                            world_size=1, num_workers=1)
     first = next(batches)
     assert pinned == [first] and isinstance(first.input_ids, torch.Tensor)
@@ -86,7 +86,7 @@ def test_rows_do_not_depend_on_world_size_workers_or_micro_batch(dataset):
 def test_refuses_a_batch_that_the_ranks_cannot_share(dataset):
     with pytest.raises(UserError, match="multiple"):
         build_loader(
-            dataset, stretches=[Stretch(0, 10, 1)], micro_batch_rows=4, rank=0, world_size=4,
+            dataset, stretches=[Stretch(0, 10, 1)], micro_batch_size=4, rank=0, world_size=4,
             num_workers=0)
 
 
@@ -97,7 +97,7 @@ def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     )
     (path / "tokens" / "00001-000.npy").unlink()
     loader = build_loader(
-        dataset, stretches=[Stretch(0, 8, 20)], micro_batch_rows=8, rank=0, world_size=1,
+        dataset, stretches=[Stretch(0, 8, 20)], micro_batch_size=8, rank=0, world_size=1,
         num_workers=1)
     with pytest.raises(UserError) as caught:
         list(loader)
@@ -107,7 +107,7 @@ def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
 def test_workers_ignore_what_asks_a_run_to_stop_and_say_what_ended_them(dataset):
     before = set(multiprocessing.active_children())
     loader = build_loader(
-        dataset, stretches=[Stretch(0, 4, 400)], micro_batch_rows=4, rank=0, world_size=1,
+        dataset, stretches=[Stretch(0, 4, 400)], micro_batch_size=4, rank=0, world_size=1,
         num_workers=1)
     next(loader)
     worker, = set(multiprocessing.active_children()) - before
@@ -126,7 +126,7 @@ def test_workers_are_children_of_the_rank_where_pythons_default_is_a_fork_server
     multiprocessing.set_start_method("forkserver", force=True)
     try:
         loader = build_loader(
-            dataset, stretches=[Stretch(0, 4, 4)], micro_batch_rows=4, rank=0, world_size=1,
+            dataset, stretches=[Stretch(0, 4, 4)], micro_batch_size=4, rank=0, world_size=1,
             num_workers=1)
         next(loader)
         worker, = multiprocessing.active_children()
@@ -165,14 +165,14 @@ def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
 LEAVES_EARLY = """
 import sys
 from deberta_ds.config import SourceConfig
-from deberta_ds.objective_config import MaskConfig
-from deberta_ds.batch_schedule import Stretch
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer
 dataset = RowDataset([SourceConfig(path=sys.argv[2])], Tokenizer(sys.argv[1]), seq_len=64, seed=0,
                      mask=MaskConfig())
-batches = build_loader(dataset, stretches=[Stretch(0, 4, 10**6)], micro_batch_rows=4, rank=0,
+batches = build_loader(dataset, stretches=[Stretch(0, 4, 10**6)], micro_batch_size=4, rank=0,
                        world_size=1, num_workers=2)
 next(batches)
 raise SystemExit(3)

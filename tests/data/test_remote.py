@@ -30,7 +30,7 @@ from deberta_ds.data import remote
 from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import BLOCK_BYTES, Cache, RemoteCorpus, upload
-from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.data.rows import RowDataset, eval_sequences
 
 
 class FaultyFileSystem(LocalFileSystem):
@@ -97,7 +97,7 @@ def test_rows_are_those_of_the_local_corpus(corpus, url, tmp_path, monkeypatch, 
     monkeypatch.setattr(FaultyFileSystem, "faults", itertools.cycle(faults))
     local = Corpus(corpus, seq_len=64)
     found = Corpus(url, seq_len=64, cache=Cache(str(tmp_path / "cache")))
-    assert found.fingerprint == local.fingerprint and found.num_rows == local.num_rows
+    assert found.content_hash == local.content_hash and found.num_rows == local.num_rows
     assert same_rows(local, found, range(0, local.num_rows, 7))
     reads = FaultyFileSystem.reads
     again = pickle.loads(pickle.dumps(found))
@@ -200,13 +200,15 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
     assert np.array_equal(first.input_ids, dataset(str(corpus))[0].input_ids)
     got = sum(512 * path.stat().st_blocks for path in (tmp_path / "cache").rglob("*.npy"))
     assert 0 < got < sizes / 2
-    loader = {"stretches": [Stretch(0, 8, 4)], "micro_batch_rows": 4, "rank": 0,
+    loader = {"stretches": [Stretch(0, 8, 4)], "micro_batch_size": 4, "rank": 0,
               "world_size": 1, "num_workers": 1}
     for one, other in zip(build_loader(dataset(url), **loader),
                           build_loader(dataset(str(corpus)), **loader), strict=True):
         for field in dataclasses.fields(one):
             assert np.array_equal(getattr(one, field.name), getattr(other, field.name))
-    held_out = eval_rows(url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options)
+    held_out = eval_sequences(
+        url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options
+    )
     assert len(held_out) == 3
 
 
@@ -250,7 +252,7 @@ def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
     batches = [[batch.input_ids.numpy() for batch in build_loader(
         RowDataset([SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1,
                    mask=MaskConfig(), cache=Cache(str(tmp_path / "cache"))),
-        stretches=[Stretch(0, 4, 3)], micro_batch_rows=4, rank=0, world_size=1,
+        stretches=[Stretch(0, 4, 3)], micro_batch_size=4, rank=0, world_size=1,
         num_workers=1)] for path in (corpus, "s3://shop/web")]
     assert np.array_equal(*batches)
     assert faults["cut"] and faults["delayed"] and faults["altered"]

@@ -20,7 +20,7 @@ from deberta_ds.config.run_config import ConfigError, SourceConfig, load
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
 from deberta_ds.data.replaced import read_replaced_manifest, shard_path
-from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.evaluate import replacements
 from deberta_ds.evaluate.replacements import Recipe, replace_corpus
 from deberta_ds.objectives import rtd
@@ -128,7 +128,7 @@ def test_draws_follow_the_epoch_or_the_course_of_the_run(stored):
     by_epoch = dataset_of(stored["heldout"])
     rows = by_epoch.num_rows[str(TINY / "heldout")]
     assert [by_epoch.draw(epoch * rows) for epoch in range(5)] == [0, 1, 0, 1, 0]
-    by_course = dataset_of(stored["heldout"], draws_by="course", rows_of_run=10)
+    by_course = dataset_of(stored["heldout"], sample_by="course", rows_of_run=10)
     assert [by_course.draw(g) for g in range(10)] == [0] * 5 + [1] * 5
 
 
@@ -147,10 +147,10 @@ def test_loss_is_that_of_the_joint_run_on_the_same_replacements(stored):
     words, masked_lm = load_backbone(GENERATOR).masked_lm
     joint.words, joint.generator, joint.sampling_seed = words, masked_lm, 0
     options = {"seq_len": LENGTH, "mask": MaskConfig(), "eval_seed": 0}
-    masked = collate(eval_rows(str(TINY / "heldout"), tokenizer, **options))
+    masked = collate(eval_sequences(str(TINY / "heldout"), tokenizer, **options))
     one_draw = Path(str(stored["heldout"]) + "-cold")
     replace_corpus(recipe(temperatures=(1.0,)), one_draw)
-    replaced = collate(eval_rows(str(TINY / "heldout"), tokenizer, **options,
+    replaced = collate(eval_sequences(str(TINY / "heldout"), tokenizer, **options,
                                  replaced=str(one_draw)))
     divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
     _, sums, view = joint(masked, divisors)
@@ -166,7 +166,7 @@ def cached_run(stored, out: Path, *more: str) -> list[str]:
     return ["--config", str(TINY / "rtd/run.toml"), "--deepspeed_config",
             str(ROOT / "ds_configs/zero1_fp32.json"), f"--out_dir={out}",
             "--objective.kind=rtd_cached", f"--data.sources={source}",
-            f"--data.eval={TINY}/heldout", f"--data.eval_replaced={stored['heldout']}",
+            f"--data.heldout={TINY}/heldout", f"--data.heldout_replaced={stored['heldout']}",
             f"--data.tokenizer={TINY}/spm.model", f"--init.generator={GENERATOR}",
             "--train.steps=8", "--train.log_every=1", "--train.save_every=1",
             "--train.eval_every=4", "--optim.warmup_steps=0", *more]
@@ -219,8 +219,8 @@ def test_what_does_not_fit_is_refused(stored, tmp_path):
         dataset_of(stored["train"])
     with pytest.raises(UserError, match="no finished replacements"):
         dataset_of(tmp_path)
-    with pytest.raises(UserError, match="across_documents"):
-        dataset_of(stored["heldout"], across_documents=True)
+    with pytest.raises(UserError, match="attend_across_documents"):
+        dataset_of(stored["heldout"], attend_across_documents=True)
     damaged = tmp_path / "damaged"
     shutil.copytree(stored["heldout"], damaged)
     shard = next(iter(read_replaced_manifest(damaged)[0].shards[1]))

@@ -24,7 +24,7 @@ from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.data import reading
 from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import RowDataset, eval_rows
+from deberta_ds.data.rows import RowDataset, eval_sequences
 from deberta_ds.tokenizer import Tokenizer
 
 SEQ_LEN = 64
@@ -81,7 +81,7 @@ def test_a_falling_rate_is_that_of_the_row_s_place_in_the_run(corpus, selection)
         assert np.array_equal(dataset[g].labels, steady[g].labels), g
         assert np.array_equal(dataset[g].input_ids, steady[g].input_ids), g
     last = MaskConfig(rate=0.1, max_ngram=3, selection=selection)
-    held_out, expected = (eval_rows(str(corpus), tiny_tokenizer(), seq_len=SEQ_LEN, mask=mask,
+    held_out, expected = (eval_sequences(str(corpus), tiny_tokenizer(), seq_len=SEQ_LEN, mask=mask,
                                     eval_seed=1, num_rows=4) for mask in (falling, last))
     for row, other in zip(held_out, expected, strict=True):
         assert np.array_equal(row.labels, other.labels)
@@ -110,7 +110,7 @@ def test_every_token_appears_exactly_once_in_an_epoch(corpus):
 
 
 def test_across_documents_is_one_segment(corpus):
-    apart, together = dataset_of(corpus), dataset_of(corpus, across_documents=True)
+    apart, together = dataset_of(corpus), dataset_of(corpus, attend_across_documents=True)
     for g in range(together.num_rows[str(corpus)]):
         row = together[g]
         real = int((row.segments > 0).sum())
@@ -124,7 +124,7 @@ def test_a_later_stage_repeats_no_row(corpus, tmp_path):
     first = dataset_of(SourceConfig(path=str(corpus), weight=3.0), SourceConfig(path=str(other)))
     used = first.consumed(20)
     second = dataset_of(
-        *(SourceConfig(path=str(path), first_row=used[str(path)]) for path in (corpus, other))
+        *(SourceConfig(path=str(path), first_sequence=used[str(path)]) for path in (corpus, other))
     )
     seen = [first.locate(g) for g in range(20)]
     later = [second.locate(g) for g in range(10)]
@@ -151,8 +151,8 @@ def test_a_longer_stage_on_another_part_shares_no_token(tmp_path):
 
 def test_eval_rows_are_fixed_and_spread_over_the_corpus(corpus):
     arguments = {"seq_len": SEQ_LEN, "mask": MaskConfig(), "eval_seed": 3}
-    rows = eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=5)
-    again = eval_rows(str(corpus), tiny_tokenizer(), **arguments)
+    rows = eval_sequences(str(corpus), tiny_tokenizer(), **arguments, num_rows=5)
+    again = eval_sequences(str(corpus), tiny_tokenizer(), **arguments)
     numbers = [row.row for row in rows]
     assert numbers == [(2 * i + 1) * len(again) // 10 for i in range(5)]
     for row in rows:
@@ -160,7 +160,7 @@ def test_eval_rows_are_fixed_and_spread_over_the_corpus(corpus):
     assert [row.row for row in again] == list(range(len(again)))
     assert len({row // -(-len(again) // 3) for row in numbers}) == 3  # of its three shards
     with pytest.raises(UserError, match="rows"):
-        eval_rows(str(corpus), tiny_tokenizer(), **arguments, num_rows=10**6)
+        eval_sequences(str(corpus), tiny_tokenizer(), **arguments, num_rows=10**6)
 
 
 def test_refuses_another_tokenizer(corpus, tmp_path):
@@ -286,15 +286,15 @@ MANY_FILES = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from deberta_ds.config import SourceConfig
-from deberta_ds.objective_config import MaskConfig
-from deberta_ds.batch_schedule import Stretch
+from deberta_ds.config.objective import MaskConfig
+from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
 from deberta_ds.data.rows import RowDataset
 from deberta_ds.tokenizer import Tokenizer
 sources = [SourceConfig(path=path) for path in sys.argv[2:]]
 dataset = RowDataset(sources, Tokenizer(sys.argv[1]), seq_len=64, seed=0, mask=MaskConfig())
 for workers in (0, 2):
-    batches = build_loader(dataset, stretches=[Stretch(0, 8, 20)], micro_batch_rows=4, rank=0,
+    batches = build_loader(dataset, stretches=[Stretch(0, 8, 20)], micro_batch_size=4, rank=0,
                            world_size=1, num_workers=workers)
     print(sum(int(batch.input_ids.sum()) for batch in batches))
 """

@@ -44,8 +44,8 @@ def corpora(tmp_path_factory):
 def read_stage(directory):
     path = find.newest(directory)
     record = read_run_record(path)
-    return stage_of(path, config=record.config, rows_seen=record.rows_seen,
-                    fingerprints=record.fingerprints, rules=record.row_rules)
+    return stage_of(path, config=record.config, sequences_seen=record.sequences_seen,
+                    content_hashes=record.content_hashes, rules=record.row_rules)
 
 
 def run_of(sources, seed=7, seq_len=SEQ_LEN):
@@ -59,10 +59,10 @@ def dataset_of(run):
                       seed=run.data.seed, mask=run.objective.mask)
 
 
-def write_checkpoint(run, out_dir, rows_seen=ROWS_SEEN):
+def write_checkpoint(run, out_dir, sequences_seen=ROWS_SEEN):
     """Write what the data of a checkpoint is: run.json and the manifest that makes it whole."""
-    record = RUN_RECORD | {"rows_seen": rows_seen, "config": run_config.to_dict(run),
-                           "fingerprints": dataset_of(run).fingerprints}
+    record = RUN_RECORD | {"sequences_seen": sequences_seen, "config": run_config.to_dict(run),
+                           "content_hashes": dataset_of(run).content_hashes}
     path = out_dir / "checkpoints" / "step-00000100"
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps(record))
@@ -81,7 +81,7 @@ def test_a_stage_with_other_sources_weights_and_seed_repeats_no_row(corpora, tmp
     write_checkpoint(first, tmp_path / "first")
     stages = [read_stage(tmp_path / "first")]
     sources = [next_source(path, stages, seq_len=SEQ_LEN)[0] for path in (wiki, books)]
-    assert sources[0].order == (7, 1) and sources[0].first_row == stages[0].used[1] > 20
+    assert sources[0].order == (7, 1) and sources[0].first_sequence == stages[0].used[1] > 20
     assert sources[1] == SourceConfig(path=books)
     second = run_of(sources, seed=8)
     seen, later = rows_of(first), rows_of(second, 60)
@@ -90,7 +90,7 @@ def test_a_stage_with_other_sources_weights_and_seed_repeats_no_row(corpora, tmp
     write_checkpoint(second, tmp_path / "second", 60)
     stages.append(read_stage(tmp_path / "second" / "checkpoints" / "step-00000100"))
     third = next_source(wiki, stages, seq_len=SEQ_LEN)[0]
-    assert third.order == (7, 1) and third.first_row == stages[1].used[0]
+    assert third.order == (7, 1) and third.first_sequence == stages[1].used[0]
     assert not (seen | later) & rows_of(run_of([third]), 10)
 
 
@@ -114,11 +114,11 @@ def test_a_corpus_that_lies_elsewhere_now_repeats_no_row(corpora, tmp_path, caps
     stages = [read_stage(tmp_path / "first")]
     copy = str(shutil.copytree(web, tmp_path / "copy"))
     there, here = (next_source(path, stages, seq_len=SEQ_LEN)[0] for path in (web, copy))
-    assert here == dataclasses.replace(there, path=copy) and here.first_row > 20
+    assert here == dataclasses.replace(there, path=copy) and here.first_sequence > 20
     with pytest.raises(UserError, match="would repeat tokens"):
         next_source(copy, stages, seq_len=128)
     assert not capsys.readouterr().err
-    assert next_source(books, stages, seq_len=SEQ_LEN)[0].first_row == 0
+    assert next_source(books, stages, seq_len=SEQ_LEN)[0].first_sequence == 0
     assert f"{books}: no stage of --after has read it" in capsys.readouterr().err
     assert next_source(books, [], seq_len=SEQ_LEN) and not capsys.readouterr().err
 
@@ -143,10 +143,10 @@ def test_refuses_what_is_no_checkpoint_and_a_corpus_that_changed(corpora, tmp_pa
     web = corpora[0]
     write_checkpoint(run_of([SourceConfig(path=web)]), tmp_path / "first")
     stage = read_stage(tmp_path / "first")
-    cached = dataclasses.replace(stage, fingerprints={
-        web: f"{stage.fingerprints[web]}, replaced abc"})  # of objective.kind = "rtd_cached"
-    assert next_source(web, [cached], seq_len=SEQ_LEN)[0].first_row == stage.used[0]
-    changed = dataclasses.replace(stage, fingerprints={web: "0" * 64})
+    cached = dataclasses.replace(stage, content_hashes={
+        web: f"{stage.content_hashes[web]}, replaced abc"})  # of objective.kind = "rtd_cached"
+    assert next_source(web, [cached], seq_len=SEQ_LEN)[0].first_sequence == stage.used[0]
+    changed = dataclasses.replace(stage, content_hashes={web: "0" * 64})
     with pytest.raises(UserError, match="not the corpus"):
         next_source(web, [changed], seq_len=SEQ_LEN)
 

@@ -124,7 +124,7 @@ def test_attention_on_whole_rows_is_exact_with_the_choice_made_here(length):
 
 STEPS = """
 import resource, torch
-from deberta_ds.cpu import keep_heap
+from deberta_ds.model.cpu import keep_heap
 
 def step():
     held = [torch.ones(size << 20) for size in (1, 2, 3, 4, 5, 6, 7)]  # MiB, four bytes each

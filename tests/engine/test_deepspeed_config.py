@@ -66,7 +66,7 @@ def problems(values: dict, tmp_path) -> str:
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "input should be 'bfloat16'"),
     ({"aio": {"block_size": 0}}, "aio.block_size = 0"),
     ({"communication_data_type": "int8"}, "communication_data_type = 'int8'"),
-    ({"activation_checkpointing": {}}, "belongs to the run config (train.checkpoint_layers and"),
+    ({"activation_checkpointing": {}}, "belongs to the run config (train.activation_checkpointing"),
     ({"optimizer": {"type": "Adam"}}, '"optimizer": belongs to the run config (optim.name'),
     ({"gradient_clipping": 1.0}, "belongs to the run config (optim.clip_norm)"),
     ({"zero_optimisation": {}}, "did you mean zero_optimization"),

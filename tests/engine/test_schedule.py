@@ -11,7 +11,7 @@ STEPS, WARMUP, LR = 100, 10, 2.0
 
 
 def rates(**settings) -> list[float]:
-    optim = OptimConfig(lr=LR, warmup_steps=WARMUP, **settings)
+    optim = OptimConfig(learning_rate=LR, warmup_steps=WARMUP, **settings)
     return [learning_rate(optim, step, STEPS) for step in range(STEPS)]
 
 
@@ -29,7 +29,7 @@ def test_constant_stays():
 
 @pytest.mark.parametrize("low", [0.0, 0.25])
 def test_linear_would_reach_its_end_one_step_after_the_last(low):
-    found = rates(schedule="linear", min_lr_share=low)
+    found = rates(schedule="linear", min_learning_rate_share=low)
     expected = [LR * (low + (1 - low) * (STEPS - step) / (STEPS - WARMUP))
                 for step in range(WARMUP, STEPS)]
     assert found[WARMUP:] == pytest.approx(expected)
@@ -38,7 +38,7 @@ def test_linear_would_reach_its_end_one_step_after_the_last(low):
 
 @pytest.mark.parametrize("low", [0.0, 0.25])
 def test_cosine_is_half_way_down_in_the_middle(low):
-    found = rates(schedule="cosine", min_lr_share=low)
+    found = rates(schedule="cosine", min_learning_rate_share=low)
     middle = (STEPS + WARMUP) // 2
     assert found[middle] == pytest.approx(LR * (1 + low) / 2)
     expected = [LR * (low + (1 - low) * (1 + math.cos(math.pi * (step - WARMUP) / 90)) / 2)
@@ -48,7 +48,7 @@ def test_cosine_is_half_way_down_in_the_middle(low):
 
 @pytest.mark.parametrize("share, low", [(0.1, 0.0), (0.2, 0.1), (1.0, 0.0)])
 def test_wsd_is_stable_and_then_falls_in_its_share_of_all_steps(share, low):
-    found = rates(schedule="wsd", decay_share=share, min_lr_share=low)
+    found = rates(schedule="wsd", decay_share=share, min_learning_rate_share=low)
     decay = round(share * STEPS)
     stable = found[WARMUP:STEPS - decay + 1]
     assert set(stable) <= {LR}
@@ -60,7 +60,7 @@ def test_wsd_is_stable_and_then_falls_in_its_share_of_all_steps(share, low):
 def test_the_official_schedule_jumps_where_warm_up_ends(low):
     """microsoft/DeBERTa optims/lr_schedulers.py: x / warm-up, then 1 - x, in shares of all steps.
     """
-    found = rates(schedule="deberta_linear", min_lr_share=low)
+    found = rates(schedule="deberta_linear", min_learning_rate_share=low)
     assert found[0] == 0.0 and found[WARMUP - 1] == pytest.approx(LR * 9 / 10)
     expected = [LR * (low + (1 - low) * (1 - step / STEPS)) for step in range(WARMUP, STEPS)]
     assert found[WARMUP:] == pytest.approx(expected)
@@ -68,4 +68,4 @@ def test_the_official_schedule_jumps_where_warm_up_ends(low):
 
 def test_no_warm_up_starts_at_the_peak():
     for schedule in ("linear", "cosine", "wsd", "constant", "deberta_linear"):
-        assert learning_rate(OptimConfig(lr=LR, schedule=schedule), 0, STEPS) == LR
+        assert learning_rate(OptimConfig(learning_rate=LR, schedule=schedule), 0, STEPS) == LR

@@ -16,7 +16,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config import run_config
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.options import ConfigError
-from deberta_ds.data.rows import eval_rows
+from deberta_ds.data.rows import eval_sequences
 from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import rtd
@@ -41,7 +41,7 @@ def loaded(root, *overrides):
 
 
 def rows_of(path, count):
-    return eval_rows(str(path), tiny_tokenizer(), seq_len=64, mask=MaskConfig(), eval_seed=1,
+    return eval_sequences(str(path), tiny_tokenizer(), seq_len=64, mask=MaskConfig(), eval_seed=1,
                      num_rows=count)
 
 
@@ -79,20 +79,20 @@ def test_a_batch_that_a_rank_repeats_for_company_is_not_counted(root):
 
 
 def test_a_run_names_several_corpora(root):
-    names = f'--data.eval={{de = "{root}/heldout", en = "{root}/other"}}'
-    run = loaded(root, names, "--train.eval_rows=3")
+    names = f'--data.heldout={{de = "{root}/heldout", en = "{root}/other"}}'
+    run = loaded(root, names, "--train.eval_sequences=3")
     held_out = setup._open(run)[2]
     assert {name: len(rows) for name, rows in held_out.items()} == {"de": 3, "en": 3}
     assert run_config.from_dict(run_config.to_dict(run)) == run
-    alone = setup._open(loaded(root, "--train.eval_rows=3"))[2]
+    alone = setup._open(loaded(root, "--train.eval_sequences=3"))[2]
     assert list(alone) == [f"{root}/heldout"]
     assert [row.row for row in alone[f"{root}/heldout"]] == [row.row for row in held_out["de"]]
     for wrong, message in (('{"a/b" = "x"}', "letters"), ('{de = ""}', "directory"),
-                           ("3", "data.eval")):
+                           ("3", "data.heldout")):
         with pytest.raises(ConfigError, match=message):
-            loaded(root, f"--data.eval={wrong}")
-    with pytest.raises(ConfigError, match="names of eval"):
-        loaded(root, names, "--data.eval_replaced=x")
+            loaded(root, f"--data.heldout={wrong}")
+    with pytest.raises(ConfigError, match="names of heldout"):
+        loaded(root, names, "--data.heldout_replaced=x")
 
 
 def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root, tmp_path):
@@ -102,7 +102,7 @@ def test_a_flipped_byte_of_a_held_out_corpus_is_found_when_all_is_verified(root,
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    run = loaded(root, f"--data.eval={tmp_path}/damaged", "--train.eval_rows=3")
+    run = loaded(root, f"--data.heldout={tmp_path}/damaged", "--train.eval_sequences=3")
     setup._open(run)  # sizes alone do not show it
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, verify="full"))
     with pytest.raises(UserError, match=f"{shard.name}: xxh3 checksum differs"):
@@ -120,7 +120,7 @@ def test_the_page_shows_each_corpus(root):
                        for key, value in record.items() if key.startswith("generator")}
     (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     saved = {"run": run_config.to_dict(run), "deepspeed": {}, "origins": {}, "versions": {},
-             "fingerprints": {}, "world_size": 1, "parameters": 1}
+             "content_hashes": {}, "world_size": 1, "parameters": 1}
     (out / "config.json").write_text(json.dumps(saved))
     table = evaluation_by_corpus(read_run(out))
     assert [row[0].text for row in table.rows] == ["de", "en"]

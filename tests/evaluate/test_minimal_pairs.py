@@ -323,7 +323,7 @@ def test_two_ranks_score_pairs_while_they_train_under_zero_3(tmp_path):
         rank_helpers.run(ranks, [
             "--config", str(tiny / "rtd/run.toml"), "--deepspeed_config",
             str(ROOT / f"ds_configs/{stage}.json"), f"--out_dir={out}", "--train.steps=2",
-            f'--data.sources=[{{path = "{tiny}/train"}}]', f"--data.eval={tiny}/heldout",
+            f'--data.sources=[{{path = "{tiny}/train"}}]', f"--data.heldout={tiny}/heldout",
             "--train.eval_every=1", f"--data.tokenizer={tiny}/spm.model", "--optim.warmup_steps=0",
             "--model.hidden_dropout=0", "--model.attention_dropout=0",  # drawn by rank
             f"--evaluate.minimal_pairs={data}"], tmp_path / f"log{ranks}")

@@ -15,7 +15,7 @@ from launching import ROOT
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.data.batch import collate
-from deberta_ds.data.rows import eval_rows
+from deberta_ds.data.rows import eval_sequences
 from deberta_ds.evaluate.common_generator import score_discriminator, score_rows
 from deberta_ds.evaluate.held_out import evaluate
 from deberta_ds.evaluate.probe import features, probe, read_examples
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 def rows(tmp_path_factory):
     documents = [tiny_tokenizer().encode(text) for text in random_documents(30)]
     corpus = make_corpus(tmp_path_factory.mktemp("corpus"), documents, tiny_tokenizer())
-    return eval_rows(str(corpus), tiny_tokenizer(), seq_len=64, mask=MaskConfig(), eval_seed=1,
+    return eval_sequences(str(corpus), tiny_tokenizer(), seq_len=64, mask=MaskConfig(), eval_seed=1,
                      num_rows=8)
 
 

@@ -50,7 +50,7 @@ def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(
     """Such keys of [model] are in no fine-tuned directory: it was refused as of another shape."""
     saved_model(tmp_path, "CB")
     start = tiny_start()
-    config = dataclasses.replace(start.config, keep_position_terms=True, vocabulary_loss="chunked",
+    config = dataclasses.replace(start.config, keep_position_terms=True, cross_entropy="chunked",
                                  attention="reference", hidden_dropout=0.3, init_std=0.5)
     found = start_from(dataclasses.replace(start, config=config), load_finetuned(tmp_path), "cb")
     assert found.config == config and found.weights
@@ -123,9 +123,9 @@ def test_rows_longer_than_the_absolute_positions_are_named_when_a_file_is_predic
     data = tmp_path / "long.jsonl"
     data.write_text(json.dumps({"premise": "one two " * 50, "hypothesis": "three"}) + "\n")
     with pytest.raises(UserError, match=r"long\.jsonl: the longest .* 64 absolute positions\. Set"):
-        predict_file(saved, data, out, torch.device("cpu"), batch_rows=4, max_length=128)
+        predict_file(saved, data, out, torch.device("cpu"), global_batch_size=4, max_length=128)
     assert not out.exists()
-    assert predict_file(saved, data, out, torch.device("cpu"), batch_rows=4, max_length=64)
+    assert predict_file(saved, data, out, torch.device("cpu"), global_batch_size=4, max_length=64)
 
 
 def test_a_pipeline_names_our_labels(tmp_path):

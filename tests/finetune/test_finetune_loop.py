@@ -24,8 +24,13 @@ from deberta_ds.finetune.settings import Settings, load
 from deberta_ds.finetune.tasks import TASK_NAMES, TASKS, task_named
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("--all.learning_rate=2e-3", "--all.epochs=2", "--all.batch_rows=6", "--all.dropout=0.0",
-         "--all.head_dropout=0.0")
+QUICK = (
+    "--all.learning_rate=2e-3",
+    "--all.epochs=2",
+    "--all.global_batch_size=6",
+    "--all.dropout=0.0",
+    "--all.head_dropout=0.0",
+)
 
 
 def launch(*arguments: str, ranks: int = 1, script: str = "finetune.py"):
@@ -56,9 +61,17 @@ def test_lower_layers_learn_slower(process_group, tmp_path):
     """One update of Adam moves a weight by its learning rate, less what eps takes."""
     model = build_model(task_named("CB"), tiny_start(), Settings(), 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    given = ("--all.epochs=1", "--all.batch_rows=36", "--all.train_rows=36", "--all.dropout=0.0",
-             "--all.warmup_share=0.0", "--all.weight_decay=0.0", "--all.learning_rate=1e-3",
-             "--all.layer_decay=0.5", "--all.clip_norm=0.0")
+    given = (
+        "--all.epochs=1",
+        "--all.global_batch_size=36",
+        "--all.train_rows=36",
+        "--all.dropout=0.0",
+        "--all.warmup_share=0.0",
+        "--all.weight_decay=0.0",
+        "--all.learning_rate=1e-3",
+        "--all.layer_decay=0.5",
+        "--all.clip_norm=0.0",
+    )
     sweep.run_all(plan(tmp_path, given=given, num_seeds=1))
     after = load_finetuned(tmp_path / "CB" / "seed-1" / "model").weights
 
@@ -101,8 +114,8 @@ def alone(tmp_path_factory) -> Path:
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage", "extra"), [
-    (2, 3, "--all.micro_batch_rows=1"), (2, 2, "--all.evals_per_epoch=1"),
-    (3, 1, "--all.eval_batch_rows=2"),
+    (2, 3, "--all.micro_batch_size=1"), (2, 2, "--all.evals_per_epoch=1"),
+    (3, 1, "--all.eval_batch_size=2"),
 ])
 def test_any_world_and_zero_stage_trains_and_predicts_alike(ranks, stage, extra, alone, tmp_path):
     """ReCoRD's two validation queries leave ranks without a batch, and CB trains adversarially,
@@ -222,7 +235,7 @@ def test_the_result_is_the_score_of_the_kept_weights(process_group, tmp_path):
 
 def test_a_diverged_run_is_counted_and_the_sweep_goes_on(process_group, tmp_path):
     bad = ("--all.learning_rate=10.0", "--all.weight_decay=10.0", "--all.clip_norm=0.0",
-           "--all.epochs=6", "--all.batch_rows=6", "--all.warmup_share=0.0")
+           "--all.epochs=6", "--all.global_batch_size=6", "--all.warmup_share=0.0")
     results = sweep.run_all(plan(tmp_path, given=bad))
     assert [result["failed"] for result in results] == [True, True]
     for result in results:
@@ -235,7 +248,7 @@ def test_a_diverged_run_is_counted_and_the_sweep_goes_on(process_group, tmp_path
 
 def test_patience_stops_and_micro_batches_change_nothing(process_group, tmp_path):
     whole = sweep.run_all(plan(tmp_path / "a", num_seeds=1))
-    given = (*QUICK, "--all.micro_batch_rows=4")
+    given = (*QUICK, "--all.micro_batch_size=4")
     parts = sweep.run_all(plan(tmp_path / "b", num_seeds=1, given=given))
     for one, other in zip(whole[0]["history"], parts[0]["history"], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)

@@ -82,7 +82,7 @@ def write_task(directory: Path, kind: str, rows: list[dict], settings: str = "",
 
 
 BY_HEART = """epochs = 60
-batch_rows = 8
+global_batch_size = 8
 learning_rate = 6e-3
 warmup_share = 0.1
 weight_decay = 0.0
@@ -116,7 +116,7 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
     table = tmp_path / "new.jsonl"
     table.write_text("".join(json.dumps(row | {"id": n}) + "\n" for n, row in enumerate(rows)))
     out = tmp_path / "predictions.jsonl"
-    count = predict_file(saved, table, out, torch.device("cpu"), batch_rows=5, max_length=64,
+    count = predict_file(saved, table, out, torch.device("cpu"), global_batch_size=5, max_length=64,
                          keep=["id"])
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert count == len(lines) == 32 and [line["id"] for line in lines] == list(range(32))
@@ -134,7 +134,7 @@ def test_each_kind_learns_32_examples_and_a_file_is_predicted_alike(process_grou
         else:
             assert line["prediction"] == wanted
     with pytest.raises(UserError, match="--keep idd: no such column; there are words"):
-        predict_file(saved, table, out, torch.device("cpu"), batch_rows=5, max_length=64,
+        predict_file(saved, table, out, torch.device("cpu"), global_batch_size=5, max_length=64,
                      keep=["idd"])
 
 
@@ -219,12 +219,33 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
     table, out = tmp_path / "new.csv", tmp_path / "one.jsonl"
     table.write_text("id,words,extra\n" + "".join(
         f"{n},{' '.join(WORDS[: 1 + n % 9])},x\n" for n in range(90)))
-    processes = start_ranks(2, ["--model", str(tmp_path / "model"), "--data", str(table), "--out",
-                                str(tmp_path / "two.jsonl"), "--keep", "id", "--batch_rows", "8"],
-                            tmp_path / "log", PREDICT)
+    processes = start_ranks(
+        2,
+        [
+            "--model",
+            str(tmp_path / "model"),
+            "--data",
+            str(table),
+            "--out",
+            str(tmp_path / "two.jsonl"),
+            "--keep",
+            "id",
+            "--global_batch_size",
+            "8",
+        ],
+        tmp_path / "log",
+        PREDICT,
+    )
     monkeypatch.setattr("deberta_ds.finetune.predict_file.BLOCK_ROWS", 7)  # blocks change nothing
-    predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"), batch_rows=8,
-                 max_length=256, keep=["id"])
+    predict_file(
+        load_finetuned(tmp_path / "model"),
+        table,
+        out,
+        torch.device("cpu"),
+        global_batch_size=8,
+        max_length=256,
+        keep=["id"],
+    )
     assert wait_for_ranks(processes, 120) == [0, 0], (tmp_path / "log").read_text()
     one, two = ([json.loads(line) for line in file.read_text().splitlines()]
                 for file in (out, tmp_path / "two.jsonl"))
@@ -258,7 +279,7 @@ def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_who
 
     def predict() -> int:
         return predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
-                            batch_rows=4, max_length=64, keep=["n"])
+                            global_batch_size=4, max_length=64, keep=["n"])
 
     monkeypatch.setattr(module, "score_split", stopped)
     with pytest.raises(KeyboardInterrupt):
@@ -271,11 +292,11 @@ def test_an_interrupted_prediction_leaves_what_was_there_and_a_second_one_is_who
     for wrong, said in ((out.parent, "is a directory"), (table, "is the table that is predicted")):
         with pytest.raises(UserError, match=f"--out .*: {said}"):  # not after hours, and not lost
             predict_file(load_finetuned(tmp_path / "model"), table, wrong, torch.device("cpu"),
-                         batch_rows=4, max_length=64)
+                         global_batch_size=4, max_length=64)
     table.write_text('{"words": "a", "extra": "b", "start": 1, "n": 2}\n')
     with pytest.raises(UserError, match="--keep start: predictions have a value of that name"):
         predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
-                     batch_rows=4, max_length=64, keep=["start"])
+                     global_batch_size=4, max_length=64, keep=["start"])
 
 
 @pytest.mark.multi
@@ -344,5 +365,5 @@ def test_text_that_the_tokenizer_does_not_know_is_named(process_group, tmp_path,
     assert "train.jsonl" in unknown and "random:tiny was not trained on text like this" in unknown
     saved = load_finetuned(tmp_path / "out" / "mine" / "seed-1" / "model")
     predict_file(saved, tmp_path / "train.jsonl", tmp_path / "out.jsonl", torch.device("cpu"),
-                 batch_rows=8, max_length=64)
+                 global_batch_size=8, max_length=64)
     assert "unknown pieces" in capsys.readouterr().err

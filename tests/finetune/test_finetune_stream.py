@@ -6,8 +6,10 @@ import pytest
 from deberta_ds.finetune.loop import stream
 
 
-def rows_of_stream(lengths, updates, batch_rows, group_updates, seed=3) -> list[list[int]]:
-    return [stream(lengths, seed, step, batch_rows, group_updates) for step in range(updates)]
+def rows_of_stream(lengths, updates, global_batch_size, group_updates, seed=3) -> list[list[int]]:
+    return [
+        stream(lengths, seed, step, global_batch_size, group_updates) for step in range(updates)
+    ]
 
 
 def test_the_stream_is_every_epoch_a_permutation_and_knows_its_place():

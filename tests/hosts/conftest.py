@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 def work(tmp_path_factory):
     """A ZeRO-3 RTD run of one row per micro-batch, so that 1, 2 and 3 ranks can share its batch."""
     root = tmp_path_factory.mktemp("cluster")
-    make_run(root, steps=str(STEPS), global_batch_rows="6", micro_batch_rows="1",
+    make_run(root, steps=str(STEPS), global_batch_size="6", micro_batch_size="1",
              eval_every="1000", save_every="2")
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     (root / "ds.json").write_text(json.dumps({"zero_optimization": zero}))

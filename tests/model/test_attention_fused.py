@@ -175,8 +175,8 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
     assert {(0.1, False), (0.0, False), (0.1, True)} == set(asked)
 
 
-@pytest.mark.parametrize("recompute", ["all", "cheap"])
-def test_the_check_leaves_a_checkpointed_forward_pass_alone(monkeypatch, tmp_path, recompute):
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_the_check_leaves_a_checkpointed_forward_pass_alone(monkeypatch, tmp_path, checkpointing):
     """The first layer asks for the check, inside the hooks of activation checkpointing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     verdicts = []
@@ -199,7 +199,7 @@ def test_the_check_leaves_a_checkpointed_forward_pass_alone(monkeypatch, tmp_pat
                              intermediate_size=32, max_position=32, position_buckets=8,
                              hidden_dropout=0.0, attention_dropout=0.0, attention="reference")
         model = encoder.Encoder(config)
-        model.checkpoint_layers, model.recompute = 1, recompute
+        model.checkpointing = checkpointing
         init_parameters(model, 0.02, 0)
         inputs = torch.randn(2, 12, 16, requires_grad=True)
         model(inputs, torch.ones(2, 12, dtype=torch.int32)).square().sum().backward()

@@ -19,7 +19,7 @@ TOLERANCES = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}
 
 def test_interpreter_equals_the_chunked_function():
     lines = run_worker("fused_cross_entropy.py", timeout=120)
-    # A masked LM's head with vocabulary_loss = "fused"; not by max(), which passes over NaN.
+    # A masked LM's head with cross_entropy = "fused"; not by max(), which passes over NaN.
     assert all(error < 1e-6 for error in lines.pop(0))
     first = lines.pop(0)
     assert first["check"] < 1e-2 and first["poison"] == [True, True]
@@ -33,7 +33,7 @@ def test_interpreter_equals_the_chunked_function():
 
 def test_fused_loss_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match="vocabulary_loss = 'fused' cannot run here: no GPU"):
+    with pytest.raises(UserError, match="cross_entropy = 'fused' cannot run here: no GPU"):
         WordEmbedding(8, 4)(torch.zeros(1, 4), labels_T=torch.zeros(1, dtype=torch.int64),
                             bias_V=torch.zeros(8), loss="fused")
 

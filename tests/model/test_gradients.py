@@ -30,8 +30,8 @@ CASES = {
     "v3 rtd nes": ({}, {"kind": "rtd", "embedding_sharing": "nes"}),
     "v2 rtd conv": ({"conv_kernel": 3}, {"kind": "rtd"}),
 }
-RECOMPUTED = {"none": (0, "all"), "every layer": (1, "all"), "every second": (2, "all"),
-              "cheap": (1, "cheap")}
+CHECKPOINTED = {"none": ("none", 1), "every layer": ("full", 1), "every second": ("full", 2),
+                "selective": ("selective", 1)}
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,12 @@ def test_every_parameter_gets_its_gradient(case, batches):
     run = from_dict({
         "name": "t", "out_dir": "t", "model": shape | model, "objective": objective,
         "data": {"sources": [{"path": "t"}], "tokenizer": str(tokenizer_path()), "seq_len": 64},
-        "optim": {"lr": 1e-3},
-        "train": {"steps": 1, "global_batch_rows": 1, "micro_batch_rows": 1}})
+        "optim": {"learning_rate": 1e-3},
+        "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1}})
     expected = None
-    for how, (layers, recompute) in RECOMPUTED.items():
-        train = replace(run.train, checkpoint_layers=layers, recompute=recompute)
+    for how, (mode, interval) in CHECKPOINTED.items():
+        train = replace(run.train, activation_checkpointing=mode,
+                        activation_checkpointing_interval=interval)
         found = gradients(replace(run, train=train), batches)
         for number, micro in enumerate(found):
             missing = [name for name, gradient in micro.items() if gradient is None]

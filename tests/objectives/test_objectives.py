@@ -122,7 +122,9 @@ def test_padding_counts_for_nothing(rows, monkeypatch):
                                                     (5e-4, 0.6, False), (0.06, 0.72, False)])
 def test_a_headline_says_that_a_discriminator_has_died(gain, area, dead):
     said = rtd.headline({"discriminator_gain": gain, "roc_auc": area})
-    assert ("has died; start again with a lower optim.lr" in " ".join(said.split())) == dead
+    assert (
+        "has died; start again with a lower optim.learning_rate" in " ".join(said.split())
+    ) == dead
 
 
 def test_a_headline_needs_both_of_its_numbers():

@@ -42,13 +42,17 @@ def plain_trajectory(run, batches=tuple(BATCHES)) -> dict:
                          seed=run.data.seed, mask=run.objective.mask)
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, run.train.seed)
-    optimizer = torch.optim.AdamW(decay_groups(model, run.optim.weight_decay), lr=run.optim.lr,
-                                  betas=run.optim.betas, eps=run.optim.eps)
+    optimizer = torch.optim.AdamW(
+        decay_groups(model, run.optim.weight_decay),
+        lr=run.optim.learning_rate,
+        betas=run.optim.betas,
+        eps=run.optim.eps,
+    )
     losses = {"generator": [], "discriminator": []}
     first = model.words.weight.detach().clone()
     for step, rows in enumerate(batches):
         batch = next(build_loader(
-            dataset, stretches=[Stretch(sum(batches[:step]), rows, 1)], micro_batch_rows=rows,
+            dataset, stretches=[Stretch(sum(batches[:step]), rows, 1)], micro_batch_size=rows,
             rank=0, world_size=1, num_workers=0))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.optim, step, run.train.steps)
@@ -72,7 +76,7 @@ def plain_trajectory(run, batches=tuple(BATCHES)) -> dict:
 @pytest.fixture(scope="module")
 def trajectories(tmp_path_factory):
     root = tmp_path_factory.mktemp("trajectory")
-    run_file = make_run(root, steps="10", first_batch_rows="2", batch_growth_steps="6")
+    run_file = make_run(root, steps="10", initial_batch_size="2", batch_warmup_steps="6")
     run, _ = run_config.load(run_file)
     found = {"plain": plain_trajectory(run)}
     for ranks in (1, 2):
@@ -100,7 +104,7 @@ def test_all_agree_with_plain_pytorch(trajectories):
 
 def test_a_shared_table_is_clipped_by_its_own_norm_on_three_ranks(tmp_path):
     """With eps = 1 an update is nearly the gradient, so that Adam hides no factor of it."""
-    run_file = make_run(tmp_path, steps="3", global_batch_rows="12", lr="0.3",
+    run_file = make_run(tmp_path, steps="3", global_batch_size="12", lr="0.3",
                         warmup_steps="1\neps = 1.0\nclip_norm = 0.1",
                         kind='"rtd"\nembedding_sharing = "es"')
     run, _ = run_config.load(run_file)

@@ -34,18 +34,18 @@ MODELS = {
     "deep": ["--model.hidden_size=128", "--model.intermediate_size=512", "--model.num_layers=6",
              "--model.vocab_size=4000"],
     "wide": ["--model.hidden_size=192", "--model.intermediate_size=768", "--model.num_layers=4",
-             "--model.vocab_size=12000", "--train.checkpoint_layers=1"],
+             "--model.vocab_size=12000", "--train.activation_checkpointing=full"],
     "conv": ["--objective.kind=mlm", "--model.hidden_size=256", "--model.intermediate_size=1024",
              "--model.num_layers=4", "--model.vocab_size=2000", "--model.conv_kernel=3",
-             "--train.checkpoint_layers=1", "--train.recompute=cheap"],
+             "--train.activation_checkpointing=selective"],
 }
 TOLERANCE = 0.1
 
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("plan"), dropout=0.1, checkpoint_layers="0",
-                    global_batch_rows="16", micro_batch_rows="8",
+    return make_run(tmp_path_factory.mktemp("plan"), dropout=0.1, activation_checkpointing='"none"',
+                    global_batch_size="16", micro_batch_size="8",
                     preset='"tiny"\nattention = "reference"')
 
 
@@ -59,7 +59,7 @@ def traced(run, precision: str) -> Activations:
     ([*MODELS] if "FULL_TABLE" in os.environ else ["wide"], 2, 1), (["conv"], 8, 2)])
 def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, ranks, micro_batches):
     out = run_file.parent / "memory.json"
-    batch = f"--train.global_batch_rows={8 * ranks * micro_batches}"
+    batch = f"--train.global_batch_size={8 * ranks * micro_batches}"
     python(ROOT / "tests/workers/memory.py", run_file, out, ranks,
            *(f"{name}:{stage}:{';'.join([*MODELS[name], batch])}" for stage in range(4)
              for name in names))
@@ -110,7 +110,7 @@ def test_a_card_that_is_not_listed_has_no_mfu(monkeypatch, name):
 
 
 def test_a_card_without_bf16_is_not_planned_in_bf16(run_file):
-    run, _ = run_config.load(run_file, ["--train.global_batch_rows=64"])
+    run, _ = run_config.load(run_file, ["--train.global_batch_size=64"])
     with pytest.raises(UserError, match="no bf16.*zero1_fp16"):
         make_plan(run, BF16, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
     assert make_plan(run, {"fp16": {"enabled": True}}, gpu=GPUS["v100"], gpus=4, nodes=1, mfu=0.5)
@@ -125,12 +125,12 @@ def test_states_of_the_published_sizes():
 
 
 def test_table(run_file):
-    run, _ = run_config.load(run_file, ["--train.global_batch_rows=64"])
+    run, _ = run_config.load(run_file, ["--train.global_batch_size=64"])
     ds = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
     choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
-    assert [(c.stage, c.recompute) for c in choices] == [
-        (stage, how) for how in ("none", "cheap", "full") for stage in (1, 2, 3)]
-    assert recommended(choices) is not None and recommended(choices).recompute == "none"
+    assert [(c.stage, c.checkpointing) for c in choices] == [
+        (stage, how) for how in ("none", "selective", "full") for stage in (1, 2, 3)]
+    assert recommended(choices) is not None and recommended(choices).checkpointing == "none"
     plain = choices[0]
     seconds = 64 * 64 * objective_of(run).flops_per_token(run) / (4 * 989e12 * 0.5)
     assert plain.compute_seconds == pytest.approx(seconds)
@@ -140,8 +140,8 @@ def test_table(run_file):
     sending = 3 * 3 / 4 * 2 * parameters / (450e9 * 0.95) + messages * latency_seconds(4)
     assert plain.communication_seconds == pytest.approx(sending)
     assert plain.step_seconds == pytest.approx(seconds + sending)  # nothing overlaps
-    kept = {c.recompute: c.memory.work for c in choices if c.stage == 1}
-    assert kept["none"] > kept["cheap"] > kept["full"]
+    kept = {c.checkpointing: c.memory.work for c in choices if c.stage == 1}
+    assert kept["none"] > kept["selective"] > kept["full"]
     by_hand = card_of("mine", tflops=989, memory_gb=80, link_gb_s=450, network_gb_s=50)
     assert make_plan(run, ds, gpu=by_hand, gpus=4, nodes=1, mfu=0.5) == choices
 
@@ -154,7 +154,7 @@ BF16 = {"bf16": {"enabled": True}}
                                           ("zero3_bf16_offload_nvme", {3})])
 def test_a_stage_that_a_run_refuses_is_not_offered(run_file, name, stages):
     """Weights were taken out of the GPU at every stage, and the fastest of them recommended."""
-    run, _ = run_config.load(run_file, ["--train.global_batch_rows=64"])
+    run, _ = run_config.load(run_file, ["--train.global_batch_size=64"])
     ds = ds_config.load(ROOT / f"ds_configs/{name}.json")
     choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=4, nodes=1, mfu=0.5)
     assert {choice.stage for choice in choices} == stages
@@ -234,22 +234,22 @@ def test_a_node_of_eight_network_cards_has_their_sum():
 
 def test_advice_gives_its_reasons(run_file):
     run, _ = run_config.load(
-        run_file, ["--train.global_batch_rows=2048", "--train.micro_batch_rows=2"])
+        run_file, ["--train.global_batch_size=2048", "--train.micro_batch_size=2"])
     ds = BF16 | {"zero_optimization": {"stage": 1}}
     choices = make_plan(run, ds, gpu=GPUS["h100"], gpus=8, nodes=32, mfu=0.5)
     parameters = count_parameters(on_meta(build_model, run))
     best = recommended(choices)
     text = "\n".join(advise(run, ds, choices, best, parameters, gpu=GPUS["h100"], gpus=8,
                             nodes=32))
-    for part in (f"ZeRO-{best.stage}: a step takes", "no recomputation", "one in 195 h",
-                 "micro_batch_rows = 8 would", "reduce_bucket_size", "communication_data_type"):
+    for part in (f"ZeRO-{best.stage}: a step takes", "no activation checkpointing", "one in 195 h",
+                 "micro_batch_size = 8 would", "reduce_bucket_size", "communication_data_type"):
         assert part in text, part
     assert "does not fit" not in text
     # DeepSpeed's default bucket holds the whole model, so overlap_comm alone would hide nothing.
     slow = card_of("mine", tflops=989, memory_gb=80, link_gb_s=1, network_gb_s=1)
     best = replace(best, compute_seconds=1.0)
     once, _ = run_config.load(
-        run_file, ["--train.global_batch_rows=64", "--train.micro_batch_rows=2"])
+        run_file, ["--train.global_batch_size=64", "--train.micro_batch_size=2"])
     for overlaps, zero in ((False, {}), (False, {"overlap_comm": True}),
                            (True, {"overlap_comm": True, "reduce_bucket_size": 50_000_000})):
         given = BF16 | {"zero_optimization": {"stage": 1} | zero}
@@ -260,11 +260,11 @@ def test_advice_gives_its_reasons(run_file):
 
 @pytest.mark.parametrize("rows, micro, ranks, hint", [
     (96, 8, 5, "80 or 120 rows would be, or 4 ranks"),
-    (64, 16, 8, "128 rows would be, or micro_batch_rows = 8, or 4 ranks"),
-    (30, 4, 3, "24 or 36 rows would be, or micro_batch_rows = 2")])
+    (64, 16, 8, "128 rows would be, or micro_batch_size = 8, or 4 ranks"),
+    (30, 4, 3, "24 or 36 rows would be, or micro_batch_size = 2")])
 def test_what_divides_is_said(run_file, rows, micro, ranks, hint):
-    run, _ = run_config.load(run_file, [f"--train.global_batch_rows={rows}",
-                                    f"--train.micro_batch_rows={micro}"])
+    run, _ = run_config.load(run_file, [f"--train.global_batch_size={rows}",
+                                    f"--train.micro_batch_size={micro}"])
     with pytest.raises(ConfigError, match=hint):
         ds_config.accumulation_steps(run, ranks)
 
@@ -273,8 +273,8 @@ def test_what_divides_is_said(run_file, rows, micro, ranks, hint):
 def test_command(run_file, tmp_path, monkeypatch):
     monkeypatch.delitem(ENVIRONMENT, "DS_ACCELERATOR")  # as a user without a GPU has it
     done = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a100", "--gpus", "4",
-                  "--html", tmp_path / "plan.html", "--train.global_batch_rows=64")
-    assert "fastest that fits: ZeRO-1, recompute none" in done.stdout
+                  "--html", tmp_path / "plan.html", "--train.global_batch_size=64")
+    assert "fastest that fits: ZeRO-1, activation checkpointing none" in done.stdout
     assert "vocabulary of 640 (" in done.stdout
     assert "accelerator" not in done.stdout + done.stderr  # DeepSpeed's warning, of no concern here
     page = (tmp_path / "plan.html").read_text()
@@ -291,7 +291,7 @@ def test_planes_of_attention_are_counted_while_it_works_and_where_they_are_kept(
         run, _ = run_config.load("launch/runs/v3_base.toml", [
             f"--model.num_layers={layers}", "--model.hidden_size=64", f"--model.num_heads={heads}",
             "--model.intermediate_size=64", "--model.vocab_size=512",
-            "--objective.generator_layers=2", f"--train.micro_batch_rows={rows}", *overrides])
+            "--objective.generator_layers=2", f"--train.micro_batch_size={rows}", *overrides])
         return trace(run, torch.bfloat16, fused=True).peak(0.0)
 
     plane = 2 * rows * heads * length * length  # bytes; of two terms, and gradients twice as wide

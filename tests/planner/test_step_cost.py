@@ -14,7 +14,7 @@ SMALL = ["--model.num_layers=4", "--model.hidden_size=64", "--model.num_heads=1"
 
 
 def table(rows: int) -> tuple:
-    overrides = [*SMALL, f"--train.micro_batch_rows={rows}"]
+    overrides = [*SMALL, f"--train.micro_batch_size={rows}"]
     run, _ = run_config.load("launch/runs/v3_base.toml", overrides)
     count = count_step(run)
     return run, count, summarize(run, count, CARDS["h100"])

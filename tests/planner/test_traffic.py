@@ -20,7 +20,7 @@ WORKER = Path(__file__).parents[1] / "workers/traffic.py"
 NOTHING_STAYS = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0,
                  "stage3_param_persistence_threshold": 0}
 WHOLE_TABLE = "FULL_TABLE" in os.environ
-RECOMPUTED = ["--train.checkpoint_layers=1"]
+RECOMPUTED = ["--train.activation_checkpointing=full"]
 QUICK = {2: [{"stage": 3, "zero": NOTHING_STAYS, "overrides": RECOMPUTED, "micro_batches": 2}]}
 CASES = {
     2: [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3},
@@ -38,7 +38,7 @@ CASES = {
                               "stage3_prefetch_bucket_size": 100_000}, "slack": 4},
         {"stage": 3, "zero": NOTHING_STAYS, "overrides": ["--objective.kind=mlm"]},
         {"stage": 3, "zero": NOTHING_STAYS, "micro_batches": 1,
-         "overrides": ["--train.recompute=cheap", *RECOMPUTED]}, *QUICK[2]],
+         "overrides": ["--train.activation_checkpointing=selective"]}, *QUICK[2]],
     4: [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3},
         {"stage": 3, "zero": NOTHING_STAYS, "micro_batches": 1}],
 } if WHOLE_TABLE else QUICK

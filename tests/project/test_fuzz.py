@@ -31,7 +31,7 @@ WRITERS = {  # every command that writes: what it writes first
         "--html", "new")), "new"),
     "stats": (Command("data_prep/stats.py", ("train", "--pictures", "new", *PREPARE[:2])), "new"),
     "train tokenizer": (Command("data_prep/train_tokenizer.py", (
-        "train.jsonl", "--pieces", "400", "--out", "new")), ".tsv"),
+        "train.jsonl", "--vocab_size", "400", "--out", "new")), ".tsv"),
     "tokenize": (Command("data_prep/tokenize_corpus.py", ("train.jsonl", "--out", "new", *PREPARE)),
                  "new/.job.json"),
     "pack": (Command("data_prep/pack.py", ("train", "--seq_len", "32", *PREPARE)), "train/rows-32"),

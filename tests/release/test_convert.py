@@ -261,7 +261,7 @@ def test_what_a_run_leaves_is_computed_as_its_reader_can(tmp_path):
     """Models of a run with attention = "fused" could not be used where that cannot run."""
     release = make_release("v3")
     pinned = dataclasses.replace(release.main.config, attention="fused", keep_position_terms=True,
-                                 vocabulary_loss="fused")
+                                 cross_entropy="fused")
     write_ours(dataclasses.replace(
         release, main=dataclasses.replace(release.main, config=pinned)), tmp_path)
     loaded = load_backbone(tmp_path)

@@ -37,15 +37,23 @@ def make_checkpoint(directory):
     """Write what a card reads of a run: run.json of its checkpoint, and metrics.jsonl."""
     step = directory / "checkpoints" / "step-00000040"
     step.mkdir(parents=True)
-    run = {"objective": {"kind": "rtd", "mask": {"rate": 0.3, "final_rate": 0.15},
-                         "temperature": 1.0, "final_temperature": None},
-           "train": {"steps": 50, "global_batch_rows": 8, "first_batch_rows": 0},
-           "data": {"seq_len": 64, "sources": [{"path": "gone | <b>", "weight": 3.0},
-                                               {"path": "other", "weight": 1.0}]},
-           "optim": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.999], "schedule": "wsd"}}
+    run = {
+        "objective": {
+            "kind": "rtd",
+            "mask": {"rate": 0.3, "final_rate": 0.15},
+            "temperature": 1.0,
+            "final_temperature": None,
+        },
+        "train": {"steps": 50, "global_batch_size": 8, "initial_batch_size": 0},
+        "data": {
+            "seq_len": 64,
+            "sources": [{"path": "gone | <b>", "weight": 3.0}, {"path": "other", "weight": 1.0}],
+        },
+        "optim": {"name": "adamw", "learning_rate": 1e-3, "betas": [0.9, 0.999], "schedule": "wsd"},
+    }
     (step / "run.json").write_text(json.dumps(RUN_RECORD | {
-        "step": 40, "rows_seen": 320, "tokens_seen": 20480, "config": run,
-        "fingerprints": {"gone | <b>": "ab12", "other": "cd34"}, "versions": {"torch": "2.13.0"},
+        "step": 40, "sequences_seen": 320, "tokens_seen": 20480, "config": run,
+        "content_hashes": {"gone | <b>": "ab12", "other": "cd34"}, "versions": {"torch": "2.13.0"},
         "tokenizer_sha256": "ef56"}))
     (step / "manifest.json").write_text("{}")
     records = [{"kind": "eval", "step": at, "roc_auc": at / 90, "generator_loss": 5.0}

@@ -83,11 +83,11 @@ def test_a_masked_lm_run_has_no_discriminator_and_needs_no_extras(tmp_path):
 
 def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
     runs = [make_run(tmp_path / "a", name="a"),
-            make_run(tmp_path / "b", name="b", optim={"lr": 1e-3}),
+            make_run(tmp_path / "b", name="b", optim={"learning_rate": 1e-3}),
             make_run(tmp_path / "c", name="c", kind="mlm")]
     text, page = read_page(tmp_path, *runs)
     assert page.headings[0] == "3 runs compared" and page.headings.count("Evaluation") == 3
-    assert "What differs" in page.headings and "optim.lr" in page.text
+    assert "What differs" in page.headings and "optim.learning_rate" in page.text
     legends = re.findall(r'<p class="legend">(.*?)</p>', text)
     assert len(legends) == text.count("<figure") + len(runs)
     assert all("</i>" in legend for legend in legends)
@@ -109,8 +109,12 @@ def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
     """Previews were the first three keys: "wandb , mlflow" where nothing was set."""
     run = make_run(tmp_path / "run", log={"wandb": "", "mlflow": ""})
     config = json.loads((run / "config.json").read_text())
-    config["origins"] = {"log.wandb": "default", "log.mlflow": "default", "optim.lr": "default",
-                         "optim.warmup_steps": "run.toml"}
+    config["origins"] = {
+        "log.wandb": "default",
+        "log.mlflow": "default",
+        "optim.learning_rate": "default",
+        "optim.warmup_steps": "run.toml",
+    }
     (run / "config.json").write_text(json.dumps(config))
     text, _ = read_page(tmp_path, run)
     assert "<summary>Log<small>all defaults</small>" in text

@@ -45,7 +45,7 @@ def hostile_run(directory, text, kind="rtd"):
     run = make_run(directory, records, text, kind, model=shape, **{text: {text: [text]}})
     config = json.loads((run / "config.json").read_text())
     config |= {"origins": {f"{text}.{text}": text, "name": text}, "versions": {text: text},
-               "hardware": text, "commit": text, "fingerprints": {text: text}}
+               "hardware": text, "commit": text, "content_hashes": {text: text}}
     (run / "config.json").write_text(json.dumps(config))
     (run / "summary.json").write_text(json.dumps(
         [{"stage": text, "what": text, "result": text, "seconds": 1}]))

@@ -42,7 +42,7 @@ def test_unknown_pieces_are_said(tmp_path, capsys):
                               workers=1).values()
     said = re.search(r"warning: ([\d.]+)% of the tokens are unknown", capsys.readouterr().err)
     assert float(said[1]) == pytest.approx(100 * 7 / done.tokens, abs=0.05)
-    assert not any("unknown" in name for name in done.counts)  # another fingerprint than before
+    assert not any("unknown" in name for name in done.counts)  # another content hash than before
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_too_little_text_and_a_wrong_name_are_one_error(lines, tmp_path):
         with pytest.raises(UserError, match=f"of {pieces:,} pieces from this sample") as refused:
             train_fast(units, tmp_path / "t", kind=kind, pieces=pieces, sample_bytes=1 << 20,
                        read=READ)
-        possible = int(re.search(r"--pieces (\d+)", str(refused.value))[1])  # the error says it
+        possible = int(re.search(r"--vocab_size (\d+)", str(refused.value))[1])  # the error says it
         assert train_fast(units, tmp_path / f"{kind}-{pieces}", kind=kind, pieces=possible,
                           sample_bytes=1 << 20, read=READ).mask_id == possible
     with pytest.raises(UserError, match="writes a directory"):

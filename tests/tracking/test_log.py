@@ -19,7 +19,7 @@ METRICS = {kind: (*objective.METRICS, MINIMAL_PAIRS) for kind, objective in OBJE
 
 def train_record(step, **more):
     return {
-        "kind": "train", "step": step, "rows_seen": 8 * step, "tokens_seen": 1024 * step,
+        "kind": "train", "step": step, "sequences_seen": 8 * step, "tokens_seen": 1024 * step,
         "seconds": 0.5 * step, "loss": 2.5 + 7 / (1 + step), "generator_loss": 2.4 + 7 / (1 + step),
         "discriminator_loss": 0.07, "discriminator_gain": 0.03 - 0.05 / (1 + 0.05 * step),
         "learning_rate": 5e-4, "grad_norm": 1.25, "tokens_per_second": 12_345.6,

@@ -56,8 +56,8 @@ def test_the_perplexity_of_a_diverged_run_does_not_end_it(tmp_path):
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from deberta_ds import records
-from deberta_ds.errors import UserError
+from deberta_ds.tracking import records
+from deberta_ds.base.errors import UserError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

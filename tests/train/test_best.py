@@ -23,10 +23,10 @@ def evaluations(out) -> dict[int, float]:
 @pytest.mark.multi
 def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
     """At a learning rate that ruins the model; two ranks, one checkpoint kept besides the best."""
-    run_file = make_run(tmp_path, lr="0.5", warmup_steps="0", steps="40", eval_every="2",
+    run_file = make_run(tmp_path, learning_rate="0.5", warmup_steps="0", steps="40", eval_every="2",
                         save_every="3", keep="1")
     command = ["--config", str(run_file), "--deepspeed_config",
-               str(deepspeed_json(tmp_path / "ds.json", 1)), "--train.best=generator_loss"]
+               str(deepspeed_json(tmp_path / "ds.json", 1)), "--train.best_metric=generator_loss"]
     out = tmp_path / "out"
     text = rank_helpers.run(2, [*command, "--train.patience=3"], tmp_path / "first.log")
     scores = evaluations(out)
@@ -48,18 +48,18 @@ def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
 
 
 def test_a_best_of_other_rows_counts_no_more(tmp_path):
-    overrides = ["--train.best=generator_loss"]
+    overrides = ["--train.best_metric=generator_loss"]
     run, _ = run_config.load(make_run(tmp_path), overrides)
     tokenizer, _, held_out = setup._open(run)
     scored = best.what_is_scored(run, held_out, [])
-    assert scored == best.what_is_scored(run, {"moved": held_out[run.data.eval]}, [])
-    fewer = best.what_is_scored(run, {"": held_out[run.data.eval][:8]}, [])
+    assert scored == best.what_is_scored(run, {"moved": held_out[run.data.heldout]}, [])
+    fewer = best.what_is_scored(run, {"": held_out[run.data.heldout][:8]}, [])
     saved = best.Best("generator_loss", 1.5, 10, scored=scored)
     assert best.continued(run, saved.state(), scored) == (saved, "")
     found, note = best.continued(run, saved.state(), fewer)
     assert found == best.Best("generator_loss", scored=fewer)
     assert "generator_loss = 1.5 at step 10" in note
-    other, _ = run_config.load(make_run(tmp_path), ["--train.best=minimal_pairs"])
+    other, _ = run_config.load(make_run(tmp_path), ["--train.best_metric=minimal_pairs"])
     assert best.continued(other, saved.state(), "x") == (
         best.Best("minimal_pairs", scored="x"), "")
     pairs = [([5, 6], [5, 7])]
@@ -67,7 +67,7 @@ def test_a_best_of_other_rows_counts_no_more(tmp_path):
 
 
 def test_a_directory_in_the_way_of_the_link_is_refused_at_the_start(tmp_path):
-    run, _ = run_config.load(make_run(tmp_path), ["--train.best=generator_loss"])
+    run, _ = run_config.load(make_run(tmp_path), ["--train.best_metric=generator_loss"])
     best.check_link(run)
     (tmp_path / "out/best").mkdir(parents=True)
     with pytest.raises(UserError, match="is in the way"):
@@ -91,24 +91,28 @@ def test_what_is_better():
 def test_a_score_that_is_not_measured_is_named(tmp_path):
     run, _ = run_config.load(make_run(tmp_path))
 
-    def problems(eval_corpus=run.data.eval, **train):
+    def problems(eval_corpus=run.data.heldout, **train):
         return " ".join(best.problems(dataclasses.replace(
             run, train=dataclasses.replace(run.train, **train),
-            data=dataclasses.replace(run.data, eval=eval_corpus))))
+            data=dataclasses.replace(run.data, heldout=eval_corpus))))
 
-    assert not problems() and not problems(best="roc_auc", patience=2)
-    assert "roc_auk" in problems(best="roc_auk") and "roc_auc" in problems(best="roc_auk")
-    assert "evaluate.minimal_pairs" in problems(best="minimal_pairs")
-    assert "data.eval" in problems(best="roc_auc", eval_corpus="")
+    assert not problems() and not problems(best_metric="roc_auc", patience=2)
+    assert "roc_auk" in problems(best_metric="roc_auk") and "roc_auc" in problems(
+        best_metric="roc_auk"
+    )
+    assert "evaluate.minimal_pairs" in problems(best_metric="minimal_pairs")
+    assert "data.heldout" in problems(best_metric="roc_auc", eval_corpus="")
     several = {"de": "a", "en": "b"}
-    assert not problems(best="roc_auc/de", eval_corpus=several)
-    assert "roc_auc/fr" in problems(best="roc_auc/fr", eval_corpus=several)
-    assert "roc_auc/de" in problems(best="roc_auc/de", eval_corpus={"de": "a"})  # not written
-    assert "minimal_pairs/de" in problems(best="minimal_pairs/de", eval_corpus=several)
-    assert "roc_auc/de" in problems(best="roc_auc/de")
-    assert "train.best" in problems(patience=2)
+    assert not problems(best_metric="roc_auc/de", eval_corpus=several)
+    assert "roc_auc/fr" in problems(best_metric="roc_auc/fr", eval_corpus=several)
+    assert "roc_auc/de" in problems(
+        best_metric="roc_auc/de", eval_corpus={"de": "a"}
+    )  # not written
+    assert "minimal_pairs/de" in problems(best_metric="minimal_pairs/de", eval_corpus=several)
+    assert "roc_auc/de" in problems(best_metric="roc_auc/de")
+    assert "train.best_metric" in problems(patience=2)
     saved = dataclasses.asdict(best.Best("roc_auc", 0.6, 10, 2, scored="x"))
-    wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best="roc_auc"))
+    wanted = dataclasses.replace(run, train=dataclasses.replace(run.train, best_metric="roc_auc"))
     assert best.continued(wanted, saved, "x")[0].without == 2
     none = best.Best("", scored="")
     assert best.continued(run, saved, "") == (none, "") == best.continued(run, {}, "")

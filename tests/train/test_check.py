@@ -38,13 +38,13 @@ def test_rows_without_a_target_are_called_so(tmp_path):
     source = f'--data.sources=[{{path = "{tmp_path / "unknown"}"}}]'
     for extra in (["--check"], []):
         text = run_badly([*command, source, *extra], tmp_path / f"log{len(extra)}")
-        assert "masked" in text and "mask.rate" in text and "optim.lr" not in text
-    text = run_badly([*command, f"--data.eval={tmp_path / 'unknown'}", "--train.eval_every=1"],
+        assert "masked" in text and "mask.rate" in text and "optim.learning_rate" not in text
+    text = run_badly([*command, f"--data.heldout={tmp_path / 'unknown'}", "--train.eval_every=1"],
                      tmp_path / "eval.log")
-    assert "data.eval" in text and "masked token" in text
+    assert "data.heldout" in text and "masked token" in text
     failures = [record["detail"] for record in read_metrics(tmp_path / "out/metrics.jsonl")
                 if record.get("event") == "fail"]  # for the page: the run is not in progress
-    assert len(failures) == 2 and "mask.rate" in failures[0] and "data.eval" in failures[1]
+    assert len(failures) == 2 and "mask.rate" in failures[0] and "data.heldout" in failures[1]
 
 
 def test_a_check_refuses_what_a_start_would(tmp_path):
@@ -56,7 +56,7 @@ def test_a_check_refuses_what_a_start_would(tmp_path):
     assert f"{tmp_path / 'file'} is a file; choose another directory" in text
     assert wait(start(1, [*command, "--train.stop_after=1"], tmp_path / "log")) == [0]
     for extra, said in ((["--resume", "never"], "holds checkpoints"),
-                        (["--train.global_batch_rows=4"], "is of another run"),
+                        (["--train.global_batch_size=4"], "is of another run"),
                         (["--resume", str(tmp_path)], "not a whole checkpoint")):
         assert said in run_badly([*command, "--check", *extra], tmp_path / "bad.log")
     assert wait(start(1, [*command, "--check"], tmp_path / "good.log")) == [0]
@@ -67,9 +67,9 @@ def test_a_check_refuses_what_a_start_would(tmp_path):
 def test_what_is_rarely_meant_is_said(tmp_path):
     run_file, ds = make_run(tmp_path), deepspeed_json(tmp_path / "ds.json", 1)
     arguments = ["--config", str(run_file), "--deepspeed_config", str(ds), "--check",
-                 "--model.vocab_size=4096", "--train.global_batch_rows=4096",
+                 "--model.vocab_size=4096", "--train.global_batch_size=4096",
                  "--train.steps=5000",
-                 f'--data.eval={{own = "{tmp_path}/train", it = "{tmp_path}/heldout"}}']
+                 f'--data.heldout={{own = "{tmp_path}/train", it = "{tmp_path}/heldout"}}']
     assert wait(start(1, arguments, tmp_path / "log")) == [0], (tmp_path / "log").read_text()
     text = (tmp_path / "log").read_text()
     size = tiny_tokenizer().size

@@ -19,8 +19,8 @@ def test_what_is_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("key, value", [
-    ("step", -1), ("step", "3"), ("world_size", 0), ("rows_seen", None), ("seconds", []),
-    ("fingerprints", {"a": 1}), ("recent_losses", ["x"]), ("deepspeed", {"bf16": 3}),
+    ("step", -1), ("step", "3"), ("world_size", 0), ("sequences_seen", None), ("seconds", []),
+    ("content_hashes", {"a": 1}), ("recent_losses", ["x"]), ("deepspeed", {"bf16": 3}),
     ("config", "x")])
 def test_a_wrong_value_is_named(tmp_path, key, value):
     (tmp_path / "run.json").write_text(json.dumps(json.loads(WHOLE.to_json()) | {key: value}))

@@ -108,11 +108,11 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
     monkeypatch.setattr(loop.checkpoint, "find", lambda *_: loop.checkpoint.Found(path))
     monkeypatch.setattr(loop.checkpoint, "load", lambda engine, path: loaded.append(path))
     monkeypatch.setattr(loop, "read_record", lambda path: {"recent_losses": []})
-    train = SimpleNamespace(on_spike="rollback", spike_sigmas=0.0, global_batch_rows=8,
-                            first_batch_rows=0, batch_growth_steps=0, steps=1000)
+    train = SimpleNamespace(on_spike="rollback", spike_sigmas=0.0, global_batch_size=8,
+                            initial_batch_size=0, batch_warmup_steps=0, steps=1000)
     trainer = SimpleNamespace(
         bad_steps_in_a_row=0, rollbacks=Counter(), engine=None, finish_save=lambda wait: None,
-        run=SimpleNamespace(train=train, out_dir="out"), step=100, _rows_seen=lambda: 0,
+        run=SimpleNamespace(train=train, out_dir="out"), step=100, _sequences_seen=lambda: 0,
         watchdog=SimpleNamespace(patience=nullcontext), log_event=lambda *_, **__: None)
     monkeypatch.setattr(loop.batch_schedule, "rows_before", lambda train, step: 8 * step)
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_bad_step_is_passed_over_and_its_rows_are_recorded(passed_over, name):
     assert weights[8] == weights[before] != weights[6] and weights[9] != weights[8]
     records = read_metrics(root / name / "metrics.jsonl")
     event = next(r for r in records if r.get("event") == name.split("-")[0])
-    assert (event["step"], event["first_row"], event["last_row"]) == (8, 56, 63)
+    assert (event["step"], event["first_sequence"], event["last_sequence"]) == (8, 56, 63)
     assert [r["step"] for r in records if r["kind"] == "train"] == [*range(1, 8), *range(9, 13)]
 
 
@@ -241,7 +241,7 @@ def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
 @pytest.mark.slow
 def test_two_runs_on_one_out_dir(job):
     arguments, root = job
-    arguments.append("--train.global_batch_rows=2")
+    arguments.append("--train.global_batch_size=2")
     first = rank_helpers.start(1, arguments, root / "log")
     wait_for_step(2, first, root)
     second = rank_helpers.wait(rank_helpers.start(1, arguments, root / "second.log"))

@@ -53,7 +53,7 @@ def test_all_clocks_know_what_is_no_step():
         yield
         waits.append("end")
 
-    speed = SpeedMeter(flops_per_token=1.0, peak=None, world_size=1, rows_seen=0)
+    speed = SpeedMeter(flops_per_token=1.0, peak=None, world_size=1, sequences_seen=0)
     meters = Meters(speed, TimeUse({}, lost=0.0), None, SimpleNamespace(patience=patience))
     speed.start()
     with meters.during("saves"):

@@ -41,7 +41,7 @@ def run(function, leaves, labels, uniforms, temperature, valid):
 
 def head_gradients(implementation: str) -> list[torch.Tensor]:
     """Return loss and gradients of a masked LM's head that was asked for one implementation."""
-    config = ModelConfig(**MODELS["tiny"], vocabulary_loss=implementation)
+    config = ModelConfig(**MODELS["tiny"], cross_entropy=implementation)
     torch.manual_seed(3)
     words, head = WordEmbedding(config.vocab_size, config.hidden_size), MaskedLmHead(config)
     leaves = [*words.parameters(), *head.parameters()]

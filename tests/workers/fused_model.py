@@ -25,9 +25,9 @@ from deberta_ds.objectives.rtd import RtdModel
 
 CONFIG = ModelConfig(vocab_size=150, hidden_size=32, num_layers=2, num_heads=2,
                      intermediate_size=48, max_position=64, position_buckets=8)
-CASES = {  # settings, recompute, autocast, training
-    "rtd, terms kept, recomputed": (dict(keep_position_terms=True), "all", False, True),
-    "mlm with a convolution under autocast": (dict(conv_kernel=3), "cheap", True, True),
+CASES = {  # settings, checkpointing, autocast, training
+    "rtd, terms kept, recomputed": (dict(keep_position_terms=True), "full", False, True),
+    "mlm with a convolution under autocast": (dict(conv_kernel=3), "selective", True, True),
     "evaluation": (dict(), None, False, False),
 }
 
@@ -44,16 +44,16 @@ def batch_of_a_packed_row():
 
 def run(name: str, fused: bool) -> list[torch.Tensor]:
     """Return the loss and all gradients, or in evaluation the loss and the logits."""
-    settings, recompute, autocast, training = CASES[name]
+    settings, checkpointing, autocast, training = CASES[name]
     paths = ("fused", "fused") if fused else ("reference", "chunked")
-    config = replace(CONFIG, **settings, attention=paths[0], vocabulary_loss=paths[1])
+    config = replace(CONFIG, **settings, attention=paths[0], cross_entropy=paths[1])
     if name.startswith("mlm"):
         model = MlmModel(config, 140)
     else:
         model = RtdModel(config, config, ObjectiveConfig(kind="rtd"), sampling_seed=0)
     for module in model.modules():
-        if recompute and hasattr(module, "recompute"):
-            module.checkpoint_layers, module.recompute = 1, recompute
+        if checkpointing and hasattr(module, "checkpointing"):
+            module.checkpointing = checkpointing
     init_parameters(model, 0.1, 0)
     model.train(training)
     torch.manual_seed(7)

@@ -23,7 +23,7 @@ from deberta_ds.engine import engine
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.train.step import train_step
 
-ARGUMENTS = ["--train.global_batch_rows=2", "--train.micro_batch_rows=1"]
+ARGUMENTS = ["--train.global_batch_size=2", "--train.micro_batch_size=1"]
 
 
 def settings(stage: int) -> dict:
@@ -38,7 +38,7 @@ def run(stage: int, fused: bool) -> list[torch.Tensor]:
     """Return the losses of two steps, and how far each parameter moved."""
     kernel_check.interpreted = lambda: fused
     paths = ("fused", "fused") if fused else ("reference", "chunked")
-    model = replace(CONFIG, attention=paths[0], vocabulary_loss=paths[1])
+    model = replace(CONFIG, attention=paths[0], cross_entropy=paths[1])
     given, _ = run_config.load("launch/runs/v3_base.toml", ARGUMENTS)
     objective = replace(given.objective, generator_layers=2)
     given = replace(given, model=model, objective=objective)

@@ -1,6 +1,6 @@
 """Train each ladder rung past bad steps in one process group; rank 0 writes what happened.
 
-    ladder.py RUN.toml OUT.json NAME=DS.json[:recompute:every_n_layers] ...
+    ladder.py RUN.toml OUT.json NAME=DS.json[:checkpointing:interval] ...
 
 Per rung: losses of four good steps with a spike discarded in the middle, the norms of both
 networks' gradients after clipping, then what a non-finite gradient raised, and whether the weights
@@ -34,7 +34,7 @@ def climb(run, ds_values: dict) -> dict:
     batches = batches_of(run, inputs, start=0, end=4)
     found = {"losses": [], "updated": [], "norms": []}
     for step in range(4):
-        engine.set_learning_rate(model_engine, run.optim.lr)
+        engine.set_learning_rate(model_engine, run.optim.learning_rate)
         micro = next(batches)
         if step == 2:
             before = snapshot(model_engine)
@@ -108,8 +108,9 @@ def main() -> None:
             values["fp16"]["initial_scale_power"] = 6  # no overflow in the first steps
         if zero.get("offload_optimizer", {}).get("device") == "nvme":
             zero["offload_optimizer"]["nvme_path"] = str(Path(sys.argv[2]).parent)
-        layers = replace(run.train, recompute=more[0], checkpoint_layers=int(more[1])) if more \
-            else run.train
+        layers = replace(
+            run.train, activation_checkpointing=more[0],
+            activation_checkpointing_interval=int(more[1])) if more else run.train
         results[name] = climb(replace(run, train=layers), values)
         print(name, results[name], flush=True)
     if dist.is_main():

@@ -91,9 +91,9 @@ def save(run, directory: Path, kinds: tuple[str, ...]) -> None:
 
 
 def write(model_engine, run, ds: dict, out: Path) -> None:
-    record = RunRecord(step=2, rows_seen=0, tokens_seen=0, seconds=0.0,
+    record = RunRecord(step=2, sequences_seen=0, tokens_seen=0, seconds=0.0,
                        world_size=dist.world_size(), config=run_config.to_dict(run), deepspeed=ds,
-                       fingerprints={}, tokenizer_sha256="", recent_losses=[], since_line={},
+                       content_hashes={}, tokenizer_sha256="", recent_losses=[], since_line={},
                        time_use={}, begun_from="", best={}, versions={})
     save_checkpoint(model_engine, out, record, keep=1)
 

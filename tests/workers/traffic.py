@@ -118,7 +118,7 @@ def main() -> None:
     for argument in sys.argv[3:]:
         case = json.loads(argument)
         rows = 2 * case["micro_batches"] * torch_dist.get_world_size()
-        run, _ = run_config.load(sys.argv[1], [f"--train.global_batch_rows={rows}",
+        run, _ = run_config.load(sys.argv[1], [f"--train.global_batch_size={rows}",
                                            *case.get("overrides", [])])
         results[argument] = measure(run, case)
     if os.environ["RANK"] == "0":

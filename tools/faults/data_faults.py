@@ -64,7 +64,7 @@ def stage(name: str, args, out: Path) -> list[str]:
     if name == "stage_local":
         return [str(ROOT / "launch/cluster/stage_local.sh"), str(out), str(args.scratch / "packed")]
     return [sys.executable, *{
-        "train_tokenizer": [f"{PREP}/train_tokenizer.py", *text, "--pieces", "4000",
+        "train_tokenizer": [f"{PREP}/train_tokenizer.py", *text, "--vocab_size", "4000",
                             "--sample_bytes", "2000000", "--out", f"{out}/spm.model"],
         "dedup": [f"{PREP}/dedup.py", *text, "--out", str(out), *workers],
         "tokenize_corpus": [f"{PREP}/tokenize_corpus.py", *text, "--tokenizer", model, "--out",

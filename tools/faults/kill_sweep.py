@@ -43,11 +43,11 @@ tokenizer = "{work}/spm.model"
 seq_len = 64
 workers = 0
 [optim]
-lr = 1e-3
+learning_rate = 1e-3
 [train]
 steps = {steps}
-global_batch_rows = 4
-micro_batch_rows = 2
+global_batch_size = 4
+micro_batch_size = 2
 log_every = 1
 save_every = {save_every}
 keep = 2

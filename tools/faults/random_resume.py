@@ -28,18 +28,18 @@ from deberta_ds.checkpoint.find import list_finished  # noqa: E402
 from deberta_ds.tracking.records import read_metrics  # noqa: E402
 
 STEPS = 9
-EXACT = ("loss", "generator_loss", "discriminator_loss", "grad_norm", "lr", "rows_seen",
+EXACT = ("loss", "generator_loss", "discriminator_loss", "grad_norm", "lr", "sequences_seen",
          "tokens_seen")
-OF_ROWS = ("rows_seen", "tokens_seen")
+OF_ROWS = ("sequences_seen", "tokens_seen")
 # (option, values it is drawn from, how often it is given at all)
 OPTIONS = [
     ("objective.kind", ["mlm", "rtd"], 1), ("data.seed", [0, 1, 2], 1),
-    ("train.seed", [0, 1, 2], 1), ("train.micro_batch_rows", [1, 2], 1),
-    ("train.global_batch_rows", [4, 8, 12], 1), ("train.eval_every", [3, 4, 100], 1),
+    ("train.seed", [0, 1, 2], 1), ("train.micro_batch_size", [1, 2], 1),
+    ("train.global_batch_size", [4, 8, 12], 1), ("train.eval_every", [3, 4, 100], 1),
     ("train.save_every", [2, 3, 100], 1), ("train.keep", [1, 2, 10], 1),
-    ("train.checkpoint_layers", [0, 1, 2], 1), ("train.recompute", ["all", "cheap"], 1),
+    ("train.activation_checkpointing", ["none", "full", "selective"], "full"),
     ("train.save_in_background", ["true", "false"], 1), ("data.workers", [0, 0, 1], 1),
-    ("data.across_documents", ["true", "false"], 1),
+    ("data.attend_across_documents", ["true", "false"], 1),
     ("optim.name", ["adamw", "muon", "adam_uncorrected"], 1),
     ("optim.schedule", ["linear", "cosine", "wsd", "constant", "deberta_linear"], 1),
     ("optim.warmup_steps", [0, 3], 1), ("optim.clip_norm", [0, 0.1, 1], 1),
@@ -52,7 +52,7 @@ OPTIONS = [
 ]
 OF_RTD = [("objective.embedding_sharing", ["gdes", "es", "nes"], 1),
           ("objective.final_temperature", [0.5, 2.0], 0.4)]
-GROWTH = [("train.first_batch_rows", [4], 1), ("train.batch_growth_steps", [3, 5], 1)]
+GROWTH = [("train.initial_batch_size", [4], 1), ("train.batch_warmup_steps", [3, 5], 1)]
 OF_ZERO = [("overlap_comm", [True, False], 0.4), ("contiguous_gradients", [True, False], 0.4),
            ("reduce_bucket_size", [5_000, 100_000], 0.4)]
 OF_STAGE_3 = [("stage3_param_persistence_threshold", [0, 1_000, 3_000], 1),

@@ -40,20 +40,20 @@ max_position = 128
 kind = "rtd"
 [data]
 sources = [{{path = "{place}/web"}}]
-eval = "{place}/heldout"
+heldout = "{place}/heldout"
 tokenizer = "{tokenizer}"
 seq_len = 128
 workers = {workers}
 cache = "{cache}"
 [optim]
-lr = 1e-3
+learning_rate = 1e-3
 warmup_steps = 5
 [train]
 steps = 40
-global_batch_rows = 8
-micro_batch_rows = 8
+global_batch_size = 8
+micro_batch_size = 8
 log_every = 1
-eval_rows = 16
+eval_sequences = 16
 eval_every = 20
 save_every = 40
 """
@@ -163,7 +163,7 @@ def prepare(args, place: str, commands: list | None) -> None:
     cache = ["--cache", str(args.scratch / "c")]
     filters = ["--filters", str(args.scratch / "filters.toml")]
     for command in (
-        ["train_tokenizer.py", raw, *read, "--pieces", "4000", "--sample_bytes", "4000000",
+        ["train_tokenizer.py", raw, *read, "--vocab_size", "4000", "--sample_bytes", "4000000",
          "--out", f"{place}/spm.model"],
         ["dedup.py", raw, *read, "--near", "0.8", "--out", f"{place}/found", *workers],
         ["decontaminate.py", raw, *read, "--against", *args.against, "--out",

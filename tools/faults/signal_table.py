@@ -123,7 +123,7 @@ def start(launcher: str, work: Path, workers: int, commands: Mapping[str, list[s
     """Start a job that would take minutes; return its first process and the mark of all of them."""
     ranks = 1 if launcher in ("python", "timeout") else 2
     run_file = make_run(work, steps="5000", save_every="5000", eval_every="5000",
-                        workers=str(workers), global_batch_rows="2", micro_batch_rows="1")
+                        workers=str(workers), global_batch_size="2", micro_batch_size="1")
     ds_file = deepspeed_json(work / "ds.json", 3 if ranks == 2 else 1)
     mark = uuid.uuid4().hex
     script = [str(ROOT / "launch/pretrain.py"), "--config", str(run_file), "--deepspeed_config",
@@ -208,7 +208,7 @@ def trial(launcher: str, what: str, workers: int, work: Path,
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     # Under "twice" the first step boundary must not come before the second Ctrl-C.
-    slow = ["--train.global_batch_rows=64"] if what == "Ctrl-C twice" else []
+    slow = ["--train.global_batch_size=64"] if what == "Ctrl-C twice" else []
     if launcher == "deepspeed":
         commands = commands | {launcher: [*commands[launcher], f"--master_port={_free_port()}"]}
     process, mark = start(launcher, work, workers, commands, *slow)

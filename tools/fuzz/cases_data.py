@@ -25,8 +25,8 @@ def corpus(random: Random, place: Path) -> Case:
         ("tokenize_corpus", ["--out", "new", "--tokenizer", "spm.model", "--workers", "1"]),
         ("tokenize_corpus", ["--out", "new", "--tokenizer", "spm.model", "--workers", "2",
                              "--heldout_out", "new2", "--heldout_share", "0.3"]),
-        ("train_tokenizer", ["--out", "new.model", "--pieces", "400"]),
-        ("train_tokenizer", ["--out", "new.model", "--pieces", "400", "--label_from_directory",
+        ("train_tokenizer", ["--out", "new.model", "--vocab_size", "400"]),
+        ("train_tokenizer", ["--out", "new.model", "--vocab_size", "400", "--label_from_directory",
                              "--temperature", random.choice(["3.3", "nan", "-1", "0", "inf"])]),
         ("dedup", ["--out", "new", "--workers", "1"]),
     ])
@@ -35,20 +35,49 @@ def corpus(random: Random, place: Path) -> Case:
         change = mutate.file(random, path)
         what, nonsense = change
     else:
-        arguments += random.choice([
-            ["--documents", "match:["], ["--documents", "page"], ["--documents", "match:"],
-            ["--text_key", "nothing"], ["--text_key", ""], ["--max_document_bytes", "0"],
-            ["--max_document_bytes", "-5"], ["--unit_bytes", "-1"], ["--unit_bytes", "1"],
-            ["--workers", "0"], ["--workers", "-2"], ["--heldout_share", "2"],
-            ["--heldout_share", "nan"], ["--heldout_share", "-1", "--heldout_out", "new2"],
-            ["--heldout_out", "new"], ["--pieces", "0"], ["--pieces", "-7"], ["--pieces", "10"],
-            ["--sample_bytes", "0"], ["--character_coverage", "nan"], ["--threads", "0"],
-            ["--character_coverage", "5"], ["--near", "nan"], ["--near", "2"], ["--near", "-1"],
-            ["--max_bad", "-1"], ["--min_letter_share", "nan"], ["--min_letter_share", "2"],
-            ["--min_characters", "-1"], ["--duplicates", "train"], ["--duplicates", "nowhere"],
-            ["--label_key", "none"], ["--max_bad", "100000"], ["--temperature", "2"],
-            ["--extract_html"], ["--out", "nosuch://there/new"], ["--out", "train"],
-            ["--out", "train.jsonl"], ["--out", "/proc/new"]])
+        arguments += random.choice(
+            [
+                ["--documents", "match:["],
+                ["--documents", "page"],
+                ["--documents", "match:"],
+                ["--text_key", "nothing"],
+                ["--text_key", ""],
+                ["--max_document_bytes", "0"],
+                ["--max_document_bytes", "-5"],
+                ["--unit_bytes", "-1"],
+                ["--unit_bytes", "1"],
+                ["--workers", "0"],
+                ["--workers", "-2"],
+                ["--heldout_share", "2"],
+                ["--heldout_share", "nan"],
+                ["--heldout_share", "-1", "--heldout_out", "new2"],
+                ["--heldout_out", "new"],
+                ["--vocab_size", "0"],
+                ["--vocab_size", "-7"],
+                ["--vocab_size", "10"],
+                ["--sample_bytes", "0"],
+                ["--character_coverage", "nan"],
+                ["--threads", "0"],
+                ["--character_coverage", "5"],
+                ["--near", "nan"],
+                ["--near", "2"],
+                ["--near", "-1"],
+                ["--max_bad", "-1"],
+                ["--min_letter_share", "nan"],
+                ["--min_letter_share", "2"],
+                ["--min_characters", "-1"],
+                ["--duplicates", "train"],
+                ["--duplicates", "nowhere"],
+                ["--label_key", "none"],
+                ["--max_bad", "100000"],
+                ["--temperature", "2"],
+                ["--extract_html"],
+                ["--out", "nosuch://there/new"],
+                ["--out", "train"],
+                ["--out", "train.jsonl"],
+                ["--out", "/proc/new"],
+            ]
+        )
         what = f"{path.name} {' '.join(arguments[-2:])}"
         nonsense = arguments[-2:] in _NONSENSE_OPTIONS
     return Case(Command(f"data_prep/{script}.py", (path.name, *arguments)), f"{script} {what}",
@@ -59,7 +88,7 @@ _NONSENSE_OPTIONS = [["--unit_bytes", "-1"], ["--max_document_bytes", "0"],
                      ["--max_document_bytes", "-5"], ["--heldout_share", "2"],
                      ["--heldout_share", "nan"], ["--heldout_out", "new"], ["--workers", "-2"],
                      ["--near", "nan"], ["--near", "2"], ["--min_letter_share", "nan"],
-                     ["--max_bad", "-1"], ["--pieces", "-7"]]
+                     ["--max_bad", "-1"], ["--vocab_size", "-7"]]
 
 
 def shards(random: Random, place: Path) -> Case:

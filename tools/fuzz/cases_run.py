@@ -34,44 +34,98 @@ def run_file(random: Random, place: Path) -> Case:
 
 def _toml_trick(random: Random, text: str) -> tuple[str, mutate.Change]:
     """Return TOML with what TOML itself forbids, or types that JSON does not have."""
-    name, new = random.choice([
-        ("a key twice", text.replace("lr = ", "lr = 1e-3\nlr = ")),
-        ("a table twice", f"{text}[optim]\nlr = 1e-3\n"),
-        ("brackets without end", text.replace("lr = ", f"lr = {'[' * 50_000}")),
-        ("a date", text.replace('name = "small"', "name = 1979-05-27T07:32:00Z")),
-        ("a time as the rate", text.replace("lr = 0.001", "lr = 07:32:00")),
-        ("thousands of digits", text.replace("steps = 2", f"steps = {'9' * 5000}")),
-        ("a dotted key over a table", f"optim.lr = 1\n{text}"),
-        ("underscores in a number", text.replace("steps = 2", "steps = 2__0")),
-        ("a NUL", text.replace("small", "sm\0all"))])
+    name, new = random.choice(
+        [
+            (
+                "a key twice",
+                text.replace("learning_rate = ", "learning_rate = 1e-3\nlearning_rate = "),
+            ),
+            ("a table twice", f"{text}[optim]\nlr = 1e-3\n"),
+            (
+                "brackets without end",
+                text.replace("learning_rate = ", f"learning_rate = {'[' * 50_000}"),
+            ),
+            ("a date", text.replace('name = "small"', "name = 1979-05-27T07:32:00Z")),
+            (
+                "a time as the rate",
+                text.replace("learning_rate = 0.001", "learning_rate = 07:32:00"),
+            ),
+            ("thousands of digits", text.replace("steps = 2", f"steps = {'9' * 5000}")),
+            ("a dotted key over a table", f"optim.learning_rate = 1\n{text}"),
+            ("underscores in a number", text.replace("steps = 2", "steps = 2__0")),
+            ("a NUL", text.replace("small", "sm\0all")),
+        ]
+    )
     return new, mutate.Change(name, new != text)
 
 
 _OUT_OF_RANGE = [
-    ("optim.min_lr_share", -1), ("optim.min_lr_share", 2.0), ("objective.rtd_weight", -1),
-    ("train.stop_after", -5), ("data.workers", 99999999999999999999), ("data.workers", -1),
-    ("optim.betas", [2.0, 3.0]), ("optim.betas", [-1.0, 0.9]), ("optim.eps", -1.0),
-    ("optim.lr", -1e-3), ("optim.lr", 1e30), ("optim.decay_share", 5.0), ("model.norm_eps", -1.0),
-    ("model.num_layers", 10**9), ("model.hidden_size", 10**9), ("model.init_std", -1.0),
-    ("model.conv_kernel", -3), ("model.conv_kernel", 10**6 + 1), ("model.max_relative", 1),
-    ("objective.generator_layers", 10**6), ("objective.generator_layers", -3),
-    ("objective.mask.rate", 1.5), ("objective.mask.max_ngram", 10**9), ("train.keep", 0),
-    ("train.checkpoint_layers", -1), ("train.log_every", -1), ("train.micro_batch_rows", 10**9),
-    ("data.seq_len", 10**9), ("data.seed", -1), ("train.seed", 2**70), ("model.num_heads", 10**6),
-    ("model.vocab_size", 10**15), ("train.steps", 10**40), ("train.eval_rows", 10**12),
-    ("train.watchdog_seconds", 1e300), ("model.position_buckets", 10**9), ("name", ""),
-    ("objective.temperature", 1e-300), ("optim.clip_norm", -1.0), ("optim.weight_decay", -0.1)]
+    ("optim.min_learning_rate_share", -1),
+    ("optim.min_learning_rate_share", 2.0),
+    ("objective.rtd_weight", -1),
+    ("train.stop_after", -5),
+    ("data.workers", 99999999999999999999),
+    ("data.workers", -1),
+    ("optim.betas", [2.0, 3.0]),
+    ("optim.betas", [-1.0, 0.9]),
+    ("optim.eps", -1.0),
+    ("optim.learning_rate", -1e-3),
+    ("optim.learning_rate", 1e30),
+    ("optim.decay_share", 5.0),
+    ("model.norm_eps", -1.0),
+    ("model.num_layers", 10**9),
+    ("model.hidden_size", 10**9),
+    ("model.init_std", -1.0),
+    ("model.conv_kernel", -3),
+    ("model.conv_kernel", 10**6 + 1),
+    ("model.max_relative", 1),
+    ("objective.generator_layers", 10**6),
+    ("objective.generator_layers", -3),
+    ("objective.mask.rate", 1.5),
+    ("objective.mask.max_ngram", 10**9),
+    ("train.keep", 0),
+    ("train.activation_checkpointing_interval", -1),
+    ("train.log_every", -1),
+    ("train.micro_batch_size", 10**9),
+    ("data.seq_len", 10**9),
+    ("data.seed", -1),
+    ("train.seed", 2**70),
+    ("model.num_heads", 10**6),
+    ("model.vocab_size", 10**15),
+    ("train.steps", 10**40),
+    ("train.eval_sequences", 10**12),
+    ("train.watchdog_seconds", 1e300),
+    ("model.position_buckets", 10**9),
+    ("name", ""),
+    ("objective.temperature", 1e-300),
+    ("optim.clip_norm", -1.0),
+    ("optim.weight_decay", -0.1),
+]
 
 
 def override(random: Random, place: Path) -> Case:
     """Options --section.key=value with broken keys and values."""
     values = _flat(tomllib.loads((place / "run.toml").read_text()))
-    values |= {"objective.mask.rate": 0.15, "optim.eps": 1e-6, "optim.clip_norm": 1.0,
-               "optim.betas": [0.9, 0.98], "objective.temperature": 1.0, "optim.warmup_steps": 0,
-               "model.max_relative": -1, "model.conv_kernel": 0, "model.position_buckets": 16,
-               "objective.rtd_weight": 50.0, "train.spike_sigmas": 0.0, "optim.schedule": "wsd",
-               "optim.min_lr_share": 0.0, "model.norm_eps": 1e-7, "train.checkpoint_layers": 0,
-               "objective.generator_layers": 0, "model.hidden_dropout": 0.1, "data.seed": 0}
+    values |= {
+        "objective.mask.rate": 0.15,
+        "optim.eps": 1e-6,
+        "optim.clip_norm": 1.0,
+        "optim.betas": [0.9, 0.98],
+        "objective.temperature": 1.0,
+        "optim.warmup_steps": 0,
+        "model.max_relative": -1,
+        "model.conv_kernel": 0,
+        "model.position_buckets": 16,
+        "objective.rtd_weight": 50.0,
+        "train.spike_sigmas": 0.0,
+        "optim.schedule": "wsd",
+        "optim.min_learning_rate_share": 0.0,
+        "model.norm_eps": 1e-7,
+        "train.activation_checkpointing_interval": 1,
+        "objective.generator_layers": 0,
+        "model.hidden_dropout": 0.1,
+        "data.seed": 0,
+    }
     key = random.choice(sorted(values))
     new, nonsense = mutate.value(random, values[key])
     if random.random() < 0.25:

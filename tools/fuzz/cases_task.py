@@ -92,7 +92,7 @@ def settings_file(random: Random, place: Path) -> Case:
     """A settings file and overrides of fine-tuning."""
     values = {"all": {"epochs": 1, "learning_rate": 2e-5, "warmup_share": 0.1, "best_metric": "",
                       "sift_loss": "kl", "dropout": -1.0, "max_length": 64, "layer_decay": 0.9},
-              "CB": {"batch_rows": 4, "sift_weight": 0.0, "evals_per_epoch": 1}}
+              "CB": {"global_batch_size": 4, "sift_weight": 0.0, "evals_per_epoch": 1}}
     values, change = mutate.tree(random, values)
     path = place / "settings.toml"
     path.write_text(toml(values))
@@ -100,8 +100,19 @@ def settings_file(random: Random, place: Path) -> Case:
         change = mutate.file(random, path)
     more = ()
     if random.random() < 0.4:
-        key = random.choice(["epochs", "learning_rate", "batch_rows", "patience", "best_metric",
-                             "micro_batch_rows", "sift_noise", "eval_batch_rows", "group_updates"])
+        key = random.choice(
+            [
+                "epochs",
+                "learning_rate",
+                "global_batch_size",
+                "patience",
+                "best_metric",
+                "micro_batch_size",
+                "sift_noise",
+                "eval_batch_size",
+                "group_updates",
+            ]
+        )
         new = mutate.value(random, 1)[0]
         more = (f"--CB.{key}={toml_value(new)}",)
         if "\0" in more[0]:

@@ -43,7 +43,7 @@ def convert(model: str, to: str, out: str = "new") -> Command:
 def cached(*more: str) -> tuple[str, ...]:
     """Options that make the small run one on stored replacements."""
     return ("--objective.kind=rtd_cached", "--data.sources=[{path = 'train', replaced = "
-            "'replaced'}]", "--data.eval_replaced=replaced_heldout", *more)
+            "'replaced'}]", "--data.heldout_replaced=replaced_heldout", *more)
 
 
 def _submit(*what: str) -> Command:

@@ -25,18 +25,18 @@ intermediate_size = 32
 kind = "mlm"
 [data]
 sources = [{path = "train"}]
-eval = "heldout"
+heldout = "heldout"
 tokenizer = "spm.model"
 seq_len = 64
 workers = 0
 [optim]
-lr = 1e-3
+learning_rate = 1e-3
 [train]
 steps = 2
-global_batch_rows = 2
-micro_batch_rows = 1
+global_batch_size = 2
+micro_batch_size = 1
 log_every = 1
-eval_rows = 2
+eval_sequences = 2
 watchdog_seconds = 0
 """
 OWN_TASK = """
@@ -49,7 +49,7 @@ val_share = 0.3
 test = "tickets.csv"
 [settings]
 epochs = 1
-batch_rows = 4
+global_batch_size = 4
 """
 FILTERS = """
 use = ["language", "lines", "c4", "gopher", "repetition", "personal"]

@@ -21,7 +21,7 @@ from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.kernels.kernel_check import Verdict
 
 _LOG = logging.getLogger("deberta_ds")
-OPTIONS = {"attention": "attention", "cross-entropy": "vocabulary_loss"}  # keys of [model], by idea
+OPTIONS = {"attention": "attention", "cross-entropy": "cross_entropy"}  # keys of [model], by idea
 LARGEST_HEAD = 128  # of fused attention; sizes that are no power of 2 are filled with zeros
 LONGEST_SHORT = 512  # longer sequences may have pairs beyond the reach of the relative table
 MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequence and head
