@@ -164,7 +164,7 @@ def test_a_slow_file_system_is_read_ahead_of(dataset, monkeypatch):
 
 LEAVES_EARLY = """
 import sys
-from deberta_ds.config import SourceConfig
+from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader

@@ -285,7 +285,7 @@ def test_small_plans_are_read_once_and_others_a_part_at_a_time(corpus, monkeypat
 MANY_FILES = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from deberta_ds.config import SourceConfig
+from deberta_ds.config.run_config import SourceConfig
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.config.batch_schedule import Stretch
 from deberta_ds.data.loader import build_loader
