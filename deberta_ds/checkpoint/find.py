@@ -208,8 +208,8 @@ def _file_problem(file: Path, entry: dict) -> str | None:
 
 def layout_changes(record: RunRecord, ds: dict) -> str:
     """Return "2 ranks, ZeRO-3, fp32 -> 1 rank, ..." if a checkpoint's layout differs, or ""."""
-    saved = (f"{counted(record['world_size'], 'rank')}, ZeRO-{zero_stage(record['deepspeed'])}, "
-             f"{precision(record['deepspeed'])}")
+    saved = (f"{counted(record.world_size, 'rank')}, ZeRO-{zero_stage(record.deepspeed)}, "
+             f"{precision(record.deepspeed)}")
     now = f"{counted(dist.world_size(), 'rank')}, ZeRO-{zero_stage(ds)}, {precision(ds)}"
     return f"{saved} -> {now}" if saved != now else ""
 

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.base import command_line
 from deberta_ds.base.errors import refuse_pipe
 from deberta_ds.base.json_files import parse_json
-from deberta_ds.config.options import STRICT, ConfigError, problems_of, raise_problems
+from deberta_ds.config.options import STRICT, ConfigError, nearest, problems_of, raise_problems
 from deberta_ds.config.run_config import RunConfig
 
 # Computed by the run config; in the JSON they may only be absent or "auto".
@@ -137,13 +137,15 @@ def load(path: str | Path) -> dict:
 
 def check(values: dict, place: str) -> None:
     """Raise ConfigError with every problem of a DeepSpeed JSON; `place` names its file."""
-    owners = RUN_KEYS | CODE_KEYS
+    owners, known = RUN_KEYS | CODE_KEYS, _Schema.__dataclass_fields__
     given = {key: value for key, value in values.items()
              if not (key in RUN_KEYS and value == "auto")}
     problems = [f'"{key}": belongs to the run config ({owners[key]}); delete it here'
                 for key in given.keys() & owners.keys()]
+    problems += [f"{key}: {_UNTRIED}{nearest(key, known)}"
+                 for key in given.keys() - owners.keys() - known.keys()]
     problems += [problem.replace(": unknown key", f": {_UNTRIED}") for problem in problems_of(
-        _Schema, {key: value for key, value in given.items() if key not in owners})]
+        _Schema, {key: value for key, value in given.items() if key in known})]
     raise_problems(place, sorted(problems) or problems_between(values))
 
 

@@ -46,7 +46,7 @@ def test_misspelt_deepspeed_key(setting, fails):
     bad.write_text('{"zero_optimisation": {"stage": 3}, "gradient_clipping": 0.5}')
     error = fails("--config", setting / "run.toml", "--deepspeed_config", bad)
     assert "bad.json" in error and "did you mean zero_optimization?" in error
-    assert '"gradient_clipping": 0.5 belongs to the run config (optim.clip_norm)' in error
+    assert '"gradient_clipping": belongs to the run config (optim.clip_norm)' in error
 
 
 def test_batch_that_does_not_divide(setting, fails):

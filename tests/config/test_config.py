@@ -108,7 +108,7 @@ def test_missing_and_invalid_files(tmp_path):
 
 
 @pytest.mark.parametrize("text, expected", [
-    ('{"zero_optimisation": {}}', "did you mean zero_optimization.stage?"),
+    ('{"zero_optimisation": {}}', "did you mean zero_optimization?"),
     ('{"optimizer": {"type": "Adam"}}', "belongs to the run config (optim.name"),
     ('{"train_batch_size": 8}', "train.global_batch_size"),
     ('{"bf16": {}, "bf16": {}}', "written twice"),

@@ -69,7 +69,7 @@ def problems(values: dict, tmp_path) -> str:
     ({"activation_checkpointing": {}}, "belongs to the run config (train.activation_checkpointing"),
     ({"optimizer": {"type": "Adam"}}, '"optimizer": belongs to the run config (optim.name'),
     ({"gradient_clipping": 1.0}, "belongs to the run config (optim.clip_norm)"),
-    ({"zero_optimisation": {}}, "did you mean zero_optimization"),
+    ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
 ])
 def test_a_broken_json_is_one_error_that_names_the_key(values, expected, tmp_path):
     assert expected in problems(values, tmp_path)
