@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# CUDA builds of torch bring their own triton; a CPU build has none, and the kernel tests need one.
-TRITON := triton==3.9.0
+# CUDA builds of torch bring their own triton, of this version; a CPU build has none, and the kernel tests need one.
+TRITON := triton==3.7.1
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
