@@ -1,4 +1,4 @@
-"""Sentences as batches: the queries of pseudo-log-likelihoods, for runs and for finished models."""
+"""Batches of masked sentences, from which pseudo-log-likelihoods are computed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

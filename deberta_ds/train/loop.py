@@ -149,8 +149,8 @@ class Trainer:
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
             with self.meters.work.loading():
-                share = self.step / max(1, train.steps - 1)
-                micro = [replace(batch, share_of_run=share) for batch in next(batches)]
+                progress = self.step / max(1, train.steps - 1)
+                micro = [replace(batch, run_fraction=progress) for batch in next(batches)]
             stop = bool(self.stop_request or self.log.problem)
             result = train_step(self.engine, micro, step=self.step, seed=train.seed,
                                 ceiling=self.spikes.ceiling(), stop=stop,

@@ -149,24 +149,24 @@ def train_step(engine, batches: list, *, step: int, seed: int,
     """
     counts = count_over_ranks(batches, engine.device)
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
-    share = dist.world_size() * len(batches)
-    divisors = {name: (count / share).float() for name, count in counts.items()}
+    num_losses = dist.world_size() * len(batches)
+    normalizers = {name: (count / num_losses).float() for name, count in counts.items()}
     totals: dict[str, Tensor] = {}
     whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
 
     def run_micro_batch(micro_step: int) -> tuple[Tensor, dict[str, Tensor]]:
         seed_step(seed, step, micro_step, dist.rank())
         with meter.computing() if meter else nullcontext():
-            loss, sums, _ = engine(batches[micro_step].to(engine.device), divisors)
+            loss, sums, _ = engine(batches[micro_step].to(engine.device), normalizers)
         return loss, sums
 
     # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
     # one to DeepSpeed, which only adds up its samples wrongly.
-    engine.set_train_batch_size(share * engine.train_micro_batch_size_per_gpu())
+    engine.set_train_batch_size(num_losses * engine.train_micro_batch_size_per_gpu())
     for micro_step in range(len(batches)):
         engine.set_gradient_accumulation_boundary(micro_step + 1 == len(batches))
         loss, sums = run_micro_batch(micro_step)
-        whole_loss += loss.detach() / share
+        whole_loss += loss.detach() / num_losses
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
         if micro_step + 1 < len(batches):
