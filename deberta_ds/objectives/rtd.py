@@ -282,10 +282,10 @@ def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[s
     if sharing == "gdes":
         main["words.delta"] = main.pop("words.weight")
         main["words.weight"] = state["words.weight"].float() + main["words.delta"].float()
-        notes.append("derived: discriminator's word table = generator's + delta, in fp32")
+        notes.append("derived: discriminator's token embedding = generator's + delta, in fp32")
     elif sharing == "es":
         main["words.weight"] = state["words.weight"].clone()
-        notes.append("copied: the word table is the generator's (sharing = es)")
+        notes.append("copied: the token embedding is the generator's (sharing = es)")
     return {"main": main, "generator": masked_lm_tensors(state, "generator.")}, notes
 
 
@@ -301,7 +301,7 @@ def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, l
     words, sharing = main["words.weight"], run.objective.embedding_sharing
     if sharing == "es":
         return found | {"words.weight": words}, [
-            "one word table, the discriminator's (sharing = es)"]
+            "one token embedding, the discriminator's (sharing = es)"]
     if sharing == "nes":
         return found | {"discriminator.words.weight": words}, []
     if "words.delta" in main:

@@ -1,7 +1,8 @@
-"""The pretraining run: resume, step, log, evaluate, save, stop.
+"""The pretraining loop: resume, step, log, evaluate, save, stop.
 
-A plain loop. The state of a run is its step: the learning rate, the rows, their masks, the samples
-and the dropout are functions of it, so a checkpoint holds no generator state and no data iterator.
+The state of a run is its step: the learning rate, the sequences, their masks, the samples of the
+generator and the dropout masks are functions of it, so a checkpoint holds neither the state of a
+random number generator nor a data iterator.
 """
 
 import math

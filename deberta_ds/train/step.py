@@ -1,6 +1,6 @@
-"""One optimizer step: exact token means over ranks and micro-batches, no update from a bad step.
+"""One optimizer step: loss normalized over ranks and micro-batches; no update from a bad step.
 
-Whether a step is bad is agreed on the device, before its last backward pass: the step's loss is
+The ranks agree on the device whether a step is bad, before its last backward pass: the step's loss is
 summed over the ranks, and if it is above the ceiling or not finite, the last micro-batch's loss is
 multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
 precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
@@ -23,7 +23,7 @@ from deberta_ds.base.errors import UserError, listed
 from deberta_ds.cluster import dist
 from deberta_ds.train.meters import WorkMeter
 
-# Which steps are bad, and who is to blame.
+# Which steps are bad, and which rank and sequences caused it.
 #
 # A step is bad if its loss or its gradient is not finite, or, with `train.spike_sigmas` above 0,
 # if its loss is more than that many standard deviations above the mean of the last 100 accepted
@@ -61,7 +61,7 @@ class SpikeRule:
             self._losses.append(loss)
 
     def state(self) -> list[float]:
-        """Return what a checkpoint must hold so that a resumed run decides alike."""
+        """Return the losses to save in a checkpoint, so that a resumed run decides alike."""
         return list(self._losses)
 
 

@@ -16,9 +16,9 @@ from deberta_ds.model.attention.dropout import bits_stream, drop_threshold
 from deberta_ds.model.kernels.attention import backward, forward, masks, position_bias, tiles
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
-# query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the piece.
-# key_facts int32 [5,B,L]: segment, first and last + 1 query column of the piece; and of all pieces
-# that have the column between their edges.
+# query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
+# key_facts int32 [5,B,L]: segment, first and last + 1 query column of the segment; and the
+# same of all segments that enclose the column.
 
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
 _BITS_BLOCK, _ROW_DOT_ROWS = 256, 64  # of a program
@@ -114,7 +114,7 @@ def fused_attention_backward(
     grad = grad.contiguous()
     batch, heads, queries, size = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
-    whole = not gathered  # five products a tile, see `backward`
+    whole = not gathered  # five matmuls per tile, see `backward`
     out, lse, *bits = results[:4]
     row_dot = torch.empty_like(lse)
     dq, dk, dv = _row_gradients(q, k, v)
@@ -210,7 +210,7 @@ def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, s
 def _term(
     x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool, scale: float
 ) -> _Term:
-    """Return scale x . T; placeholders for an absent term. facts: position, piece start, stop."""
+    """Return scale x . T; placeholders for an absent term. facts: position, segment start, stop."""
     batch, heads, rows, _ = x.shape
     if table is None:
         return _empty_term(x, table, keys, band)
@@ -248,7 +248,7 @@ def _empty_edges(x: Tensor, band: Band) -> Tensor:
 
 def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band: Band,
              gathered: bool, content: bool) -> Tensor:
-    """Add the term's share to dx [B,rows,H,D], and return the table's gradient [C,H,D].
+    """Add the term's part to dx [B,rows,H,D], and return the table's gradient [C,H,D].
 
     content: the products of the score gradients and the keys, too.
     """
