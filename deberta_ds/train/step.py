@@ -1,6 +1,6 @@
 """One optimizer step: loss normalized over ranks and micro-batches; no update from a bad step.
 
-The ranks agree on the device whether a step is bad, before its last backward pass: the step's loss is
+The ranks agree on the device, before the last backward pass, whether a step is bad: its loss is
 summed over the ranks, and if it is above the ceiling or not finite, the last micro-batch's loss is
 multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
 precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
