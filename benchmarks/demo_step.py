@@ -89,10 +89,11 @@ class Trainer:
         embeddings.loss_function = lambda *_: self.head
         targets = sum(batch.num_targets for batch in micro_batches)
         tokens = sum(batch.num_tokens for batch in micro_batches)
-        divisors = {"targets": torch.tensor(float(targets)), "tokens": torch.tensor(float(tokens))}
+        normalizers = {"targets": torch.tensor(float(targets)),
+                       "tokens": torch.tensor(float(tokens))}
         start, total = time.process_time(), 0.0
         for batch in micro_batches:
-            loss = self.model(batch, divisors)[0]
+            loss = self.model(batch, normalizers)[0]
             loss.backward()
             total += loss.item()
         optim = self.run.optim

@@ -3,7 +3,7 @@
 The step runs on tensors without data, in bf16, and every operator is counted. An operator costs its
 bytes at the card's memory speed, its products at a usual share of the peak, or the least time of a
 kernel, whichever is most. Attention kernels are priced by the instructions of their compiled loops
-(LOOPS), because issuing those is what they wait for, or by the planes that they move, whichever is
+(LOOPS), because issuing those is what they wait for, or by the biases that they move, whichever is
 more; the optimizer by its bytes a parameter. It is a model, good to say where time goes and what a
 change is worth; a profile on the card replaces it.
 
@@ -33,7 +33,7 @@ from deberta_ds.model import dropout, encoder
 from deberta_ds.model import linear_cross_entropy as chunked
 from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.model.keep import Keep
+from deberta_ds.model.dropout_mask import DropoutMask
 from deberta_ds.model.kernels import attention, kernel_table
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations
@@ -56,8 +56,8 @@ LOOPS = {
     "key of long rows": (568, 8, 16 * 128),
     "far query": (1068, 8, 128 * 64),
     "far key": (453, 8, 16 * 128),
-    "picked query": (749, 8, 128 * 32),
-    "plane": (479, 4, 64 * 64),
+    "gathered query": (749, 8, 128 * 32),
+    "bias": (479, 4, 64 * 64),
     "content": (351, 4, 64 * 64),
     "rows": (295, 4, 64 * 64),
     "table": (445, 4, 64 * 64),
@@ -189,11 +189,11 @@ def count_step(run: RunConfig) -> Count:
     def gpu_dropout(hidden, share):  # one kernel there, three on a CPU
         return torch.native_dropout(hidden, share, True)[0]
 
-    keep = Keep(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
+    keep = DropoutMask(1, 2, round(run.model.hidden_dropout * 2**32))  # keys: read on the host
     chunk_for = chunked._chunk_for
     stand_ins = ((encoder, "attend", attend),
                  (kernel_table, "pick", pick),
-                 (dropout, "draw_keep", lambda _: keep),
+                 (dropout, "sample_dropout_mask", lambda _: keep),
                  (F, "dropout", gpu_dropout),
                  (chunked, "_sample", activations._first_words),
                  (chunked, "_chunk_for", lambda rows, _: chunk_for(rows, "cuda")))
@@ -242,7 +242,7 @@ def attention_seconds(name: str, args, card: Card) -> float:
     """Return the time of the kernels of one fused operator, by instructions issued."""
     forward = name == "fused_attention"
     q, k = (args[0], args[1]) if forward else (args[2], args[3])
-    reach, picked, keep = (args[8], *args[11:13]) if forward else (args[9], *args[12:14])
+    reach, gathered, keep = (args[8], *args[11:13]) if forward else (args[9], *args[12:14])
     batch, heads, queries, size = q.shape
     keys = k.shape[2]
     band = make_band(reach, keys)
@@ -252,24 +252,24 @@ def attention_seconds(name: str, args, card: Card) -> float:
     def products(rows):  # a block of 64 rows meets its columns and 63 distances more
         return batch * heads * padded(rows) * (min(width, keys) + 63)
 
-    def seconds(kernel, pairs, planes=0):  # planes: how many of all pairs it moves
+    def seconds(kernel, pairs, biases=0):  # biases: how many of all pairs it moves
         instructions, warps, tile = LOOPS[kernel]
-        moving = planes * 2 * near / (card.bandwidth * MEMORY_SHARE)
+        moving = biases * 2 * near / (card.bandwidth * MEMORY_SHARE)
         return max(card.issuing(pairs / tile * instructions * warps), moving, LEAST_SECONDS)
 
-    planes = seconds("plane", products(queries), 1) + seconds("plane", products(keys), 1)
+    biases = seconds("bias", products(queries), 1) + seconds("bias", products(keys), 1)
     if forward:
-        return planes + seconds("forward", pairs, 2) + LEAST_SECONDS  # and dropout words
+        return biases + seconds("forward", pairs, 2) + LEAST_SECONDS  # and dropout words
     table = min(2 * radius, keys + queries + GROUP_COLUMNS)
     total = 2 * seconds("table", batch * heads * table * min(queries, keys) * 0.6, 1)
     total += seconds("rows", products(queries), 1) + seconds("rows", products(keys), 1)
-    total += 0 if keep else planes
-    if picked:
-        return total + seconds("picked query", pairs, 3) + seconds("key", pairs, 3)
+    total += 0 if keep else biases
+    if gathered:
+        return total + seconds("gathered query", pairs, 3) + seconds("key", pairs, 3)
     total += seconds("key of long rows" if band.far else "key", near, 4) + seconds("content", near)
     if band.far:
         return total + seconds("far query", pairs - near) + seconds("far key", pairs - near)
-    return total + 4 * batch * heads * queries * size / (card.bandwidth * MEMORY_SHARE)  # delta
+    return total + 4 * batch * heads * queries * size / (card.bandwidth * MEMORY_SHARE)  # row_dot
 
 
 def summarize(run: RunConfig, count: Count, card: Card) -> dict:

@@ -66,7 +66,7 @@ def make_batch(config: ModelConfig, rows: int, length: int) -> Batch:
     return collate(made)
 
 
-def divisors_of(batch: Batch) -> dict[str, torch.Tensor]:
+def normalizers_of(batch: Batch) -> dict[str, torch.Tensor]:
     """Return what our models divide their sums by, where one rank has all rows."""
     return {name: torch.tensor(float(count), device=batch.rows.device)
             for name, count in (("targets", batch.num_targets), ("tokens", batch.num_tokens))}
@@ -74,7 +74,7 @@ def divisors_of(batch: Batch) -> dict[str, torch.Tensor]:
 
 def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: Batch):
     """Return (module, function that returns the loss)."""
-    divisors = divisors_of(batch)
+    normalizers = normalizers_of(batch)
     if objective == "mlm":
         model = MlmModel(config)
     elif objective == "rtd_cached":
@@ -85,7 +85,7 @@ def our_loss(config: ModelConfig, objective: str, generator_layers: int, batch: 
         model = RtdModel(config, generator, settings, sampling_seed=0)
     init_parameters(model, 0.02, 0)
     model.to(batch.rows.device)
-    return model, lambda: model(batch, divisors)[0]
+    return model, lambda: model(batch, normalizers)[0]
 
 
 def stored_loss(config: ModelConfig, _objective: str, generator_layers: int, batch: Batch):

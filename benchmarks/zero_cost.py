@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import environment, named_by_cpu, save
-from benchmarks.train_step import divisors_of, make_batch
+from benchmarks.train_step import make_batch, normalizers_of
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
@@ -43,13 +43,13 @@ def ddp_step(run, batch: Batch, half: bool) -> Step:
     init_parameters(model, run.model.init_std, 0)
     # One gradient of a table that is looked up and predicts arrives late: so no static graph.
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = build_optimizer(model, run.optim, apart=objective_of(run).clipped_apart(run),
+    optimizer = build_optimizer(model, run.optim, apart=objective_of(run).clip_groups(run),
                                 products=torch.bfloat16 if half else None)
-    divisors = divisors_of(batch)
+    normalizers = normalizers_of(batch)
 
     def step() -> tuple[float, float, float]:
         with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
-            loss = parallel(batch, divisors)[0]
+            loss = parallel(batch, normalizers)[0]
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()
@@ -66,10 +66,10 @@ def deepspeed_step(run, batch: Batch, half: bool, stage: int) -> Step:
     values |= AUTOCAST if half else {}
     resolved = ds_config.resolve(run, values, dist.world_size())
     model_engine = engine.build_pretraining_engine(run, resolved, None)
-    divisors = divisors_of(batch)
+    normalizers = normalizers_of(batch)
 
     def step() -> tuple[float, float, float]:
-        loss = model_engine(batch, divisors)[0]
+        loss = model_engine(batch, normalizers)[0]
         forward = time.perf_counter()
         model_engine.backward(loss)
         backward = time.perf_counter()

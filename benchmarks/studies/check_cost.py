@@ -43,10 +43,10 @@ def bare_step(model_engine, batches: list, *, step: int, seed: int) -> None:
     """Take a step as train_step does, without asking whether it is bad or the last."""
     share = dist.world_size() * len(batches)
     counts = count_over_ranks(batches, model_engine.device)
-    divisors = {name: (count / share).float() for name, count in counts.items()}
+    normalizers = {name: (count / share).float() for name, count in counts.items()}
     for micro_step, batch in enumerate(batches):
         seed_step(seed, step, micro_step, dist.rank())
-        loss, *_ = model_engine(batch.to(model_engine.device), divisors)
+        loss, *_ = model_engine(batch.to(model_engine.device), normalizers)
         model_engine.backward(loss)
         model_engine.step()
 

@@ -35,6 +35,6 @@ def signed(value: int) -> int:
     return value - ((value >> 63) << 64)
 
 
-def words_of_share(share: float) -> int:
-    """Return how many of the 32-bit words are that share of them; below 1, not all."""
-    return min(round(share * (1 << 32)), (1 << 32) - 1)
+def dropout_threshold(p: float) -> int:
+    """Return how many of the 32-bit words are that p of them; below 1, not all."""
+    return min(round(p * (1 << 32)), (1 << 32) - 1)

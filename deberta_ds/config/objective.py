@@ -33,9 +33,9 @@ class MaskConfig:
     selection: Literal["uniform", "deberta_window"] = option(
         "how words are drawn; deberta_window: the official code's sampler", "uniform")
 
-    def rate_at(self, share_of_run: float) -> float:
-        """Return the rate of a row that has `share_of_run` of the run's rows before it."""
-        return _on_line(self.rate, self.final_rate, share_of_run)
+    def rate_at(self, run_fraction: float) -> float:
+        """Return the rate of a row that has `run_fraction` of the run's rows before it."""
+        return _on_line(self.rate, self.final_rate, run_fraction)
 
     def __post_init__(self):
         if self.mask_share + self.random_share > 1 + 1e-9:
@@ -81,5 +81,5 @@ class ObjectiveConfig:
                 raise ValueError(f"{name}: stored replacements have what they were made with; "
                                  "leave it out")
 
-    def temperature_at(self, share_of_run: float) -> float:
-        return _on_line(self.temperature, self.final_temperature, share_of_run)
+    def temperature_at(self, run_fraction: float) -> float:
+        return _on_line(self.temperature, self.final_temperature, run_fraction)

@@ -31,7 +31,7 @@ class Batch:
     """A micro-batch. rows i64[B]; input_ids, labels, positions i64[B, L]; segments i32[B, L];
     target_positions i64[B, M]: columns of the masked positions in order, padded with 0;
     target_index i64[T]: flat indices into [B * M] of the real targets.
-    share_of_run: how much of the run is done before its step; 1 outside of a run, as at its end.
+    run_fraction: how much of the run is done before its step; 1 outside of a run, as at its end.
     """
 
     rows: torch.Tensor
@@ -43,7 +43,7 @@ class Batch:
     target_index: torch.Tensor
     num_targets: int
     num_tokens: int
-    share_of_run: float = 1.0
+    run_fraction: float = 1.0
 
     def to(self, device, non_blocking: bool = True) -> "Batch":
         """Return the batch with its tensors on `device`."""

@@ -95,7 +95,7 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
     return build_engine(model, run.optim, ds, fixed_parameters(run),
-                        apart=objective_of(run).clipped_apart(run))
+                        apart=objective_of(run).clip_groups(run))
 
 
 def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset(),

@@ -101,9 +101,9 @@ def check_numbers(model: LoadedModel, layers: list[int], heads: list[int]) -> No
 
 
 def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BHLD: Tensor,
-              memory: tuple, context_BLC: Tensor) -> list[HeadParts]:
+              keys_values: tuple, context_BLC: Tensor) -> list[HeadParts]:
     config = attention.config
-    keys_BHLD, values_BHLD, position_key_HSD, position_query_HSD = memory
+    keys_BHLD, values_BHLD, position_key_HSD, position_query_HSD = keys_values
     q_HLD, k_HLD, v_HLD = queries_BHLD[0], keys_BHLD[0], values_BHLD[0]
     length = q_HLD.size(1)
     columns = torch.arange(length)
@@ -157,8 +157,8 @@ def position_similarity(model: LoadedModel, layers: list[int]) -> dict[str, list
     found = {"table": [similarity("all layers", relative_SC[None])]}
     nothing_BLC = torch.zeros(1, 1, config.hidden_size)
     for layer in layers:
-        memory = encoder.layers[layer].attention.project_memory(nothing_BLC, relative_SC)
-        for name, table_HSD in zip(("c2p", "p2c"), memory[2:], strict=True):
+        keys_values = encoder.layers[layer].attention.project_keys_values(nothing_BLC, relative_SC)
+        for name, table_HSD in zip(("c2p", "p2c"), keys_values[2:], strict=True):
             if table_HSD is not None:
                 found.setdefault(name, []).append(similarity(f"layer {layer}", table_HSD))
     return found

@@ -37,15 +37,15 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
                for name, found in rows.items()
                for start in range(0, len(found), micro_batch_size)]
     turns = math.ceil(len(batches) / dist.world_size())
-    divisors = {name: one.to(device) for name, one in _ONE.items()}
+    normalizers = {name: one.to(device) for name, one in _ONE.items()}
     parts: dict[str, _Part] = {name: _Part() for name in rows}
     model.eval()
     for turn in range(turns):
         number = turn * dist.world_size() + dist.rank()
         name, batch = batches[min(number, len(batches) - 1)]
-        _, sums, view = model(batch.to(device), divisors)
+        _, sums, per_token = model(batch.to(device), normalizers)
         if number < len(batches):
-            parts[name].add(batch, sums, view)
+            parts[name].add(batch, sums, per_token)
     model.train()
     gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
     return dist.broadcast_object(
@@ -57,18 +57,19 @@ class _Part:
     """What one rank has counted of one held-out corpus."""
 
     totals: dict[str, float] = field(default_factory=lambda: {"targets": 0.0, "tokens": 0.0})
-    views: dict[str, list[Tensor]] = field(default_factory=dict)
+    per_token: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, batch: Batch, sums: dict[str, Tensor], view: dict[str, Tensor]) -> None:
+    def add(self, batch: Batch, sums: dict[str, Tensor], per_token: dict[str, Tensor]) -> None:
         self.totals["targets"] += batch.num_targets
         self.totals["tokens"] += batch.num_tokens
         for name, value in sums.items():
             self.totals[name] = self.totals.get(name, 0.0) + float(value)
-        for name, value in view.items():
-            self.views.setdefault(name, []).append(value.cpu())
+        for name, value in per_token.items():
+            self.per_token.setdefault(name, []).append(value.cpu())
 
     def as_arrays(self) -> tuple[dict, dict]:
-        return self.totals, {name: torch.cat(parts).numpy() for name, parts in self.views.items()}
+        return self.totals, {
+            name: torch.cat(parts).numpy() for name, parts in self.per_token.items()}
 
 
 def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]]
@@ -92,10 +93,10 @@ def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row]) -> d
             f"the {len(rows)} held-out rows of data.heldout hold no masked token; raise "
             "objective.mask.rate or train.eval_sequences, or name another corpus"
         )
-    names = dict.fromkeys(name for _, view in parts for name in view)
-    view = {name: torch.cat([torch.from_numpy(view[name]) for _, view in parts if name in view])
+    names = dict.fromkeys(name for _, per_token in parts for name in per_token)
+    per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
-    return objective.scores(total, view) | {"unigram_accuracy": unigram_accuracy(rows)}
+    return objective.scores(total, per_token) | {"unigram_accuracy": unigram_accuracy(rows)}
 
 
 def unigram_accuracy(rows: list[Row]) -> float:
@@ -135,9 +136,9 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     turns = math.ceil(len(sentences) / ranks)
     mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)]
             for turn in range(turns)]
-    divisors = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
+    normalizers = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
     model.eval()
-    scores = objective.sentence_scores(lambda batch: model(batch.to(device), divisors)[1:], mine,
+    scores = objective.sentence_scores(lambda batch: model(batch.to(device), normalizers)[1:], mine,
                                        tokenizer)
     model.train()
     by_rank = dist.gather_objects(scores)

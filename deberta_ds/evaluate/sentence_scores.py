@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.sentences import Queries, masked_batch
 from deberta_ds.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def cut_work(lengths: np.ndarray, batch_tokens: int = BATCH_TOKENS) -> list[Work
 
 
 @torch.no_grad()
-def masked_scores(words: WordEmbedding, masked_lm: MaskedLm, tokenizer: Tokenizer,
+def masked_scores(words: TokenEmbedding, masked_lm: MaskedLm, tokenizer: Tokenizer,
                   sentences: list[list[int]], queries: Queries, work: list[Work],
                   ) -> Iterator[tuple[Work, np.ndarray]]:
     """Yield (batch, log p of its queries' pieces, fp64 [B]) for each batch of `work`."""
@@ -65,7 +65,7 @@ def masked_scores(words: WordEmbedding, masked_lm: MaskedLm, tokenizer: Tokenize
         yield batch, log_probabilities(words, masked_lm, states_BC, label_B, tokenizer.size)
 
 
-def log_probabilities(words: WordEmbedding, masked_lm: MaskedLm, states_BC: Tensor,
+def log_probabilities(words: TokenEmbedding, masked_lm: MaskedLm, states_BC: Tensor,
                       label_B: Tensor, valid_vocab: int) -> np.ndarray:
     """Return fp64 [B]: log softmax at the labels over the ids below `valid_vocab`."""
     head = masked_lm.head

@@ -150,7 +150,7 @@ class TaskModel(nn.Module):
         trunk = self.backbone.trunk
         embedded_RLC = trunk.input.normalize(sums_RLC, batch.segments_RL)
         hidden_RLC = trunk.encoder(embedded_RLC, batch.segments_RL,
-                                   first_only=reads_first_only(self.head))
+                                   cls_only=reads_first_only(self.head))
         return self.head(hidden_RLC, batch).float()
 
 

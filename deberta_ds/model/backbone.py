@@ -1,10 +1,10 @@
-"""The model that is fine-tuned and exported: a word table and the encoder above it."""
+"""The model that is fine-tuned and exported: token embedding and encoder."""
 
 import torch
 from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
 
 
@@ -14,12 +14,12 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.words = WordEmbedding(config.vocab_size, config.hidden_size)
+        self.words = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.trunk = Trunk(config)
 
     def forward(self, input_ids_BL: Tensor, segments_BL: Tensor,
                 positions_BL: Tensor | None = None) -> Tensor:
-        """Return hidden states [B, L, C]; `segments_BL` is the attention mask, or packed pieces."""
+        """Return hidden states [B, L, C]; `segments_BL`: attention mask or documents."""
         return self.trunk(self.words(input_ids_BL), segments_BL, positions_BL)
 
 

@@ -1,4 +1,4 @@
-"""Settings of a process that trains on a CPU: who computes fp32 matmuls, and the heap.
+"""Process settings for training on a CPU: the library for fp32 matmuls, and malloc.
 
 torch asks MKL, which stops at AVX2 on processors that are not Intel's. oneDNN, in torch too, uses
 AVX-512 on all of them: 2.2 x as fast on Zen 5. torch asks it only when matmuls may be less exact
@@ -20,7 +20,7 @@ import torch
 
 _LOG = logging.getLogger("deberta_ds")
 _NEEDED, _HARMFUL = ("avx512_bw", "avx512_dq", "avx512_vl"), "amx_tile"
-# (planes, rows, inner, columns): a weight, a block of attention, a head, odd sizes.
+# (batch, rows, inner, columns): a weight, a block of attention, a head, odd sizes.
 _TRIED = ((1, 256, 384, 1536), (8, 32, 64, 144), (8, 128, 64, 128), (1, 5, 999, 77))
 # malloc.h's names for mallopt, and the largest value of glibc's own moving threshold.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST_BLOCK = -1, -3, 32 << 20
@@ -101,9 +101,9 @@ def _mkl_is_slow() -> bool:
 def _computes_in_fp32() -> bool:
     """Return whether products keep all 24 bits of their factors, in shapes of every kind."""
     generator = torch.Generator().manual_seed(0)
-    for planes, rows, inner, columns in _TRIED:
-        left = torch.randn(planes, rows, inner, generator=generator)
-        right = torch.randn(planes, inner, columns, generator=generator)
+    for batch, rows, inner, columns in _TRIED:
+        left = torch.randn(batch, rows, inner, generator=generator)
+        right = torch.randn(batch, inner, columns, generator=generator)
         for product in (torch.bmm, _of_first_planes, _of_turned):
             exact = product(left.double(), right.double())
             error = (product(left, right) - exact).norm() / exact.norm()

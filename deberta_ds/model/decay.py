@@ -1,4 +1,4 @@
-"""Which parameters decay: biases and norms do not, tables and GDES deltas do."""
+"""Parameter groups of weight decay: none for biases and LayerNorms, all other parameters decay."""
 
 from torch import nn
 

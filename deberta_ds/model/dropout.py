@@ -1,8 +1,8 @@
-"""Dropout of hidden states as a pure function of (seed, element), and its LayerNorm.
+"""Dropout of hidden states as a function of (seed, element); LayerNorm and GELU next to it.
 
-On a CPU torch draws dropout's numbers one by one: 6 to 14 ns an element, more than the matmuls of
-a narrow network. Here an element's word is a hash (keep.py). On a GPU LayerNorm(dropout(x) + y)
-drops by the same words in one kernel; dropout by itself is torch's.
+On a CPU torch samples dropout masks one element at a time: 6 to 14 ns each, more than the matmuls
+of a narrow network. Here the mask is a hash (dropout_mask.py). On a GPU one kernel computes
+LayerNorm(dropout(x) + y) with the same mask; dropout by itself is torch's.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deberta_ds.model.keep import Keep, draw_keep, is_hashed
+from deberta_ds.model.dropout_mask import DropoutMask, is_hashed, sample_dropout_mask
 from deberta_ds.model.kernels import kernel_table
 
 
 class Dropout(nn.Module):
-    """nn.Dropout, on a CPU with `Keep`'s mask."""
+    """nn.Dropout; on a CPU with a `DropoutMask`."""
 
-    def __init__(self, share: float):
+    def __init__(self, p: float):
         super().__init__()
-        self.share = share
+        self.p = p
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if not self.training or not self.share:
+        if not self.training or not self.p:
             return hidden
         if is_hashed(hidden):
-            return draw_keep(self.share).apply(hidden)
-        return F.dropout(hidden, self.share)
+            return sample_dropout_mask(self.p).apply(hidden)
+        return F.dropout(hidden, self.p)
 
 
 class LinearGelu(nn.Linear):
@@ -43,32 +43,32 @@ class LinearGelu(nn.Linear):
 
 
 class ResidualNorm(nn.LayerNorm):
-    """LayerNorm(dropout(update) + hidden).
+    """LayerNorm(dropout(sublayer output) + residual).
 
-    On a GPU it is one pass each way, and returned twice, for the block that follows and for what
-    goes around that block: the two gradients are then added inside of the backward pass. Elsewhere
-    the second is None.
+    On a GPU it is one pass each way, and the result is returned twice: one output feeds the next
+    sublayer, the other its residual connection. The backward kernel adds their gradients. Elsewhere
+    the second output is None.
     """
 
     def __init__(self, size: int, eps: float, dropout: float):
         super().__init__(size, eps=eps)
         self.dropout = dropout
 
-    def forward(self, update: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        share = self.dropout if self.training else 0.0
-        fused = fused_kernel("LayerNorm", update.dtype, hidden)
-        if share and not (fused or is_hashed(update)):
-            update, share = F.dropout(update, share), 0.0
-        keep = draw_keep(share) if share else Keep(0, 0, 0)
+    def forward(self, sublayer: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        p = self.dropout if self.training else 0.0
+        fused = fused_kernel("LayerNorm", sublayer.dtype, hidden)
+        if p and not (fused or is_hashed(sublayer)):
+            sublayer, p = F.dropout(sublayer, p), 0.0
+        mask = sample_dropout_mask(p) if p else DropoutMask(0, 0, 0)
         if fused is not None:
-            return fused(update, hidden, self.weight, self.bias, self.eps, keep)
-        if share:
-            update = keep.apply(update)
-        return super().forward(update + hidden), None
+            return fused(sublayer, hidden, self.weight, self.bias, self.eps, mask)
+        if p:
+            sublayer = mask.apply(sublayer)
+        return super().forward(sublayer + hidden), None
 
 
-def fused_kernel(idea: str, update: torch.dtype, hidden: Tensor) -> Callable | None:
-    """Return the kernel of "LayerNorm" or "GELU" for updates of a dtype; None: torch's operators.
+def fused_kernel(idea: str, sublayer: torch.dtype, hidden: Tensor) -> Callable | None:
+    """Return the kernel of "LayerNorm" or "GELU" for a dtype; None: torch's operators.
 
     The result has the dtype of `hidden`: where torch's would be wider, its operators are taken.
     """
@@ -76,7 +76,7 @@ def fused_kernel(idea: str, update: torch.dtype, hidden: Tensor) -> Callable | N
         return None
     device, dtype = hidden.device, hidden.dtype
     if dtype != torch.float32 and (
-            update != dtype or torch.is_autocast_enabled(device.type)):
+            sublayer != dtype or torch.is_autocast_enabled(device.type)):
         return None
-    request = kernel_table.Request(device, update, hidden.shape[-1], dtype)
+    request = kernel_table.Request(device, sublayer, hidden.shape[-1], dtype)
     return kernel_table.pick(idea, request).load()

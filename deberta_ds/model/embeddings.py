@@ -1,4 +1,4 @@
-"""Word tables and the input block.
+"""Token embedding (with the tied prediction of tokens) and the input block.
 
 What is unusual: gradient-disentangled sharing (DeBERTaV3 section 3.2; microsoft rtd_task.py) is two
 look-ups added row by row, `E_G[ids].detach() + delta[ids]`, in two modules of their own: nothing is
@@ -18,8 +18,8 @@ from deberta_ds.model.dropout import Dropout
 from deberta_ds.model.kernels import kernel_table
 
 
-class WordEmbedding(nn.Module):
-    """The word table, both of its uses: looking rows up, and predicting words by the tied table.
+class TokenEmbedding(nn.Module):
+    """The token embedding matrix: look-up of ids, and prediction of tokens with tied weights.
 
     Both go through `forward`, because ZeRO-3 gathers a module's parameters only when it is called.
     """
@@ -52,7 +52,7 @@ def loss_function(mode: str, hidden_TC: Tensor, weight_VC: Tensor) -> Callable:
 
 
 class InputBlock(nn.Module):
-    """Word vectors (+ absolute positions) -> LayerNorm -> zero at padding -> dropout."""
+    """Token vectors (+ absolute positions) -> LayerNorm -> zero at padding -> dropout."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -62,15 +62,15 @@ class InputBlock(nn.Module):
         self.norm = _InputNorm(config.hidden_size, eps=config.norm_eps)
         self.dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, word_vectors_BLC: Tensor, segments_BL: Tensor, positions_BL: Tensor
+    def forward(self, token_vectors_BLC: Tensor, segments_BL: Tensor, positions_BL: Tensor
                 ) -> Tensor:
-        return self.normalize(self.add_positions(word_vectors_BLC, positions_BL), segments_BL)
+        return self.normalize(self.add_positions(token_vectors_BLC, positions_BL), segments_BL)
 
-    def add_positions(self, word_vectors_BLC: Tensor, positions_BL: Tensor) -> Tensor:
-        """Return what is normalized: word vectors, with absolute positions where there are any."""
+    def add_positions(self, token_vectors_BLC: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return token vectors, plus absolute positions if the model has them."""
         if not self.has_positions:
-            return word_vectors_BLC
-        return word_vectors_BLC + self.positions(positions_BL)
+            return token_vectors_BLC
+        return token_vectors_BLC + self.positions(positions_BL)
 
     def normalize(self, sums_BLC: Tensor, segments_BL: Tensor) -> Tensor:
         """Return the encoder's input, in the dtype of the parameters."""

@@ -4,9 +4,9 @@ Sources: DeBERTa (arXiv 2006.03654) section 3, and where they differ the release
 (microsoft/DeBERTa bert.py, disentangled_attention.py), so that public checkpoints give the same
 numbers: one index serves c2p and p2c, and the relative table is dropped out anew in every layer.
 
-What is unusual: rows may be packed, so a piece never sees another one, neither by attention nor by
-the convolution; the enhanced mask decoder (section 3.2.1 of the paper) runs only on the masked
-positions and replaces the last layer, whose ordinary output nothing would read.
+What is unusual: sequences may be packed, and a document never sees another one, neither by
+attention nor by the convolution; the enhanced mask decoder (section 3.2.1 of the paper) runs only
+on the masked positions and replaces the last layer, whose ordinary output nothing would read.
 
 Legend: B batch, L length, H heads, D head size, C hidden, M masked slots, S relative rows,
 Q queries (L, or M in the decoder).
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model import shared_products
-from deberta_ds.model.attention import Geometry, attend, attend_first
-from deberta_ds.model.columns import at_columns
+from deberta_ds.model import fused_projections
+from deberta_ds.model.attention import Geometry, attend, attend_cls
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
+from deberta_ds.model.gather_columns import gather_columns
 from deberta_ds.model.kernels import kernel_table
-from deberta_ds.model.recompute import keep_linear_outputs
+from deberta_ds.model.selective_checkpointing import save_linear_outputs
 
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
 
@@ -59,56 +59,56 @@ class Attention(nn.Module):
 
     def project(self, hidden_BLC: Tensor, relative_SC: Tensor | None
                 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the queries of all columns, and what `project_memory` does."""
+        """Return the queries of all columns, and the result of `project_keys_values`."""
         projections = self._position_projections(relative_SC)
-        inputs, maps = [hidden_BLC], [self.query, self.key, self.value]
+        inputs, linears = [hidden_BLC], [self.query, self.key, self.value]
         if projections:
             relative_SC = self.relative_dropout(relative_SC)
             inputs.append(relative_SC)
-            maps += [x for x in projections.values() if x not in maps]
+            linears += [x for x in projections.values() if x not in linears]
         shared = kernel_table.pick("projections", kernel_table.Request(
             hidden_BLC.device, hidden_BLC.dtype, hidden_BLC.shape[-1],
-            obstacle=shared_products.obstacle(inputs, maps))).load()
+            obstacle=fused_projections.obstacle(inputs, linears))).load()
         if shared is None:
-            memory = self._project_memory(hidden_BLC, projections, relative_SC)
-            return self.project_queries(hidden_BLC), memory
-        pairs = [(0, 0), (0, 1), (0, 2), *((1, maps.index(x)) for x in projections.values())]
-        queries, keys, values, *rows = shared(inputs, maps, pairs)
+            keys_values = self._project_keys_values(hidden_BLC, projections, relative_SC)
+            return self.project_queries(hidden_BLC), keys_values
+        pairs = [(0, 0), (0, 1), (0, 2), *((1, linears.index(x)) for x in projections.values())]
+        queries, keys, values, *rows = shared(inputs, linears, pairs)
         tables = dict(zip(projections, map(self._table, rows), strict=True))
-        memory = (self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
-        return self._heads(queries), memory
+        keys_values = (self._heads(keys), self._heads(values), tables.get("c2p"), tables.get("p2c"))
+        return self._heads(queries), keys_values
 
-    def project_memory(self, hidden_BLC: Tensor, relative_SC: Tensor | None
+    def project_keys_values(self, hidden_BLC: Tensor, relative_SC: Tensor | None
                        ) -> tuple[Tensor | None, ...]:
         """Return (keys, values, position keys, position queries), shared by every query."""
         projections = self._position_projections(relative_SC)
         if projections:
             relative_SC = self.relative_dropout(relative_SC)
-        return self._project_memory(hidden_BLC, projections, relative_SC)
+        return self._project_keys_values(hidden_BLC, projections, relative_SC)
 
-    def _project_memory(self, hidden_BLC: Tensor, projections: dict[str, nn.Linear],
+    def _project_keys_values(self, hidden_BLC: Tensor, projections: dict[str, nn.Linear],
                         relative_SC: Tensor | None) -> tuple[Tensor | None, ...]:
         tables = {term: self._table(x(relative_SC)) for term, x in projections.items()}
         keys, values = self._heads(self.key(hidden_BLC)), self._heads(self.value(hidden_BLC))
         return keys, values, tables.get("c2p"), tables.get("p2c")
 
     def project_queries(self, queries_BQC: Tensor) -> Tensor:
-        """Return the queries [B, H, Q, D] of states that are not the memory's."""
+        """Return the queries [B, H, Q, D] of other states than those of keys and values."""
         return self._heads(self.query(queries_BQC))
 
-    def forward(self, queries_BHQD: Tensor, memory: tuple[Tensor | None, ...],
+    def forward(self, queries_BHQD: Tensor, keys_values: tuple[Tensor | None, ...],
                 segments_BL: Tensor, columns_BQ: Tensor | None) -> Tensor:
         """Return the attention output [B, Q, C]; query q stands at column columns_BQ (None: q).
 
         One query without a column stands at column 0.
         """
-        keys, values, position_key, position_query = memory
+        keys, values, position_key, position_query = keys_values
         dropout = self.config.attention_dropout if self.training else 0.0
-        # Drawn from the CPU stream: replayed by activation checkpointing, no device sync.
+        # From the CPU generator: replayed by activation checkpointing, no device sync.
         seed = int(torch.randint(2**62, ())) if dropout else None
         tensors = queries_BHQD, keys, values, position_key, position_query
         if columns_BQ is None and queries_BHQD.size(2) == 1:
-            context_BQHD = attend_first(*tensors, geometry=self.geometry, segments_BL=segments_BL,
+            context_BQHD = attend_cls(*tensors, geometry=self.geometry, segments_BL=segments_BL,
                                         dropout=dropout, seed=seed)
         else:
             context_BQHD = attend(
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         return rows_SC.unflatten(-1, (self.config.num_heads, -1)).transpose(0, 1)
 
     def _position_projections(self, relative_SC: Tensor | None) -> dict[str, nn.Linear]:
-        """Return what the relative table goes through, by term."""
+        """Return the projections of the relative table, by position term."""
         if relative_SC is None:
             return {}
         if self.config.share_position_projections:
@@ -147,46 +147,48 @@ class Layer(nn.Module):
         self.ffn_out = nn.Linear(config.intermediate_size, size)
         self.ffn_norm = ResidualNorm(size, config.norm_eps, config.hidden_dropout)
 
-    def forward(self, hidden_BLC: Tensor, around_BLC: Tensor | None, relative_SC: Tensor | None,
+    def forward(self, hidden_BLC: Tensor, residual_BLC: Tensor | None, relative_SC: Tensor | None,
                 segments_BL: Tensor, decoder: DecoderQueries | None = None,
-                first_only: bool = False) -> tuple[Tensor, Tensor | None]:
+                cls_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, L, C]; with `decoder`, the decoded states [B, M, C].
 
-        States may come and go twice, see `ResidualNorm`: `around_BLC` goes around attention.
-        With `first_only`, the output [B, 1, C] at column 0, and no other is computed.
+        `residual_BLC` is the input of the residual connection: the values of `hidden_BLC`, as
+        another autograd output, so that the norm's backward adds both gradients (`ResidualNorm`).
+        The result is such a pair, too. With `cls_only`, only the output [B, 1, C] at column 0 is
+        computed.
 
         The decoder applies this very block twice with the queries z + h, then its own output,
         while keys and values stay those of `hidden_BLC` (`emd_context_layer` of the official
         masked_language_model.py), so they are computed once.
         """
         attention = self.attention
-        around_BLC = hidden_BLC if around_BLC is None else around_BLC
-        if decoder is None and not first_only:
-            queries_BHQD, memory = attention.project(hidden_BLC, relative_SC)
-            return self._block(around_BLC, queries_BHQD, memory, segments_BL, None)
-        memory = attention.project_memory(hidden_BLC, relative_SC)
+        residual_BLC = hidden_BLC if residual_BLC is None else residual_BLC
+        if decoder is None and not cls_only:
+            queries_BHQD, keys_values = attention.project(hidden_BLC, relative_SC)
+            return self._block(residual_BLC, queries_BHQD, keys_values, segments_BL, None)
+        keys_values = attention.project_keys_values(hidden_BLC, relative_SC)
         if decoder is None:
             queries_BHQD = attention.project_queries(hidden_BLC[:, :1])
-            return self._block(around_BLC[:, :1], queries_BHQD, memory, segments_BL, None)
-        states_BMC = decoder.position_vectors_BMC + at_columns(hidden_BLC, decoder.columns_BM)
+            return self._block(residual_BLC[:, :1], queries_BHQD, keys_values, segments_BL, None)
+        states_BMC = decoder.position_vectors_BMC + gather_columns(hidden_BLC, decoder.columns_BM)
         for _ in range(2):
             queries_BHMD = attention.project_queries(states_BMC)
-            states_BMC, _ = self._block(states_BMC, queries_BHMD, memory, segments_BL,
+            states_BMC, _ = self._block(states_BMC, queries_BHMD, keys_values, segments_BL,
                                         decoder.columns_BM)
         return states_BMC, None
 
-    def _block(self, around_BQC: Tensor, queries_BHQD: Tensor, memory: tuple, segments_BL: Tensor,
-               columns_BQ: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        attended_BQC = self.attention(queries_BHQD, memory, segments_BL, columns_BQ)
-        hidden_BQC, again_BQC = self.attention_norm(attended_BQC, around_BQC)
-        around_BQC = hidden_BQC if again_BQC is None else again_BQC
-        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), around_BQC)
+    def _block(self, residual_BQC: Tensor, queries_BHQD: Tensor, keys_values: tuple,
+               segments_BL: Tensor, columns_BQ: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        attended_BQC = self.attention(queries_BHQD, keys_values, segments_BL, columns_BQ)
+        hidden_BQC, copy_BQC = self.attention_norm(attended_BQC, residual_BQC)
+        residual_BQC = hidden_BQC if copy_BQC is None else copy_BQC
+        return self.ffn_norm(self.ffn_out(self.ffn_in(hidden_BQC)), residual_BQC)
 
 
 class Convolution(nn.Module):
-    """The v2 convolution beside the first layer (`ConvLayer`), confined to each packed piece.
+    """The v2 convolution beside the first layer (`ConvLayer`), confined to each document segment.
 
-    Equal to Conv1d over a row of one piece; a tap that would cross into another piece reads zero.
+    Equal to Conv1d over each segment alone; a tap that would cross into another one reads zero.
     """
 
     def __init__(self, config: ModelConfig):
@@ -209,7 +211,7 @@ class Convolution(nn.Module):
 
     @staticmethod
     def _shift(hidden_BLC: Tensor, segments_BL: Tensor, offset: int) -> Tensor:
-        """Return the row `offset` columns to the right, zero where the piece has none."""
+        """Return the row `offset` columns to the right, zero where the segment has none."""
         if offset == 0:
             return hidden_BLC
         before, after = max(0, -offset), max(0, offset)
@@ -238,43 +240,43 @@ class Encoder(nn.Module):
             self.relative = None
 
     def forward(self, embedded_BLC: Tensor, segments_BL: Tensor,
-                decoder: DecoderQueries | None = None, first_only: bool = False) -> Tensor:
+                decoder: DecoderQueries | None = None, cls_only: bool = False) -> Tensor:
         """Return the last hidden states [B, L, C], or with `decoder` the decoded ones [B, M, C].
 
-        With `first_only`, those of column 0 [B, 1, C]: the last layer computes no other.
+        With `cls_only`, those of column 0 [B, 1, C]: the last layer computes no other.
         """
         relative_SC = self.relative
         if self.relative_norm is not None:
             relative_SC = self.relative_norm(relative_SC)
-        hidden_BLC, around_BLC = embedded_BLC, None
+        hidden_BLC, residual_BLC = embedded_BLC, None
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            asked = (decoder, first_only and last > 0) if number == last else ()
-            hidden_BLC, around_BLC = self._run(number, layer, hidden_BLC, around_BLC, relative_SC,
-                                               segments_BL, *asked)
+            asked = (decoder, cls_only and last > 0) if number == last else ()
+            hidden_BLC, residual_BLC = self._run(number, layer, hidden_BLC, residual_BLC,
+                                                 relative_SC, segments_BL, *asked)
             if number == 0 and self.convolution is not None:
                 hidden_BLC = self.convolution(embedded_BLC, hidden_BLC, segments_BL)
-                around_BLC = None
-        return hidden_BLC[:, :1] if first_only else hidden_BLC
+                residual_BLC = None
+        return hidden_BLC[:, :1] if cls_only else hidden_BLC
 
     def _run(self, number: int, layer: Layer, *inputs) -> tuple[Tensor, Tensor | None]:
         checkpoints = self.checkpointing != "none" and number % self.checkpointing_interval == 0
         if self.training and checkpoints:
             # Reentrant checkpointing fails under ZeRO-3 when a block is applied more than once.
-            context = keep_linear_outputs if self.checkpointing == "selective" else noop_context_fn
+            context = save_linear_outputs if self.checkpointing == "selective" else noop_context_fn
             return checkpoint(layer, *inputs, use_reentrant=False, context_fn=context)
         return layer(*inputs)
 
 
 class Trunk(nn.Module):
-    """Word vectors in, contextual states out: everything of DeBERTa but the word table."""
+    """Token vectors -> hidden states: all of DeBERTa except the token embedding."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.input = InputBlock(config)
         self.encoder = Encoder(config)
 
-    def forward(self, word_vectors_BLC: Tensor, segments_BL: Tensor,
+    def forward(self, token_vectors_BLC: Tensor, segments_BL: Tensor,
                 positions_BL: Tensor | None = None, decoder: DecoderQueries | None = None
                 ) -> Tensor:
         """Return hidden states [B, L, C] (with `decoder`: [B, M, C]).
@@ -283,8 +285,8 @@ class Trunk(nn.Module):
         the attention mask. `positions_BL` (default 0..L-1) matters only to absolute positions.
         """
         if positions_BL is None:
-            length = word_vectors_BLC.size(1)
-            positions_BL = torch.arange(length, device=word_vectors_BLC.device).expand(
-                word_vectors_BLC.shape[:2])
-        embedded_BLC = self.input(word_vectors_BLC, segments_BL, positions_BL)
+            length = token_vectors_BLC.size(1)
+            positions_BL = torch.arange(length, device=token_vectors_BLC.device).expand(
+                token_vectors_BLC.shape[:2])
+        embedded_BLC = self.input(token_vectors_BLC, segments_BL, positions_BL)
         return self.encoder(embedded_BLC, segments_BL, decoder)

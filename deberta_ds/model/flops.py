@@ -1,9 +1,9 @@
-"""Model FLOPs by part of a network: the one count behind every MFU figure.
+"""Model FLOPs per token of each part of a network, for MFU.
 
 What the method needs, not what an implementation happens to do: a multiply-add is 2, backward is
 2 x forward, recomputation counts nothing, and neither do look-ups, norms and activations. Pairs of
-different pieces of a packed row count as computed, padding too: per-token figures are for full
-rows. tests/model/test_flops.py compares every part with torch.utils.flop_counter.
+different documents of a packed sequence count as computed, padding too: figures are for full
+sequences. tests/model/test_flops.py compares every part with torch.utils.flop_counter.
 
 Projections of the relative table are per step, not per token: beside a batch of thousands of tokens
 they vanish, and they are left out.
@@ -43,23 +43,23 @@ def _layer(model: ModelConfig, length: int) -> float:
     return projections + feed_forward + content + _position_terms(model, length, 1.0)
 
 
-def _decoder(model: ModelConfig, length: int, query_share: float) -> float:
+def _decoder(model: ModelConfig, length: int, query_fraction: float) -> float:
     """The last layer: keys and values once, everything else for the masked queries, twice."""
     hidden = model.hidden_size
-    memory = 2 * 2 * hidden**2
+    keys_values = 2 * 2 * hidden**2
     queries = 2 * 2 * hidden**2 + 2 * 2 * hidden * model.intermediate_size
     content = 2 * 2 * hidden * length
-    a_pass = query_share * (queries + content) + _position_terms(model, length, query_share)
-    return memory + DECODER_PASSES * a_pass
+    one_pass = query_fraction * (queries + content) + _position_terms(model, length, query_fraction)
+    return keys_values + DECODER_PASSES * one_pass
 
 
-def _position_terms(model: ModelConfig, length: int, query_share: float) -> float:
+def _position_terms(model: ModelConfig, length: int, query_fraction: float) -> float:
     """c2p: each query against each slot. p2c: each key against each slot, however few queries."""
     if not model.relative_attention:
         return 0.0
     slots = min(length, 2 * model.relative_span)
-    shares = [query_share if term == "c2p" else 1.0 for term in model.position_terms]
-    return sum(2 * model.hidden_size * slots * share for share in shares)
+    fractions = [query_fraction if term == "c2p" else 1.0 for term in model.position_terms]
+    return sum(2 * model.hidden_size * slots * fraction for fraction in fractions)
 
 
 def _convolution(model: ModelConfig) -> float:

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.columns import at_columns
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import DecoderQueries, Trunk
+from deberta_ds.model.gather_columns import gather_columns
 
 
 class MaskedLmHead(nn.Module):
-    """dense -> GELU -> LayerNorm -> the word table (tied) + bias."""
+    """dense -> GELU -> LayerNorm -> token embedding (tied) + bias."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -26,16 +26,16 @@ class MaskedLmHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
         self.loss = config.cross_entropy
 
-    def forward(self, hidden_TC: Tensor, words: WordEmbedding, labels_T: Tensor, **prediction):
+    def forward(self, hidden_TC: Tensor, words: TokenEmbedding, labels_T: Tensor, **prediction):
         """Return `linear_cross_entropy`'s (loss sum, number correct, sampled ids or None)."""
         hidden_TC = self.norm(F.gelu(self.dense(hidden_TC)))
         return words(hidden_TC, labels_T=labels_T, bias_V=self.bias, loss=self.loss, **prediction)
 
 
 class MaskedLm(nn.Module):
-    """An encoder that predicts masked words: DeBERTa v1/v2, and the generator of v3.
+    """An encoder that predicts masked tokens: DeBERTa v1/v2, and the generator of v3.
 
-    The word table is passed in by whoever owns it, because v3 shares it. With absolute positions in
+    The caller passes the token embedding, because v3 shares it. With absolute positions in
     the input (BERT) there is no decoder: the last layer's states at the targets are read.
     """
 
@@ -47,14 +47,14 @@ class MaskedLm(nn.Module):
             self.positions = nn.Embedding(config.max_position, config.hidden_size)
         self.head = MaskedLmHead(config)
 
-    def forward(self, words: WordEmbedding, batch, **prediction):
+    def forward(self, words: TokenEmbedding, batch, **prediction):
         """Return the head's (loss sum, number correct, sampled ids [T] or None) of a `Batch`."""
         hidden_TC = self.target_states(words, batch)
         labels_T = batch.labels.gather(1, batch.target_positions).flatten()[batch.target_index]
         return self.head(hidden_TC, words, labels_T, **prediction)
 
-    def target_states(self, words: WordEmbedding, batch) -> Tensor:
-        """Return what the head reads, [T, C]: decoded states of the batch's real targets."""
+    def target_states(self, words: TokenEmbedding, batch) -> Tensor:
+        """Return the head's input [T, C]: decoded states of the batch's real targets."""
         columns_BM = batch.target_positions
         decoder = None
         if self.positions is not None:
@@ -62,12 +62,12 @@ class MaskedLm(nn.Module):
             decoder = DecoderQueries(vectors, columns_BM)
         hidden = self.trunk(words(batch.input_ids), batch.segments, batch.positions, decoder)
         if decoder is None:
-            hidden = at_columns(hidden, columns_BM)
+            hidden = gather_columns(hidden, columns_BM)
         return hidden.flatten(0, 1)[batch.target_index]
 
 
 class ReplacedTokenHead(nn.Module):
-    """One logit a token: was it replaced? Conditioned on the piece's [CLS] state.
+    """One logit per token: was it replaced? Conditioned on the [CLS] state of the document.
 
     u = LayerNorm(h_cls + h_i), then dense -> GELU -> linear: the norm comes before the dense layer.
     """
@@ -79,8 +79,8 @@ class ReplacedTokenHead(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, 1)
 
     def forward(self, hidden_BLC: Tensor, positions_BL: Tensor) -> Tensor:
-        """Return logits [B, L] in fp32; `positions_BL` counts from each piece's [CLS]."""
+        """Return logits [B, L] in fp32; `positions_BL` counts from each document's [CLS]."""
         columns_BL = torch.arange(hidden_BLC.size(1), device=hidden_BLC.device) - positions_BL
-        cls_BLC = at_columns(hidden_BLC, columns_BL)
+        cls_BLC = gather_columns(hidden_BLC, columns_BL)
         hidden_BLC = F.gelu(self.dense(self.norm(cls_BLC + hidden_BLC)))
         return self.classifier(hidden_BLC).squeeze(-1).float()

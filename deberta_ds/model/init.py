@@ -1,4 +1,4 @@
-"""Every initial value, in one function.
+"""Initialization of all parameters.
 
 Source: microsoft/DeBERTa init_weights: N(0, init_std) for matrices and tables, zero biases, unit
 norms; a discriminator's delta table starts at zero (GDES: it begins with the generator's words).

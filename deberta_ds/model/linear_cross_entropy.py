@@ -1,10 +1,10 @@
 """Cross-entropy of a linear layer over a large vocabulary, without the logits.
 
-Works through vocabulary chunks with a running logsumexp, in buffers kept from chunk to chunk. The
-products of few rows are kept for backward; those of many are computed again there, so memory is
-tokens x chunk instead of tokens x vocabulary. Under autocast a chunk of the table is cast when it
-is used: no half-precision copy of the whole table, nor of its gradient, is ever made. It can also
-draw one exact sample a row from the softmax (the generator of replaced token detection) by
+Works through chunks of the vocabulary, in buffers that all chunks share. With few target rows the
+matmul of each chunk is saved for backward; with many it is recomputed there, so memory is tokens x
+chunk instead of tokens x vocabulary. Under autocast a chunk of the embedding is cast when it is
+used: no half-precision copy of the whole embedding, nor of its gradient, is ever made. It can also
+draw one exact sample per row from the softmax (the generator of replaced token detection) by
 inverting the cumulative distribution.
 
 Shape legend: T target rows, C hidden size, V vocabulary, N ids of one chunk, K number of chunks.
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 _CPU_CHUNK_LOGITS, _CHUNK_LOGITS = 1 << 19, 1 << 24
 _ALIGNED_IDS = 128
 _SUM_BLOCK = 64
-_KEPT_LOGITS = 1 << 26  # up to this many products (256 MiB of fp32) are kept for backward
+_SAVED_LOGITS = 1 << 26  # up to this many products (256 MiB of fp32) are saved for backward
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def linear_cross_entropy(
       the label; differentiable in hidden, weight and bias. T = 0 gives 0 with zero gradients.
     correct_count: int64 scalar, rows whose largest logit is at the label (lowest id wins a tie).
     sampled_ids: int64 [T], or None without `uniforms_T`. Row t gets the id where the cumulative
-      softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact draw.
-    chunk: vocabulary ids handled at once; None picks a size that suits the device.
+      softmax(logits / temperature) first exceeds uniforms_T[t] in [0, 1): an exact sample.
+    chunk: vocabulary ids handled at once; None: a size for the device.
     labels_T: ids below valid_vocab. ValueError for others on a CPU; a GPU would have to be waited
       for, and training data were checked when they were read.
     valid_vocab: ids from here up are never predicted (probability 0, gradient 0).
@@ -76,7 +76,7 @@ def linear_cross_entropy(
         weight_VC,
         bias_V,
         labels_T,
-        None if uniforms_T is None else _Draw(uniforms_T, temperature),
+        None if uniforms_T is None else _Sampling(uniforms_T, temperature),
         _Vocabulary(size, min(chunk, size)),
     )
 
@@ -101,15 +101,15 @@ def _chunk_for(rows: int, device: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Draw:
-    """What a draw of one id a row needs: uniforms in [0, 1) and the softmax temperature."""
+class _Sampling:
+    """Parameters of sampling one id per row: uniforms in [0, 1), the softmax temperature."""
 
     uniforms_T: Tensor
     temperature: float
 
 
 class _Logits:
-    """The logits of one chunk at a time, in buffers kept from chunk to chunk."""
+    """The logits of one chunk at a time, in buffers that all chunks share."""
 
     def __init__(self, hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, chunk: int):
         self.hidden_TC, self._weight_VC, self._bias_V = hidden_TC, weight_VC, bias_V
@@ -139,44 +139,44 @@ class _Logits:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, draw, vocabulary):
+    def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, sampling, vocabulary):
         logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
         rows = hidden_TC.shape[0]
-        best_T = torch.full((rows,), -math.inf, dtype=logits.dtype, device=hidden_TC.device)
-        best_id_T = torch.zeros_like(labels_T)
-        label_logit_T = torch.zeros_like(best_T)
-        keep = rows * vocabulary.size <= _KEPT_LOGITS
-        masses, draw_masses, kept = [], [], []
+        max_logit_T = torch.full((rows,), -math.inf, dtype=logits.dtype, device=hidden_TC.device)
+        argmax_T = torch.zeros_like(labels_T)
+        label_logit_T = torch.zeros_like(max_logit_T)
+        save = rows * vocabulary.size <= _SAVED_LOGITS
+        chunk_lse, sample_lse, saved = [], [], []
         for start, end in vocabulary.spans():
             products_TN = logits.products(logits.weight(start, end))
-            if keep:
-                kept.append(products_TN)
+            if save:
+                saved.append(products_TN)
             logits_TN = logits.of(products_TN, start, end)
-            top_T, top_id_T = logits_TN.max(-1)
-            better_T = top_T > best_T
-            best_T = torch.where(better_T, top_T, best_T)
-            best_id_T = torch.where(better_T, top_id_T + start, best_id_T)
+            max_T, max_id_T = logits_TN.max(-1)
+            better_T = max_T > max_logit_T
+            max_logit_T = torch.where(better_T, max_T, max_logit_T)
+            argmax_T = torch.where(better_T, max_id_T + start, argmax_T)
             here_T, column_T = _labels_in(labels_T, start, end)
             label_logit_T += logits_TN.gather(1, column_T[:, None])[:, 0] * here_T
-            if draw is not None and draw.temperature != 1.0:
-                draw_masses.append((logits_TN / draw.temperature).logsumexp(-1))
-            masses.append(logits_TN.sub_(top_T[:, None]).exp_().sum(-1).log_().add_(top_T))
-        log_norm_T = torch.stack(masses, -1).logsumexp(-1)
+            if sampling is not None and sampling.temperature != 1.0:
+                sample_lse.append((logits_TN / sampling.temperature).logsumexp(-1))
+            chunk_lse.append(logits_TN.sub_(max_T[:, None]).exp_().sum(-1).log_().add_(max_T))
+        log_norm_T = torch.stack(chunk_lse, -1).logsumexp(-1)
         loss_sum = (log_norm_T - label_logit_T).sum()
-        correct = (best_id_T == labels_T).sum()
+        correct = (argmax_T == labels_T).sum()
 
-        def logits_of(number, chosen):
+        def logits_of(number, some):
             start, end = vocabulary.spans()[number]
-            few = _Logits(hidden_TC[chosen], weight_VC, bias_V, vocabulary.chunk)
-            products = kept[number][chosen] if keep else few.products(few.weight(start, end))
-            return few.of(products, start, end)
+            subset = _Logits(hidden_TC[some], weight_VC, bias_V, vocabulary.chunk)
+            products = saved[number][some] if save else subset.products(subset.weight(start, end))
+            return subset.of(products, start, end)
 
         sampled_T = None
-        if draw is not None:
-            masses_TK = torch.stack(draw_masses or masses, -1)
-            sampled_T = _sample(draw, masses_TK, vocabulary, logits_of)
+        if sampling is not None:
+            lse_TK = torch.stack(sample_lse or chunk_lse, -1)
+            sampled_T = _sample(sampling, lse_TK, vocabulary, logits_of)
             ctx.mark_non_differentiable(sampled_T)
-        ctx.save_for_backward(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *kept)
+        ctx.save_for_backward(hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *saved)
         ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(correct)
         return loss_sum, correct, sampled_T
@@ -184,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _grad_correct, _grad_sampled):
-        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *kept = ctx.saved_tensors
+        hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, *saved = ctx.saved_tensors
         vocabulary = ctx.vocabulary
         logits = _Logits(hidden_TC, weight_VC, bias_V, vocabulary.chunk)
         grad_hidden_TC = torch.zeros_like(hidden_TC, dtype=logits.dtype)
@@ -196,7 +196,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad_loss.to(logits.dtype)
         for number, (start, end) in enumerate(vocabulary.spans()):
             weight_NC = logits.weight(start, end)
-            products_TN = kept[number] if kept else logits.products(weight_NC)
+            products_TN = saved[number] if saved else logits.products(weight_NC)
             grad_TN = logits.of(products_TN, start, end).sub_(log_norm_T[:, None]).exp_()
             here_T, column_T = _labels_in(labels_T, start, end)
             grad_TN.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TN.dtype))
@@ -206,7 +206,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden_TC += grad_TN @ weight_NC
             if logits.same_dtype:
                 torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start:end])
-            else:  # the cast rows have served: their buffer takes the product
+            else:  # the cast rows are not needed any more: their buffer takes the matmul
                 product_NC = torch.mm(grad_TN.t(), hidden_TC, out=logits.cast_NC[: end - start])
                 grad_weight_VC[start:end] = product_NC
         grad_hidden_TC = grad_hidden_TC.to(hidden_TC.dtype)
@@ -220,35 +220,35 @@ def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:
 
 
 def _sample(
-    draw: _Draw, masses_TK: Tensor, vocabulary: _Vocabulary, logits_of: Callable
+    sampling: _Sampling, lse_TK: Tensor, vocabulary: _Vocabulary, logits_of: Callable
 ) -> Tensor:
-    """Return ids by inverse CDF: the chunk from the chunk masses, then the id inside it.
+    """Return ids by inverse CDF: the chunk by its probability, then the id inside it.
 
-    logits_of(number, rows): logits of the chosen rows in one chunk. float64 throughout: an fp32
+    logits_of(number, rows): logits of some rows in one chunk. float64 throughout: an fp32
     cumulative sum over 128,000 ids would bias rare ids.
     """
-    chunk_T, inside_T = pick_chunks(masses_TK, draw.uniforms_T)
+    chunk_T, inside_T = sample_chunks(lse_TK, sampling.uniforms_T)
     sampled_T = torch.empty_like(chunk_T)
     order_T = chunk_T.argsort(stable=True)
-    counts = torch.bincount(chunk_T, minlength=masses_TK.shape[1]).tolist()  # the only device sync
+    counts = torch.bincount(chunk_T, minlength=lse_TK.shape[1]).tolist()  # the only device sync
     first = 0
     for number, ((start, end), count) in enumerate(zip(vocabulary.spans(), counts, strict=True)):
         rows = order_T[first : first + count]
         first += count
         if count:
-            probs = (logits_of(number, rows).double() / draw.temperature).softmax(-1)
+            probs = (logits_of(number, rows).double() / sampling.temperature).softmax(-1)
             inside_T1 = inside_T[rows, None]
             column = torch.searchsorted(running_sums(probs), inside_T1, right=True)[:, 0]
             sampled_T[rows] = column.clamp_(max=end - start - 1) + start
     return sampled_T
 
 
-def pick_chunks(masses_TK: Tensor, uniforms_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every draw's chunk by inverse CDF, and where in the chunk's mass it lies, in float64.
+def sample_chunks(lse_TK: Tensor, uniforms_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's chunk by inverse CDF and its place in [0, 1) of the chunk's mass (fp64).
 
-    masses_TK: logsumexp of each chunk's logits.
+    lse_TK: logsumexp of each chunk's logits.
     """
-    cumulative_TK = running_sums(masses_TK.double().softmax(-1))
+    cumulative_TK = running_sums(lse_TK.double().softmax(-1))
     uniforms_T1 = uniforms_T.double()[:, None]
     chunk_T1 = torch.searchsorted(cumulative_TK, uniforms_T1, right=True)
     chunk_T1.clamp_(max=cumulative_TK.shape[1] - 1)

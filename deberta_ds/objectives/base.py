@@ -1,9 +1,9 @@
 """What an objective is: everything that differs between masked LM and replaced-token detection.
 
 An objective is a module with the attributes and functions of `Objective`; `build.objective_of(run)`
-finds it by its kind. Nobody else asks which kind a run is: the planner asks for FLOPs, the loop for
-means, evaluation for scores, console and page for what to show, model files for the networks inside
-a state dict. docs/extending.md walks through a new one.
+finds it by its kind. No other code depends on the kind: the planner asks for FLOPs, the training
+loop for means, evaluation for scores, console and report for what to show, model files for the
+networks inside a state dict. docs/extending.md walks through a new one.
 """
 
 import math
@@ -19,7 +19,7 @@ from deberta_ds.tokenizer import Tokenizer
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, float]
-Forward = Callable[[Batch], tuple[Tensors, Tensors]]  # a batch -> its sums and its view
+Forward = Callable[[Batch], tuple[Tensors, Tensors]]  # a batch -> sums, per-token tensors
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Metric:
     note: str  # one sentence under the title of its chart
     unit: str = "number"  # number, share, gain (signed), tenths
     network: str = "model"  # whose number it is: a group of columns and a colour
-    # What needs no learning: a label, and its value in an evaluation's record (KeyError: unknown).
+    # The baseline: a label, and its value in an evaluation's record (KeyError: unknown).
     baseline: tuple[str, Callable[[dict], float]] | None = None
     is_loss: bool = False  # logged at training steps too, drawn among the losses
     lower_is_better: bool = False  # as of every loss
@@ -69,10 +69,10 @@ MINIMAL_PAIRS = Metric(
 class Objective(Protocol):
     """The functions of an objective's module, in the order in which a run meets them.
 
-    Its model's `forward(batch, divisors)` returns (loss to backpropagate, {name: detached sum over
-    the batch}, {name: flat detached tensor that `scores` wants of every token}). `divisors` holds
-    what sums are divided by: "targets" and "tokens" of the whole step, so that the loss is the
-    exact mean over a step at any world size and micro-batch.
+    Its model's `forward(batch, normalizers)` returns (loss to backpropagate, {name: detached sum
+    over the batch}, {name: flat detached tensor with a value per token, for `scores`}).
+    `normalizers` are the denominators of the sums: the numbers of "targets" and of "tokens" in the
+    whole step, so that the loss is the exact mean over a step at any world size and micro-batch.
     """
 
     METRICS: tuple[Metric, ...]
@@ -88,8 +88,8 @@ class Objective(Protocol):
     def build(self, run: RunConfig, valid_vocab: int | None) -> nn.Module:
         """Return the uninitialized model; ids from `valid_vocab` on are outside every softmax."""
 
-    def clipped_apart(self, run: RunConfig) -> tuple[str, ...]:
-        """Return prefixes of parameters whose gradient is clipped by a norm of its own, each."""
+    def clip_groups(self, run: RunConfig) -> tuple[str, ...]:
+        """Return prefixes of parameters; the gradient of each group is clipped by its own norm."""
 
     def flops_per_token(self, run: RunConfig) -> float:
         """Return forward + backward FLOPs per token of a step (`model.flops` has the parts)."""
@@ -97,8 +97,8 @@ class Objective(Protocol):
     def means(self, run: RunConfig, total: Numbers) -> Numbers:
         """Return what a training step logs, from sums and the counts "targets" and "tokens"."""
 
-    def scores(self, total: Numbers, view: Tensors) -> Numbers:
-        """Return an evaluation's scores, from sums, counts and the concatenated views."""
+    def scores(self, total: Numbers, per_token: Tensors) -> Numbers:
+        """Return an evaluation's scores, from sums, counts and concatenated `per_token`."""
 
     def sentence_scores(self, forward: Forward, sentences: list[list[int]], tokenizer: Tokenizer
                         ) -> list[float]:
@@ -163,7 +163,7 @@ def masked_lm_tensors(state: Tensors, prefix: str) -> Tensors:
 
 
 def masked_lm_parameters(tensors: Tensors, prefix: str) -> Tensors:
-    """Return the parameters of a masked LM in a model: the way back of `masked_lm_tensors`."""
+    """Return the parameters of a masked LM in a model: the inverse of `masked_lm_tensors`."""
     return {"words.weight": tensors["words.weight"]} | {
         prefix + name.removeprefix("mlm_"): tensor for name, tensor in tensors.items()
         if name.startswith(("trunk.", "mlm_head.", "positions.weight"))}

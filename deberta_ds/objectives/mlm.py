@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model import flops
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm
 from deberta_ds.objectives.base import (
     Forward,
@@ -36,30 +36,31 @@ def problems(run: RunConfig) -> list[str]:
 
 
 class MlmModel(nn.Module):
-    """A word table and the masked LM above it."""
+    """A token embedding and the masked LM above it."""
 
     def __init__(self, config: ModelConfig, valid_vocab: int | None = None):
         super().__init__()
         self.valid_vocab = valid_vocab
-        self.words = WordEmbedding(config.vocab_size, config.hidden_size)
+        self.words = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.masked_lm = MaskedLm(config)
 
-    def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
-        """Return (sum of losses / divisors["targets"], sums over this batch, no view)."""
+    def forward(self, batch, normalizers: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+        """Return (sum of losses / normalizers["targets"], sums over this batch, {})."""
         loss_sum, num_correct, _ = self.masked_lm(self.words, batch, valid_vocab=self.valid_vocab)
         sums = {"masked_loss": loss_sum, "masked_correct": num_correct}
-        return _loss(sums, divisors), {name: value.detach() for name, value in sums.items()}, {}
+        detached = {name: value.detach() for name, value in sums.items()}
+        return _loss(sums, normalizers), detached, {}
 
 
-def _loss(sums: dict, divisors: dict):
-    return sums["masked_loss"] / divisors["targets"]
+def _loss(sums: dict, normalizers: dict):
+    return sums["masked_loss"] / normalizers["targets"]
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> MlmModel:
     return MlmModel(run.model, valid_vocab)
 
 
-def clipped_apart(run: RunConfig) -> tuple[str, ...]:
+def clip_groups(run: RunConfig) -> tuple[str, ...]:
     return ()
 
 
@@ -72,7 +73,7 @@ def means(run: RunConfig, total: Numbers) -> Numbers:
     return {"loss": loss, "masked_loss": loss}
 
 
-def scores(total: Numbers, view: Tensors) -> Numbers:
+def scores(total: Numbers, per_token: Tensors) -> Numbers:
     return masked_scores(total, "masked")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deberta_ds.base.numbers import format_value
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig
 from deberta_ds.model import flops
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.encoder import Trunk
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import ZERO_INIT
@@ -75,7 +75,7 @@ def problems(run: RunConfig) -> list[str]:
 
 
 class Discriminator(nn.Module):
-    """The network that is kept: trunk and detection head, and its own part of the word table."""
+    """The published network: encoder, detection head, and its own part of the token embedding."""
 
     def __init__(self, config: ModelConfig, sharing: str):
         super().__init__()
@@ -83,11 +83,11 @@ class Discriminator(nn.Module):
         self.trunk = Trunk(config)
         self.head = ReplacedTokenHead(config)
         if sharing != "es":
-            self.words = WordEmbedding(config.vocab_size, config.hidden_size)
+            self.words = TokenEmbedding(config.vocab_size, config.hidden_size)
         if sharing == "gdes":
             setattr(self.words.weight, ZERO_INIT, True)
 
-    def forward(self, generator_words: WordEmbedding, input_ids_BL: Tensor, batch) -> Tensor:
+    def forward(self, generator_words: TokenEmbedding, input_ids_BL: Tensor, batch) -> Tensor:
         """Return logits [B, L] in fp32."""
         if self.sharing == "es":
             vectors_BLC = generator_words(input_ids_BL)
@@ -108,37 +108,37 @@ class RtdModel(nn.Module):
         self.objective = objective
         self.sampling_seed = sampling_seed
         self.valid_vocab = valid_vocab
-        self.words = WordEmbedding(config.vocab_size, config.hidden_size)
+        self.words = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.generator = MaskedLm(generator_config)
         self.discriminator = Discriminator(config, objective.embedding_sharing)
 
-    def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
-        """Return (L_G + lambda L_D, sums over this batch, the discriminator's view).
+    def forward(self, batch, normalizers: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+        """Return (L_G + lambda L_D, sums over this batch, per-token tensors).
 
-        The view holds the logits (fp32) of the real tokens, [N], and which of them are replaced; a
-        sample equal to the original counts as original.
+        Per token, in evaluation only: the discriminator's logits [N] in fp32 of the real tokens,
+        and which of these are replaced. A sample equal to the original counts as original.
         """
         generator_sum, num_correct, input_ids_BL = replace_targets(
             self.words, self.generator, batch, seed=self.sampling_seed,
-            temperature=self.objective.temperature_at(batch.share_of_run),
+            temperature=self.objective.temperature_at(batch.run_fraction),
             valid_vocab=self.valid_vocab)
         original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
         replaced_BL, real_BL = input_ids_BL != original_BL, batch.segments > 0
         logits_BL = self.discriminator(self.words, input_ids_BL, batch)
         sums = {"generator_loss": generator_sum, "generator_correct": num_correct,
                 **detection_sums(logits_BL, replaced_BL, real_BL)}
-        loss = _loss(sums, divisors, self.objective.rtd_weight)
-        # Picking the real tokens waits for the device, so a training step does not.
-        view = {} if self.training else detection_view(logits_BL, replaced_BL, real_BL)
-        return loss, {name: value.detach() for name, value in sums.items()}, view
+        loss = _loss(sums, normalizers, self.objective.rtd_weight)
+        # Selecting the real tokens would make a training step wait for the device.
+        per_token = {} if self.training else detection_per_token(logits_BL, replaced_BL, real_BL)
+        return loss, {name: value.detach() for name, value in sums.items()}, per_token
 
 
-def detection_view(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
-    """Return what `detection_scores` wants of every real token."""
+def detection_per_token(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
+    """Return the per-token tensors that `detection_scores` reads, of the real tokens."""
     return {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]}
 
 
-def replace_targets(words: WordEmbedding, generator: MaskedLm, batch, *, seed: int,
+def replace_targets(words: TokenEmbedding, generator: MaskedLm, batch, *, seed: int,
                     temperature: float, valid_vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return (generator loss sum, number correct, ids [B, L] with samples at the targets)."""
     flat_T = _target_columns(batch)
@@ -158,7 +158,7 @@ def _target_columns(batch) -> Tensor:
 
 
 def detection_sums(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> Tensors:
-    """Return the sums over real tokens that the detector's means and scores are made of."""
+    """Return sums over the real tokens: loss, correct answers, replaced tokens."""
     losses_BL = F.binary_cross_entropy_with_logits(
         logits_BL, replaced_BL.float(), reduction="none")
     return {"discriminator_loss": (losses_BL * real_BL).sum(),
@@ -166,10 +166,10 @@ def detection_sums(logits_BL: Tensor, replaced_BL: Tensor, real_BL: Tensor) -> T
             "replaced": replaced_BL.sum()}
 
 
-def _loss(sums: dict, divisors: dict, rtd_weight: float):
+def _loss(sums: dict, normalizers: dict, rtd_weight: float):
     """Return L_G + lambda L_D: the loss that is trained, and the one that is logged."""
-    return sums["generator_loss"] / divisors["targets"] \
-        + rtd_weight * sums["discriminator_loss"] / divisors["tokens"]
+    return sums["generator_loss"] / normalizers["targets"] \
+        + rtd_weight * sums["discriminator_loss"] / normalizers["tokens"]
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> RtdModel:
@@ -177,8 +177,8 @@ def build(run: RunConfig, valid_vocab: int | None) -> RtdModel:
                     sampling_seed=run.data.seed, valid_vocab=valid_vocab)
 
 
-def clipped_apart(run: RunConfig) -> tuple[str, ...]:
-    """One network each; under "es" the table too, as it has gradients of both losses."""
+def clip_groups(run: RunConfig) -> tuple[str, ...]:
+    """Clip each network by its own norm; under "es" also the table, which both losses train."""
     own = ("discriminator.",)
     return (*own, "words.") if run.objective.embedding_sharing == "es" else own
 
@@ -202,11 +202,11 @@ def detection_means(total: Numbers) -> Numbers:
             "discriminator_gain": _entropy(total["replaced"] / total["tokens"]) - loss}
 
 
-def scores(total: Numbers, view: Tensors) -> Numbers:
-    return masked_scores(total, "generator") | detection_scores(total, view)
+def scores(total: Numbers, per_token: Tensors) -> Numbers:
+    return masked_scores(total, "generator") | detection_scores(total, per_token)
 
 
-def detection_scores(total: Numbers, view: Tensors) -> Numbers:
+def detection_scores(total: Numbers, per_token: Tensors) -> Numbers:
     """Accuracy means little here (most tokens are original), so it is shown beside the class prior,
     with the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
     """
@@ -221,22 +221,22 @@ def detection_scores(total: Numbers, view: Tensors) -> Numbers:
         # Imported here: it would take a quarter of the time from launch to the first step.
         from sklearn.metrics import average_precision_score, roc_auc_score
 
-        labels, logits = view["replaced"].numpy(), view["logits"].numpy()
+        labels, logits = per_token["replaced"].numpy(), per_token["logits"].numpy()
         found["roc_auc"] = float(roc_auc_score(labels, logits))
         found["average_precision"] = float(average_precision_score(labels, logits))
     return found
 
 
-def _entropy(share: float) -> float:
-    """Return the loss in nats of always answering with the class prior `share`."""
-    if share <= 0 or share >= 1:
+def _entropy(prior: float) -> float:
+    """Return the loss in nats of always answering with the class prior."""
+    if prior <= 0 or prior >= 1:
         return 0.0
-    return -share * math.log(share) - (1 - share) * math.log(1 - share)
+    return -prior * math.log(prior) - (1 - prior) * math.log(1 - prior)
 
 
 def sentence_scores(forward: Forward, sentences: list[list[int]], tokenizer: Tokenizer
                     ) -> list[float]:
-    """log p(no piece was replaced), from the discriminator's logits of the unmasked sentence."""
+    """log p(no token was replaced), from the discriminator's logits of the unmasked sentence."""
     found = []
     for start in range(0, len(sentences), SENTENCES_AT_ONCE):
         some = sentences[start:start + SENTENCES_AT_ONCE]
@@ -270,37 +270,38 @@ def discriminator_tensors(state: Tensors) -> Tensors:
 
 
 def discriminator_parameters(tensors: Tensors) -> Tensors:
-    """Return the parameters of a discriminator but its words: the way back."""
+    """Return the parameters of a discriminator except its embedding: the inverse function."""
     return {"discriminator." + name.removeprefix("rtd_"): tensor
             for name, tensor in tensors.items() if name.startswith(("trunk.", "rtd_head."))}
 
 
 def networks(run: RunConfig, state: Tensors) -> tuple[dict[str, Tensors], list[str]]:
-    """The discriminator is merged: under gdes, its word table is the generator's + delta."""
+    """The discriminator is merged: under gdes, its token embedding is the generator's + delta."""
     main, notes = discriminator_tensors(state), []
     sharing = run.objective.embedding_sharing
     if sharing == "gdes":
         main["words.delta"] = main.pop("words.weight")
         main["words.weight"] = state["words.weight"].float() + main["words.delta"].float()
-        notes.append("derived: discriminator's word table = generator's + delta, in fp32")
+        notes.append("derived: discriminator's token embedding = generator's + delta, in fp32")
     elif sharing == "es":
         main["words.weight"] = state["words.weight"].clone()
-        notes.append("copied: the word table is the generator's (sharing = es)")
+        notes.append("copied: the token embedding is the generator's (sharing = es)")
     return {"main": main, "generator": masked_lm_tensors(state, "generator.")}, notes
 
 
 def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, list[str]]:
-    """The GDES delta is taken from the file, or it is the difference of the two word tables.
+    """The GDES delta is taken from the file, or it is the difference of the two token
+    embeddings.
 
-    It is never assumed to be zero, which would silently give the discriminator the generator's
-    words. Both tables in fp32: the difference is exact.
+    It is never assumed to be zero: the discriminator would silently get the generator's
+    embedding. Both tables in fp32: the difference is exact.
     """
     main, generator = networks["main"], networks["generator"]
     found = masked_lm_parameters(generator, "generator.") | discriminator_parameters(main)
     words, sharing = main["words.weight"], run.objective.embedding_sharing
     if sharing == "es":
         return found | {"words.weight": words}, [
-            "one word table, the discriminator's (sharing = es)"]
+            "one token embedding, the discriminator's (sharing = es)"]
     if sharing == "nes":
         return found | {"discriminator.words.weight": words}, []
     if "words.delta" in main:

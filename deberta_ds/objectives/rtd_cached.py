@@ -1,7 +1,7 @@
 """Replaced-token detection with stored replacements: the discriminator alone.
 
-A frozen generator has replaced the rows once (data_prep/replace.py), so a step has neither its
-forward nor its backward (as Fast-ELECTRA proposes; arXiv 2310.07347). Under GDES the frozen E_G
+A frozen generator has replaced the tokens once (data_prep/replace.py), so a step runs no generator
+(as Fast-ELECTRA proposes; arXiv 2310.07347). Under GDES the frozen E_G
 would be a constant to which the discriminator adds a delta: that is one table that starts at E_G,
 which `init.generator` gives; without it the table starts at random.
 
@@ -34,35 +34,37 @@ def problems(run: RunConfig) -> list[str]:
 
 
 class CachedRtdModel(nn.Module):
-    """The discriminator with a word table of its own."""
+    """The discriminator with a token embedding of its own."""
 
     def __init__(self, config: ModelConfig, rtd_weight: float):
         super().__init__()
         self.rtd_weight = rtd_weight
         self.discriminator = rtd.Discriminator(config, "nes")
 
-    def forward(self, batch, divisors: Tensors) -> tuple[Tensor, Tensors, Tensors]:
-        """Return (lambda L_D, sums over this batch, the view of `objectives.rtd`).
+    def forward(self, batch, normalizers: Tensors) -> tuple[Tensor, Tensors, Tensors]:
+        """Return (lambda L_D, sums over this batch, per-token tensors as in `objectives.rtd`).
 
         The batch's tokens are replaced already; its labels mark where.
         """
         replaced_BL, real_BL = batch.labels >= 0, batch.segments > 0
         logits_BL = self.discriminator(None, batch.input_ids, batch)
         sums = rtd.detection_sums(logits_BL, replaced_BL, real_BL)
-        view = {} if self.training else rtd.detection_view(logits_BL, replaced_BL, real_BL)
-        return _loss(sums, divisors, self.rtd_weight), {
-            name: value.detach() for name, value in sums.items()}, view
+        per_token = {}
+        if not self.training:
+            per_token = rtd.detection_per_token(logits_BL, replaced_BL, real_BL)
+        return _loss(sums, normalizers, self.rtd_weight), {
+            name: value.detach() for name, value in sums.items()}, per_token
 
 
-def _loss(sums: dict, divisors: dict, rtd_weight: float) -> Tensor | float:
-    return rtd_weight * sums["discriminator_loss"] / divisors["tokens"]
+def _loss(sums: dict, normalizers: dict, rtd_weight: float) -> Tensor | float:
+    return rtd_weight * sums["discriminator_loss"] / normalizers["tokens"]
 
 
 def build(run: RunConfig, valid_vocab: int | None) -> CachedRtdModel:
     return CachedRtdModel(run.model, run.objective.rtd_weight)
 
 
-def clipped_apart(run: RunConfig) -> tuple[str, ...]:
+def clip_groups(run: RunConfig) -> tuple[str, ...]:
     return ()
 
 
@@ -74,8 +76,8 @@ def means(run: RunConfig, total: Numbers) -> Numbers:
     return {"loss": _loss(total, total, run.objective.rtd_weight)} | rtd.detection_means(total)
 
 
-def scores(total: Numbers, view: Tensors) -> Numbers:
-    return rtd.detection_scores(total, view)
+def scores(total: Numbers, per_token: Tensors) -> Numbers:
+    return rtd.detection_scores(total, per_token)
 
 
 def headline(scores: Numbers) -> str:

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a token of a row, not to a device or a rank.
+"""Random numbers of a token for sampling replacements: the same on any device and rank.
 
 A generator's replacement must be the same at any world size, so its one uniform number is a hash of
 (seed, row number, column) by splitmix64.

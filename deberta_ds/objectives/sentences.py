@@ -1,4 +1,4 @@
-"""Sentences as batches: the queries of pseudo-log-likelihoods, for runs and for finished models."""
+"""Batches of masked sentences, from which pseudo-log-likelihoods are computed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ SENTENCES_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Queries:
-    """Forward rows of pseudo-log-likelihoods: log p(piece at `target`) with [target, end) masked.
+    """Sequences for pseudo-log-likelihoods: log p(token at `target`) with [target, end) masked.
 
-    A row serves both readings where they agree: words of one piece, and last pieces of words.
+    Both definitions (by token, by word) share a sequence where they agree: words of one token, and
+    last tokens of words.
     """
 
     sentence: np.ndarray
@@ -27,7 +28,7 @@ class Queries:
 
 
 def queries_of(sentences: list[list[int]], tokenizer: Tokenizer) -> Queries:
-    """Return the rows that both readings of all sentences need, each once."""
+    """Return the sequences that both definitions need for all sentences, each once."""
     word_start, special = tokenizer.word_starts(), tokenizer.is_special()
     rows = []
     for number, sentence in enumerate(sentences):

@@ -3,7 +3,7 @@
 Forward and backward run on fake tensors (shapes without data), so every tensor that the real pass
 would allocate is seen, at any size, and no formula has to follow the code. A GPU is assumed to run
 the fused attention, which keeps queries, keys, values, projected tables, its output, one fp32
-number a row and, if asked to, the position terms; their planes are there while it works.
+number a row and, if asked to, the position terms; their bias matrices exist while it runs.
 """
 
 import weakref
@@ -75,12 +75,12 @@ def _run_counted(run: RunConfig, dtype: torch.dtype) -> Activations:
     finally:
         torch.set_default_dtype(default)
     batch = _full_batch(run)
-    divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
+    normalizers = {"targets": torch.ones(()), "tokens": torch.ones(())}
     parameters = list(model.parameters())
     with _LiveBytes(parameters) as live:
         for parameter in parameters:  # each is reduced and freed as soon as it is there
             parameter.register_post_accumulate_grad_hook(live.finish_gradient)
-        loss, *_ = model(batch, divisors)
+        loss, *_ = model(batch, normalizers)
         loss.backward()  # and what is recomputed
     return Activations(live.points)
 
@@ -135,19 +135,19 @@ class _LiveBytes(TorchDispatchMode):
 class _FusedAttention(torch.autograd.Function):
     """What the fused kernels keep between forward and backward, without the arithmetic.
 
-    And what they need meanwhile: both planes, in backward both planes' gradients, and the score
-    gradients of queries at columns of their own.
+    Also their temporary memory: both bias matrices, in backward also the gradients of these, and
+    the score gradients of gathered queries.
     """
 
     @staticmethod
-    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, band, keep, picked):
+    def forward(ctx, q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, band, keep, gathered):
         context_BQHD = torch.empty_like(q_BHQD.transpose(1, 2).contiguous())
         lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32)
-        ctx.band, ctx.keep, ctx.picked = band, keep, picked
+        ctx.band, ctx.keep, ctx.gathered = band, keep, gathered
         ctx.terms = (pos_key_HSD is not None, pos_query_HSD is not None)
-        planes = _planes(q_BHQD, k_BHLD, ctx.terms, band.width(k_BHLD.shape[2]))
+        biases = _bias_matrices(q_BHQD, k_BHLD, ctx.terms, band.width(k_BHLD.shape[2]))
         ctx.save_for_backward(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, context_BQHD,
-                              lse_BHQ, *(planes if keep else ()))
+                              lse_BHQ, *(biases if keep else ()))
         return context_BQHD
 
     @staticmethod
@@ -156,16 +156,17 @@ class _FusedAttention(torch.autograd.Function):
         queries, keys = inputs[0].shape[2], inputs[1].shape[2]
         held = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
         if not ctx.keep:
-            held += _planes(*inputs[:2], ctx.terms, ctx.band.width(keys))
-        wanted = (ctx.terms[0] or not ctx.picked, ctx.terms[1])
-        held += _planes(*inputs[:2], wanted, 2 * ctx.band.radius(keys))
-        if ctx.picked and ctx.terms[1]:
+            held += _bias_matrices(*inputs[:2], ctx.terms, ctx.band.width(keys))
+        wanted = (ctx.terms[0] or not ctx.gathered, ctx.terms[1])
+        held += _bias_matrices(*inputs[:2], wanted, 2 * ctx.band.radius(keys))
+        if ctx.gathered and ctx.terms[1]:
             held.append(inputs[1].new_empty(*inputs[1].shape[:3], queries))
         return *held[:5], None, None, None
 
 
-def _planes(q_BHQD: Tensor, k_BHLD: Tensor, terms: tuple[bool, bool], columns: int) -> list[Tensor]:
-    """Return a plane of some columns for each position term that there is."""
+def _bias_matrices(q_BHQD: Tensor, k_BHLD: Tensor, terms: tuple[bool, bool], columns: int
+                   ) -> list[Tensor]:
+    """Return a bias matrix with `columns` columns for each position term in use."""
     return [x.new_empty(*x.shape[:2], padded(x.shape[2]), columns)
             for x, wanted in zip((q_BHQD, k_BHLD), terms, strict=True) if wanted]
 

@@ -293,7 +293,7 @@ class _Block:
         attention: Attention = layer.attention
         self.config, self.slots = attention.config, slots
         nothing_BLC = torch.zeros(1, 1, self.config.hidden_size)
-        _, _, self.key_HSD, self.query_HSD = attention.project_memory(nothing_BLC, relative_SC)
+        _, _, self.key_HSD, self.query_HSD = attention.project_keys_values(nothing_BLC, relative_SC)
         self.scale = score_scale(self.config.head_size, self.key_HSD, self.query_HSD)
         self.memory: tuple[str, str, str | None] | None = None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release.reader import check_table, read_release
 from deberta_ds.release.release import (
@@ -33,7 +33,7 @@ class LoadedModel:
     backbone: Backbone
     tokenizer: Tokenizer | None
     model_config: ModelConfig
-    masked_lm: tuple[WordEmbedding, MaskedLm] | None
+    masked_lm: tuple[TokenEmbedding, MaskedLm] | None
     replaced_token_head: ReplacedTokenHead | None = None
 
     def check_length(self, tokens: int, place: str | Path) -> None:
@@ -64,6 +64,6 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
                        head)
 
 
-def _own_masked_lm(network: Network) -> tuple[WordEmbedding, MaskedLm]:
+def _own_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
     copies = {name: tensor.float().clone() for name, tensor in network.tensors.items()}
     return build_masked_lm(Network(network.config, copies))

@@ -15,7 +15,7 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.backbone import Backbone, on_meta
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release.names import OTHER_HEADS
 
@@ -122,11 +122,11 @@ def build_backbone(network: Network) -> Backbone:
     return backbone.eval().requires_grad_(True)
 
 
-def build_masked_lm(network: Network) -> tuple[WordEmbedding, MaskedLm]:
+def build_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
     """Return (word table, masked LM) in fp32, in evaluation mode; needs `has_masked_lm`."""
     assert network.has_masked_lm
     config = network.config
-    words = on_meta(WordEmbedding, config.vocab_size, config.hidden_size)
+    words = on_meta(TokenEmbedding, config.vocab_size, config.hidden_size)
     words.load_state_dict({"weight": network.tensors["words.weight"].float()}, assign=True)
     masked_lm = on_meta(MaskedLm, config)
     masked_lm.load_state_dict(

@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far: its checkpoint is kept, and when it is old the run stops."""
+"""Best checkpoint by a validation metric, and early stopping by patience."""
 
 import itertools
 import json

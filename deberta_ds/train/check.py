@@ -1,4 +1,4 @@
-"""Problems between the sections of a run, its DeepSpeed config and its tokenizer: all at once."""
+"""Consistency checks between a run file, its DeepSpeed config, tokenizer and checkpoint."""
 
 import itertools
 import json

@@ -1,7 +1,8 @@
-"""The pretraining run: resume, step, log, evaluate, save, stop.
+"""The pretraining loop: resume, step, log, evaluate, save, stop.
 
-A plain loop. The state of a run is its step: the learning rate, the rows, their masks, the samples
-and the dropout are functions of it, so a checkpoint holds no generator state and no data iterator.
+The state of a run is its step: the learning rate, the sequences, their masks, the samples of the
+generator and the dropout masks are functions of it, so a checkpoint holds neither the state of a
+random number generator nor a data iterator.
 """
 
 import math
@@ -149,8 +150,8 @@ class Trainer:
             rate = learning_rate(run.optim, self.step, train.steps)
             engine.set_learning_rate(self.engine, rate)
             with self.meters.work.loading():
-                share = self.step / max(1, train.steps - 1)
-                micro = [replace(batch, share_of_run=share) for batch in next(batches)]
+                progress = self.step / max(1, train.steps - 1)
+                micro = [replace(batch, run_fraction=progress) for batch in next(batches)]
             stop = bool(self.stop_request or self.log.problem)
             result = train_step(self.engine, micro, step=self.step, seed=train.seed,
                                 ceiling=self.spikes.ceiling(), stop=stop,

@@ -1,4 +1,4 @@
-"""The clocks of a run, paused together while it does something else than a step."""
+"""Timers of a run: speed, time per activity, goodput, slow hosts, hardware and memory."""
 
 import os
 import platform
@@ -63,8 +63,8 @@ class SpeedMeter:
 
 # Where the time of a run goes: steps, saves, evaluations, starts and steps that were repeated.
 #
-# The parts of goodput while a job runs. What a start costs, and what a crash has lost (the steps
-# after the checkpoint, which are taken again), stands in the `start` and `resume` events of
+# The parts of goodput while a job runs. The cost of a start and of a crash (the steps after the
+# checkpoint, which are repeated) is recorded in the `start` and `resume` events of
 # metrics.jsonl, which a resumed run keeps. The time in which no job ran is not known and not
 # counted.
 def seconds_since_start() -> float:
@@ -102,7 +102,7 @@ def lost_seconds(path: Path, record: RunRecord | None) -> tuple[float, float]:
 
 
 class TimeUse:
-    """Seconds of one run, over all its starts; `saved` is what a checkpoint remembers."""
+    """Seconds per activity of one run, over all its starts; `saved` comes from the checkpoint."""
 
     def __init__(self, saved: dict[str, float], lost: float):
         self.seconds = {"saves": 0.0, "evaluations": 0.0} | saved

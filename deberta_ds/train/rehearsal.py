@@ -1,4 +1,4 @@
-"""`--check`: everything that a start looks at, and one micro-batch forward and backward."""
+"""`--check`: verify a run and its cluster; run one micro-batch forward and backward."""
 
 import math
 import os
@@ -25,10 +25,10 @@ from deberta_ds.train.setup import describe, join_group, open_run, versions
 from deberta_ds.train.start import first_weights
 from deberta_ds.train.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
 
-# Whether all hosts of a job are fit for it: versions, clocks, links inside and between, disk.
+# Checks of the nodes of a job: versions, clocks, links within and between nodes, disk.
 #
-# Between hosts each one swaps with the next and with the one before, in rounds of pairs, and the
-# better swap counts: a slow host is slow in both, its neighbours in one only.
+# Between nodes, each exchanges a message with the next one and with the one before, in rounds of
+# pairs; the faster exchange counts: a slow node is slow in both, its neighbors in one only.
 _GPU_BYTES, _CPU_BYTES = 1 << 26, 1 << 22  # of a message
 _ROUNDS = 3  # the fastest counts
 _CLOCK_SECONDS = 2.0  # of difference that are worth a warning
@@ -36,7 +36,7 @@ _SLOW_SHARE = 0.7  # of the median
 
 
 def preflight(device: torch.device, host: str, versions: dict[str, str]) -> list[str]:
-    """Return what is to be said of the hosts; call on every rank. `host` is this rank's.
+    """Return log lines about the nodes; call on every rank. `host` is this rank's.
 
     UserError on every rank if the versions differ.
     """

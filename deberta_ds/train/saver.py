@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and the one that is being written while training goes on.
+"""Checkpoint schedule of a run, and checkpoints written in the background of training.
 
 Every decision is equal on all ranks: steps are, and where time decides it is rank 0's clock. While
 a checkpoint is in the background, each step ends with one small all-reduce, so that all ranks see

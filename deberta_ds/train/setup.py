@@ -1,4 +1,4 @@
-"""Everything before the first weight: process group, inputs, cross checks, what is announced."""
+"""Setup before the model is built: process group, inputs, consistency checks, log lines."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The start of a run, once: join the group, lock out_dir, open the inputs, build the engine."""
+"""Start a run: join the process group, lock out_dir, open the inputs, build the engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +86,7 @@ def _restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecor
 def first_weights(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     """Return what `[init] from` gives, on rank 0; DeepSpeed hands rank 0's weights to the others.
 
-    A resumed run has no use for it.
+    A resumed run does not need it.
     """
     if not (run.init.source or run.init.generator):
         return {}, []

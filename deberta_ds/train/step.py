@@ -1,6 +1,6 @@
-"""One optimizer step: exact token means over ranks and micro-batches, no update from a bad step.
+"""One optimizer step: loss normalized over ranks and micro-batches; no update from a bad step.
 
-Whether a step is bad is agreed on the device, before its last backward pass: the step's loss is
+The ranks agree on the device, before the last backward pass, whether a step is bad: its loss is
 summed over the ranks, and if it is above the ceiling or not finite, the last micro-batch's loss is
 multiplied by NaN. DeepSpeed 0.19.8 makes no update from a gradient whose norm is not finite, in any
 precision and ZeRO stage (stages 1-3 and the 16-bit wrappers test the norm and clear the gradients;
@@ -23,7 +23,7 @@ from deberta_ds.base.errors import UserError, listed
 from deberta_ds.cluster import dist
 from deberta_ds.train.meters import WorkMeter
 
-# Which steps are bad, and who is to blame.
+# Which steps are bad, and which rank and sequences caused it.
 #
 # A step is bad if its loss or its gradient is not finite, or, with `train.spike_sigmas` above 0,
 # if its loss is more than that many standard deviations above the mean of the last 100 accepted
@@ -61,7 +61,7 @@ class SpikeRule:
             self._losses.append(loss)
 
     def state(self) -> list[float]:
-        """Return what a checkpoint must hold so that a resumed run decides alike."""
+        """Return the losses to save in a checkpoint, so that a resumed run decides alike."""
         return list(self._losses)
 
 
@@ -149,24 +149,24 @@ def train_step(engine, batches: list, *, step: int, seed: int,
     """
     counts = count_over_ranks(batches, engine.device)
     # DeepSpeed averages over ranks and micro-batches; dividing the counts undoes that exactly.
-    share = dist.world_size() * len(batches)
-    divisors = {name: (count / share).float() for name, count in counts.items()}
+    num_losses = dist.world_size() * len(batches)
+    normalizers = {name: (count / num_losses).float() for name, count in counts.items()}
     totals: dict[str, Tensor] = {}
     whole_loss = torch.zeros((), dtype=torch.float64, device=engine.device)
 
     def run_micro_batch(micro_step: int) -> tuple[Tensor, dict[str, Tensor]]:
         seed_step(seed, step, micro_step, dist.rank())
         with meter.computing() if meter else nullcontext():
-            loss, sums, _ = engine(batches[micro_step].to(engine.device), divisors)
+            loss, sums, _ = engine(batches[micro_step].to(engine.device), normalizers)
         return loss, sums
 
     # A batch that grows has another number of micro-batches now and then; a smaller one is a whole
     # one to DeepSpeed, which only adds up its samples wrongly.
-    engine.set_train_batch_size(share * engine.train_micro_batch_size_per_gpu())
+    engine.set_train_batch_size(num_losses * engine.train_micro_batch_size_per_gpu())
     for micro_step in range(len(batches)):
         engine.set_gradient_accumulation_boundary(micro_step + 1 == len(batches))
         loss, sums = run_micro_batch(micro_step)
-        whole_loss += loss.detach() / share
+        whole_loss += loss.detach() / num_losses
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value.double()
         if micro_step + 1 < len(batches):

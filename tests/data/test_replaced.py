@@ -152,11 +152,11 @@ def test_loss_is_that_of_the_joint_run_on_the_same_replacements(stored):
     replace_corpus(recipe(temperatures=(1.0,)), one_draw)
     replaced = collate(eval_sequences(str(TINY / "heldout"), tokenizer, **options,
                                  replaced=str(one_draw)))
-    divisors = {"targets": torch.ones(()), "tokens": torch.ones(())}
-    _, sums, view = joint(masked, divisors)
-    _, alone_sums, alone_view = alone(replaced, divisors)
-    assert alone_view["replaced"].tolist() == view["replaced"].tolist()
-    assert torch.equal(alone_view["logits"], view["logits"])
+    normalizers = {"targets": torch.ones(()), "tokens": torch.ones(())}
+    _, sums, per_token = joint(masked, normalizers)
+    _, alone_sums, alone_per_token = alone(replaced, normalizers)
+    assert alone_per_token["replaced"].tolist() == per_token["replaced"].tolist()
+    assert torch.equal(alone_per_token["logits"], per_token["logits"])
     for name, value in alone_sums.items():
         assert value == sums[name], name
 

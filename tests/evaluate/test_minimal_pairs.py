@@ -20,7 +20,7 @@ from deberta_ds.evaluate.held_out import score_minimal_pairs
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.evaluate.sentence_scores import cut_work, masked_scores
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.sentences import queries_of
@@ -51,7 +51,7 @@ def small_config(family: str = "v3"):
 
 def masked_model(family: str = "v3") -> LoadedModel:
     config = small_config(family)
-    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    words = random_values(TokenEmbedding(config.vocab_size, config.hidden_size))
     masked_lm = random_values(MaskedLm(config)).eval()
     return LoadedModel(Backbone(config), tiny_tokenizer(), config, (words, masked_lm))
 

@@ -15,14 +15,13 @@ pytest.importorskip("triton", reason="the fused kernels need the triton package"
 
 from deberta_ds.config.run_config import ModelConfig  # noqa: E402
 from deberta_ds.model import encoder
-from deberta_ds.model.attention import (
-    dispatch,
-    selfcheck,  # noqa: E402
-)
+from deberta_ds.model.attention import dispatch  # noqa: E402
 from deberta_ds.model.attention.geometry import Geometry  # noqa: E402
 from deberta_ds.model.attention.reference import reference_attention  # noqa: E402
 from deberta_ds.model.init import init_parameters  # noqa: E402
 from deberta_ds.model.kernels import (
+    attention_check,
+    fused_checks,
     kernel_check,
     kernel_table,  # noqa: E402
 )
@@ -84,9 +83,9 @@ def test_compiles_for_a_gpu(architecture, kernels):
 
 
 def test_picked_queries_compile_for_a_gpu():
-    arguments = ["90", "--sizes", "64", "--lengths", "512", "--kernels", "forward", "--picked"]
+    arguments = ["90", "--sizes", "64", "--lengths", "512", "--kernels", "forward", "--gathered"]
     [line] = run_worker("fused_compile.py", *arguments, timeout=60)
-    assert line["picked"] and line["faults"] == []
+    assert line["gathered"] and line["faults"] == []
 
 
 def test_the_other_kernels_compile_for_a_gpu():
@@ -104,8 +103,8 @@ def test_every_tile_is_in_the_table():
     for capability in ((8, 0), (9, 0), (10, 0)):
         for size in (16, 32, 64, kernel_table.LARGEST_HEAD):
             for length in (512, 8192):
-                for direction, picked in product(("forward", "query", "key"), (False, True)):
-                    tile = tiles.choose(capability, size, length, direction, picked)
+                for direction, gathered in product(("forward", "query", "key"), (False, True)):
+                    tile = tiles.choose(capability, size, length, direction, gathered)
                     assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
 
 
@@ -151,7 +150,7 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
         return wrong(reference_attention(*tensors, **options))
 
     def check(function, dtype=torch.bfloat16, long=False):
-        return selfcheck.check(torch.device("cpu"), dtype, 16, long, function)
+        return attention_check.check(torch.device("cpu"), dtype, 16, long, function)
 
     for wrong, named in ((lambda c: c * 1.1, "off by 1.0e-01"), (lambda c: c * torch.nan, "nan"),
                          (lambda c: c[:, :1], "RuntimeError")):
@@ -167,10 +166,10 @@ def test_check_on_the_card_finds_a_wrong_kernel_and_keeps_a_pass(monkeypatch, tm
     before = len(calls)
     assert check(fused).passed and len(calls) == before  # from the file
     assert check(fused, torch.float16).passed and check(fused, long=True).passed
-    assert len(calls) == before + len(selfcheck.SHORT) + len(selfcheck.LONG)
+    assert len(calls) == before + len(attention_check.SHORT) + len(attention_check.LONG)
     kernel_check.results_file().write_text("not json")
     before = len(calls)
-    assert check(fused).passed and len(calls) == before + len(selfcheck.SHORT)
+    assert check(fused).passed and len(calls) == before + len(attention_check.SHORT)
     asked = [(call["dropout"], call["keep_terms"]) for call in calls[before:]]
     assert {(0.1, False), (0.0, False), (0.1, True)} == set(asked)
 
@@ -186,7 +185,8 @@ def test_the_check_leaves_a_checkpointed_forward_pass_alone(monkeypatch, tmp_pat
 
     def attend(*tensors, **options):  # as dispatch's "auto", which asks at its first call
         if not verdicts:
-            verdicts.append(selfcheck.check(torch.device("cpu"), torch.float32, 8, False, fused))
+            device = torch.device("cpu")
+            verdicts.append(attention_check.check(device, torch.float32, 8, False, fused))
         return dispatch.attend(*tensors, **options)
 
     results = []
@@ -207,3 +207,10 @@ def test_the_check_leaves_a_checkpointed_forward_pass_alone(monkeypatch, tmp_pat
     assert verdicts[0].passed, verdicts[0].text
     for plain, checked in zip(*results, strict=True):
         torch.testing.assert_close(plain, checked, rtol=1e-6, atol=1e-7)
+
+
+def test_checks_depend_on_files_that_exist():
+    lists = (attention_check.SOURCES, fused_checks.LOSS_SOURCES, fused_checks.NORM_SOURCES)
+    assert all(path.is_file() for sources in lists for path in sources)
+    names = {path.name for path in attention_check.SOURCES}
+    assert {"backward.py", "forward.py", "position_bias.py", "tiles.json", "dropout.py"} <= names

@@ -14,8 +14,8 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import (
 )
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-from deberta_ds.model.attention import Geometry, attend, attend_first
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
+from deberta_ds.model.attention import Geometry, attend, attend_cls
+from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
 
 HEADS, SIZE = 2, 8
 HIDDEN = HEADS * SIZE
@@ -240,8 +240,8 @@ def test_dropout_is_a_function_of_the_seed():
 
 def test_dropout_mask_has_no_visible_structure():
     probability, batch, heads, length = 0.1, 2, 4, 512
-    words = dropout_words(11, batch, heads, length, length, torch.device("cpu"))
-    dropped = ~keep_pairs(*words, drop_threshold(probability))
+    bits = dropout_bits(11, batch, heads, length, length, torch.device("cpu"))
+    dropped = ~keep_pairs(*bits, drop_threshold(probability))
     deviation = math.sqrt(probability * (1 - probability))
     centered = (dropped.double() - probability) / deviation
 
@@ -259,7 +259,7 @@ def test_dropout_mask_has_no_visible_structure():
     assert sigmas(centered[:, 1:] * centered[:, :-1]) < 4
     corners = centered[..., ::2, ::2] * centered[..., 1::2, ::2]
     assert sigmas(corners * centered[..., ::2, 1::2] * centered[..., 1::2, 1::2]) < 4
-    other = dropout_words(12, batch, heads, length, length, torch.device("cpu"))
+    other = dropout_bits(12, batch, heads, length, length, torch.device("cpu"))
     other = ((~keep_pairs(*other, drop_threshold(probability))).double() - probability) / deviation
     assert sigmas(centered * other) < 4
 
@@ -290,7 +290,7 @@ def test_impossible_arguments():
 @pytest.mark.parametrize("geometry", [Geometry(9, 4), Geometry(64, 0)])
 @pytest.mark.parametrize("terms", ["both", "key", "query", "none"])
 def test_the_first_column_alone_is_that_of_whole_rows(geometry, terms):
-    """Context and gradients of `attend_first` in float64, with the very pairs dropped."""
+    """Context and gradients of `attend_cls` in float64, with the very pairs dropped."""
     tensors = _inputs(3, 24, geometry.num_slots)
     tensors[3] = tensors[3] if terms in ("both", "key") else None
     tensors[4] = tensors[4] if terms in ("both", "query") else None
@@ -301,7 +301,7 @@ def test_the_first_column_alone_is_that_of_whole_rows(geometry, terms):
         for leaf in leaves:
             leaf.requires_grad_().grad = None
         if first:
-            out = attend_first(tensors[0][:, :, :1], *tensors[1:], geometry=geometry,
+            out = attend_cls(tensors[0][:, :, :1], *tensors[1:], geometry=geometry,
                                segments_BL=segments, dropout=0.3, seed=4)
         else:
             out = attend(*tensors, geometry=geometry, segments=segments, dropout=0.3, seed=4,

@@ -110,12 +110,12 @@ def test_a_mask_without_reading_segments_is_the_same(monkeypatch):
     """The way of the GPU: whole rows under a mask."""
     case = Case(SMALL_BUCKETS, PACKED, dropout=0.1)
     cut = run(case, "tiled", torch.float64)
-    spans = tiled.cut_into_spans.__globals__
+    spans = tiled.split_into_spans.__globals__
 
     def whole_rows(segments, columns):
         return [spans["_whole_row"](segments, columns, row) for row in range(len(segments))]
 
-    monkeypatch.setattr(tiled, "cut_into_spans", whole_rows)
+    monkeypatch.setattr(tiled, "split_into_spans", whole_rows)
     assert max(relative_errors(run(case, "tiled", torch.float64), cut)) < 1e-14
 
 

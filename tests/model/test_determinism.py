@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Row, collate
-from deberta_ds.model import columns as columns_module
 from deberta_ds.model import dropout
-from deberta_ds.model.attention import skew, spans, tiled
-from deberta_ds.model.columns import at_columns
+from deberta_ds.model import gather_columns as columns_module
+from deberta_ds.model.attention import segments as segments_module
+from deberta_ds.model.attention import skew, tiled
+from deberta_ds.model.gather_columns import gather_columns
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
@@ -111,9 +112,9 @@ def step_of(kind: str, absolute: bool):
 @pytest.mark.parametrize(("kind", "absolute"), [("mlm", False), ("mlm", True), ("rtd", False)])
 def test_no_operator_of_a_step_depends_on_an_order(monkeypatch, kind, absolute):
     def whole_rows(segments, columns):
-        return [spans._whole_row(segments, columns, row) for row in range(len(segments))]
+        return [segments_module._whole_row(segments, columns, row) for row in range(len(segments))]
 
-    monkeypatch.setattr(tiled, "cut_into_spans", whole_rows)
+    monkeypatch.setattr(tiled, "split_into_spans", whole_rows)
     monkeypatch.setattr(skew.Expansion, "collapse", skew.Expansion.collapse_by_product)
     monkeypatch.setattr(dropout, "is_hashed", lambda tensor: False)
     step = step_of(kind, absolute)
@@ -140,7 +141,7 @@ def test_gradients_of_repeated_columns_are_those_of_gather(at_once, monkeypatch)
     hidden = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     columns = torch.tensor([[1, 1, 0, 0, 1, 3, 0], [4, 2, 4, 0, 2, 4, 4], [0, 0, 0, 0, 0, 0, 0]])
     direction = torch.randn(3, 7, 4, generator=generator, dtype=torch.float64)
-    (ours,) = torch.autograd.grad(at_columns(hidden, columns), hidden, direction)
+    (ours,) = torch.autograd.grad(gather_columns(hidden, columns), hidden, direction)
     gathered = hidden.gather(1, columns[..., None].expand(-1, -1, 4))
     (right,) = torch.autograd.grad(gathered, hidden, direction)
     torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-14)
@@ -159,7 +160,7 @@ def test_memory_of_a_gradient_of_columns_grows_with_the_length_alone():
     found = []
     for length in (1024, 2048, 4096):
         hidden = torch.zeros(1, length, 8, requires_grad=True)
-        taken = at_columns(hidden, torch.arange(length)[None] // 300 * 300)
+        taken = gather_columns(hidden, torch.arange(length)[None] // 300 * 300)
         with Largest() as largest:
             taken.sum().backward()
         found.append(largest.numel)
@@ -173,7 +174,7 @@ def test_many_tokens_that_share_a_state_lose_no_digits(dtype, tolerance):
     hidden = torch.randn(2, 512, 24, generator=generator).to(dtype).requires_grad_()
     columns = torch.arange(512).expand(2, -1) // 300 * 300
     grad = (torch.randn(2, 512, 24, generator=generator) + 0.5).to(dtype)
-    taken = at_columns(hidden, columns)
+    taken = gather_columns(hidden, columns)
     assert torch.equal(taken, hidden[:, columns[0]])
     (ours,) = torch.autograd.grad(taken, hidden, grad)
     wide = hidden.detach().double().requires_grad_()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from deberta_ds.model.attention.dropout import drop_threshold
 from deberta_ds.model.dropout import Dropout, ResidualNorm
-from deberta_ds.model.keep import Keep, draw_keep
+from deberta_ds.model.dropout_mask import DropoutMask, sample_dropout_mask
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -18,7 +18,7 @@ def distance(found, expected) -> float:
 
 def test_an_element_is_kept_by_the_hash_of_its_number():
     """The hash written out in numpy; checkpoints of a run are replayed with these elements."""
-    keep = Keep(4_123_456_789, 4_000_000_000, round(0.3 * 2**32))
+    keep = DropoutMask(4_123_456_789, 4_000_000_000, round(0.3 * 2**32))
     words = np.arange(5000, dtype=np.uint32) + np.uint32(keep.key)
     words ^= words >> np.uint32(16)
     words = words * np.uint32(0x21F0AAAD) ^ np.uint32(keep.second_key)
@@ -49,7 +49,7 @@ def test_dropout_keeps_its_share_and_the_mean(share):
 @pytest.mark.parametrize("dropout", [1 - 1e-10, 1 - 1e-12, 1 - 2**-53])
 def test_a_rate_just_below_one_drops_nearly_all(dropout):
     torch.manual_seed(0)
-    keep = draw_keep(dropout)
+    keep = sample_dropout_mask(dropout)
     assert 2.0**31 < keep.scale <= 2.0**32
     assert not keep.apply(torch.ones(1000)).isnan().any()
     assert drop_threshold(dropout) <= 2**31 - 1
@@ -74,7 +74,7 @@ def test_residual_norm_is_the_formula(kinds, within, dropout):
     torch.manual_seed(3)
     grown = torch.ones(rows, size).double()
     if dropout:
-        keep = draw_keep(dropout)
+        keep = sample_dropout_mask(dropout)
         grown = keep.mask(grown.float()).double() * keep.scale
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     total = exact_leaves[0] * grown + exact_leaves[1]

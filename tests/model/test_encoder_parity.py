@@ -16,7 +16,7 @@ from hugging_face_models import BASE, FAMILIES, hugging_face, random_values
 
 from deberta_ds.data.batch import Batch
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import configs, names
 
@@ -109,7 +109,7 @@ def decoded_by_transformers(theirs, config, position_table, batch):
 @pytest.mark.parametrize("family", ["v3", "v2_conv", "v1_key_bias"])
 def test_masked_lm_with_enhanced_decoder_equals_rebuild(family, length):
     config = FAMILIES[family]
-    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    words = random_values(TokenEmbedding(config.vocab_size, config.hidden_size))
     masked_lm = random_values(MaskedLm(config)).eval()
     tensors = {"words.weight": words.weight.detach()} | {
         name: tensor for name, tensor in masked_lm.state_dict().items() if name.startswith("trunk")}
@@ -187,7 +187,7 @@ def test_a_detector_learns_from_packed_pieces_as_transformers_from_each_alone(fa
 def test_masked_lm_without_decoder_equals_transformers_head():
     """BERT form: absolute positions in the input, no decoder; oracle: the legacy=False head."""
     config = FAMILIES["bert"]
-    words = random_values(WordEmbedding(config.vocab_size, config.hidden_size))
+    words = random_values(TokenEmbedding(config.vocab_size, config.hidden_size))
     masked_lm = random_values(MaskedLm(config)).eval()
     tensors = {"words.weight": words.weight.detach()} | {
         name.replace("head.", "mlm_head."): tensor

@@ -9,7 +9,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.data.batch import Row, collate
 from deberta_ds.model import flops
 from deberta_ds.model.backbone import Backbone
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.model.init import init_parameters
 
@@ -60,7 +60,7 @@ def counted(call) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_masked_lm(name):
     model = CONFIGS[name]
-    words, masked_lm = WordEmbedding(model.vocab_size, model.hidden_size), MaskedLm(model)
+    words, masked_lm = TokenEmbedding(model.vocab_size, model.hidden_size), MaskedLm(model)
     for module in (words, masked_lm):
         init_parameters(module, 0.02, 0)
     inputs = batch()

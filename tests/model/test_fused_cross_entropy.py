@@ -10,7 +10,7 @@ import torch  # noqa: E402
 from test_attention_fused import run_worker  # noqa: E402
 
 from deberta_ds.base.errors import UserError  # noqa: E402
-from deberta_ds.model.embeddings import WordEmbedding  # noqa: E402
+from deberta_ds.model.embeddings import TokenEmbedding  # noqa: E402
 from deberta_ds.model.kernels import fused_checks  # noqa: E402
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 
@@ -34,7 +34,7 @@ def test_interpreter_equals_the_chunked_function():
 def test_fused_loss_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match="cross_entropy = 'fused' cannot run here: no GPU"):
-        WordEmbedding(8, 4)(torch.zeros(1, 4), labels_T=torch.zeros(1, dtype=torch.int64),
+        TokenEmbedding(8, 4)(torch.zeros(1, 4), labels_T=torch.zeros(1, dtype=torch.int64),
                             bias_V=torch.zeros(8), loss="fused")
 
 

@@ -115,17 +115,16 @@ def test_tensors_on_another_card_than_the_current_one():
 def test_the_check_of_auto_passes_in_seconds(long, monkeypatch, tmp_path):
     import time
 
-    from deberta_ds.model.attention import selfcheck
-    from deberta_ds.model.kernels import kernel_check
+    from deberta_ds.model.kernels import attention_check, kernel_check
     from deberta_ds.model.kernels.attention import fused_path
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda")
-    first = selfcheck.check(device, torch.bfloat16, 64, long, fused_path)  # compiles
+    first = attention_check.check(device, torch.bfloat16, 64, long, fused_path)  # compiles
     assert first.passed, first.text
     kernel_check.results_file().unlink()
     start = time.perf_counter()
-    assert selfcheck.check(device, torch.bfloat16, 64, long, fused_path).passed
+    assert attention_check.check(device, torch.bfloat16, 64, long, fused_path).passed
     print(first.text, f"; compiled, {time.perf_counter() - start:.2f} s")
 
 

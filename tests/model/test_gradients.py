@@ -51,9 +51,9 @@ def gradients(run, batches) -> list[dict[str, torch.Tensor | None]]:
     for batch in batches:
         torch.manual_seed(0)
         model.zero_grad(set_to_none=True)
-        divisors = {"targets": torch.tensor(batch.num_targets),
+        normalizers = {"targets": torch.tensor(batch.num_targets),
                 "tokens": torch.tensor(batch.num_tokens)}
-        model(batch, divisors)[0].backward()
+        model(batch, normalizers)[0].backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     return found
 

@@ -44,9 +44,9 @@ def model_of(sharing: str, **options) -> RtdModel:
 def gradients(sharing: str, rows, of: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of E_G and of the discriminator's own table for one of the losses."""
     model, batch = model_of(sharing), collate(rows)
-    divisors = {"targets": NEVER, "tokens": NEVER}
-    divisors[{"generator": "targets", "discriminator": "tokens"}[of]] = torch.tensor(100.0)
-    model(batch, divisors)[0].backward()
+    normalizers = {"targets": NEVER, "tokens": NEVER}
+    normalizers[{"generator": "targets", "discriminator": "tokens"}[of]] = torch.tensor(100.0)
+    model(batch, normalizers)[0].backward()
     own = None if sharing == "es" else model.discriminator.words.weight.grad
     return model.words.weight.grad, own
 
@@ -93,19 +93,19 @@ def test_replacements_do_not_depend_on_the_batch(rows):
 
 
 def test_a_temperature_is_that_of_the_step_s_place_in_the_run(rows):
-    divisors = {"targets": torch.tensor(9.0), "tokens": torch.tensor(9.0)}
+    normalizers = {"targets": torch.tensor(9.0), "tokens": torch.tensor(9.0)}
 
     def seen(share, **temperatures):
         model, inputs = model_of("gdes", **temperatures), []
         model.discriminator.register_forward_hook(lambda _, given, __: inputs.append(given[1]))
-        model(replace(collate(rows), share_of_run=share), divisors)
+        model(replace(collate(rows), run_fraction=share), normalizers)
         return inputs[0]
 
     falling = {"temperature": 4.0, "final_temperature": 0.5}
     for share, temperature in ((0.0, 4.0), (0.5, 2.25), (1.0, 0.5), (1.5, 0.5)):
         assert torch.equal(seen(share, **falling), seen(share, temperature=temperature)), share
     assert not torch.equal(seen(0.0, **falling), seen(1.0, **falling))
-    assert collate(rows).share_of_run == 1.0  # evaluations
+    assert collate(rows).run_fraction == 1.0  # evaluations
 
 
 def test_padding_counts_for_nothing(rows, monkeypatch):

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from deberta_ds.model.attention.band import make_band
 from deberta_ds.model.attention.geometry import Geometry
-from deberta_ds.model.kernels.attention import backward, forward, planes, tiles
+from deberta_ds.model.kernels.attention import backward, forward, position_bias, tiles
 
 REACH = Geometry(512, 256).reach  # of every released v2 and v3 model
 
@@ -32,14 +32,14 @@ FLASH = {
     "key": backward.key_kernel,
 }
 PRODUCTS = {
-    "plane": planes.plane_kernel,
-    "rows": planes.row_gradient_kernel,
-    "table": planes.table_gradient_kernel,
-    "spread": planes.spread_kernel,
+    "bias": position_bias.bias_kernel,
+    "rows": position_bias.row_gradient_kernel,
+    "table": position_bias.table_gradient_kernel,
+    "spread": position_bias.spread_kernel,
 }
 KERNELS = FLASH | PRODUCTS
-FLOAT_POINTERS = {"LSE", "DELTA", "KEY_ENDS", "QUERY_ENDS", "D_KEY_ENDS", "D_QUERY_ENDS"}
-FLOAT_POINTERS |= {"ENDS", "D_ENDS", "D_TABLE"}
+FLOAT_POINTERS = {"LSE", "ROW_DOT", "C2P_EDGES", "P2C_EDGES", "D_C2P_EDGES", "D_P2C_EDGES"}
+FLOAT_POINTERS |= {"EDGES", "D_EDGES", "D_TABLE"}
 FACTS = {"POSITION", "START", "STOP"}
 FLOATS = {"scale", "keep_scale"}
 # bytes of shared memory that a block may have
@@ -52,16 +52,16 @@ def is_far(length: int) -> bool:
     return make_band(REACH, length).far
 
 
-def compile_kernel(name: str, architecture: int, size: int, length: int, picked: bool):
+def compile_kernel(name: str, architecture: int, size: int, length: int, gathered: bool):
     """Return (tile, compiled kernel) for bf16, both terms, dropout on."""
     capability, far = (architecture // 10, architecture % 10), is_far(length)
     if name in FLASH:
-        tile = tiles.choose(capability, size, length, name, picked, far)
+        tile = tiles.choose(capability, size, length, name, gathered, far)
     else:
         tile = tiles.choose_product(capability, size, name)
-    constants = dict(HAS_KEY_TERM=True, HAS_QUERY_TERM=True, DROPOUT=True, PRECISION="tf32")
-    constants |= dict(PICKED=picked, FAR=far, D=size, CHUNK=512)
-    constants |= dict(WHOLE=not picked, CONTENT=not picked, TERM=True)
+    constants = dict(HAS_C2P=True, HAS_P2C=True, DROPOUT=True, PRECISION="tf32")
+    constants |= dict(GATHERED=gathered, FAR=far, D=size, CHUNK=512)
+    constants |= dict(WHOLE=not gathered, CONTENT=not gathered, TERM=True)
     constants |= dict(BM=tile.block_m, BN=tile.block_n, BR=tile.block_m, BC=tile.block_n)
     signature, attributes, used = {}, {}, {}
     for place, parameter in enumerate(inspect.signature(KERNELS[name].fn).parameters):
@@ -85,7 +85,7 @@ def _kind(parameter: str, constants: dict) -> str:
     if parameter in FLOAT_POINTERS:
         return "*fp32"
     last = parameter.rpartition("_")[2]
-    if last in FACTS | {"SEGMENT", "WORDS"}:
+    if last in FACTS | {"SEGMENT", "BITS"}:
         return "*i32"
     if not parameter.isupper() or parameter in ("NQ", "NK", "N", "B", "H", "SPAN"):
         return "i32"
@@ -129,7 +129,7 @@ def faults(line: dict, architecture: int) -> list[str]:
         found.append("more shared memory than there is")
     if not line["hgmma" if architecture == 90 else "tensor_core"]:
         found.append("no product on the tensor cores")
-    if line["two_byte_loads"] and line["kernel"] in FLASH and not line["picked"]:
+    if line["two_byte_loads"] and line["kernel"] in FLASH and not line["gathered"]:
         found.append("two-byte loads in a flash kernel")
     return found
 
@@ -140,18 +140,18 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 900, 4096])
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
-    parser.add_argument("--picked", action="store_true", help="queries at explicit columns")
+    parser.add_argument("--gathered", action="store_true", help="queries at explicit columns")
     options = parser.parse_args()
     right = True
     for size in options.sizes:
         for length in options.lengths:
             for name in options.kernels:
-                if name == "query" and not is_far(length) and not options.picked:
+                if name == "query" and not is_far(length) and not options.gathered:
                     continue  # never asked for: five products do without it
-                shape = (options.architecture, size, length, options.picked)
+                shape = (options.architecture, size, length, options.gathered)
                 tile, compiled = compile_kernel(name, *shape)
                 line = {"kernel": name, "size": size, "length": length, "tile": list(tile)}
-                line |= {"picked": options.picked, "shared": compiled.metadata.shared}
+                line |= {"gathered": options.gathered, "shared": compiled.metadata.shared}
                 line |= inspect_machine_code(compiled.asm["cubin"])
                 line["faults"] = faults(line, options.architecture)
                 right = right and not line["faults"]

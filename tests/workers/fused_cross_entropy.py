@@ -14,7 +14,7 @@ from interpret_bf16 import patch
 
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.embeddings import WordEmbedding
+from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLmHead
 from deberta_ds.model.kernels import fused_checks, fused_cross_entropy
 from deberta_ds.model.kernels.fused_cross_entropy import fused_linear_cross_entropy
@@ -43,7 +43,7 @@ def head_gradients(implementation: str) -> list[torch.Tensor]:
     """Return loss and gradients of a masked LM's head that was asked for one implementation."""
     config = ModelConfig(**MODELS["tiny"], cross_entropy=implementation)
     torch.manual_seed(3)
-    words, head = WordEmbedding(config.vocab_size, config.hidden_size), MaskedLmHead(config)
+    words, head = TokenEmbedding(config.vocab_size, config.hidden_size), MaskedLmHead(config)
     leaves = [*words.parameters(), *head.parameters()]
     for leaf in leaves:
         torch.nn.init.normal_(leaf, std=0.3)

@@ -19,7 +19,7 @@ from interpret_bf16 import patch
 
 from deberta_ds.model.attention import attend
 from deberta_ds.model.attention.band import make_band
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
+from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
 from deberta_ds.model.kernels.attention import ops
 
 ops._CHUNK_ROWS = 64  # short rows, too, take several chunks
@@ -42,9 +42,9 @@ class Case(ContiguousCase):
     """The same tensors, laid out as a linear projection leaves them: heads innermost but one."""
 
     def tensors(self):
-        *planes, pos_key, pos_query, grad = super().tensors()
-        planes = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in planes]
-        return [*planes, pos_key, pos_query, grad]
+        *qkv, pos_key, pos_query, grad = super().tensors()
+        qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
+        return [*qkv, pos_key, pos_query, grad]
 
 
 def ones(length, rows=1):
@@ -59,10 +59,10 @@ SHORT = {
     "packed": (Case(SMALL_BUCKETS, PIECES, heads=1, dropout=0.1), "float32"),
     "v1 with a hole": (Case(V1, HOLES, heads=1, dropout=0.1), "float32"),
     "torn": (Case(SMALL_BUCKETS, TORN, heads=1), "float32"),
-    "picked": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1, dropout=0.1), "float32"),
+    "gathered": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1, dropout=0.1), "float32"),
     "key term": (Case(SMALL_BUCKETS, ones(33, rows=2), heads=2, terms="key"), "float32"),
     "query term": (Case(SMALL_BUCKETS, ones(33), heads=1, terms="query"), "float16"),
-    "picked beyond the band": (Case(SMALL_BUCKETS, BANDS, num_queries=35, heads=1), "float32"),
+    "gathered beyond the band": (Case(SMALL_BUCKETS, BANDS, num_queries=35, heads=1), "float32"),
     "no term": (Case(V3, ones(33), heads=1, terms="none"), "float32"),
     "negative segments": (Case(V1, NEGATIVE, heads=1), "float32"),
     "contiguous": (ContiguousCase(V3, ones(40), heads=2), "float32"),
@@ -70,7 +70,7 @@ SHORT = {
     "v3 in bf16": (Case(V3, ones(100), heads=1, dropout=0.1), "bfloat16"),
     "packed in bf16": (Case(SMALL_BUCKETS, PIECES, heads=1, size=32), "bfloat16"),
     "beyond the band in bf16": (Case(SMALL_BUCKETS, ones(300), heads=1), "bfloat16"),
-    "picked in bf16": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1), "bfloat16"),
+    "gathered in bf16": (Case(SMALL_BUCKETS, PIECES, num_queries=21, heads=1), "bfloat16"),
     "heads of 48": (Case(SMALL_BUCKETS, PIECES, heads=3, size=48, dropout=0.1), "bfloat16"),
     "heads of 80": (Case(SMALL_BUCKETS, PIECES, heads=1, size=80), "float16"),
     "heads of 12": (Case(SMALL_BUCKETS, PIECES, num_queries=7, heads=1, size=12), "float32"),
@@ -105,23 +105,23 @@ def read_mask_back() -> list[float]:
     v = torch.eye(length).expand(1, 2, length, length)
     context = attend(q, k, v, None, None, geometry=V3, segments=ones(length), dropout=rate,
                      seed=seed, mode="fused")
-    words = dropout_words(seed, 1, 2, length, length, torch.device("cpu"))
-    kept = keep_pairs(*words, drop_threshold(rate))
+    bits = dropout_bits(seed, 1, 2, length, length, torch.device("cpu"))
+    kept = keep_pairs(*bits, drop_threshold(rate))
     return [(context.transpose(1, 2).ne(0) ^ kept).sum().item()]
 
 
 def check_operator() -> None:
     """Ask torch about the operator: its schema, its fake kernel, its autograd."""
     generator = torch.Generator().manual_seed(29)
-    planes = [torch.randn(1, 9, 2, 16, generator=generator).transpose(1, 2) for _ in range(3)]
-    planes[1] = planes[1].contiguous()  # the fake kernel must know the gradient's layout
+    qkv = [torch.randn(1, 9, 2, 16, generator=generator).transpose(1, 2) for _ in range(3)]
+    qkv[1] = qkv[1].contiguous()  # the fake kernel must know the gradient's layout
     rows = 2 * make_band(16, 9).radius(9)
     tables = [torch.randn(rows, 2, 16, generator=generator) for _ in range(2)]
     columns = torch.arange(9, dtype=torch.int32)[None]
     one, nine = torch.ones_like(columns), torch.full_like(columns, 9)
     zero = one - 1
     facts = torch.stack([one, columns, zero, nine]), torch.stack([one, zero, nine, zero, nine])
-    leaves = [x.requires_grad_() for x in (*planes, *tables)]
+    leaves = [x.requires_grad_() for x in (*qkv, *tables)]
     for keep in (False, True):
         torch.library.opcheck(
             ops.fused_attention,
@@ -141,7 +141,7 @@ def main() -> None:
         truth = run(case, "reference", torch.float64)
         result = run(case, "fused", getattr(torch, dtype))
         line = {"name": name, "dtype": dtype, "errors": relative_errors(result, truth)}
-        if name in ("packed", "picked", "beyond the band in bf16"):  # and with terms kept
+        if name in ("packed", "gathered", "beyond the band in bf16"):  # and with terms kept
             again = run(case, "fused", getattr(torch, dtype), keep_terms=True)
             line["repeats"] = all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
         print(json.dumps(line), flush=True)

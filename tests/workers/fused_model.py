@@ -60,9 +60,9 @@ def run(name: str, fused: bool) -> list[torch.Tensor]:
     one = torch.ones(())
     context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     with context, torch.set_grad_enabled(training):
-        loss, _, view = model(batch_of_a_packed_row(), {"targets": one, "tokens": one})
+        loss, _, per_token = model(batch_of_a_packed_row(), {"targets": one, "tokens": one})
     if not training:
-        return [loss, view["logits"]]
+        return [loss, per_token["logits"]]
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 

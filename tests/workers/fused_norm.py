@@ -12,11 +12,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpret_bf16 import patch
 
-from deberta_ds.model.keep import Keep
+from deberta_ds.model.dropout_mask import DropoutMask
 from deberta_ds.model.kernels import fused_checks, fused_norm
 
 CPU = torch.device("cpu")
-KEEP = Keep(3_000_000_000, 17, round(0.25 * 2**32))
+KEEP = DropoutMask(3_000_000_000, 17, round(0.25 * 2**32))
 SINGLE, HALF, OLD = torch.float32, torch.bfloat16, torch.float16
 # dtypes of update and state, rows, columns
 CASES = ((SINGLE, SINGLE, 37, 40), (SINGLE, SINGLE, 1, 3), (SINGLE, SINGLE, 50, 7),
@@ -25,7 +25,7 @@ CASES = ((SINGLE, SINGLE, 37, 40), (SINGLE, SINGLE, 1, 3), (SINGLE, SINGLE, 50, 
 
 
 def same_mask(rows: int, size: int) -> bool:
-    """Return whether the kernels drop what `Keep` drops, forward and backward."""
+    """Return whether the kernels drop what `DropoutMask` drops, forward and backward."""
     update = torch.ones(rows, size, requires_grad=True)
     state = torch.zeros(rows, size)
     weight, bias = torch.ones(size), torch.zeros(size)
@@ -53,7 +53,7 @@ def poisoned(bad: float) -> bool:
     update[1, 3] = bad
     weight = torch.ones(40)
     out, _ = fused_norm.residual_norm(update, torch.randn(4, 40), weight, weight, 1e-7,
-                                      Keep(0, 0, 0))
+                                      DropoutMask(0, 0, 0))
     grown = fused_norm.biased_gelu(update, weight)
     rows = out.isnan().all(1).tolist() == [False, True, False, False]
     return rows and not bool(grown[1, 3].isfinite()) and int(grown.isfinite().sum()) == 4 * 40 - 1

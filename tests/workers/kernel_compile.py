@@ -17,10 +17,10 @@ from deberta_ds.model.kernels import fused_norm as norm
 from deberta_ds.model.kernels.attention import backward, masks, ops
 
 WIDTH = 768
-SINGLE = {"MASS", "DRAW_MASS", "BEST", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
-SINGLE |= {"MEAN", "INVERSE", "PARTS", "DELTA"}
-WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "BEST_ID": "*i32", "TILE": "*i32"}
-WHOLE |= {"Q_WORDS": "*i32", "K_WORDS": "*i32", "start": "i64"}
+SINGLE = {"LSE", "SAMPLE_LSE", "MAX_LOGIT", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
+SINGLE |= {"MEAN", "INVERSE", "PARTS", "ROW_DOT"}
+WHOLE = {"LABELS": "*i64", "SAMPLED": "*i64", "ARGMAX": "*i32", "TILE": "*i32"}
+WHOLE |= {"Q_BITS": "*i32", "K_BITS": "*i32", "start": "i64"}
 NUMBERS = {"inverse_temperature": "fp32", "keep_scale": "fp32", "epsilon": "fp32"}
 _LOSS = dict(C=WIDTH, BK=loss._DEPTH, BT=loss._ROWS, PRECISION="tf32")
 _NORM = dict(C=WIDTH, BLOCK=1024, DROPOUT=True)
@@ -31,13 +31,13 @@ KERNELS = {
     "loss at a temperature": (loss._forward_kernel, _LOSS | dict(BN=loss._IDS, SEPARATE=True),
                               8, 3, True),
     "loss gradient": (loss._gradient_kernel, _LOSS | dict(BN=loss._GRADIENT_IDS), 8, 3, True),
-    "draw": (loss._draw_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS), 4, 3, False),
+    "sample": (loss._sample_kernel, dict(C=WIDTH, BK=loss._DEPTH, BN=loss._IDS), 4, 3, False),
     "norm": (norm._norm_kernel, _NORM, 4, 3, False),
     "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
-    "dropout words": (masks.words_kernel, dict(BLOCK=ops._WORDS), 4, 3, False),
-    "delta": (backward.delta_kernel, dict(D=64, BM=ops._DELTA_ROWS), 4, 3, False),
+    "dropout bits": (masks.bits_kernel, dict(BLOCK=ops._BITS_BLOCK), 4, 3, False),
+    "row_dot": (backward.row_dot_kernel, dict(D=64, BM=ops._ROW_DOT_ROWS), 4, 3, False),
 }
 
 

@@ -36,7 +36,7 @@ TESTS = {  # file of the package: tests that should notice
     "model/linear_cross_entropy.py": ["test_linear_cross_entropy.py"],
     "model/attention/geometry.py": ["test_attention_reference.py"],
     "model/attention/reference.py": ["test_attention_reference.py"],
-    "model/attention/spans.py": ["test_attention_tiled.py"],
+    "model/attention/segments.py": ["test_attention_tiled.py"],
     "model/attention/tiled.py": ["test_attention_tiled.py"],
 }
 _FLIPS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,

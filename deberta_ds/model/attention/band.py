@@ -1,7 +1,8 @@
-"""Which columns lie in the band around the diagonal that the fused attention's planes hold.
+"""Size of the band around the diagonal in which relative positions differ (fused attention).
 
-Columns are counted in groups. A row at column y of group g has the plane columns of the groups
-g - span .. g + span, so that all pairs outside are farther apart than the relative table reaches.
+Columns are counted in groups of 128. The bias matrix of a position term has, for a query (or key)
+in group g, the columns of groups g - span .. g + span. All pairs outside of the band are at
+distances at which the relative table is constant.
 """
 
 from typing import NamedTuple
@@ -10,13 +11,13 @@ GROUP_COLUMNS = 128  # a multiple of every tile side
 
 
 class Band(NamedTuple):
-    """Shape of the planes of one batch."""
+    """Shape of the bias matrices of one batch."""
 
-    span: int  # groups on either side of the own one
+    span: int  # groups before, and behind, the group of the row itself
     far: bool  # whether pairs outside of the band exist
 
     def width(self, keys: int) -> int:
-        """Return the columns of a plane."""
+        """Return the number of columns of a bias matrix."""
         return min((2 * self.span + 1) * GROUP_COLUMNS, padded(keys))
 
     def radius(self, keys: int) -> int:

@@ -1,4 +1,4 @@
-"""The one entry to attention: checks the arguments and takes one of the kernels.
+"""Entry point of disentangled attention: check the arguments and call an implementation.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots of the relative table.
 """
@@ -9,8 +9,8 @@ from deberta_ds.model.attention.band import make_band, padded
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.kernels import kernel_table
 
-_TOO_LARGE = (f"more than {kernel_table.MOST_PROGRAMS:,} sequences times heads, or planes of more "
-              "than 2^31 elements")
+_TOO_LARGE = (f"more than {kernel_table.MOST_PROGRAMS:,} sequences times heads, or bias matrices "
+              "of more than 2^31 elements")
 
 
 def attend(
@@ -47,9 +47,9 @@ def attend(
     if query_positions_BQ is None and q_BHQD.shape[2] != k_BHLD.shape[2]:
         raise ValueError("fewer queries than keys need query_positions_BQ")
     (batch, heads, keys, size), band = k_BHLD.shape, make_band(geometry.reach, k_BHLD.shape[2])
-    # Elements of a plane, and of the gradients of picked queries' scores, are counted in 32 bits.
-    plane = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
-    too_large = batch * heads > kernel_table.MOST_PROGRAMS or plane >= kernel_table.MOST_ELEMENTS
+    # Bias matrices and the score gradients of gathered queries are indexed with 32 bits.
+    elements = max(2 * padded(keys) * band.radius(keys), padded(keys) * padded(q_BHQD.shape[2]))
+    too_large = batch * heads > kernel_table.MOST_PROGRAMS or elements >= kernel_table.MOST_ELEMENTS
     request = kernel_table.Request(
         q_BHQD.device, q_BHQD.dtype, size, long=keys > kernel_table.LONGEST_SHORT or band.far,
         terms=(pos_key_HSD is not None, pos_query_HSD is not None),

@@ -1,4 +1,4 @@
-"""Relative positions: which row of the relative table serves a signed distance (query minus key).
+"""Relative positions: the row of the relative table for each signed distance (query minus key).
 
 Sources: the log buckets of DeBERTa v2/v3 (`make_log_bucket_position`, official
 `DeBERTa/deberta/da_utils.py` and transformers' modeling_deberta_v2.py) and the plain clamp of
@@ -43,7 +43,7 @@ class Geometry:
     """Shape of the relative table: `position_buckets` log buckets, or a clamp when it is 0.
 
     max_relative: largest distance told apart, M in the papers (512 in every released model).
-    position_buckets: buckets a side, 256 in v2/v3; 0 for v1.
+    position_buckets: buckets for positive distances, as many for negative: 256 in v2/v3; 0 in v1.
     """
 
     max_relative: int
@@ -55,7 +55,7 @@ class Geometry:
 
     @property
     def span(self) -> int:
-        """Slots on one side of distance 0."""
+        """Rows of the relative table for distances of one sign."""
         return self.position_buckets or self.max_relative
 
     @property
@@ -84,8 +84,8 @@ def _buckets(geometry: Geometry) -> np.ndarray:
     sizes = np.minimum(sizes, last)
     far = sizes > middle
     if far.any():
-        share = _log(sizes[far] / middle) / _log(last / middle) * np.float32(middle - 1)
-        sizes[far] = np.ceil(share) + np.float32(middle)
+        fraction = _log(sizes[far] / middle) / _log(last / middle) * np.float32(middle - 1)
+        sizes[far] = np.ceil(fraction) + np.float32(middle)
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Disentangled attention written as the papers do: the oracle for every other path.
+"""Reference implementation of disentangled attention, as the papers write it.
 
 score[i,j] = (q_i . k_j + q_i . pos_key[t(i-j)] + pos_query[t(i-j)] . k_j) / sqrt(D * (1 + terms))
 
@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
+from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
 from deberta_ds.model.attention.geometry import Geometry
 
 
@@ -31,7 +31,7 @@ def reference_attention(
 ) -> torch.Tensor:
     """Return the context [B,Q,H,D] in the dtype of `v`; scores and softmax are fp32 (or fp64).
 
-    Gathers from [.., Q, S] planes: slow and memory hungry, but each line is one line of the paper.
+    Gathers from [.., Q, S] matrices: slow, much memory, but each line is one line of the paper.
     """
     batch, heads, queries, size = q_BHQD.shape
     keys = k_BHLD.shape[2]
@@ -57,8 +57,8 @@ def reference_attention(
         # A row without keys is all -inf: softmax gives NaN there, and the rule is 0.
         probs_BHQL = scores_BHQL.softmax(-1).masked_fill(~allowed_B1QL, 0.0)
         if dropout > 0:
-            words = dropout_words(seed, batch, heads, queries, keys, device)
-            keep_BHQL = keep_pairs(*words, drop_threshold(dropout))
+            bits = dropout_bits(seed, batch, heads, queries, keys, device)
+            keep_BHQL = keep_pairs(*bits, drop_threshold(dropout))
             probs_BHQL = probs_BHQL * keep_BHQL / (1 - dropout)
         context_BHQD = probs_BHQL.to(v_BHLD.dtype) @ v_BHLD
     return context_BHQD.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Position terms without gather or scatter: plain matrix products seen through skewed views.
+"""Position terms (c2p, p2c) without gather or scatter: matmuls read through skewed views.
 
 Expand the relative table to one row per distance, T[c] for c = y - x + radius. Then the term
 x_x . T[y - x + radius] of a block of n consecutive rows x against w columns y is a view of the
@@ -6,10 +6,10 @@ product P = X T^T [n, w + n - 1]: element (x, y) lies at P[x, y - x + n - 1], so
 the view is one less than that of P. Backward copies the score gradient through the same view into a
 zero buffer ("un-skew") and multiplies. Nothing is indexed, one writer per element: deterministic.
 
-Beyond `reach` a side of the table is constant, so far columns cost one product per row, not per
-pair. Rows are queries for the content-to-position term; keys for position-to-content.
+At distances of `reach` and more the table is constant, so far columns cost one product per row, not
+one per pair. Rows are queries for the content-to-position term; keys for position-to-content.
 
-Shape legend: G planes of a tile (of its heads, and within a head of its rows), X rows, Y columns,
+Shape legend: G heads of a tile's sequences (all of one head, then of the next), X rows, Y columns,
 C rows of the expanded table, D head size, H heads, S slots.
 """
 
@@ -38,7 +38,7 @@ def block_rows(dtype: torch.dtype, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Expansion:
-    """How one relative table is expanded: T[c] serves the pair with y - x = c - radius."""
+    """How one relative table is expanded: T[c] is its row for pairs with y - x = c - radius."""
 
     reach: int  # columns at least this far away share the end rows of the table
     block: int  # rows multiplied at once
@@ -108,21 +108,21 @@ def _skewed(buffer: Tensor, columns: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Side:
+class PositionTerm:
     """One position term: how its table was expanded, and the expanded table in both layouts."""
 
     expansion: Expansion
     table_HCD: Tensor
     table_HDC: Tensor
 
-    def of_heads(self, heads: slice) -> "Side":
-        return Side(self.expansion, self.table_HCD[heads], self.table_HDC[heads])
+    def of_heads(self, heads: slice) -> "PositionTerm":
+        return PositionTerm(self.expansion, self.table_HCD[heads], self.table_HDC[heads])
 
 
-def make_side(expanded: Expansion, table_HSD: Tensor, scale: float) -> Side:
+def make_term(expanded: Expansion, table_HSD: Tensor, scale: float) -> PositionTerm:
     """Expand a relative table, scaled."""
     table_HCD = expanded.expand(table_HSD).mul_(scale)
-    return Side(expanded, table_HCD, table_HCD.transpose(1, 2).contiguous())
+    return PositionTerm(expanded, table_HCD, table_HCD.transpose(1, 2).contiguous())
 
 
 class Scratch:
@@ -133,7 +133,7 @@ class Scratch:
         self._written: dict[tuple, tuple] = {}
 
     def take(self, use: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the buffer of this use in this shape, with what it happens to hold."""
+        """Return an uninitialized buffer; the next call with the same `use` overwrites it."""
         key, size = (use, like.dtype), math.prod(shape)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
@@ -144,7 +144,10 @@ class Scratch:
         return flat[:size].view(shape)
 
     def take_skewed(self, shape: tuple[int, ...], columns: int, like: Tensor) -> Tensor:
-        """Return a buffer that is 0 wherever `_skewed(buffer, columns)` does not reach."""
+        """Return a buffer that is 0 outside of the view `_skewed(buffer, columns)`.
+
+        It is zeroed only when the shape changes: callers must write every element of the view.
+        """
         buffer = self.take("skewed", shape, like)
         key = ("skewed", like.dtype)
         if self._written.get(key) != (shape, columns):
@@ -165,7 +168,7 @@ def scratch_of(device: torch.device) -> Scratch:
     return _LOCAL.scratch
 
 
-def _apart(tensor_GXY: Tensor, scratch: Scratch) -> Tensor:
+def _padded_rows(tensor_GXY: Tensor, scratch: Scratch) -> Tensor:
     """Return the tensor, or a copy of it if its rows lie a multiple of 1 KiB apart.
 
     Such rows fall on few sets of the cache: reading along columns costs three times as much.
@@ -178,32 +181,37 @@ def _apart(tensor_GXY: Tensor, scratch: Scratch) -> Tensor:
 
 
 def add_term(
-    scores: Tensor, x_GXD: Tensor, side: Side, frame: Frame, transposed: bool, scratch: Scratch
+    scores: Tensor,
+    x_GXD: Tensor,
+    term: PositionTerm,
+    frame: Frame,
+    transposed: bool,
+    scratch: Scratch,
 ) -> None:
     """Add x . T[y - x + radius] to `scores` [G,X,Y], or to [G,Y,X] when `transposed`."""
-    heads, size = len(side.table_HCD), x_GXD.shape[2]
+    heads, size = len(term.table_HCD), x_GXD.shape[2]
     columns = scores.shape[1 if transposed else 2]
-    bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
+    bands = _bands(term.expansion, frame, x_GXD.shape[1], columns)
     shape = None
     for start, stop, near, far, table_start, table_stop in bands:
         x = x_GXD[:, start:stop]
         target = scores[:, :, start:stop] if transposed else scores[:, start:stop]
         if far > near:
             wanted = (stop - start, table_stop - table_start, far - near)
-            if wanted != shape:  # the views serve all blocks of one shape
+            if wanted != shape:  # all blocks of one shape share the views
                 shape = wanted
                 buffer = scratch.take("product", (x.shape[0], *shape[:2]), x)
-                product, term = buffer.view(heads, -1, shape[1]), _skewed(buffer, shape[2])
-            table = side.table_HDC[:, :, table_start:table_stop]
+                product, skewed = buffer.view(heads, -1, shape[1]), _skewed(buffer, shape[2])
+            table = term.table_HDC[:, :, table_start:table_stop]
             torch.bmm(x.reshape(heads, -1, size), table, out=product)
             if transposed:  # a transposing copy, then an add: 4 x faster than a transposed add
-                turned = scratch.take("turned", (x.shape[0], far - near, stop - start), x)
-                target[:, near:far].add_(turned.copy_(term.transpose(1, 2)))
+                swapped = scratch.take("swapped", (x.shape[0], far - near, stop - start), x)
+                target[:, near:far].add_(swapped.copy_(skewed.transpose(1, 2)))
             else:
-                target[:, :, near:far].add_(term)
+                target[:, :, near:far].add_(skewed)
         for end, lo, hi in ((0, 0, near), (-1, far, columns)):
             if hi > lo:
-                constant = x.reshape(heads, -1, size) @ side.table_HCD[:, end, :, None]
+                constant = x.reshape(heads, -1, size) @ term.table_HCD[:, end, :, None]
                 constant = constant.view(*x.shape[:2], 1)
                 if transposed:
                     target[:, lo:hi].add_(constant.transpose(1, 2))
@@ -214,7 +222,7 @@ def add_term(
 def collect_term(
     grad: Tensor,
     x_GXD: Tensor,
-    side: Side,
+    term: PositionTerm,
     frame: Frame,
     transposed: bool,
     grad_x_GXD: Tensor,
@@ -222,28 +230,28 @@ def collect_term(
     scratch: Scratch,
 ) -> None:
     """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
-    heads, size = len(side.table_HCD), x_GXD.shape[2]
+    heads, size = len(term.table_HCD), x_GXD.shape[2]
     columns = grad.shape[1 if transposed else 2]
     if transposed:
-        grad = _apart(grad, scratch)
-    bands = _bands(side.expansion, frame, x_GXD.shape[1], columns)
+        grad = _padded_rows(grad, scratch)
+    bands = _bands(term.expansion, frame, x_GXD.shape[1], columns)
     shape = None
     for start, stop, near, far, table_start, table_stop in bands:
         grad_x = grad_x_GXD[:, start:stop]
-        x = x_GXD[:, start:stop].reshape(heads, -1, size)  # one table serves all rows of a head
+        x = x_GXD[:, start:stop].reshape(heads, -1, size)  # all rows of a head share one table
         source = grad[:, :, start:stop] if transposed else grad[:, start:stop]
         if far > near:
             wanted = (stop - start, table_stop - table_start, far - near)
-            if wanted != shape:  # the views serve all blocks of one shape
+            if wanted != shape:  # all blocks of one shape share the views
                 shape = wanted
                 buffer = scratch.take_skewed((grad.shape[0], *shape[:2]), shape[2], grad)
                 skewed, rows = _skewed(buffer, shape[2]), buffer.view(heads, -1, shape[1])
             if transposed:
-                turned = scratch.take("turned back", skewed.shape, grad)
-                skewed.copy_(turned.copy_(source[:, near:far].transpose(1, 2)))
+                swapped = scratch.take("swapped back", skewed.shape, grad)
+                skewed.copy_(swapped.copy_(source[:, near:far].transpose(1, 2)))
             else:
                 skewed.copy_(source[:, :, near:far])
-            table = side.table_HCD[:, table_start:table_stop]
+            table = term.table_HCD[:, table_start:table_stop]
             grad_x.add_(torch.bmm(rows, table).view_as(grad_x))
             part = torch.bmm(rows.transpose(1, 2), x)
             grad_table_HCD[:, table_start:table_stop].add_(part)
@@ -251,6 +259,6 @@ def collect_term(
             if hi > lo:
                 part = source[:, lo:hi].sum(1) if transposed else source[:, :, lo:hi].sum(2)
                 part = part.view(heads, 1, -1)
-                outer = part.transpose(1, 2) * side.table_HCD[:, end, None]
+                outer = part.transpose(1, 2) * term.table_HCD[:, end, None]
                 grad_x.add_(outer.view_as(grad_x))
                 grad_table_HCD[:, end, None].add_(torch.bmm(part, x))

@@ -1,9 +1,9 @@
-"""One tile of gather-free attention: its probabilities, and its share of the gradients.
+"""One tile of the PyTorch implementation: its softmax probabilities, context and gradients.
 
-A tile is some rows and heads and some queries of one span against all keys of the span.
+A tile is some queries, of some heads and sequences, against all keys of one span (`segments`).
 
-Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots; within a tile G planes (of
-its heads, and within a head of its rows), X queries, Y keys; C rows of an expanded table.
+Shape legend: B batch, H heads, Q queries, L keys, D head size, S slots; within a tile G heads of
+its sequences (all of one head, then of the next), X queries, Y keys; C rows of an expanded table.
 """
 
 import math
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deberta_ds.model.attention import picked
+from deberta_ds.model.attention import gathered
 from deberta_ds.model.attention.dropout import clear_dropped, drop_threshold, mark_dropped
+from deberta_ds.model.attention.segments import KeySpan
 from deberta_ds.model.attention.skew import (
     Frame,
+    PositionTerm,
     Scratch,
-    Side,
     add_term,
     block_rows,
     collect_term,
 )
-from deberta_ds.model.attention.spans import KeySpan
 
 _TILE_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}  # of scores; on the CPU per thread
 
@@ -35,11 +35,11 @@ class Inputs:
     q_BHQD: Tensor
     k_BHLD: Tensor
     v_BHLD: Tensor
-    key_side: Side | None  # content to position: rows are queries; scaled
-    query_side: Side | None  # position to content: rows are keys; scaled
+    c2p: PositionTerm | None  # content to position: rows are queries; scaled
+    p2c: PositionTerm | None  # position to content: rows are keys; scaled
     scale: float
     dropout: float
-    words: tuple[Tensor, Tensor] | None  # dropout words of queries [B,H,Q] and keys [B,H,L]
+    bits: tuple[Tensor, Tensor] | None  # dropout bits of queries [B,H,Q] and keys [B,H,L]
     scratch: Scratch
 
 
@@ -111,7 +111,7 @@ class Tile:
         return None if positions_X is None else positions_X[self.first : self.last]
 
     @property
-    def forbidden(self) -> Tensor | None:
+    def masked(self) -> Tensor | None:
         """Bool [R,X,Y] for the group's rows, or for all of them; None: every pair is allowed."""
         rows, span = self.group.rows, self.group.span
         if span.allowed_RXY is None:
@@ -131,7 +131,7 @@ def groups(spans: list[KeySpan], q_BHQD: Tensor) -> Iterator[Group]:
     for span in spans:
         keys = span.stop - span.start
         queries = keys if span.queries_X is None else len(span.queries_X)
-        at_once = max(1, budget // (queries * keys))  # planes of one row and head
+        at_once = max(1, budget // (queries * keys))  # score matrices, one per sequence and head
         rows = min(span.rows.stop - span.rows.start, at_once)
         parts = -(-heads // (at_once // rows))
         size = -(-heads // parts)  # all parts alike
@@ -150,7 +150,7 @@ def operands(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return an operand as products want it: oneDNN's reorder strided ones every time."""
+    """Return a contiguous operand on the CPU: oneDNN copies strided ones on every call."""
     return tensor.contiguous() if tensor.is_cpu else tensor
 
 
@@ -163,19 +163,19 @@ def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
     """Return the softmax [G,X,Y] of a tile; dropped pairs carry a minus sign."""
     q, k = operands(inputs, tile)
     scores = _scaled_product(q, k.transpose(1, 2), inputs.scale)  # fresh: backward may keep it
-    if inputs.key_side:
-        _add(inputs, inputs.key_side, scores, q, tile, transposed=False)
-    if inputs.query_side:
-        _add(inputs, inputs.query_side, scores, k, tile, transposed=True)
-    forbidden_RXY = tile.forbidden
+    if inputs.c2p:
+        _add(inputs, inputs.c2p, scores, q, tile, transposed=False)
+    if inputs.p2c:
+        _add(inputs, inputs.p2c, scores, k, tile, transposed=True)
+    masked_RXY = tile.masked
     by_rows = scores.unflatten(0, (-1, tile.group.num_rows))
-    if forbidden_RXY is not None:  # shared by all heads: a sum is ten times as fast as a fill
-        by_rows.add_(scores.new_zeros(forbidden_RXY.shape).masked_fill_(forbidden_RXY, -math.inf))
+    if masked_RXY is not None:  # adding -inf is 10 x faster than a fill broadcast over heads
+        by_rows.add_(scores.new_zeros(masked_RXY.shape).masked_fill_(masked_RXY, -math.inf))
     probs = torch.softmax(scores, -1, out=scores)
-    if tile.group.span.lonely:  # a query without keys is NaN here, and the rule is 0
-        by_rows.masked_fill_(forbidden_RXY, 0.0)
-    if inputs.words is not None:
-        rows, columns = tile.queries_of(inputs.words[0]), tile.group.keys_of(inputs.words[1])
+    if tile.group.span.fully_masked:  # softmax gives NaN where all keys are masked; it must be 0
+        by_rows.masked_fill_(masked_RXY, 0.0)
+    if inputs.bits is not None:
+        rows, columns = tile.queries_of(inputs.bits[0]), tile.group.keys_of(inputs.bits[1])
         take = inputs.scratch.take
         buffers = take("mixed", probs.shape, rows), take("shifted", probs.shape, rows)
         mark_dropped(probs, rows, columns, drop_threshold(inputs.dropout), buffers)
@@ -185,7 +185,7 @@ def probabilities(inputs: Inputs, tile: Tile) -> Tensor:
 def context(inputs: Inputs, tile: Tile, probs: Tensor) -> Tensor:
     """Return the tile's context [G,X,D]."""
     v = _dense(tile.group.keys_of(inputs.v_BHLD))
-    if inputs.words is None:
+    if inputs.bits is None:
         return torch.bmm(probs, v)
     kept = torch.clamp(probs, min=0, out=inputs.scratch.take("kept", probs.shape, probs))
     return torch.bmm(kept, v).mul_(1 / (1 - inputs.dropout))
@@ -197,8 +197,8 @@ class Gradients:
 
     k_GYD: Tensor
     v_GYD: Tensor
-    key_table_GCD: Tensor | None  # of the scaled tables
-    query_table_GCD: Tensor | None
+    c2p_table_GCD: Tensor | None  # of the scaled tables
+    p2c_table_GCD: Tensor | None
 
 
 def add_gradients(
@@ -212,43 +212,45 @@ def add_gradients(
     v = _dense(tile.group.keys_of(inputs.v_BHLD))
     take = inputs.scratch.take
     kept, grad = probs, take("grad", probs.shape, probs)
-    if inputs.words is not None:
+    if inputs.bits is not None:
         kept = torch.clamp(probs, min=0, out=take("kept", probs.shape, probs))
         out_grad = out_grad * (1 / (1 - inputs.dropout))
     total.v_GYD.baddbmm_(kept.transpose(1, 2), out_grad)
     torch.bmm(out_grad, v.transpose(1, 2), out=grad)
-    if inputs.words is not None:
+    if inputs.bits is not None:
         clear_dropped(grad, probs, kept)
         probs = torch.abs(probs, out=kept)
     torch.ops.aten._softmax_backward_data.out(grad, probs, -1, probs.dtype, grad_input=grad)
     q_grad = _scaled_product(grad, k, inputs.scale)
     total.k_GYD.baddbmm_(grad.transpose(1, 2), q, alpha=inputs.scale)
-    if inputs.key_side:
-        _collect(inputs, inputs.key_side, grad, q, tile, False, q_grad, total.key_table_GCD)
-    if inputs.query_side:
-        _collect(inputs, inputs.query_side, grad, k, tile, True, total.k_GYD, total.query_table_GCD)
+    if inputs.c2p:
+        _collect(inputs, inputs.c2p, grad, q, tile, False, q_grad, total.c2p_table_GCD)
+    if inputs.p2c:
+        _collect(inputs, inputs.p2c, grad, k, tile, True, total.k_GYD, total.p2c_table_GCD)
     return q_grad
 
 
-def _add(inputs, side: Side, scores: Tensor, x: Tensor, tile: Tile, transposed: bool) -> None:
-    side = side.of_heads(tile.group.heads)
+def _add(
+    inputs, term: PositionTerm, scores: Tensor, x: Tensor, tile: Tile, transposed: bool
+) -> None:
+    term = term.of_heads(tile.group.heads)
     if tile.positions is None:
         frame = Frame(0, tile.first) if transposed else Frame(tile.first, 0)
-        add_term(scores, x, side, frame, transposed, inputs.scratch)
+        add_term(scores, x, term, frame, transposed, inputs.scratch)
     elif transposed:
-        picked.add_key_rows(scores, x, side, tile.positions, inputs.scratch)
+        gathered.add_key_rows(scores, x, term, tile.positions, inputs.scratch)
     else:
-        picked.add_query_rows(scores, x, side, tile.positions)
+        gathered.add_query_rows(scores, x, term, tile.positions)
 
 
-def _collect(inputs, side, grad, x, tile, transposed, x_grad, table_grad) -> None:
-    side = side.of_heads(tile.group.heads)
+def _collect(inputs, term, grad, x, tile, transposed, x_grad, table_grad) -> None:
+    term = term.of_heads(tile.group.heads)
     if tile.positions is None:
         frame = Frame(0, tile.first) if transposed else Frame(tile.first, 0)
-        collect_term(grad, x, side, frame, transposed, x_grad, table_grad, inputs.scratch)
+        collect_term(grad, x, term, frame, transposed, x_grad, table_grad, inputs.scratch)
     elif transposed:
-        picked.collect_key_rows(
-            grad, x, side, tile.positions, x_grad, table_grad, inputs.scratch
+        gathered.collect_key_rows(
+            grad, x, term, tile.positions, x_grad, table_grad, inputs.scratch
         )
     else:
-        picked.collect_query_rows(grad, x, side, tile.positions, x_grad, table_grad)
+        gathered.collect_query_rows(grad, x, term, tile.positions, x_grad, table_grad)

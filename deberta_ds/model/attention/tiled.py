@@ -1,4 +1,4 @@
-"""Gather-free disentangled attention in PyTorch, with its own backward.
+"""Disentangled attention in PyTorch without gather or scatter, in tiles, with its own backward.
 
 Works on one tile at a time (see `tile`), small enough to stay in cache. Tiles of short spans keep
 their probabilities for backward; those of long ones are computed again there, so memory does not
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deberta_ds.model.attention.dropout import dropout_words
+from deberta_ds.model.attention.dropout import dropout_bits
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
-from deberta_ds.model.attention.skew import Scratch, Side, expansion, make_side, scratch_of
-from deberta_ds.model.attention.spans import KeySpan, cut_into_spans
+from deberta_ds.model.attention.segments import KeySpan, split_into_spans
+from deberta_ds.model.attention.skew import PositionTerm, Scratch, expansion, make_term, scratch_of
 from deberta_ds.model.attention.tile import (
     Gradients,
     Inputs,
@@ -47,7 +47,7 @@ def tiled_attention(
 ) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
     dtype = q_BHQD.dtype
-    spans = cut_into_spans(segments_BL, query_positions_BQ)
+    spans = split_into_spans(segments_BL, query_positions_BQ)
     clip = query_positions_BQ is None
     with torch.autocast(q_BHQD.device.type, enabled=False):
         tensors = [None if x is None else x.to(dtype)
@@ -90,7 +90,7 @@ class _TiledAttention(torch.autograd.Function):
         kept = []
         training = any(ctx.needs_input_grad)
         for group in groups(setting.spans, q_BHQD):
-            with _products_of(group.span, k_BHLD.shape[2]):
+            with _matmuls_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = probabilities(inputs, tile)
                     tile.store_queries(context_BHQD, context(inputs, tile, probs))
@@ -111,54 +111,54 @@ class _TiledAttention(torch.autograd.Function):
         inputs = _prepare(*leaves, setting)
         q_grad = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
         k_grad, v_grad = (_like_flat(x, setting.all_keys(x)) for x in (k_BHLD, v_BHLD))
-        key_table = _table_sums(inputs.key_side, "key table", inputs.scratch)
-        query_table = _table_sums(inputs.query_side, "query table", inputs.scratch)
+        c2p_table = _table_sums(inputs.c2p, "c2p table", inputs.scratch)
+        p2c_table = _table_sums(inputs.p2c, "p2c table", inputs.scratch)
         for group in groups(setting.spans, q_BHQD):
             total = Gradients(
                 group.new_keys(k_BHLD),
                 group.new_keys(v_BHLD),
-                None if key_table is None else key_table[group.heads],
-                None if query_table is None else query_table[group.heads],
+                None if c2p_table is None else c2p_table[group.heads],
+                None if p2c_table is None else p2c_table[group.heads],
             )
-            with _products_of(group.span, k_BHLD.shape[2]):
+            with _matmuls_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)
                     part = add_gradients(inputs, tile, probs, tile.queries_of(grad_BHQD), total)
                     tile.store_queries(q_grad, part)
             group.store_keys(k_grad, total.k_GYD)
             group.store_keys(v_grad, total.v_GYD)
-        key_grad = _table_gradient(inputs.key_side, key_table, inputs.scale, pos_key_HSD)
-        query_grad = _table_gradient(inputs.query_side, query_table, inputs.scale, pos_query_HSD)
-        return q_grad, k_grad, v_grad, key_grad, query_grad, None
+        c2p_grad = _table_gradient(inputs.c2p, c2p_table, inputs.scale, pos_key_HSD)
+        p2c_grad = _table_gradient(inputs.p2c, p2c_table, inputs.scale, pos_query_HSD)
+        return q_grad, k_grad, v_grad, c2p_grad, p2c_grad, None
 
 
 def _is_kept(span: KeySpan) -> bool:
     return span.stop - span.start <= KEEP_LENGTH
 
 
-def _products_of(span: KeySpan, keys: int) -> AbstractContextManager:
-    """Return the context for the products of a span of rows of `keys`: whole rows are all alike."""
+def _matmuls_of(span: KeySpan, keys: int) -> AbstractContextManager:
+    """Return the context manager for matmuls of a span; those of whole sequences have one shape."""
     whole = span.queries_X is None and span.stop - span.start == keys
     return nullcontext() if whole else mkl_products()
 
 
 def _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting) -> Inputs:
-    """Expand the position tables and draw the dropout words."""
+    """Expand the position tables and compute the random bits of dropout."""
     batch, heads, queries, size = q_BHQD.shape
     keys = k_BHLD.shape[2]
     scale = score_scale(size, pos_key_HSD, pos_query_HSD)
     longest = max((span.stop - span.start for span in setting.spans), default=1)
-    key_side = query_side = words = None
+    c2p = p2c = bits = None
     if pos_key_HSD is not None:
         expanded = expansion(setting.geometry, longest, True, setting.clip, q_BHQD)
-        key_side = make_side(expanded, pos_key_HSD, scale)
+        c2p = make_term(expanded, pos_key_HSD, scale)
     if pos_query_HSD is not None:
         expanded = expansion(setting.geometry, longest, False, setting.clip, q_BHQD)
-        query_side = make_side(expanded, pos_query_HSD, scale)
+        p2c = make_term(expanded, pos_query_HSD, scale)
     if setting.dropout > 0:
-        words = dropout_words(setting.seed, batch, heads, queries, keys, q_BHQD.device)
-    sides, scratch = (key_side, query_side), scratch_of(q_BHQD.device)
-    return Inputs(q_BHQD, k_BHLD, v_BHLD, *sides, scale, setting.dropout, words, scratch)
+        bits = dropout_bits(setting.seed, batch, heads, queries, keys, q_BHQD.device)
+    terms, scratch = (c2p, p2c), scratch_of(q_BHQD.device)
+    return Inputs(q_BHQD, k_BHLD, v_BHLD, *terms, scale, setting.dropout, bits, scratch)
 
 
 def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:
@@ -169,18 +169,18 @@ def _like_flat(tensor_BHRD: Tensor, covered: bool) -> Tensor:
     return new(batch, rows, heads, size, **like).transpose(1, 2)
 
 
-def _table_sums(side: Side | None, use: str, scratch: Scratch) -> Tensor | None:
+def _table_sums(term: PositionTerm | None, use: str, scratch: Scratch) -> Tensor | None:
     """Return zeros [H,C,D] to sum a table's gradient in, fp32 or wider."""
-    if side is None:
+    if term is None:
         return None
-    dtype = torch.promote_types(side.table_HCD.dtype, torch.float32)
-    like = side.table_HCD.new_empty(0, dtype=dtype)
-    return scratch.take(use, side.table_HCD.shape, like).zero_()
+    dtype = torch.promote_types(term.table_HCD.dtype, torch.float32)
+    like = term.table_HCD.new_empty(0, dtype=dtype)
+    return scratch.take(use, term.table_HCD.shape, like).zero_()
 
 
-def _table_gradient(side: Side | None, sum_HCD, scale: float, table_HSD) -> Tensor | None:
+def _table_gradient(term: PositionTerm | None, sum_HCD, scale: float, table_HSD) -> Tensor | None:
     """Return the gradient of a relative table from that of its scaled expansion."""
-    if side is None:
+    if term is None:
         return None
-    grad_HSD = side.expansion.collapse(sum_HCD.mul_(scale), table_HSD.shape[1])
+    grad_HSD = term.expansion.collapse(sum_HCD.mul_(scale), table_HSD.shape[1])
     return grad_HSD.to(table_HSD.dtype)

@@ -1,4 +1,4 @@
-"""Are the Triton kernels of the vocabulary loss, LayerNorm and GELU right on this card?
+"""Checks of the Triton kernels of the vocabulary loss, LayerNorm and GELU on this GPU.
 
 Small problems through them and through torch's operators in fp32; see `kernel_check` for when this
 is asked and where a pass is kept.
@@ -13,33 +13,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deberta_ds.model.keep import Keep
+from deberta_ds.model.dropout_mask import DropoutMask
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
-_FOLDER = Path(__file__).parent
-_LEAST_SAME_DRAWS = 0.99  # the others lie at an edge between two words
+_KERNELS = Path(__file__).parent
+_MODEL = _KERNELS.parent
+_LEAST_SAME_DRAWS = 0.99  # the others lie at an edge between two ids
+# Files whose content a passed check depends on.
+LOSS_SOURCES = [_KERNELS / "fused_cross_entropy.py", _MODEL / "linear_cross_entropy.py",
+                Path(__file__)]
+NORM_SOURCES = [_KERNELS / "fused_norm.py", _MODEL / "dropout_mask.py", Path(__file__)]
 _ROWS = 1100  # so that programs of the weights' gradients take several turns
 
 
 def check_loss(device: torch.device, dtype: torch.dtype, size: int) -> kernel_check.Verdict:
-    """Return whether the fused vocabulary loss is right for hidden states of this size."""
+    """Return whether the fused vocabulary loss is right for residual states of this size."""
     from deberta_ds.model.kernels.fused_cross_entropy import fused_linear_cross_entropy
 
-    sources = [_FOLDER / "fused_cross_entropy.py", _FOLDER / "linear_cross_entropy.py",
-               Path(__file__)]
     return kernel_check.check(
-        device, dtype, f"vocabulary loss, width {size}", sources,
+        device, dtype, f"vocabulary loss, width {size}", LOSS_SOURCES,
         lambda: compare_loss(device, dtype, size, fused_linear_cross_entropy))
 
 
-def check_norm(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int
+def check_norm(device: torch.device, sublayer: torch.dtype, residual: torch.dtype, size: int
                ) -> kernel_check.Verdict:
-    """Return whether the fused LayerNorm and GELU are right for hidden states of this size."""
-    sources = [_FOLDER / "fused_norm.py", _FOLDER / "keep.py", Path(__file__)]
-    kind = f"LayerNorm and GELU, {str(update)[6:]} into {str(hidden)[6:]}, width {size}"
-    return kernel_check.check(device, update, kind, sources,
-                              lambda: compare_norm(device, update, hidden, size))
+    """Return whether the fused LayerNorm and GELU are right for residual states of this size."""
+    kind = f"LayerNorm and GELU, {str(sublayer)[6:]} into {str(residual)[6:]}, width {size}"
+    return kernel_check.check(device, sublayer, kind, NORM_SOURCES,
+                              lambda: compare_norm(device, sublayer, residual, size))
 
 
 def compare_loss(device: torch.device, dtype: torch.dtype, size: int, fused: Callable
@@ -80,44 +82,46 @@ def _loss_and_gradients(function: Callable, values: list[Tensor], labels_T: Tens
     return [loss, *torch.autograd.grad(loss, leaves), sampled_T]
 
 
-def compare_norm(device: torch.device, update: torch.dtype, hidden: torch.dtype, size: int
+def compare_norm(device: torch.device, sublayer: torch.dtype, residual: torch.dtype, size: int
                  ) -> tuple[float, str]:
     """Return the largest relative error against torch's operators in fp32, and of what it is."""
     from deberta_ds.model.kernels import fused_norm
 
     generator = torch.Generator().manual_seed(size)
-    keep = Keep(123_456_789, 4_000_000_000, round(0.1 * 2**32))
+    no_dropout = DropoutMask(0, 0, 0)
+    mask = DropoutMask(123_456_789, 4_000_000_000, round(0.1 * 2**32))
 
-    def draw(dtype, *shape):
+    def sample(dtype, *shape):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    values = [draw(update, _ROWS, size), draw(hidden, _ROWS, size), draw(hidden, size),
-              draw(hidden, size)]
-    kept = keep.mask(torch.ones(_ROWS, size)).to(device) * keep.scale
+    values = [sample(sublayer, _ROWS, size), sample(residual, _ROWS, size), sample(residual, size),
+              sample(residual, size)]
+    kept = mask.mask(torch.ones(_ROWS, size)).to(device) * mask.scale
 
     def plain(x_RC, y_RC, weight_C, bias_C):
         return F.layer_norm(x_RC * kept + y_RC, (size,), weight_C, bias_C, 1e-7).mul(1.5)
 
     def fused(x_RC, y_RC, weight_C, bias_C):
-        once, again = fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, keep)
+        once, again = fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, mask)
         return once * 0.5 + again  # both uses
 
     def fused_in_evaluation(x_RC, y_RC, weight_C, bias_C):
-        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, Keep(0, 0, 0))[0]
+        return fused_norm.residual_norm(x_RC, y_RC, weight_C, bias_C, 1e-7, no_dropout)[0]
 
     def plain_in_evaluation(x_RC, y_RC, weight_C, bias_C):
         return F.layer_norm(x_RC + y_RC, (size,), weight_C, bias_C, 1e-7)
 
-    grad = draw(hidden, _ROWS, size)
+    grad = sample(residual, _ROWS, size)
     found, right, names = [], [], []
     for one, other, where in ((fused, plain, "LayerNorm"), (
             fused_in_evaluation, plain_in_evaluation, "LayerNorm without dropout")):
         found += _with_gradients(one, values, grad)
         right += _with_gradients(other, [x.float() for x in values], grad)
-        names += [f"{what} of {where}" for what in ("result", "gradient of the update",
+        names += [f"{what} of {where}" for what in ("result", "gradient of the sublayer",
                                                     "of the state", "of the weight", "of the bias")]
     inner = 4 * size  # of a feed-forward part
-    values, grad = [draw(update, _ROWS, inner), draw(hidden, inner)], draw(update, _ROWS, inner)
+    values = [sample(sublayer, _ROWS, inner), sample(residual, inner)]
+    grad = sample(sublayer, _ROWS, inner)
     found += _with_gradients(fused_norm.biased_gelu, values, grad)
     right += _with_gradients(lambda x, bias: F.gelu(x + bias), [x.float() for x in values], grad)
     names += ["GELU", "its gradient", "its bias's gradient"]

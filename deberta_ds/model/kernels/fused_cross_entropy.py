@@ -1,8 +1,8 @@
-"""Linear cross-entropy and its sample in Triton: no logits in memory, neither wide nor narrow.
+"""Triton kernels: cross-entropy of a linear layer, and samples of it, without logits in memory.
 
-The same function as `linear_cross_entropy`, id for id the same draw from the same uniforms up to
-rounding. Forward keeps one logsumexp per row and vocabulary tile; a draw picks its tile by these
-masses and computes the logits of that tile once more. Backward computes logits again and writes
+The same function as `linear_cross_entropy`, id for id the same sample from the same uniforms up to
+rounding. Forward saves one logsumexp per row and vocabulary tile; sampling chooses a tile by these
+and computes the logits of that tile once more. Backward computes logits again and writes
 their gradient, in the input's dtype, for some ids at a time; two matrix products do the rest.
 No atomics: one writer per element and a fixed order of every sum.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deberta_ds.model.kernels.kernel_check import on_device_of
-from deberta_ds.model.linear_cross_entropy import pick_chunks
+from deberta_ds.model.linear_cross_entropy import sample_chunks
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS, _IDS, _DEPTH = 128, 128, 64  # tile of logits, and hidden columns taken at once
@@ -53,14 +53,14 @@ def _logits(
 
 @triton.jit(do_not_specialize=["T", "VALID"])
 def _forward_kernel(
-    HIDDEN, WEIGHT, BIAS, LABELS, MASS, DRAW_MASS, BEST, BEST_ID, LABEL_LOGIT,
+    HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, ARGMAX, LABEL_LOGIT,
     T, VALID, inverse_temperature, SEPARATE: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile of logits: logsumexp and largest logit of every row, and the label's own logit.
 
-    MASS, DRAW_MASS (of logits / temperature, if SEPARATE), BEST and BEST_ID are [K,T].
+    LSE, SAMPLE_LSE (of logits / temperature, if SEPARATE), MAX_LOGIT and ARGMAX are [K,T].
     """
     tile = tl.program_id(1)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -70,17 +70,17 @@ def _forward_kernel(
         HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
     )
     out = tile.to(tl.int64) * T + t
-    best = tl.max(logits, 1)
-    total = tl.sum(tl.exp2((logits - best[:, None]) * _LOG2_E), 1)
-    tl.store(MASS + out, best + tl.log2(total) / _LOG2_E, mask=in_rows)
+    max_logit = tl.max(logits, 1)
+    exp_sum = tl.sum(tl.exp2((logits - max_logit[:, None]) * _LOG2_E), 1)
+    tl.store(LSE + out, max_logit + tl.log2(exp_sum) / _LOG2_E, mask=in_rows)
     if SEPARATE:
-        scaled = (logits - best[:, None]) * (inverse_temperature * _LOG2_E)
-        total = tl.sum(tl.exp2(scaled), 1)
-        draw_mass = best * inverse_temperature + tl.log2(total) / _LOG2_E
-        tl.store(DRAW_MASS + out, draw_mass, mask=in_rows)
-    tl.store(BEST + out, best, mask=in_rows)
-    lowest = tl.min(tl.where(logits == best[:, None], n[None, :], VALID), 1)
-    tl.store(BEST_ID + out, lowest, mask=in_rows)
+        scaled = (logits - max_logit[:, None]) * (inverse_temperature * _LOG2_E)
+        exp_sum = tl.sum(tl.exp2(scaled), 1)
+        sample_lse = max_logit * inverse_temperature + tl.log2(exp_sum) / _LOG2_E
+        tl.store(SAMPLE_LSE + out, sample_lse, mask=in_rows)
+    tl.store(MAX_LOGIT + out, max_logit, mask=in_rows)
+    lowest = tl.min(tl.where(logits == max_logit[:, None], n[None, :], VALID), 1)
+    tl.store(ARGMAX + out, lowest, mask=in_rows)
     label = tl.load(LABELS + t, mask=in_rows, other=-1)
     is_label = n[None, :] == label[:, None]
     label_logit = tl.sum(tl.where(is_label, logits, 0.0), 1)
@@ -125,7 +125,7 @@ def _gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["VALID"])
-def _draw_kernel(
+def _sample_kernel(
     HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
     C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):
@@ -184,18 +184,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TC, weight_VC, bias_V, labels_T, uniforms_T, temperature, valid):
         inputs = (hidden_TC, weight_VC, bias_V)
-        drawn_at = temperature if uniforms_T is not None else 1.0
-        mass_KT, draw_mass_KT, best_KT, best_id_KT, label_logit_T = loss_tiles(
-            *inputs, labels_T, drawn_at, valid)
-        log_norm_T = mass_KT.logsumexp(0)
-        tile_T = best_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins
-        correct = (best_id_KT.gather(0, tile_T[None])[0] == labels_T).sum()
+        sampled_at = temperature if uniforms_T is not None else 1.0
+        lse_KT, sample_lse_KT, max_logit_KT, argmax_KT, label_logit_T = loss_tiles(
+            *inputs, labels_T, sampled_at, valid)
+        log_norm_T = lse_KT.logsumexp(0)
+        tile_T = max_logit_KT.argmax(0)  # the first tile with the largest logit: the lowest id wins
+        correct = (argmax_KT.gather(0, tile_T[None])[0] == labels_T).sum()
         loss_sum = (log_norm_T - label_logit_T).sum()
         sampled_T = None
         if uniforms_T is not None:
-            masses_TK = (mass_KT if temperature == 1.0 else draw_mass_KT).t()
-            tile_T, inside_T = pick_chunks(masses_TK, uniforms_T)
-            sampled_T = draw_ids(*inputs, tile_T.int(), inside_T.float(), temperature, valid)
+            lse_TK = (lse_KT if temperature == 1.0 else sample_lse_KT).t()
+            tile_T, inside_T = sample_chunks(lse_TK, uniforms_T)
+            sampled_T = sample_ids(*inputs, tile_T.int(), inside_T.float(), temperature, valid)
             ctx.mark_non_differentiable(sampled_T)
         ctx.save_for_backward(*inputs, labels_T, log_norm_T)
         ctx.valid = valid
@@ -256,9 +256,9 @@ def _empty_tiles_of(hidden_TC, weight_VC, bias_V, labels_T, temperature, valid):
 
 def _empty_tiles(labels_T: Tensor, temperature: float, valid: int) -> tuple[Tensor, ...]:
     rows, tiles = labels_T.shape[0], triton.cdiv(valid, _IDS)
-    drawn = 0 if temperature == 1.0 else tiles
+    sampled = 0 if temperature == 1.0 else tiles
     single = dict(dtype=torch.float32)
-    return (labels_T.new_empty(tiles, rows, **single), labels_T.new_empty(drawn, rows, **single),
+    return (labels_T.new_empty(tiles, rows, **single), labels_T.new_empty(sampled, rows, **single),
             labels_T.new_empty(tiles, rows, **single),
             labels_T.new_empty(tiles, rows, dtype=torch.int32),
             labels_T.new_zeros(rows, **single))
@@ -291,20 +291,20 @@ def _empty_gradients(hidden_TC: Tensor, bias_V: Tensor, count: int) -> tuple[Ten
     return hidden_TC.new_empty(hidden_TC.shape[0], width), bias_V.new_empty(count)
 
 
-@torch.library.custom_op("deberta_ds::draw_ids", mutates_args=())
-def draw_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Tensor,
+@torch.library.custom_op("deberta_ds::sample_ids", mutates_args=())
+def sample_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Tensor,
              inside_T: Tensor, temperature: float, valid: int) -> Tensor:
     """Return the id of every row's tile where the cumulative probability first exceeds `inside`."""
     sampled_T = torch.empty_like(tile_T, dtype=torch.int64)
     if len(tile_T):
-        _draw_kernel[(len(tile_T),)](
+        _sample_kernel[(len(tile_T),)](
             hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, 1 / temperature,
             C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS,
         )
     return sampled_T
 
 
-@draw_ids.register_fake
+@sample_ids.register_fake
 def _no_ids(hidden_TC, weight_VC, bias_V, tile_T, inside_T, temperature, valid):
     return torch.empty_like(tile_T, dtype=torch.int64)
 

@@ -1,6 +1,6 @@
-"""What lies between a layer's products, in Triton: one pass over the tensors each way.
+"""Triton kernels: dropout + residual + LayerNorm, and bias + GELU, in one pass each way.
 
-LayerNorm(dropout(update) + hidden), where torch makes three passes and keeps a mask; and
+LayerNorm(dropout(sublayer output) + residual), where torch makes three passes and saves a mask; and
 GELU(product + bias), whose backward pass sums the bias gradient on its way. `kernels` decides
 who takes them. They are torch operators with fake kernels, so that a step can be counted without a
 card. Sums over rows are made in parts of a fixed number and order: no atomics, the same bits in
@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from deberta_ds.model.keep import MIX_1, MIX_2
+from deberta_ds.model.dropout_mask import MIX_1, MIX_2
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 _NORM_PARTS, _GELU_PARTS = 512, 64
@@ -27,7 +27,7 @@ _KEYS = ["key", "second_key", "threshold"]
 
 @triton.jit
 def _kept(element, key, second_key, threshold, keep_scale):
-    """Return `Keep`'s factor of elements by number, bit for bit its choice."""
+    """Return the factor of `DropoutMask` for elements by index, bit for bit."""
     word = element.to(tl.uint32) + key.to(tl.uint32)
     word = ((word ^ (word >> 16)) * _MIX_1) ^ second_key.to(tl.uint32)
     word = (word ^ (word >> 15)) * _MIX_2
@@ -37,26 +37,26 @@ def _kept(element, key, second_key, threshold, keep_scale):
 
 @triton.jit(do_not_specialize=_KEYS)
 def _norm_kernel(
-    UPDATE, HIDDEN, WEIGHT, BIAS, TOTAL, OUT, MEAN, INVERSE, key, second_key, threshold,
+    SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, key, second_key, threshold,
     keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
 ):
-    """One row: TOTAL = dropout(UPDATE) + HIDDEN in its own dtype, OUT its norm."""
+    """One row: SUMMED = dropout(SUBLAYER) + RESIDUAL in its own dtype, OUT its norm."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < C
-    total = tl.load(UPDATE + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    summed = tl.load(SUBLAYER + row * C + c, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        total *= _kept(row * C + c, key, second_key, threshold, keep_scale)
-    total += tl.load(HIDDEN + row * C + c, mask=inside, other=0.0).to(tl.float32)
-    rounded = total.to(TOTAL.dtype.element_ty)
-    tl.store(TOTAL + row * C + c, rounded, mask=inside)
-    total = rounded.to(tl.float32)
-    mean = tl.sum(total, 0) / C
-    apart = tl.where(inside, total - mean, 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(apart * apart, 0) / C + epsilon)
+        summed *= _kept(row * C + c, key, second_key, threshold, keep_scale)
+    summed += tl.load(RESIDUAL + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    rounded = summed.to(SUMMED.dtype.element_ty)
+    tl.store(SUMMED + row * C + c, rounded, mask=inside)
+    summed = rounded.to(tl.float32)
+    mean = tl.sum(summed, 0) / C
+    centered = tl.where(inside, summed - mean, 0.0)
+    inverse = 1 / tl.sqrt(tl.sum(centered * centered, 0) / C + epsilon)
     weight = tl.load(WEIGHT + c, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(BIAS + c, mask=inside, other=0.0).to(tl.float32)
-    out = apart * inverse * weight + bias
+    out = centered * inverse * weight + bias
     tl.store(OUT + row * C + c, out.to(OUT.dtype.element_ty), mask=inside)
     tl.store(MEAN + row, mean)
     tl.store(INVERSE + row, inverse)
@@ -64,14 +64,14 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=[*_KEYS, "R"])
 def _norm_gradient_kernel(
-    GRAD, OTHER, TOTAL, MEAN, INVERSE, WEIGHT, D_UPDATE, D_HIDDEN, PARTS, R, key, second_key,
+    GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER, D_RESIDUAL, PARTS, R, key, second_key,
     threshold, keep_scale, TWO: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     """Rows p, p + P, ... of part p; PARTS [P,2,C] are its sums for weight and bias.
 
-    With TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_HIDDEN, and
-    D_UPDATE is not written.
+    With TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_RESIDUAL, and
+    D_SUBLAYER is not written.
     """
     part = tl.program_id(0)
     c = tl.arange(0, BLOCK)
@@ -84,18 +84,19 @@ def _norm_gradient_kernel(
         grad = tl.load(GRAD + row * C + c, mask=inside, other=0.0).to(tl.float32)
         if TWO:
             grad += tl.load(OTHER + row * C + c, mask=inside, other=0.0).to(tl.float32)
-        total = tl.load(TOTAL + row * C + c, mask=inside, other=0.0).to(tl.float32)
+        summed = tl.load(SUMMED + row * C + c, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(INVERSE + row)
-        normal = tl.where(inside, (total - tl.load(MEAN + row)) * inverse, 0.0)
+        normal = tl.where(inside, (summed - tl.load(MEAN + row)) * inverse, 0.0)
         weight_sum += grad * normal
         bias_sum += grad
         grad *= weight
         along = tl.sum(grad * normal, 0) / C
         gradient = (grad - tl.sum(grad, 0) / C - normal * along) * inverse
-        tl.store(D_HIDDEN + row * C + c, gradient.to(D_HIDDEN.dtype.element_ty), mask=inside)
+        tl.store(D_RESIDUAL + row * C + c, gradient.to(D_RESIDUAL.dtype.element_ty), mask=inside)
         if DROPOUT:
             gradient *= _kept(row * C + c, key, second_key, threshold, keep_scale)
-            tl.store(D_UPDATE + row * C + c, gradient.to(D_UPDATE.dtype.element_ty), mask=inside)
+            d_sublayer = gradient.to(D_SUBLAYER.dtype.element_ty)
+            tl.store(D_SUBLAYER + row * C + c, d_sublayer, mask=inside)
     tl.store(PARTS + part * 2 * C + c, weight_sum, mask=inside)
     tl.store(PARTS + (part * 2 + 1) * C + c, bias_sum, mask=inside)
 
@@ -110,19 +111,19 @@ def _tile(X, BIAS, r, c, R, C: tl.constexpr):
 
 
 @triton.jit
-def _normal(x):
-    """Return the normal distribution's share below x, and exp(-x^2 / 2).
+def _normal_cdf(x):
+    """Return the normal cumulative distribution (cdf) at x, and exp(-x^2 / 2).
 
     Abramowitz and Stegun 7.1.26, off by 7.5e-8 at most: half the instructions of an error function
-    and an exponential, and better than their difference where the share is small.
+    and an exponential, and better than their difference where the cdf is small.
     """
-    bell = tl.exp2(x * x * -0.7213475204444817)  # log2(e) / 2
+    density = tl.exp2(x * x * -0.7213475204444817)  # log2(e) / 2
     t = 1 / (1 + 0.23164190 * tl.abs(x))
     tail = 0.530702714 * t - 0.7265760135
     tail = tail * t + 0.7107068705
     tail = tail * t - 0.142248368
-    tail = (tail * t + 0.127414796) * t * bell
-    return tl.where(x < 0, tail, 1 - tail), bell
+    tail = (tail * t + 0.127414796) * t * density
+    return tl.where(x < 0, tail, 1 - tail), density
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -132,8 +133,8 @@ def _gelu_kernel(
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     place, inside, x = _tile(X, BIAS, r, c, R, C)
-    share, _ = _normal(x)
-    tl.store(OUT + place, (x * share).to(OUT.dtype.element_ty), mask=inside)
+    cdf, _ = _normal_cdf(x)
+    tl.store(OUT + place, (x * cdf).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -148,75 +149,76 @@ def _gelu_gradient_kernel(
         r = first + tl.arange(0, BR)
         place, inside, x = _tile(X, BIAS, r, c, R, C)
         grad = tl.load(GRAD + place, mask=inside, other=0.0).to(tl.float32)
-        share, bell = _normal(x)
-        gradient = tl.where(inside, grad * (share + x * bell * 0.3989422804014327), 0.0)
+        cdf, density = _normal_cdf(x)
+        gradient = tl.where(inside, grad * (cdf + x * density * 0.3989422804014327), 0.0)
         sums += gradient
         tl.store(DX + place, gradient.to(DX.dtype.element_ty), mask=inside)
     tl.store(PARTS + part * C + c, tl.sum(sums, 0), mask=c < C)
 
 
 @custom_op("deberta_ds::residual_norm", mutates_args=())
-def _norm(update: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float, key: int,
-          second_key: int, threshold: int, keep_scale: float
+def _norm(sublayer: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float,
+          key: int, second_key: int, threshold: int, keep_scale: float
           ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the norm, the sum that was normalized, and its rows' means and inverse deviations.
+    """Return the norm, its input (the sum), and the rows' means and inverse standard deviations.
 
-    update, hidden: contiguous, of one shape. key, second_key, threshold: `Keep`'s, as int32.
+    sublayer, residual: contiguous, of one shape. key, second_key, threshold: of `DropoutMask`, as
+    int32.
     """
-    outputs = _empty_norm(hidden)
-    out, total, means, inverses = outputs
+    outputs = _empty_norm(residual)
+    out, summed, means, inverses = outputs
     if means.numel():
         _norm_kernel[(means.numel(),)](
-            update, hidden, weight, bias, total, out, means, inverses, key, second_key, threshold,
-            keep_scale, epsilon, **_row_constants(hidden, threshold),
+            sublayer, residual, weight, bias, summed, out, means, inverses, key, second_key,
+            threshold, keep_scale, epsilon, **_row_constants(residual, threshold),
         )
     return outputs
 
 
 @_norm.register_fake
-def _(update, hidden, weight, bias, epsilon, key, second_key, threshold, keep_scale):
-    return _empty_norm(hidden)
+def _(sublayer, residual, weight, bias, epsilon, key, second_key, threshold, keep_scale):
+    return _empty_norm(residual)
 
 
-def _empty_norm(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = [hidden.new_empty(hidden.shape[:-1], dtype=float32) for _ in range(2)]
-    return empty_like(hidden), empty_like(hidden), *rows
+def _empty_norm(residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = [residual.new_empty(residual.shape[:-1], dtype=float32) for _ in range(2)]
+    return empty_like(residual), empty_like(residual), *rows
 
 
 @custom_op("deberta_ds::residual_norm_gradients", mutates_args=())
-def _norm_gradients(grad: Tensor, other: Tensor | None, total: Tensor, means: Tensor,
-                    inverses: Tensor, weight: Tensor, like_update: Tensor, key: int,
+def _norm_gradients(grad: Tensor, other: Tensor | None, summed: Tensor, means: Tensor,
+                    inverses: Tensor, weight: Tensor, like_sublayer: Tensor, key: int,
                     second_key: int, threshold: int, keep_scale: float
                     ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of update (empty without dropout) and hidden, and PARTS.
+    """Return the gradients of sublayer (empty without dropout) and residual, and PARTS.
 
-    grad, other: of the norm's two uses. like_update: any tensor of the update's dtype.
+    grad, other: of the norm's two uses. like_sublayer: any tensor of the sublayer's dtype.
     """
-    outputs = _empty_gradients(total, like_update, threshold)
-    if total.numel():
+    outputs = _empty_gradients(summed, like_sublayer, threshold)
+    if summed.numel():
         _norm_gradient_kernel[(len(outputs[2]),)](
-            grad, grad if other is None else other, total, means, inverses, weight, *outputs,
+            grad, grad if other is None else other, summed, means, inverses, weight, *outputs,
             means.numel(), key, second_key, threshold, keep_scale, TWO=other is not None,
-            **_row_constants(total, threshold),
+            **_row_constants(summed, threshold),
         )
     return outputs
 
 
 @_norm_gradients.register_fake
-def _(grad, other, total, means, inverses, weight, like_update, key, second_key, threshold,
+def _(grad, other, summed, means, inverses, weight, like_sublayer, key, second_key, threshold,
       keep_scale):
-    return _empty_gradients(total, like_update, threshold)
+    return _empty_gradients(summed, like_sublayer, threshold)
 
 
-def _empty_gradients(total: Tensor, like_update: Tensor, threshold: int):
-    update = like_update.new_empty(total.shape if threshold else 0)
-    rows = total.numel() // total.shape[-1]
-    parts = total.new_empty(min(rows, _NORM_PARTS), 2, total.shape[-1], dtype=float32)
-    return update, empty_like(total), parts
+def _empty_gradients(summed: Tensor, like_sublayer: Tensor, threshold: int):
+    sublayer = like_sublayer.new_empty(summed.shape if threshold else 0)
+    rows = summed.numel() // summed.shape[-1]
+    parts = summed.new_empty(min(rows, _NORM_PARTS), 2, summed.shape[-1], dtype=float32)
+    return sublayer, empty_like(summed), parts
 
 
-def _row_constants(hidden: Tensor, threshold: int) -> dict:
-    size = hidden.shape[-1]
+def _row_constants(residual: Tensor, threshold: int) -> dict:
+    size = residual.shape[-1]
     block = triton.next_power_of_2(size)
     return {"C": size, "BLOCK": block, "DROPOUT": threshold != 0,
             "num_warps": min(max(block // 256, 1), 16)}
@@ -224,11 +226,11 @@ def _row_constants(hidden: Tensor, threshold: int) -> dict:
 
 class _ResidualNorm(Function):
     @staticmethod
-    def forward(ctx, update, hidden, weight, bias, epsilon, keep):
-        with on_device_of(hidden):
-            out, *saved = _norm(update, hidden, weight, bias, epsilon, *keep)
-        ctx.save_for_backward(*saved, weight, update.new_empty(0))
-        ctx.keep, ctx.bias_dtype = keep, bias.dtype
+    def forward(ctx, sublayer, residual, weight, bias, epsilon, mask):
+        with on_device_of(residual):
+            out, *saved = _norm(sublayer, residual, weight, bias, epsilon, *mask)
+        ctx.save_for_backward(*saved, weight, sublayer.new_empty(0))
+        ctx.mask, ctx.bias_dtype = mask, bias.dtype
         ctx.set_materialize_grads(False)
         return out, out.view_as(out)
 
@@ -238,26 +240,26 @@ class _ResidualNorm(Function):
         grads = [x.contiguous() for x in grads if x is not None]
         if not grads:
             return (None,) * 6
-        total, means, inverses, weight, like_update = ctx.saved_tensors
-        with on_device_of(total):
-            update, hidden, parts = _norm_gradients(
-                grads[0], grads[1] if len(grads) > 1 else None, total, means, inverses, weight,
-                like_update, *ctx.keep)
-        if not update.numel():
-            update = hidden.to(like_update.dtype)
+        summed, means, inverses, weight, like_sublayer = ctx.saved_tensors
+        with on_device_of(summed):
+            sublayer, residual, parts = _norm_gradients(
+                grads[0], grads[1] if len(grads) > 1 else None, summed, means, inverses, weight,
+                like_sublayer, *ctx.mask)
+        if not sublayer.numel():
+            sublayer = residual.to(like_sublayer.dtype)
         weight_grad, bias_grad = parts.sum(0).to(weight.dtype)
-        return update, hidden, weight_grad, bias_grad.to(ctx.bias_dtype), None, None
+        return sublayer, residual, weight_grad, bias_grad.to(ctx.bias_dtype), None, None
 
 
-def residual_norm(update: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float,
-                  keep) -> tuple[Tensor, Tensor]:
-    """Return LayerNorm(dropout(update) + hidden) in the dtype of `hidden`; `keep`: a `Keep`.
+def residual_norm(sublayer: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float,
+                  mask) -> tuple[Tensor, Tensor]:
+    """Return LayerNorm(dropout(sublayer) + residual) in the dtype of `residual`.
 
     It comes as two tensors of one memory, for two uses: their gradients are added where the
     backward pass reads them.
     """
-    numbers = (*keep.signed(), keep.scale)
-    return _ResidualNorm.apply(update.contiguous(), hidden.contiguous(), weight, bias, epsilon,
+    numbers = (*mask.signed(), mask.scale)
+    return _ResidualNorm.apply(sublayer.contiguous(), residual.contiguous(), weight, bias, epsilon,
                                numbers)
 
 

@@ -1,4 +1,4 @@
-"""Is a Triton kernel right on this card? Asked once per card, torch, Triton and kind of shape.
+"""Check Triton kernels against torch on this GPU, once per GPU, torch, Triton and kind of shape.
 
 A kernel that was compiled by another Triton, or for a card that nobody has tried, may be wrong
 without a word. So before it is taken by default, a small problem goes forward and backward through

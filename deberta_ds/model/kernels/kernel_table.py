@@ -1,4 +1,4 @@
-"""Which implementation of attention, cross-entropy, LayerNorm, ... runs where: one table.
+"""Table of kernels: which implementation of attention, cross-entropy, LayerNorm, ... runs where.
 
 `KERNELS` has the implementations of each idea, the best first. `pick` takes the first one that runs
 on the device and in the dtype, whose limits hold, and that agrees with torch's operators on this
@@ -169,8 +169,8 @@ def _columns(request: Request) -> str:
 
 
 def _check_attention(request: Request) -> Verdict:
-    from deberta_ds.model.attention import selfcheck
-    return selfcheck.check(request.device, request.dtype, request.size, request.long,
+    from deberta_ds.model.kernels import attention_check
+    return attention_check.check(request.device, request.dtype, request.size, request.long,
                            KERNELS[0].load(), request.terms)
 
 
@@ -204,7 +204,7 @@ KERNELS = (
     Kernel("GELU", "torch"),
     Kernel("dropout", "hash", devices=_CPU, needs="the elements that fused LayerNorm drops"),
     Kernel("dropout", "torch"),
-    Kernel("projections", "shared", "shared_products:shared_products", _GPU,
+    Kernel("projections", "fused", "fused_projections:fused_projections", _GPU,
            needs="training without autocast, below ZeRO-3"),
     Kernel("projections", "separate"),
 )

@@ -45,13 +45,13 @@ def fused_path(
     facts = _facts_once(segments_BL, query_positions_BQ)
     with torch.autocast(device.type, enabled=False), on_device_of(q_BHQD):
         pos_key_HSD, pos_query_HSD = _widened(pos_key_HSD), _widened(pos_query_HSD)
-        key_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
-        query_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
-        planes = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
-        picked = query_positions_BQ is not None
+        c2p_table = _expand(pos_key_HSD, geometry, radius, True, dtype)
+        p2c_table = _expand(pos_query_HSD, geometry, radius, False, dtype)
+        qkv = [_rows_contiguous(_widened(x.to(dtype))) for x in (q_BHQD, k_BHLD, v_BHLD)]
+        gathered = query_positions_BQ is not None
         results = ops.fused_attention(
-            *planes, key_table, query_table, *facts, seed or 0, geometry.reach, scale,
-            float(dropout), picked, keep_terms,
+            *qkv, c2p_table, p2c_table, *facts, seed or 0, geometry.reach, scale,
+            float(dropout), gathered, keep_terms,
         )
     return results[0][..., :size]
 
@@ -71,20 +71,21 @@ def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
 def _expand(
     table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_queries: bool, dtype
 ) -> Tensor | None:
-    """Return [C,H,D], C = 2 radius: row c serves column minus row of a plane = c - radius.
+    """Return [C,H,D], C = 2 radius: row c is the relative row for (column - row) = c - radius.
 
     A product with a one-hot matrix, not an index: exact, and its backward has no atomics.
     """
     if table_HSD is None:
         return None
     one_hot_CS = _one_hot(geometry, radius, rows_are_queries, dtype, table_HSD.device)
-    rows_SK = table_HSD.transpose(0, 1).flatten(1).to(dtype)  # as a projection left them
+    # Contiguous after the projection, so no copy.
+    rows_SK = table_HSD.transpose(0, 1).flatten(1).to(dtype)
     return (one_hot_CS @ rows_SK).view(2 * radius, *table_HSD.shape[::2])
 
 
 @kept_tensors(maxsize=16)  # 1 MB each at 512 tokens
 def _one_hot(geometry: Geometry, radius: int, rows_are_queries: bool, dtype, device) -> Tensor:
-    """Return [C,S]: which row of the relative table serves each row of the expanded one."""
+    """Return [C,S]: the row of the relative table for each row of the expanded one."""
     distances_C = torch.arange(2 * radius, device=device) - radius
     slots_C = geometry.slots(-distances_C if rows_are_queries else distances_C)
     one_hot_CS = slots_C[:, None] == torch.arange(geometry.num_slots, device=device)
@@ -115,7 +116,7 @@ def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tens
     batch, length = segments_BL.shape
     segments = segments_BL.long()
     columns = torch.arange(length, device=segments.device).expand(batch, length)
-    # Piece numbers beyond the length share an entry: a wider range, and the kernels still compare.
+    # Numbers beyond the length share an entry: a wider range, and the kernels still compare.
     entry = segments.clamp(0, length)
     shape = (batch, length + 1)
     starts = columns.new_full(shape, length).scatter_reduce_(1, entry, columns, "amin")
@@ -124,8 +125,8 @@ def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tens
     starts, stops = (x.gather(1, entry) * real for x in (starts, stops))
     rows = (segments, columns, starts, stops)
     if query_positions_BQ is not None:
-        picked = query_positions_BQ.long()
-        rows = [x.gather(1, picked) for x in rows]
+        gathered = query_positions_BQ.long()
+        rows = [x.gather(1, gathered) for x in rows]
     keys = (segments, starts, stops, *_covers(columns, stops))
     return _aligned(torch.stack(tuple(rows)).int()), _aligned(torch.stack(keys).int())
 
@@ -140,10 +141,10 @@ def _aligned(facts_KBL: Tensor) -> Tensor:
 
 
 def _covers(columns: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the pieces that have a column between their ends begin and stop; 0, 0 for none.
+    """Return, for each column, the range of the segments that enclose it; 0, 0 for none.
 
-    They are the column's own piece in a packed row; a hole in a piece is between its ends, too.
-    Pieces that overlap count as one.
+    For packed documents that is the column's own segment. A segment may have holes; segments that
+    overlap count as one.
     """
     length = columns.shape[1]
     reach = stops.cummax(1).values

@@ -1,8 +1,8 @@
-"""Triton helpers: the band of a row (see `attention.band`), and tiles of the planes that hold it.
+"""Triton helpers: tiles of the position bias, inside of the band around the diagonal and outside.
 
-Both planes share the band's rule, and it is symmetric: key j is in the band of query i exactly
-when i is in the band of j. A tile of a flash kernel lies within one group on either side, hence it
-is dense in both planes or in neither.
+See `attention.band` for the band. It is symmetric: key j is in the band of query i exactly when i
+is in the band of j. A tile of a flash kernel covers at most one group of rows and one of columns,
+so it is dense in both bias matrices or in neither.
 """
 
 import triton
@@ -22,8 +22,8 @@ def band_edges(position, SPAN, NK):
 
 
 @triton.jit
-def plane_shape(rows, SPAN, NK):
-    """Return the width of a plane and its elements a head."""
+def bias_shape(rows, SPAN, NK):
+    """Return the width of a bias and its elements a head."""
     groups = (NK + GROUP - 1) // GROUP
     width = tl.minimum(2 * SPAN + 1, groups) * GROUP
     return width, ((rows + GROUP - 1) // GROUP * GROUP).to(tl.int64) * width
@@ -37,72 +37,73 @@ def table_radius(SPAN, NK):
 
 @triton.jit
 def skewed_shape(rows, SPAN, NK):
-    """Return the columns of a plane's gradient, one for each table row, and its elements a head.
+    """Return the columns of a bias's gradient, one for each table row, and its elements a head.
 
-    Row r holds column y of the plane at y - p_r + radius: so it is the gradient of the product
-    x T^T itself, whose rows begin at whole vectors, while a tile of columns moves by one a row.
+    It is stored by distance, not by column: element (r, y) lies at y - pos(r) + radius. So
+    dX = G @ T and dT = G^T @ X are plain GEMMs with aligned loads; the price is an unaligned store.
     """
     columns = 2 * table_radius(SPAN, NK)
     return columns, ((rows + GROUP - 1) // GROUP * GROUP).to(tl.int64) * columns
 
 
 @triton.jit
-def _key_tile(PLANE, i, j, base, end, width, PICKED: tl.constexpr):
+def _c2p_tile(BIAS, i, j, base, end, width, GATHERED: tl.constexpr):
     """Return the content-to-position terms of queries i and keys j, [i, j]."""
     column = j[None, :]
-    if PICKED:  # every query has a band of its own; beyond it the term is that of its edge
+    if GATHERED:  # every query has its own band; beyond it the term is that of its edge
         base = base[:, None]
         column = tl.minimum(tl.maximum(column, base), end[:, None] - 1)
-    return tl.load(PLANE + (i[:, None] * width + (column - base)))
+    return tl.load(BIAS + (i[:, None] * width + (column - base)))
 
 
 @triton.jit
-def _query_tile(PLANE, j, position, base, end, width, PICKED: tl.constexpr):
+def _p2c_tile(BIAS, j, position, base, end, width, GATHERED: tl.constexpr):
     """Return the position-to-content terms of keys j and queries at `position`, [j, i]."""
     column = position[None, :]
-    if PICKED:
+    if GATHERED:
         column = tl.minimum(tl.maximum(column, base), end - 1)
-    return tl.load(PLANE + (j[:, None] * width + (column - base)))
+    return tl.load(BIAS + (j[:, None] * width + (column - base)))
 
 
 @triton.jit
 def near_bias(
-    KEY_PLANE, QUERY_PLANE, i, position_i, base_i, end_i, j, base_j, end_j, width,
-    HAS_KEY_TERM: tl.constexpr, HAS_QUERY_TERM: tl.constexpr, PICKED: tl.constexpr,
+    C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base_j, end_j, width,
+    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, GATHERED: tl.constexpr,
     ROWS_ARE_KEYS: tl.constexpr,
 ):
     """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored."""
-    if HAS_KEY_TERM:
-        key_term = _key_tile(KEY_PLANE, i, j, base_i, end_i, width, PICKED)
+    if HAS_C2P:
+        c2p = _c2p_tile(C2P_BIAS, i, j, base_i, end_i, width, GATHERED)
         if ROWS_ARE_KEYS:
-            key_term = tl.trans(key_term)
-        bias = key_term.to(tl.float32)
-    if HAS_QUERY_TERM:
-        query_term = _query_tile(QUERY_PLANE, j, position_i, base_j, end_j, width, PICKED)
+            c2p = tl.trans(c2p)
+        bias = c2p.to(tl.float32)
+    if HAS_P2C:
+        p2c = _p2c_tile(P2C_BIAS, j, position_i, base_j, end_j, width, GATHERED)
         if not ROWS_ARE_KEYS:
-            query_term = tl.trans(query_term)
-        query_term = query_term.to(tl.float32)
-        bias = bias + query_term if HAS_KEY_TERM else query_term
-    if not (HAS_KEY_TERM or HAS_QUERY_TERM):
+            p2c = tl.trans(p2c)
+        p2c = p2c.to(tl.float32)
+        bias = bias + p2c if HAS_C2P else p2c
+    if not (HAS_C2P or HAS_P2C):
         bias = 0.0
     return bias
 
 
 @triton.jit
 def far_bias(
-    OWN_ENDS, OTHER_ENDS, is_low, own, own_count, other, other_count, planes,
+    OWN_EDGES, OTHER_EDGES, is_low, own, own_count, other, other_count, batch_heads,
     HAS_OWN: tl.constexpr, HAS_OTHER: tl.constexpr,
 ):
     """Return the bias [own, other] of a block of columns before (is_low) or behind the band.
 
-    ENDS: terms with the table's first row, then `planes` x count further those with its last row.
-    The rows lie behind a block that lies before them, hence the other end of the columns' terms.
+    EDGES: terms with the table's first row, then (`batch_heads` x count elements on) with its last.
+    For keys before the band, c2p takes the table's first row and p2c its last; behind the band it
+    is the other way round.
     """
     bias = tl.zeros([own.shape[0], other.shape[0]], tl.float32)
     if HAS_OWN:
-        ends = OWN_ENDS + tl.where(is_low, 0, planes) * own_count
-        bias += tl.load(ends + own, mask=own < own_count, other=0.0)[:, None]
+        edges = OWN_EDGES + tl.where(is_low, 0, batch_heads) * own_count
+        bias += tl.load(edges + own, mask=own < own_count, other=0.0)[:, None]
     if HAS_OTHER:
-        ends = OTHER_ENDS + tl.where(is_low, planes, 0) * other_count
-        bias += tl.load(ends + other, mask=other < other_count, other=0.0)[None, :]
+        edges = OTHER_EDGES + tl.where(is_low, batch_heads, 0) * other_count
+        bias += tl.load(edges + other, mask=other < other_count, other=0.0)[None, :]
     return bias

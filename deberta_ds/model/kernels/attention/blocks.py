@@ -1,15 +1,15 @@
-"""Triton helpers: where the tensors of one program's head begin, and its block of queries."""
+"""Triton helpers: pointers to the tensors of one head, and the loads of a block of queries."""
 
 import triton
 import triton.language as tl
 
 from deberta_ds.model.kernels.attention.bands import (
     band_edges,
-    plane_shape,
+    bias_shape,
     skewed_shape,
     table_radius,
 )
-from deberta_ds.model.kernels.attention.masks import piece_range
+from deberta_ds.model.kernels.attention.masks import column_range
 
 # Scalar bases and 32-bit offsets everywhere: tiles of 64-bit addresses would fill the registers.
 
@@ -21,34 +21,35 @@ def head_of(X, b, h, x_b, x_h):
 
 
 @triton.jit
-def planes_of(KEY_PLANE, QUERY_PLANE, bh, NQ, NK, SPAN):
-    """Return both planes of one head, and the width of either."""
-    width, elements = plane_shape(NQ, SPAN, NK)
-    KEY_PLANE += bh * elements
-    width, elements = plane_shape(NK, SPAN, NK)
-    QUERY_PLANE += bh * elements
-    return KEY_PLANE, QUERY_PLANE, width
+def biases_of(C2P_BIAS, P2C_BIAS, bh, NQ, NK, SPAN):
+    """Return both bias matrices of one head, and their width."""
+    width, elements = bias_shape(NQ, SPAN, NK)
+    C2P_BIAS += bh * elements
+    width, elements = bias_shape(NK, SPAN, NK)
+    P2C_BIAS += bh * elements
+    return C2P_BIAS, P2C_BIAS, width
 
 
 @triton.jit
-def skewed_plane_of(D_PLANE, bh, rows, SPAN, NK):
-    """Return where row 0, column 0 of one head of a plane's gradient lies, and from row to row.
+def skewed_gradient_of(D_BIAS, bh, rows, SPAN, NK):
+    """Return the pointer to (row 0, column 0) of one head of a bias gradient, and its row stride.
 
-    That is for rows at their own columns; a row at column p lies p - r elements before.
+    Assumes that row r is at column r; for gathered rows subtract pos(r) - r.
     """
     columns, elements = skewed_shape(rows, SPAN, NK)
-    return D_PLANE + (bh * elements + table_radius(SPAN, NK)), columns - 1
+    return D_BIAS + (bh * elements + table_radius(SPAN, NK)), columns - 1
 
 
 @triton.jit
 def query_block(
-    Q, SEGMENT, POSITION, START, STOP, WORDS, b, bh, q_n, i0, NQ, NK, SPAN,
-    DROPOUT: tl.constexpr, PICKED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    Q, SEGMENT, POSITION, START, STOP, BITS, b, bh, q_n, i0, NQ, NK, SPAN,
+    DROPOUT: tl.constexpr, GATHERED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
 ):
-    """Return what forward and backward know of queries [i0, i0 + BM).
+    """Return the data of queries [i0, i0 + BM), for forward and backward.
 
-    That is: their numbers, which exist, vectors, segments, positions, dropout words, the first band
-    column and the first one after the band, and the span of keys that any of them looks at.
+    That is: their indices, which of them exist, vectors, segments, positions, dropout bits, the
+    first band column and the first one after the band, and the range of keys that any of them
+    attends to.
     """
     i = i0 + tl.arange(0, BM)
     in_rows = i < NQ
@@ -57,11 +58,11 @@ def query_block(
     segment = tl.load(SEGMENT + b * NQ + i, mask=in_rows, other=0)
     position = i
     base, end = band_edges(i0, SPAN, NK)
-    if PICKED:
+    if GATHERED:
         position = tl.load(POSITION + b * NQ + i, mask=in_rows, other=0)
         base, end = band_edges(position, SPAN, NK)
-    words = segment
+    bits = segment
     if DROPOUT:
-        words = tl.load(WORDS + bh.to(tl.int64) * NQ + i, mask=in_rows, other=0)
-    first, last = piece_range(START, STOP, b * NQ, i, NQ, NK)
-    return i, in_rows, q, segment, position, words, base, end, first, last
+        bits = tl.load(BITS + bh.to(tl.int64) * NQ + i, mask=in_rows, other=0)
+    first, last = column_range(START, STOP, b * NQ, i, NQ, NK)
+    return i, in_rows, q, segment, position, bits, base, end, first, last

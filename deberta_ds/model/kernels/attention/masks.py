@@ -1,4 +1,4 @@
-"""Triton: which pairs exist, and which of them dropout keeps."""
+"""Triton helpers: ranges of keys to visit, and the attention dropout mask."""
 
 import triton
 import triton.language as tl
@@ -14,17 +14,17 @@ _MIX_2 = tl.constexpr(PAIR_MIX_2)
 
 
 @triton.jit
-def keep_pairs(row_words, column_words, threshold):
+def keep_pairs(row_bits, column_bits, threshold):
     """Return `dropout.keep_pairs`, bit for bit the mask of the other paths."""
-    mixed = row_words + column_words
+    mixed = row_bits + column_bits
     mixed = (mixed ^ (mixed >> 15)) * _MIX_1
     mixed = (mixed ^ (mixed >> 13)) * _MIX_2
     return mixed >= threshold
 
 
 @triton.jit
-def piece_range(STARTS, STOPS, base, rows, count, limit):
-    """Return the span of columns that any of these rows looks at; empty rows have start = stop."""
+def column_range(STARTS, STOPS, base, rows, count, limit):
+    """Return the range of columns that any of these rows attends to; start = stop: none."""
     inside = rows < count
     starts = tl.load(STARTS + base + rows, mask=inside, other=0)
     stops = tl.load(STOPS + base + rows, mask=inside, other=0)
@@ -50,7 +50,7 @@ def loop_ranges(first, last, base, end, BLOCK: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def _word(counter, start):
+def _random_bits(counter, start):
     """Return splitmix64 of a counter, cut to int32."""
     state = (counter + 1).to(tl.uint64) * _GAMMA + start.to(tl.uint64)
     state = (state ^ (state >> 30)) * _MULTIPLIER_1
@@ -59,11 +59,11 @@ def _word(counter, start):
 
 
 @triton.jit(do_not_specialize=["start", "NQ", "NK"])
-def words_kernel(Q_WORDS, K_WORDS, start, NQ, NK, BLOCK: tl.constexpr):
-    """The words of `dropout.dropout_words`, [B,H,NQ] and [B,H,NK]."""
-    plane = tl.program_id(1).to(tl.int64)
+def bits_kernel(Q_BITS, K_BITS, start, NQ, NK, BLOCK: tl.constexpr):
+    """The random bits of `dropout.dropout_bits`, [B,H,NQ] and [B,H,NK]."""
+    bh = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = tl.cast(start, tl.int64)
-    counter = n.to(tl.int64) + (plane << 32)
-    tl.store(Q_WORDS + plane * NQ + n, _word(counter, start), mask=n < NQ)
-    tl.store(K_WORDS + plane * NK + n, _word(counter + (1 << 31), start), mask=n < NK)
+    counter = n.to(tl.int64) + (bh << 32)
+    tl.store(Q_BITS + bh * NQ + n, _random_bits(counter, start), mask=n < NQ)
+    tl.store(K_BITS + bh * NK + n, _random_bits(counter + (1 << 31), start), mask=n < NK)

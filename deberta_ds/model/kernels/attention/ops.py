@@ -1,7 +1,7 @@
 """The kernels as torch operators: opaque to torch.compile, with fake kernels and autograd.
 
 Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an expanded table, W
-columns of a plane.
+columns of a bias matrix.
 """
 
 from functools import lru_cache
@@ -12,16 +12,16 @@ import triton
 from torch import Tensor
 
 from deberta_ds.model.attention.band import Band, make_band, padded
-from deberta_ds.model.attention.dropout import drop_threshold, word_stream
-from deberta_ds.model.kernels.attention import backward, forward, masks, planes, tiles
+from deberta_ds.model.attention.dropout import bits_stream, drop_threshold
+from deberta_ds.model.kernels.attention import backward, forward, masks, position_bias, tiles
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
-# query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the piece.
-# key_facts int32 [5,B,L]: segment, first and last + 1 query column of the piece; and of all pieces
-# that have the column between their ends.
+# query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
+# key_facts int32 [5,B,L]: segment, first and last + 1 query column of the segment; and the
+# same of all segments that enclose the column.
 
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
-_WORDS, _DELTA_ROWS = 256, 64  # of a program
+_BITS_BLOCK, _ROW_DOT_ROWS = 256, 64  # of a program
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
@@ -30,65 +30,65 @@ def fused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_table: Tensor | None,
-    query_table: Tensor | None,
+    c2p_table: Tensor | None,
+    p2c_table: Tensor | None,
     query_facts: Tensor,
     key_facts: Tensor,
     seed: int,
     reach: int,
     scale: float,
     dropout: float,
-    picked: bool,
+    gathered: bool,
     keep: bool,
 ) -> list[Tensor]:
     """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
-    dropout words of queries and keys, both planes and both ends (see `_empty_results`).
+    dropout bits of queries and keys, both bias matrices and both edge terms (see `_empty_results`).
 
-    key_table, query_table: expanded tables [C,H,D], contiguous. reach: distance from which the
-    relative table is constant. picked: queries are at the columns in query_facts, otherwise query i
-    is at column i. keep: return planes and ends; otherwise they are empty, and backward computes
-    them again.
+    c2p_table, p2c_table: expanded tables [C,H,D], contiguous. reach: distance from which the
+    relative table is constant. gathered: queries are at the columns in query_facts, otherwise
+    query i is at column i. keep: return bias matrices and edge terms; otherwise they are empty, and
+    backward recomputes them.
     """
     batch, heads, queries, _ = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
-    results = _empty_results(q, k, key_table, query_table, dropout, band, keep)
-    out, lse, *words = results[:4]
+    results = _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep)
+    out, lse, *bits = results[:4]
     if dropout > 0:
-        programs = (triton.cdiv(max(queries, keys), _WORDS), batch * heads)
-        masks.words_kernel[programs](*words, word_stream(seed), queries, keys, BLOCK=_WORDS)
-    terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
-    tile = _tile(q, k, "forward", picked, band)
+        programs = (triton.cdiv(max(queries, keys), _BITS_BLOCK), batch * heads)
+        masks.bits_kernel[programs](*bits, bits_stream(seed), queries, keys, BLOCK=_BITS_BLOCK)
+    terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
+    tile = _tile(q, k, "forward", gathered, band)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-        q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), out, lse,
-        *query_facts, key_facts[0], *words, *_numbers(q, k, v, band, scale, dropout),
-        **_constants(q, key_table, query_table, dropout, band, picked, tile),
+        q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), out, lse,
+        *query_facts, key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout),
+        **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile),
     )
     if keep:
-        results[4:] = [terms[0].plane, terms[1].plane, terms[0].ends, terms[1].ends]
+        results[4:] = [terms[0].bias, terms[1].bias, terms[0].edges, terms[1].edges]
     return results
 
 
 @fused_attention.register_fake
-def _(q, k, v, key_table, query_table, query_facts, key_facts, seed, reach, _scale, dropout,
+def _(q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed, reach, _scale, dropout,
       _picked, keep):
     band = make_band(reach, k.shape[2])
-    results = _empty_results(q, k, key_table, query_table, dropout, band, keep)
+    results = _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep)
     if keep:
         made = [_empty_term(x, table, k.shape[2], band)
-                for x, table in ((q, key_table), (k, query_table))]
-        results[4:] = [made[0].plane, made[1].plane, made[0].ends, made[1].ends]
+                for x, table in ((q, c2p_table), (k, p2c_table))]
+        results[4:] = [made[0].bias, made[1].bias, made[0].edges, made[1].edges]
     return results
 
 
-def _empty_results(q, k, key_table, query_table, dropout, band, keep) -> list[Tensor]:
-    """Return what `fused_attention` returns, not yet filled; without planes."""
+def _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep) -> list[Tensor]:
+    """Return what `fused_attention` returns, not yet filled; without position_bias."""
     batch, heads, queries, size = q.shape
     sides = (queries, k.shape[2]) if dropout > 0 else (0, 0)
-    words = [q.new_empty(batch, heads, rows, dtype=torch.int32) for rows in sides]
+    bits = [q.new_empty(batch, heads, rows, dtype=torch.int32) for rows in sides]
     single = dict(dtype=torch.float32)
     return [
         q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
-        *words, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
+        *bits, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
         q.new_empty(0, **single),
     ]
 
@@ -100,66 +100,66 @@ def fused_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    key_table: Tensor | None,
-    query_table: Tensor | None,
+    c2p_table: Tensor | None,
+    p2c_table: Tensor | None,
     query_facts: Tensor,
     key_facts: Tensor,
     reach: int,
     scale: float,
     dropout: float,
-    picked: bool,
+    gathered: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
     grad = grad.contiguous()
     batch, heads, queries, size = q.shape
     keys, band = k.shape[2], make_band(reach, k.shape[2])
-    whole = not picked  # five products a tile, see `backward`
-    out, lse, *words = results[:4]
-    delta = torch.empty_like(lse)
+    whole = not gathered  # five matmuls per tile, see `backward`
+    out, lse, *bits = results[:4]
+    row_dot = torch.empty_like(lse)
     dq, dk, dv = _row_gradients(q, k, v)
     if keep:
         terms = [_Term(*results[4::2]), _Term(*results[5::2])]
     else:
-        terms = _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale)
-    d_key = _empty_gradient(q, key_table is not None or whole, keys, band)
-    d_query = _empty_gradient(k, query_table is not None, keys, band)
-    written = d_query.plane
-    if picked and query_table is not None:
+        terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
+    d_c2p = _empty_gradient(q, c2p_table is not None or whole, keys, band)
+    d_p2c = _empty_gradient(k, p2c_table is not None, keys, band)
+    written = d_p2c.bias
+    if gathered and p2c_table is not None:
         written = q.new_empty(batch, heads, keys, queries)
-    shared = (q, k, v, *(x.plane for x in terms), *(x.ends for x in terms), grad, lse, delta)
-    facts = (key_facts[0], *words, *_numbers(q, k, v, band, scale, dropout))
-    settings = (q, key_table, query_table, dropout, band, picked)
+    shared = (q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), grad, lse, row_dot)
+    facts = (key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout))
+    settings = (q, c2p_table, p2c_table, dropout, band, gathered)
     if whole and not band.far:
-        backward.delta_kernel[(triton.cdiv(queries, _DELTA_ROWS), batch * heads)](
-            grad, out, delta, queries, heads, D=size, BM=_DELTA_ROWS
+        backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
+            grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS
         )
-    else:  # first: it also fills delta
-        tile = _tile(q, k, "query", picked, band)
+    else:  # first: it also fills row_dot
+        tile = _tile(q, k, "query", gathered, band)
         backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
-            *shared, out, dq, d_key.plane, d_key.ends, *query_facts, *facts,
+            *shared, out, dq, d_c2p.bias, d_c2p.edges, *query_facts, *facts,
             **_constants(*settings, tile),
         )
-    tile = _tile(q, k, "key", picked, band)
+    tile = _tile(q, k, "key", gathered, band)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
-        *shared, dk, dv, d_key.plane, written, d_query.ends, *query_facts[:2],
+        *shared, dk, dv, d_c2p.bias, written, d_p2c.edges, *query_facts[:2],
         *key_facts[3:5] if whole else key_facts[1:3], *facts,
         WHOLE=whole, **_constants(*settings, tile),
     )
     d_tables = [q.new_empty(0), q.new_empty(0)]
-    if key_table is not None or whole:
-        d_tables[0] = _collect(d_key, q, key_table, dq, query_facts[1:], k, band, picked, whole)
-    if query_table is not None:
-        if picked:
-            _spread(written, d_query.plane, query_facts[1], band)
-        d_tables[1] = _collect(d_query, k, query_table, dk, key_facts[:3], k, band, False, False)
+    if c2p_table is not None or whole:
+        d_tables[0] = _collect(d_c2p, q, c2p_table, dq, query_facts[1:], k, band, gathered, whole)
+    if p2c_table is not None:
+        if gathered:
+            _spread(written, d_p2c.bias, query_facts[1], band)
+        d_tables[1] = _collect(d_p2c, k, p2c_table, dk, key_facts[:3], k, band, False, False)
     return *(x.transpose(1, 2) for x in (dq, dk, dv)), *d_tables
 
 
 @fused_attention_backward.register_fake
-def _(grad, results, q, k, v, key_table, query_table, *_rest):
+def _(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
     rows = [x.transpose(1, 2) for x in _row_gradients(q, k, v)]
-    tables = (key_table, query_table)
+    tables = (c2p_table, p2c_table)
     return *rows, *(q.new_empty(0) if t is None else torch.empty_like(t) for t in tables)
 
 
@@ -179,11 +179,11 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grads):
-    *results, q, k, v, key_table, query_table, query_facts, key_facts = ctx.saved_tensors
-    tensors = (q, k, v, key_table, query_table, query_facts, key_facts)
+    *results, q, k, v, c2p_table, p2c_table, query_facts, key_facts = ctx.saved_tensors
+    tensors = (q, k, v, c2p_table, p2c_table, query_facts, key_facts)
     with on_device_of(q):
         found = fused_attention_backward(grads[0], results, *tensors, *ctx.numbers)
-    tables = (key_table, query_table)
+    tables = (c2p_table, p2c_table)
     d_tables = [None if t is None else g for t, g in zip(tables, found[3:], strict=True)]
     return *found[:3], *d_tables, *[None] * 8
 
@@ -194,33 +194,33 @@ fused_attention.register_autograd(_backward, setup_context=_save)
 class _Term(NamedTuple):
     """One position term, scaled, or the gradient of the unscaled one, for the flash kernels."""
 
-    plane: Tensor  # [B,H,rows,W]: the pairs within the band
-    ends: Tensor  # fp32 [2,B,H,rows]: the terms of all pairs before and behind it
+    bias: Tensor  # [B,H,rows,W]: the pairs within the band
+    edges: Tensor  # fp32 [2,B,H,rows]: the terms of all pairs before and behind it
 
 
-def _terms(q, k, key_table, query_table, query_facts, key_facts, band, picked, scale):
+def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale):
     """Return the content-to-position and the position-to-content term."""
     keys = k.shape[2]
     return (
-        _term(q, key_table, query_facts[1:], keys, band, picked, scale),
-        _term(k, query_table, key_facts[:3], keys, band, False, scale),
+        _term(q, c2p_table, query_facts[1:], keys, band, gathered, scale),
+        _term(k, p2c_table, key_facts[:3], keys, band, False, scale),
     )
 
 
 def _term(
-    x: Tensor, table: Tensor | None, facts, keys: int, band: Band, picked: bool, scale: float
+    x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool, scale: float
 ) -> _Term:
-    """Return scale x . T; placeholders for an absent term. facts: position, piece start, stop."""
+    """Return scale x . T; placeholders for an absent term. facts: position, segment start, stop."""
     batch, heads, rows, _ = x.shape
     if table is None:
         return _empty_term(x, table, keys, band)
-    plane, ends = _empty_term(x, table, keys, band)
-    tile = tiles.choose_product(_capability(x.device), x.shape[-1], "plane")
-    planes.plane_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
-        x, table, plane, ends, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
-        PICKED=picked, FAR=band.far, **_product_constants(x, tile),
+    bias, edges = _empty_term(x, table, keys, band)
+    tile = tiles.choose_product(_capability(x.device), x.shape[-1], "bias")
+    position_bias.bias_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
+        x, table, bias, edges, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
+        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile),
     )
-    return _Term(plane, ends)
+    return _Term(bias, edges)
 
 
 def _empty_term(x: Tensor, table: Tensor | None, keys: int, band: Band) -> _Term:
@@ -228,37 +228,37 @@ def _empty_term(x: Tensor, table: Tensor | None, keys: int, band: Band) -> _Term
     batch, heads, rows, _ = x.shape
     if table is None:
         return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
-    plane = x.new_empty(batch, heads, padded(rows), band.width(keys))
-    return _Term(plane, _empty_ends(x, band))
+    bias = x.new_empty(batch, heads, padded(rows), band.width(keys))
+    return _Term(bias, _empty_edges(x, band))
 
 
 def _empty_gradient(x: Tensor, wanted: bool, keys: int, band: Band) -> _Term:
-    """Return a plane's gradient that is not yet filled: see `bands.skewed_shape`."""
+    """Return a bias's gradient that is not yet filled: see `bands.skewed_shape`."""
     batch, heads, rows, _ = x.shape
     if not wanted:
         return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
-    plane = x.new_empty(batch, heads, padded(rows), 2 * band.radius(keys))
-    return _Term(plane, _empty_ends(x, band))
+    bias = x.new_empty(batch, heads, padded(rows), 2 * band.radius(keys))
+    return _Term(bias, _empty_edges(x, band))
 
 
-def _empty_ends(x: Tensor, band: Band) -> Tensor:
+def _empty_edges(x: Tensor, band: Band) -> Tensor:
     batch, heads, rows, _ = x.shape
     return x.new_empty(2, batch, heads, rows if band.far else 0, dtype=torch.float32)
 
 
 def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band: Band,
-             picked: bool, content: bool) -> Tensor:
-    """Add the term's share to dx [B,rows,H,D], and return the table's gradient [C,H,D].
+             gathered: bool, content: bool) -> Tensor:
+    """Add the term's part to dx [B,rows,H,D], and return the table's gradient [C,H,D].
 
     content: the products of the score gradients and the keys, too.
     """
     batch, heads, rows, size = x.shape
     keys = k.shape[2]
     tile = tiles.choose_product(_capability(x.device), size, "rows")
-    planes.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
-        d_term.plane, k if table is None else table, k, dx, d_term.ends, *facts,
+    position_bias.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
+        d_term.bias, k if table is None else table, k, dx, d_term.edges, *facts,
         *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
-        PICKED=picked, FAR=band.far, **_product_constants(x, tile),
+        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile),
     )
     if table is None:
         return x.new_empty(0)
@@ -267,22 +267,22 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     units = batch * triton.cdiv(rows, _CHUNK_ROWS)
     splits = min(units, triton.cdiv(_PROGRAMS, blocks * heads))
     parts = torch.empty(splits, *table.shape, dtype=torch.float32, device=x.device)
-    planes.table_gradient_kernel[(blocks, heads, splits)](
-        d_term.plane, x, parts, *facts, *x.stride()[:3], batch, rows, keys, heads, band.span,
-        PICKED=picked, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile),
+    position_bias.table_gradient_kernel[(blocks, heads, splits)](
+        d_term.bias, x, parts, *facts, *x.stride()[:3], batch, rows, keys, heads, band.span,
+        GATHERED=gathered, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile),
     )
     d_table = parts.sum(0)
     if band.far:
-        d_table[:: len(table) - 1] += torch.einsum("ebhr,bhrd->ehd", d_term.ends.to(x.dtype), x)
+        d_table[:: len(table) - 1] += torch.einsum("ebhr,bhrd->ehd", d_term.edges.to(x.dtype), x)
     return d_table.to(x.dtype)
 
 
-def _spread(d_scores: Tensor, d_plane: Tensor, positions: Tensor, band: Band) -> None:
-    """Fill the plane's gradient from the score gradients [B,H,L,Q] of picked queries."""
+def _spread(d_scores: Tensor, d_bias: Tensor, positions: Tensor, band: Band) -> None:
+    """Fill the bias's gradient from the score gradients [B,H,L,Q] of gathered queries."""
     batch, heads, keys, queries = d_scores.shape
     tile = tiles.choose_product(_capability(d_scores.device), 64, "spread")
-    planes.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
-        d_scores, d_plane, positions, queries, keys, heads, band.span,
+    position_bias.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
+        d_scores, d_bias, positions, queries, keys, heads, band.span,
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
         num_warps=tile.warps, num_stages=tile.stages,
     )
@@ -297,9 +297,9 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _tile(q: Tensor, k: Tensor, direction: str, picked: bool, band: Band) -> tiles.Tile:
+def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> tiles.Tile:
     longest = max(q.shape[2], k.shape[2])
-    return tiles.choose(_capability(q.device), q.shape[-1], longest, direction, picked, band.far)
+    return tiles.choose(_capability(q.device), q.shape[-1], longest, direction, gathered, band.far)
 
 
 def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
@@ -309,13 +309,13 @@ def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
     return *strides, *sizes, scale, 1 / (1 - dropout), drop_threshold(dropout)
 
 
-def _constants(q, key_table, query_table, dropout, band, picked, tile: tiles.Tile) -> dict:
+def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: tiles.Tile) -> dict:
     return {
-        "HAS_KEY_TERM": key_table is not None,
-        "HAS_QUERY_TERM": query_table is not None,
+        "HAS_C2P": c2p_table is not None,
+        "HAS_P2C": p2c_table is not None,
         "DROPOUT": dropout > 0,
         "FAR": band.far,
-        "PICKED": picked,
+        "GATHERED": gathered,
         "D": q.shape[-1],
         "BM": tile.block_m,
         "BN": tile.block_n,

@@ -1,4 +1,4 @@
-"""Tile sizes from a table: no search while training. See docs/attention.md on how to refresh it."""
+"""Tile sizes of the Triton kernels, from a table (docs/attention.md says how to refresh it)."""
 
 import json
 from functools import lru_cache
@@ -22,33 +22,33 @@ class Tile(NamedTuple):
 def table() -> dict:
     """Return {architecture: {head size: {class: {direction: [m, n, warps, stages]}}}}.
 
-    class: "short" or "long" rows, or "picked" queries; products with planes stand beside them.
-    sm100: where it differs from sm90, for heads of any size.
+    class: "short" or "long" sequences, or "gathered" queries; next to them the kernels of the bias
+    matrices. "sm100" overrides single "sm90" entries; it is not keyed by head size.
     """
     return json.loads(TABLE.read_text())
 
 
 @lru_cache
 def choose(
-    capability: tuple[int, int], size: int, length: int, direction: str, picked: bool,
+    capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
     far: bool = False,
 ) -> Tile:
     """Return the tile of a flash kernel for a device capability, head size and row length.
 
     direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
-    picked: queries at explicit columns, which read the position terms pair by pair. far: pairs
+    gathered: gathered queries, which read the position terms pair by pair. far: pairs
     beyond the band, whose loops take registers, so that tiles for short rows would spill.
     """
     architecture = _architecture(capability)
-    length_class = "picked" if picked else "long" if far or length > LONG_ROW else "short"
+    length_class = "gathered" if gathered else "long" if far or length > LONG_ROW else "short"
     return Tile(*table()[architecture][str(max(size, 32))][length_class][direction])
 
 
 @lru_cache
 def choose_product(capability: tuple[int, int], size: int, kind: str) -> Tile:
-    """Return the tile of a product with a plane: rows, columns or table rows, warps, stages.
+    """Return the tile of a product with a bias matrix: rows, columns or table rows, warps, stages.
 
-    kind: "plane" (write it), "rows" and "table" (their gradients), "spread" (picked queries).
+    kind: "bias" (write it), "rows" and "table" (their gradients), "spread" (gathered queries).
     """
     own = table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
     return Tile(*own.get(kind, table()[_architecture(capability)][str(max(size, 32))][kind]))

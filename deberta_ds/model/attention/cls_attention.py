@@ -1,7 +1,7 @@
-"""Attention of the first column alone: all that a head reads which looks at [CLS] only.
+"""Attention of the [CLS] query alone, for the last layer below a head that reads only [CLS].
 
-One query a row is a product of a vector with keys, so rows and heads go together and nothing is
-tiled; a distance is that to the key's own column.
+With one query per sequence, scores are matrix-vector products and need no tiles. The query is at
+column 0, so the relative distance to key j is -j.
 
 Shape legend: B batch, H heads, L keys, D head size, S slots of the relative table.
 """
@@ -11,12 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from deberta_ds.model.attention.dropout import drop_threshold, dropout_words, keep_pairs
+from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 
 
-def attend_first(
+def attend_cls(
     q_BH1D: Tensor,
     k_BHLD: Tensor,
     v_BHLD: Tensor,
@@ -46,12 +46,12 @@ def attend_first(
             table_HLD = pos_key_HSD.to(compute)[:, slots_L]
             scores_BHL = scores_BHL + (q @ table_HLD.transpose(1, 2)).squeeze(2)
         scores_BHL = scores_BHL * score_scale(size, pos_key_HSD, pos_query_HSD)
-        seen_BL = (segments_BL == segments_BL[:, :1]) & (segments_BL != 0)
-        hidden_B1L = ~seen_BL[:, None]
-        probs_BHL = scores_BHL.masked_fill(hidden_B1L, -math.inf).softmax(-1)
-        probs_BH1L = probs_BHL.masked_fill(hidden_B1L, 0.0).unsqueeze(2)
+        allowed_BL = (segments_BL == segments_BL[:, :1]) & (segments_BL != 0)
+        masked_B1L = ~allowed_BL[:, None]
+        probs_BHL = scores_BHL.masked_fill(masked_B1L, -math.inf).softmax(-1)
+        probs_BH1L = probs_BHL.masked_fill(masked_B1L, 0.0).unsqueeze(2)
         if dropout > 0:
-            words = dropout_words(seed, batch, heads, 1, keys, k_BHLD.device)
-            kept_BH1L = keep_pairs(*words, drop_threshold(dropout))
+            bits = dropout_bits(seed, batch, heads, 1, keys, k_BHLD.device)
+            kept_BH1L = keep_pairs(*bits, drop_threshold(dropout))
             probs_BH1L = probs_BH1L * kept_BH1L / (1 - dropout)
         return (probs_BH1L.to(v_BHLD.dtype) @ v_BHLD).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Is the fused attention right on this card? A few packed rows through it and the reference.
+"""Check of the Triton attention on this GPU: packed sequences through it and the reference.
 
 See `kernel_check` for when this is asked and where a pass is kept.
 """
@@ -18,25 +18,31 @@ from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.kernels.kernel_check import Verdict
 
 GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
+# Files whose content a passed check depends on.
+_KERNELS = Path(__file__).with_name("attention")
+_ATTENTION = Path(__file__).parents[1] / "attention"
+SOURCES = [*_KERNELS.glob("*.py"), *_KERNELS.glob("*.json"), Path(splitmix.__file__),
+           *(_ATTENTION / f"{name}.py" for name in ("band", "dropout", "geometry", "reference")),
+           Path(__file__)]
 RESULTS = ("context", "queries", "keys", "values", "position keys", "position queries")
 
 
 class Rows(NamedTuple):
-    """A few rows, of one of the kinds of kernel that run."""
+    """The shape of a test problem, for one kind of kernel."""
 
     length: int
-    picked: int | None = None  # queries at columns of their own
+    gathered: int | None = None  # gathered queries
     dropout: float = 0.1
-    keep: bool = False  # position terms, for backward
+    keep: bool = False  # save the position terms for backward
     batch: int = 2
     heads: int = 2
 
 
-# The last of the short ones is a batch of which a program of a table's gradient takes two rows.
-SHORT = (Rows(300), Rows(300, picked=40), Rows(300, dropout=0.0),
-         Rows(300, picked=40, dropout=0.0), Rows(300, keep=True), Rows(100, batch=24, heads=32))
+# The last one is large enough that the loop of `table_gradient_kernel` runs twice.
+SHORT = (Rows(300), Rows(300, gathered=40), Rows(300, dropout=0.0),
+         Rows(300, gathered=40, dropout=0.0), Rows(300, keep=True), Rows(100, batch=24, heads=32))
 LONG = (Rows(600), Rows(900, keep=True), Rows(1100), Rows(1100, dropout=0.0),
-        Rows(1100, picked=40), Rows(1100, picked=40, dropout=0.0))
+        Rows(1100, gathered=40), Rows(1100, gathered=40, dropout=0.0))
 
 
 def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,
@@ -46,14 +52,10 @@ def check(device: torch.device, dtype: torch.dtype, size: int, long: bool,
     size: of a head. long: with pairs beyond the relative table's reach, which other loops take.
     terms: whether scores have content to position, and position to content.
     """
-    folder = Path(__file__).with_name("fused")
-    beside = ("band", "dropout", "geometry", "reference", "selfcheck")
-    sources = [*folder.glob("*.py"), *folder.glob("*.json"), Path(splitmix.__file__),
-               *(folder.with_name(f"{name}.py") for name in beside)]
     kind = f"attention, heads of {size}, {'long' if long else 'short'} rows"
     if not all(terms):
         kind += f", {'only c2p' if terms[0] else 'only p2c' if terms[1] else 'no position term'}"
-    return kernel_check.check(device, dtype, kind, sources,
+    return kernel_check.check(device, dtype, kind, SOURCES,
                               lambda: compare(device, dtype, size, long, fused, terms))
 
 
@@ -66,7 +68,7 @@ def compare(device: torch.device, dtype: torch.dtype, size: int, long: bool,
         case = _Case(device, dtype, size, rows, terms)
         truth += case.run(reference_attention, torch.float32)
         results += case.run(partial(fused, keep_terms=True) if rows.keep else fused, dtype)
-        where = f"{rows.batch} rows of " + (f"{rows.picked} of " if rows.picked else "")
+        where = f"{rows.batch} rows of " + (f"{rows.gathered} of " if rows.gathered else "")
         names += [f"{name} in {where}{rows.length} tokens"
                   for name, present in zip(RESULTS, (True,) * 4 + terms, strict=True) if present]
     return kernel_check.largest_error(results, truth, tuple(names))
@@ -77,7 +79,7 @@ class _Case:
 
     def __init__(self, device, dtype, size: int, kind: Rows, terms: tuple[bool, bool]):
         self.dropout, self.terms = kind.dropout, terms
-        batch, heads, length, queries = kind.batch, kind.heads, kind.length, kind.picked
+        batch, heads, length, queries = kind.batch, kind.heads, kind.length, kind.gathered
         generator = torch.Generator().manual_seed(length)
 
         def draw(*shape):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deberta_ds.model.shared_products import obstacle, shared_products
+from deberta_ds.model.fused_projections import fused_projections, obstacle
 
 PAIRS = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 0)]
 
@@ -32,7 +32,7 @@ def test_gradients_are_those_of_autograd(bias):
     inputs, maps = make(torch.float64, bias)
     leaves = [*inputs, *nn.ModuleList(maps).parameters()]
     plain = [maps[m](inputs[i]) for i, m in PAIRS]
-    ours = shared_products(inputs, maps, PAIRS)
+    ours = fused_projections(inputs, maps, PAIRS)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     for a, b in zip(gradients(ours, leaves, torch.float64),
                     gradients(plain, leaves, torch.float64), strict=True):
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_autograd(bias):
 def test_bf16_gradients_are_as_near_as_those_of_autograd():
     inputs, maps = make(torch.bfloat16)
     leaves = [*inputs, *nn.ModuleList(maps).parameters()]
-    ours = gradients(shared_products(inputs, maps, PAIRS), leaves, torch.bfloat16)
+    ours = gradients(fused_projections(inputs, maps, PAIRS), leaves, torch.bfloat16)
     inputs, maps = ([x.detach().double().requires_grad_() for x in inputs],
                     [x.double() for x in maps])
     leaves = [*inputs, *nn.ModuleList(maps).parameters()]
@@ -55,7 +55,7 @@ def test_unused_results_and_frozen_weights_need_no_gradient():
     inputs, maps = make(torch.float64)
     maps[0].requires_grad_(False)
     inputs[1] = inputs[1].detach()
-    _, keys, _, table, _ = shared_products(inputs, maps, PAIRS)
+    _, keys, _, table, _ = fused_projections(inputs, maps, PAIRS)
     (keys.sum() + table.sum()).backward()
     assert maps[0].weight.grad is None and maps[2].weight.grad is None
     assert maps[1].bias.grad.tolist() == [26.0] * 8 and inputs[0].grad is not None
@@ -78,7 +78,7 @@ def test_recomputed_layers_give_the_same_gradients():
         inputs, maps = make(torch.float64)
 
         def forward(first, second):
-            return sum(x.square().sum() for x in shared_products([first, second], maps, PAIRS))
+            return sum(x.square().sum() for x in fused_projections([first, second], maps, PAIRS))
 
         loss = checkpoint(forward, *inputs, use_reentrant=False) if recompute else forward(*inputs)
         return torch.autograd.grad(loss, [*inputs, *nn.ModuleList(maps).parameters()])

@@ -1,12 +1,15 @@
-"""Triton kernels between rows of vectors and dense position planes: skewed matrix products.
+"""Triton kernels that write the dense position bias matrices (c2p, p2c), and their gradients.
 
-A plane holds one position term as it is added to a score (scaled: in fp16 it would overflow long
-before the scores do): PLANE[r, y - base] = scale x_r . T[y - p_r + RADIUS] for the columns y of the
-band of row r (see `bands`), T being the relative table with one row per distance and p_r the column
-of row r. That is the product x T^T with every row shifted by p_r, so the kernels below do plain
-products and shift where they store the plane. Its gradient comes shifted back already (see
-`bands.skewed_shape`). One writer per element, no atomics, no zero-fill: outside of a row's own
-piece nothing that was written is used.
+A bias matrix holds one position term as it is added to the scores:
+
+    BIAS[r, y - base] = scale * x_r . T[y - p_r + RADIUS]
+
+for the columns y in the band of row r (see `bands`). T is the relative table with one row per
+distance, p_r the column of row r; the scale is applied here because in fp16 the unscaled term would
+overflow long before the scores do. It is the matmul x T^T with every row shifted by p_r, so the
+kernels compute plain matmuls and shift when they store. The gradient is not shifted (see
+`bands.skewed_shape`). One writer per element, no atomics, no zero-fill: elements outside of a row's
+own segment are never read as they are.
 
 Both terms are the same: rows are queries and columns keys for content-to-position, and the other
 way round for position-to-content.
@@ -19,7 +22,7 @@ import triton.language as tl
 
 from deberta_ds.model.kernels.attention.bands import (
     band_edges,
-    plane_shape,
+    bias_shape,
     skewed_shape,
     table_radius,
 )
@@ -28,10 +31,10 @@ VARIES = ["N", "NQ", "NK", "H", "SPAN", "B"]
 
 
 @triton.jit
-def _row_columns(POSITION, START, STOP, rows, r, inside, SPAN, NK, PICKED: tl.constexpr):
+def _row_columns(POSITION, START, STOP, rows, r, inside, SPAN, NK, GATHERED: tl.constexpr):
     """Return position, first band column, first and last + 1 valid column of rows r."""
     position = r
-    if PICKED:
+    if GATHERED:
         position = tl.load(POSITION + rows + r, mask=inside, other=0)
     base, end = band_edges(position, SPAN, NK)
     low = tl.maximum(tl.load(START + rows + r, mask=inside, other=0), base)
@@ -41,43 +44,43 @@ def _row_columns(POSITION, START, STOP, rows, r, inside, SPAN, NK, PICKED: tl.co
 
 @triton.jit
 def _table_rows(position, low, high, radius):
-    """Return the span of table rows that these rows need; empty rows need none."""
+    """Return the range of table rows that these rows need; empty rows need none."""
     first = tl.min(tl.where(high > low, low - position, radius), 0) + radius
     last = tl.max(tl.where(high > low, high - position, -radius), 0) + radius
     return first, last
 
 
 @triton.jit(do_not_specialize=VARIES)
-def plane_kernel(
-    X, TABLE, PLANE, ENDS, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
-    PICKED: tl.constexpr, FAR: tl.constexpr,
+def bias_kernel(
+    X, TABLE, BIAS, EDGES, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
+    GATHERED: tl.constexpr, FAR: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """PLANE [B,H,rows,width]; with FAR, ENDS [2,B,H,N]: the terms with the table's end rows."""
+    """BIAS [B,H,rows,width]; with FAR, EDGES [2,B,H,N]: the edge terms."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     d = tl.arange(0, D)
     inside = r < N
-    width, elements = plane_shape(N, SPAN, NK)
+    width, elements = bias_shape(N, SPAN, NK)
     radius = table_radius(SPAN, NK)
     table = TABLE + h * D
-    plane = PLANE + bh * elements
+    bias = BIAS + bh * elements
     x = tl.load(
         X + b.to(tl.int64) * x_b + h * x_h + r[:, None] * x_n + d[None, :],
         mask=inside[:, None], other=0.0,
     )
     position, base, low, high = _row_columns(
-        POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
     )
     if FAR:
-        ends = ENDS + bh.to(tl.int64) * N + r
+        edges = EDGES + bh.to(tl.int64) * N + r
         wide = x.to(tl.float32) * scale
         low_end = tl.load(table + d).to(tl.float32)
         high_end = tl.load(table + (2 * radius - 1) * (H * D) + d).to(tl.float32)
-        tl.store(ends, tl.sum(wide * low_end[None, :], 1), mask=inside)
-        ends += tl.num_programs(1).to(tl.int64) * N
-        tl.store(ends, tl.sum(wide * high_end[None, :], 1), mask=inside)
+        tl.store(edges, tl.sum(wide * low_end[None, :], 1), mask=inside)
+        edges += tl.num_programs(1).to(tl.int64) * N
+        tl.store(edges, tl.sum(wide * high_end[None, :], 1), mask=inside)
     first, last = _table_rows(position, low, high, radius)
     for c0 in range(first, last, BC):
         c = c0 + tl.arange(0, BC)
@@ -87,8 +90,8 @@ def plane_kernel(
         term = tl.dot(x, t, input_precision=PRECISION) * scale
         column = c[None, :] + (position - radius)[:, None]
         tl.store(
-            plane + ((r * width - base + position - radius)[:, None] + c[None, :]),
-            term.to(PLANE.dtype.element_ty),
+            bias + ((r * width - base + position - radius)[:, None] + c[None, :]),
+            term.to(BIAS.dtype.element_ty),
             mask=(column >= low[:, None]) & (column < high[:, None]),
         )
 
@@ -101,11 +104,11 @@ def _distance_range(position, low, high, radius):
 
 @triton.jit(do_not_specialize=VARIES)
 def row_gradient_kernel(
-    D_PLANE, TABLE, OTHER, DX, D_ENDS, POSITION, START, STOP, o_b, o_h, o_n, N, NK, H, SPAN,
-    TERM: tl.constexpr, CONTENT: tl.constexpr, PICKED: tl.constexpr, FAR: tl.constexpr,
+    D_BIAS, TABLE, OTHER, DX, D_EDGES, POSITION, START, STOP, o_b, o_h, o_n, N, NK, H, SPAN,
+    TERM: tl.constexpr, CONTENT: tl.constexpr, GATHERED: tl.constexpr, FAR: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Add the TERM's share to DX [B,N,H,D]: the plane's gradient times the table.
+    """Add the TERM's part to DX [B,N,H,D]: the gradient of the bias matrix times the table.
 
     With CONTENT the product with the vectors OTHER of the columns, too; DX holds what pairs beyond
     the band gave (FAR), or nothing yet.
@@ -118,9 +121,9 @@ def row_gradient_kernel(
     columns, elements = skewed_shape(N, SPAN, NK)
     radius = table_radius(SPAN, NK)
     table = TABLE + h * D
-    plane = D_PLANE + bh * elements
+    bias = D_BIAS + bh * elements
     position, base, low, high = _row_columns(
-        POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
     )
     own_rows = DX + (b.to(tl.int64) * N * H + h) * D + (r[:, None] * (H * D) + d[None, :])
     if CONTENT and not FAR:
@@ -133,7 +136,7 @@ def row_gradient_kernel(
         for y0 in range(begin, tl.max(high, 0), BC):
             y = y0 + tl.arange(0, BC)
             gradient = tl.load(
-                plane + ((r * columns - position + radius)[:, None] + y[None, :]),
+                bias + ((r * columns - position + radius)[:, None] + y[None, :]),
                 mask=(y[None, :] >= low[:, None]) & (y[None, :] < high[:, None]), other=0.0,
             )
             vectors = tl.load(
@@ -141,19 +144,19 @@ def row_gradient_kernel(
             )
             acc = tl.dot(gradient, vectors, acc, input_precision=PRECISION)
     if TERM and FAR:
-        ends = D_ENDS + bh.to(tl.int64) * N + r
-        sums = tl.load(ends, mask=inside, other=0.0)
+        edges = D_EDGES + bh.to(tl.int64) * N + r
+        sums = tl.load(edges, mask=inside, other=0.0)
         acc += sums[:, None] * tl.load(table + d).to(tl.float32)[None, :]
-        sums = tl.load(ends + tl.num_programs(1).to(tl.int64) * N, mask=inside, other=0.0)
+        sums = tl.load(edges + tl.num_programs(1).to(tl.int64) * N, mask=inside, other=0.0)
         acc += sums[:, None] * tl.load(table + (columns - 1) * (H * D) + d).to(tl.float32)[None, :]
     if TERM:
         first, last = _table_rows(position, low, high, radius)
         low, high = _distance_range(position, low, high, radius)
         for c0 in range(first // BC * BC, last, BC):
             c = tl.multiple_of(c0, BC) + tl.arange(0, BC)
-            gradient = tl.load(plane + (r[:, None] * columns + c[None, :]))
+            gradient = tl.load(bias + (r[:, None] * columns + c[None, :]))
             own = (c[None, :] >= low[:, None]) & (c[None, :] < high[:, None])
-            gradient = tl.where(own, gradient, 0.0)  # what is not a row's own was not written
+            gradient = tl.where(own, gradient, 0.0)  # other elements were not written
             t = tl.load(table + c[:, None] * (H * D) + d[None, :])
             acc = tl.dot(gradient, t, acc, input_precision=PRECISION)
     tl.store(own_rows, acc.to(DX.dtype.element_ty), mask=inside[:, None])
@@ -161,8 +164,8 @@ def row_gradient_kernel(
 
 @triton.jit(do_not_specialize=VARIES)
 def table_gradient_kernel(
-    D_PLANE, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H, SPAN,
-    PICKED: tl.constexpr, CHUNK: tl.constexpr,
+    D_BIAS, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H, SPAN,
+    GATHERED: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """One block of table rows of one head: its part of D_TABLE [splits,C,H,D] in fp32.
@@ -181,20 +184,20 @@ def table_gradient_kernel(
         b = unit // chunks
         first = unit % chunks * CHUNK
         last = tl.minimum(first + CHUNK, N)
-        if not PICKED:  # only rows that have a column at these distances
+        if not GATHERED:  # only rows that have a column at these distances
             first = tl.maximum(first, radius - first_c - BC + 1)
             last = tl.minimum(last, NK + radius - first_c)
-        plane = D_PLANE + (b * H + h) * elements
+        bias = D_BIAS + (b * H + h) * elements
         x_rows = X + b.to(tl.int64) * x_b + h * x_h
         for r0 in range(first, last, BR):
             r = r0 + tl.arange(0, BR)
             inside = r < last
             position, base, low, high = _row_columns(
-                POSITION, START, STOP, b * N, r, inside, SPAN, NK, PICKED
+                POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
             )
             low, high = _distance_range(position, low, high, radius)
             gradient = tl.load(
-                plane + (r[:, None] * columns + c[None, :]), mask=inside[:, None], other=0.0
+                bias + (r[:, None] * columns + c[None, :]), mask=inside[:, None], other=0.0
             )
             own = (c[None, :] >= low[:, None]) & (c[None, :] < high[:, None])
             gradient = tl.where(own, gradient, 0.0)
@@ -208,12 +211,12 @@ def table_gradient_kernel(
 
 @triton.jit(do_not_specialize=VARIES)
 def spread_kernel(
-    D_SCORES, D_PLANE, POSITION, NQ, NK, H, SPAN,
+    D_SCORES, D_BIAS, POSITION, NQ, NK, H, SPAN,
     BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Score gradients [B,H,NK,NQ] of picked queries to D_PLANE: queries at one column are summed.
+    """Scatter score gradients [B,H,NK,NQ] of gathered queries to D_BIAS; equal columns are summed.
 
-    A product with a one-hot matrix instead of a scatter: the order of every sum is fixed.
+    A matmul with a one-hot matrix instead of a scatter: the order of every sum is fixed.
     """
     bh = tl.program_id(1)
     b = bh // H
@@ -235,4 +238,4 @@ def spread_kernel(
             one_hot = (position[:, None] == y[None, :]).to(gradient.dtype)
             acc = tl.dot(gradient, one_hot, acc, input_precision=PRECISION)
         skewed = (r * (columns - 1) + table_radius(SPAN, NK))[:, None] + y[None, :]
-        tl.store(D_PLANE + bh * elements + skewed, acc.to(D_PLANE.dtype.element_ty))
+        tl.store(D_BIAS + bh * elements + skewed, acc.to(D_BIAS.dtype.element_ty))

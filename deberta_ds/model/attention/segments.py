@@ -1,9 +1,9 @@
-"""Cut a batch of packed rows into spans that attend on their own.
+"""Split packed sequences into spans of keys, so that attention across documents is not computed.
 
-On the CPU a span is one piece of a row (several, when they are short), so pairs of different pieces
-and padding are never computed. Short rows are one span all together: masking costs less than many
-small products. On a GPU reading the segments would stall the stream, so a span is a whole row and a
-mask separates the pieces.
+On the CPU a span is one document segment (or several short ones), so pairs of different documents
+and padding are never computed. Short sequences are one span together: masking costs less than many
+small matmuls. On a GPU reading the segments would stall the stream, so a span is a whole sequence
+and a mask separates the documents.
 
 Shape legend: B batch, L length, Q queries of the batch; R rows (or 1), X queries and Y keys of a
 span.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deberta_ds.model.attention.reference import allowed_pairs
 
-_SHORT = 96  # pieces are joined while the span stays this short: fewer, larger products
-_SHORT_ROWS = 128  # rows up to this long are taken whole
+_SHORT = 96  # segments are joined while the span stays this short: fewer, larger matmuls
+_SHORT_ROWS = 128  # sequences up to this long are one span
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class KeySpan:
     queries_X: Tensor | None  # which query rows; None: exactly the columns [start, stop)
     positions_X: Tensor | None  # their columns relative to `start`; None with `queries_X`
     allowed_RXY: Tensor | None  # bool; None: every pair is allowed
-    lonely: bool  # there may be queries that see no key
+    fully_masked: bool  # there may be queries that see no key
 
 
-def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> list[KeySpan]:
-    """Return the spans of a batch; queries of no span see no key."""
+def split_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> list[KeySpan]:
+    """Return the spans of a batch; queries outside of all spans see no key."""
     if query_positions_BQ is not None:
         query_positions_BQ = query_positions_BQ.long()  # kernels read 64 bits
     if segments_BL.is_cuda:
@@ -45,8 +45,8 @@ def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> li
     for row, segments_L in enumerate(segments_BL):
         values, counts = torch.unique_consecutive(segments_L, return_counts=True)
         values, counts = values.tolist(), counts.tolist()
-        pieces = [value for value in values if value]
-        if len(set(pieces)) < len(pieces):  # a piece with a hole in it
+        segments = [value for value in values if value]
+        if len(set(segments)) < len(segments):  # a segment in two parts
             spans.append(_whole_row(segments_BL, query_positions_BQ, row))
             continue
         for start, stop, single in _joined(values, counts):
@@ -57,7 +57,7 @@ def cut_into_spans(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> li
 
 
 def _merged(spans: list[KeySpan]) -> list[KeySpan]:
-    """Join alike spans of neighboring rows: fewer, larger products."""
+    """Join equal spans of neighboring sequences: fewer, larger matmuls."""
     merged: list[KeySpan] = []
     for span in spans:
         last = merged[-1] if merged else None
@@ -74,7 +74,7 @@ def _alike(one: KeySpan, other: KeySpan) -> bool:
 
 
 def _joined(values: list[int], counts: list[int]) -> list[tuple[int, int, bool]]:
-    """Return (start, stop, holds a single piece) of spans, padding left out."""
+    """Return (start, stop, is a single segment) of spans, without padding."""
     joined: list[tuple[int, int, bool]] = []
     start = 0
     for value, count in zip(values, counts, strict=True):
@@ -96,10 +96,11 @@ def _span(segments_BL, query_positions_BQ, row, start, stop, single) -> KeySpan:
         queries = torch.nonzero((columns >= start) & (columns < stop))[:, 0]
         positions = columns[queries] - start
     if not single:
-        piece = segments_BL[row : row + 1, start:stop]
+        segments_1Y = segments_BL[row : row + 1, start:stop]
         where = torch.arange(stop - start) if positions is None else positions
-        allowed = allowed_pairs(piece, where[None])
-    return KeySpan(slice(row, row + 1), start, stop, queries, positions, allowed, lonely=False)
+        allowed = allowed_pairs(segments_1Y, where[None])
+    rows = slice(row, row + 1)
+    return KeySpan(rows, start, stop, queries, positions, allowed, fully_masked=False)
 
 
 def _all_rows(segments_BL) -> KeySpan:
@@ -107,8 +108,8 @@ def _all_rows(segments_BL) -> KeySpan:
     allowed = None
     if not bool(((segments_BL == segments_BL[:, :1]) & (segments_BL != 0)).all()):
         allowed = allowed_pairs(segments_BL, torch.arange(length).expand(batch, length))
-    lonely = not bool(segments_BL.all())
-    return KeySpan(slice(0, batch), 0, length, None, None, allowed, lonely)
+    fully_masked = not bool(segments_BL.all())
+    return KeySpan(slice(0, batch), 0, length, None, None, allowed, fully_masked)
 
 
 def _whole_row(segments_BL, query_positions_BQ, row) -> KeySpan:
@@ -120,4 +121,4 @@ def _whole_row(segments_BL, query_positions_BQ, row) -> KeySpan:
         columns = positions = query_positions_BQ[row]
         queries = torch.arange(len(positions), device=device)
     allowed = allowed_pairs(segments_BL[row : row + 1], columns[None])
-    return KeySpan(slice(row, row + 1), 0, length, queries, positions, allowed, lonely=True)
+    return KeySpan(slice(row, row + 1), 0, length, queries, positions, allowed, fully_masked=True)

@@ -1,8 +1,8 @@
-"""Checkpointed layers that keep what their linear layers returned and recompute all else.
+"""Selective activation checkpointing: save the outputs of linear layers, recompute the rest.
 
 torch's selective checkpointing compares every operator of the two forward passes. Under ZeRO-3
 those that gather weights run inside of a layer and are not the same ones twice: after a resume,
-small weights are there in the first forward pass and gathered in the second. Only what is kept is
+small weights are there in the first forward pass and gathered in the second. Only what is saved is
 compared here.
 """
 
@@ -15,30 +15,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 
 
-def keep_linear_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def save_linear_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts of a layer's forward pass and of its recomputation, for `checkpoint`."""
-    kept: deque[Tensor] = deque()
-    return _Keep(kept), _GiveBack(kept)
+    saved: deque[Tensor] = deque()
+    return _SaveOutputs(saved), _ReuseOutputs(saved)
 
 
-class _Keep(TorchDispatchMode):
-    def __init__(self, kept: deque[Tensor]):
+class _SaveOutputs(TorchDispatchMode):
+    def __init__(self, saved: deque[Tensor]):
         super().__init__()
-        self._kept = kept
+        self._saved = saved
 
     def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
         out = operator(*args, **(kwargs or {}))
         if operator in _LINEAR_OPERATORS:
-            self._kept.append(out.detach())  # `out` itself will refer to the graph, and that to it
+            self._saved.append(out.detach())  # `out` itself will refer to the graph, and that to it
         return out
 
 
-class _GiveBack(TorchDispatchMode):
-    def __init__(self, kept: deque[Tensor]):
+class _ReuseOutputs(TorchDispatchMode):
+    def __init__(self, saved: deque[Tensor]):
         super().__init__()
-        self._kept = kept
+        self._saved = saved
 
     def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
         if operator in _LINEAR_OPERATORS:
-            return self._kept.popleft()
+            return self._saved.popleft()
         return operator(*args, **(kwargs or {}))

@@ -1,11 +1,11 @@
-"""Rows of hidden states at chosen columns, with a gradient that is the same in every run.
+"""Gather hidden states at given columns, with a gradient that is the same in every run.
 
 The gradient of `gather` adds with atomics on a GPU: in any order, and in the tensor's own dtype, so
 that the states of many tokens which share one [CLS] lose two digits in bf16. Here it is a matmul
 with a one-hot matrix: a fixed order, summed in fp32. A matrix of all columns would have L x M
 elements, so long sequences take some columns at a time.
 
-Legend: B batch, L length, N columns of one matmul, C hidden, M chosen columns.
+Legend: B batch, L length, N columns of one matmul, C hidden, M gathered columns.
 """
 
 import torch
@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 _COLUMNS = 512  # of one matmul
 
 
-def at_columns(hidden_BLC: Tensor, columns_BM: Tensor) -> Tensor:
+def gather_columns(hidden_BLC: Tensor, columns_BM: Tensor) -> Tensor:
     """Return [B, M, C]: row m is the state at column columns_BM[b, m]; columns may repeat."""
-    return _AtColumns.apply(hidden_BLC, columns_BM)
+    return _GatherColumns.apply(hidden_BLC, columns_BM)
 
 
-class _AtColumns(torch.autograd.Function):
+class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_BLC: Tensor, columns_BM: Tensor) -> Tensor:
         ctx.save_for_backward(columns_BM)
