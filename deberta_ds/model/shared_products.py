@@ -50,7 +50,9 @@ class _Products(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: a checkpointed tensor is there for one reading
         inputs, weights = saved[:ctx.num_inputs], saved[ctx.num_inputs:]
         wanted = ctx.needs_input_grad[2:]
-        of_inputs, of_weights, of_biases = {}, {}, {}
+        of_inputs: dict[int, Tensor] = {}
+        of_weights: dict[int, Tensor] = {}
+        of_biases: dict[int, Tensor] = {}
         for (i, m), grad in zip(ctx.pairs, grads, strict=True):
             if grad is None:
                 continue

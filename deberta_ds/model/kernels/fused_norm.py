@@ -235,13 +235,13 @@ class _ResidualNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        grads = [x.contiguous() for x in grads if x is not None]
-        if not grads:
+        given = [x.contiguous() for x in grads if x is not None]
+        if not given:
             return (None,) * 6
         total, means, inverses, weight, like_update = ctx.saved_tensors
         with on_device_of(total):
             update, hidden, parts = _norm_gradients(
-                grads[0], grads[1] if len(grads) > 1 else None, total, means, inverses, weight,
+                given[0], given[1] if len(given) > 1 else None, total, means, inverses, weight,
                 like_update, *ctx.keep)
         if not update.numel():
             update = hidden.to(like_update.dtype)
