@@ -115,7 +115,7 @@ def find(out_dir: str | Path, resume: str) -> Found:
     if begun_from:
         candidates = [Path(resume), *dist.broadcast_object(
             _begun_from(out_dir, begun_from) if dist.is_main() else None)]
-    passed_over = []
+    passed_over: list[str] = []
     for path in reversed(candidates):
         problems = problems_of(path)
         if not problems:

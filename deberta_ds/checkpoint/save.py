@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from deberta_ds.base.errors import user_message
 from deberta_ds.base.files import sync_directory, write_atomic, xxh3
 from deberta_ds.checkpoint.find import (
@@ -100,19 +102,20 @@ def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
         return one
     layout = layout_of(engine)
     described, tensors = described_tensors(engine, layout), tensors_of_rank(engine, layout)
-    small = {}
+    small: dict[str, str] = {}
     if dist.is_main():
         small = {RUN_FILE: record.to_json(),
                  LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
     in_background = in_background and not is_on_disk(engine)
+    copies: list[tuple[str, Tensor]] = []
     if in_background:
         # clone: on a CPU the tensors are the ones that the next step changes
-        tensors = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
+        copies = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
+        tensors = iter(copies)
 
     def write() -> None:
         one.attempt(lambda: _write_my_files(one, described, tensors, small, tokenizer))
-        if in_background:
-            tensors.clear()
+        copies.clear()
 
     if in_background:
         one.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
@@ -131,7 +134,7 @@ def finish_save(one: Save) -> Path:
     if one.thread is not None:
         one.thread.join()
     parts = dist.gather_to_main((one.entries, one.problem))
-    if dist.is_main():
+    if parts is not None:  # on rank 0
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(parts) if problem]
         one.problem = problems[0] if problems else ""
         if not problems:

@@ -123,9 +123,9 @@ def together(function):
             raise
     problems = [text for text in gather_objects(problem) if text is not None]
     if problems:
-        error = UserError(problems[0])
-        error.on_every_rank = True
-        raise error
+        common = UserError(problems[0])
+        common.on_every_rank = True
+        raise common
     return value
 
 

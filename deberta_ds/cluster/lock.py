@@ -49,6 +49,7 @@ class Holder:
 
 def this_process() -> Holder:
     mine = process.look()
+    assert mine is not None  # it runs
     return Holder(socket.gethostname(), process.machine(), mine.pid, mine.started,
                   time.strftime("%Y-%m-%d %H:%M:%S"))
 

@@ -18,6 +18,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 from deberta_ds.base.errors import EXIT_INTERRUPTED, tell
@@ -112,8 +113,10 @@ def _unblock_console() -> None:
         with suppress(OSError, ValueError):
             if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
                 os.set_blocking(stream.fileno(), False)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None  # it was started
     # A print that waits tries again.
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+    signal.pthread_kill(main_thread, signal.SIGUSR1)
 
 
 def _say(text: str) -> None:
@@ -132,7 +135,7 @@ def _say(text: str) -> None:
 VARIABLE = "RUN_END_FILE"
 
 
-def record(code: int, hosts: set[str] = frozenset()) -> None:
+def record(code: int, hosts: Collection[str] = ()) -> None:
     """Write how the job ended, if anybody asked for it; a file that cannot be written is lost."""
     if path := os.environ.get(VARIABLE):
         try:

@@ -142,6 +142,7 @@ class Watchdog:
         self._progress, self._state = time.monotonic(), STEPPING
 
     def _talk(self) -> None:
+        assert self._store is not None  # `begin` starts this thread only with one
         try:
             others = range(1, self._world_size) if self._rank == 0 else [0]
             names = self._store.multi_get([f"name/{rank}" for rank in others])
@@ -150,7 +151,7 @@ class Watchdog:
             ended = time.monotonic()
             while True:
                 leaves, began = self._leaving.is_set(), time.monotonic()
-                self._exchange(began - ended)
+                self._exchange(self._store, began - ended)
                 ended = time.monotonic()
                 self._exchange_seconds = max(ended - began, 0.8 * self._exchange_seconds)
                 if leaves and (self._rank or self._all_left()):
@@ -161,20 +162,20 @@ class Watchdog:
         except RuntimeError:  # torch's: the connection is gone
             pass  # silence says the rest
 
-    def _exchange(self, elapsed: float) -> None:
+    def _exchange(self, store: TCPStore, elapsed: float) -> None:
         """Tell and read once, `elapsed` seconds after the last time."""
         self._tick += 1
         error = first_line(self._failure)[:200] if self._failure else ""
-        self._store.set(f"beat/{self._rank}", f"{self._tick} {self._step} {self._state} "
-                        f"{self._exchange_seconds:.3f} {error}")
+        store.set(f"beat/{self._rank}", f"{self._tick} {self._step} {self._state} "
+                  f"{self._exchange_seconds:.3f} {error}")
         if self._rank:
-            root, verdict = self._store.multi_get(["beat/0", "verdict"])
+            root, verdict = store.multi_get(["beat/0", "verdict"])
             self._peers[0].hear(root, 0.0)  # _watch counts
             self._verdict = self._verdict or verdict.decode()
             return
-        self._store.set("verdict", self._verdict)
+        store.set("verdict", self._verdict)
         counted = min(elapsed, 2 * self._interval) + self._exchange_seconds
-        beats = self._store.multi_get([f"beat/{rank}" for rank in self._peers])
+        beats = store.multi_get([f"beat/{rank}" for rank in self._peers])
         for peer, beat in zip(self._peers.values(), beats, strict=True):
             peer.hear(beat, counted)
 

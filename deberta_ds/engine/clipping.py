@@ -111,7 +111,8 @@ def _exchange_norms(optimizer, networks: list[str], parameters: list[list],
                                             common_norm.to(own.device)))
         scaled.add(number)
         if len(scaled) == len(networks):
-            norms.clear(), scaled.clear()
+            norms.clear()
+            scaled.clear()
 
     optimizer.unscale_and_clip_grads = clip_group
 

@@ -7,7 +7,7 @@ backward; initial values are set after construction, parameter by parameter, bec
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 
 import deepspeed
@@ -98,7 +98,7 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
                         apart=objective_of(run).clip_groups(run))
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: set[str] = frozenset(),
+def build_engine(model: nn.Module, optim: OptimConfig, ds: dict, fixed: Collection[str] = (),
                  rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = ()):
     """Return the DeepSpeed engine over an initialized model; `fixed` parameters do not move.
 

@@ -35,7 +35,7 @@ _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic, by Jordan
 class _Matrix:
     """A matrix of which some rank's buffer holds a part."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     piece: Piece | None  # this rank's; None: it has nothing of it
     is_cut: bool  # over several ranks
 

@@ -6,7 +6,8 @@ which AdamW cannot express.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from deberta_ds.engine.muon import Muon
 from deberta_ds.model.decay import decay_groups
 
 
-def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = frozenset(),
+def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: Collection[str] = (),
                     rate_shares: Mapping[str, float] | None = None, apart: tuple[str, ...] = (),
                     products: torch.dtype | None = None) -> torch.optim.Optimizer:
     """Return the run's optimizer over `model`; parameters named by `fixed` do not move.
@@ -37,7 +38,8 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: set[str] = froz
         matrices = {f"{prefix}.weight" for prefix, module in model.named_modules()
                     if isinstance(module, nn.Linear) and module.out_features > 1}
         groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
-    settings = {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
+    settings: dict[str, Any] = {
+        "lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     if optim.name == "muon":

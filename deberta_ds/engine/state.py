@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from deberta_ds.engine.layout import CheckpointError, Group, Layout, Piece, repl
 
 MASTER = "fp32"  # the key of the fp32 weights beside the optimizer's own keys
 # {DeepSpeed's wrapper: how it cuts}; a plain optimizer does not: every rank has everything
-_CUTS = {"DeepSpeedZeroOptimizer": "line", "BF16_Optimizer": "line",
-         "DeepSpeedZeroOptimizer_Stage3": "parameter"}
+_CUTS: dict[str, Literal["line", "parameter"]] = {
+    "DeepSpeedZeroOptimizer": "line", "BF16_Optimizer": "line",
+    "DeepSpeedZeroOptimizer_Stage3": "parameter"}
 _SCALE_FIELDS = ("dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -114,7 +116,7 @@ def is_on_disk(engine) -> bool:
     return engine.zero_nvme_offload_optimizer()
 
 
-def _cut_of(engine) -> str:
+def _cut_of(engine) -> Literal["whole", "line", "parameter"]:
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         return "whole"
@@ -180,7 +182,8 @@ def _in_memory(zero, group: int) -> Iterator[None]:
 
 def _whole_buffers(engine, writing: bool) -> Iterator[Buffer]:
     """Yield every parameter's fp32 weights, in the order of the module."""
-    names, masters = _names(engine), {}
+    names = _names(engine)
+    masters: dict[int, Tensor] = {}  # by the identity of the parameter
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         for parameters, copies in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups,
                                       strict=True):

@@ -9,6 +9,7 @@ Shape legend: B batch (one text), L length, H heads, D head size, S rows of the 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.encoder import Attention
 from deberta_ds.release.pretrained import LoadedModel
+from deberta_ds.tokenizer import Tokenizer
 
 TOLERANCE = 1e-6  # of the attention output; in float64 the difference is about 1e-14
 MAX_TOKENS = 128  # a picture of more has cells that nobody can point at
@@ -56,10 +58,11 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
     `model` was loaded for text. Raises UserError for a text that is too long for a picture and for
     layers that are not there.
     """
-    ids = _encode(model, text)
+    assert model.tokenizer is not None
+    ids = _encode(model, model.tokenizer, text)
     check_numbers(model, layers, heads)
     backbone = model.backbone.double()
-    seen = [{} for _ in layers]
+    seen: list[dict[str, Any]] = [{} for _ in layers]  # what each layer was given
     hooks = []
     for layer, found in zip(layers, seen, strict=True):
         attention = backbone.trunk.encoder.layers[layer].attention
@@ -71,8 +74,8 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
         ids_BL = torch.tensor([ids])
         backbone(ids_BL, torch.ones_like(ids_BL))
         maps = [one for layer, found in zip(layers, seen, strict=True) for one in _heads_of(
-            backbone.trunk.encoder.layers[layer].attention, layer, heads, *found["inputs"][:2],
-            found["context"])]
+            backbone.trunk.encoder.layers[layer].attention, layer, heads, found["inputs"][0],
+            found["inputs"][1], found["context"])]
     finally:
         for hook in hooks:
             hook.remove()
@@ -80,8 +83,7 @@ def attention_parts(model: LoadedModel, text: str, layers: list[int], heads: lis
     return [text.strip() or "\u2423" for text in model.tokenizer.readable(ids)], maps
 
 
-def _encode(model: LoadedModel, text: str) -> list[int]:
-    tokenizer = model.tokenizer
+def _encode(model: LoadedModel, tokenizer: Tokenizer, text: str) -> list[int]:
     ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
     limit = MAX_TOKENS
     if model.model_config.absolute_input:

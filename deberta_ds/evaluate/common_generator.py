@@ -40,6 +40,8 @@ def score_discriminator(discriminator: str | Path, generator: str | Path, rows: 
 @torch.no_grad()
 def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict[str, float]:
     """Return the scores of `judge` on `rows` with `writer`'s samples at their targets."""
+    assert writer.masked_lm is not None and writer.tokenizer is not None
+    assert judge.replaced_token_head is not None
     total = dict.fromkeys(("targets", "tokens"), 0.0)
     views: dict[str, list[torch.Tensor]] = {"logits": [], "replaced": []}
     for start in range(0, len(rows), _ROWS_AT_ONCE):

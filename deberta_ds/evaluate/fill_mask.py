@@ -48,6 +48,7 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
 
     Raises UserError if the text has no mask or is too long for the model.
     """
+    assert model.tokenizer is not None and model.masked_lm is not None  # `load_masked_lm`
     tokenizer, (words, masked_lm) = model.tokenizer, model.masked_lm
     ids = encode_with_masks(tokenizer, text)
     limit = masked_lm.trunk.encoder.layers[0].attention.config.max_position
@@ -61,7 +62,7 @@ def fill_mask(model: LoadedModel, text: str, top: int = 5) -> list[list[Filling]
     # Rows above the tokenizer's size were never inside a training softmax.
     probabilities_TV = logits_TV[:, : tokenizer.size].softmax(-1)
     best = probabilities_TV.topk(min(top, tokenizer.size))
-    return [[Filling(*tokenizer.pieces([token]), tokenizer.readable([token])[0].strip() or "_",
+    return [[Filling(tokenizer.pieces([token])[0], tokenizer.readable([token])[0].strip() or "_",
                      token, probability)
              for token, probability in zip(tokens, values, strict=True)]
             for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)]

@@ -49,7 +49,7 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
     model.train()
     gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
     return dist.broadcast_object(
-        dist.together(lambda: _scores(objective, gathered, rows) if dist.is_main() else None))
+        dist.together(lambda: None if gathered is None else _scores(objective, gathered, rows)))
 
 
 @dataclass

@@ -62,7 +62,7 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
     numbers = {ids: number for number, ids in enumerate(dict.fromkeys(encoded))}
     place = np.array([numbers[ids] for ids in encoded]).reshape(-1, 2)  # of each pair's sentences
     sentences = [list(ids) for ids in numbers]
-    scores = {}
+    scores: dict[str, np.ndarray] = {}
     if model.masked_lm is not None:
         scores |= {name: values[place] for name, values in _likelihoods(model, sentences).items()}
     if model.replaced_token_head is not None:
@@ -78,10 +78,12 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
 
 def _likelihoods(model: LoadedModel, sentences: list[list[int]]) -> dict[str, np.ndarray]:
     """Return {scorer: [sentences]} of the masked LM."""
-    queries = queries_of(sentences, model.tokenizer)
+    assert model.masked_lm is not None and model.tokenizer is not None
+    (words, masked_lm), tokenizer = model.masked_lm, model.tokenizer
+    queries = queries_of(sentences, tokenizer)
     lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
     scored = _over_ranks(
-        lambda work: masked_scores(*model.masked_lm, model.tokenizer, sentences, queries, work),
+        lambda work: masked_scores(words, masked_lm, tokenizer, sentences, queries, work),
         cut_work(lengths), "masked LM", per_item=len(sentences) / max(1, len(lengths)))
     values = np.empty(len(lengths))
     for items, part in scored:

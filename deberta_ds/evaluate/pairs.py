@@ -49,7 +49,7 @@ class MinimalPair:
 
 def read_pairs(path: str | Path) -> list[MinimalPair]:
     """Return the pairs of `path`, files in the order of their names; UserError names a bad line."""
-    pairs = []
+    pairs: list[MinimalPair] = []
     files = list(_files(command_line.find(path)))
     known = Counter(Path(name).stem for _, name, _ in files)
     for place, name, data in files:
@@ -126,8 +126,9 @@ def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
             members = [member for member in archive.getmembers()
                        if member.isfile() and _holds_pairs(Path(member.name))]
             for member in sorted(members, key=lambda member: member.name):
-                data = archive.extractfile(member).read()
-                yield f"{path}, {member.name}", member.name, data
+                file = archive.extractfile(member)
+                assert file is not None  # of a regular file
+                yield f"{path}, {member.name}", member.name, file.read()
     except tarfile.TarError:
         raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
 

@@ -87,6 +87,7 @@ def _encode(model: LoadedModel, text: tuple) -> tuple[list[int], bool]:
     until it fits.
     """
     tokenizer = model.tokenizer
+    assert tokenizer is not None  # the model was loaded for text
     parts = [tokenizer.encode(part) for part in text]
     room = model.model_config.max_position - 1 - len(parts)
     is_cut = sum(map(len, parts)) > room
@@ -112,7 +113,7 @@ def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: 
                         f"--train's, such as {unknown[0]!r}; its classes: {listed(list(counts))}")
     folds = min(5, *counts.values())
     if folds < 2:
-        alone = min(counts, key=counts.get)
+        alone = min(counts, key=counts.__getitem__)
         raise UserError(f"--train: class {alone!r} has a single example; a probe needs at least "
                         "two of each")
     pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
@@ -122,7 +123,7 @@ def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: 
         search.fit(train, train_labels)
     right = search.predict(test) == np.array(test_labels)
     draws = np.random.default_rng(0).binomial(len(right), right.mean(), _DRAWS) / len(right)
-    majority = max(counts, key=counts.get)
+    majority = max(counts, key=counts.__getitem__)
     return {"accuracy": float(right.mean()),
             "interval": [float(value) for value in np.percentile(draws, [2.5, 97.5])],
             "majority": float(np.mean(np.array(test_labels) == majority)),

@@ -47,6 +47,7 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
     Does nothing if they are complete; goes on where a killed run stopped.
     """
     generator = _generator(recipe.generator)
+    assert generator.tokenizer is not None
     corpus = Corpus(recipe.corpus, seq_len=recipe.seq_len)
     corpus.check_tokenizer(generator.tokenizer.sha256)
     generator.check_length(recipe.seq_len, recipe.generator)
@@ -62,6 +63,7 @@ def replace_corpus(recipe: Recipe, out: str | Path, *, workers: int = 1) -> None
             units = {f"draw-{draw}-{name}": (recipe, str(out), draw, name)
                      for draw in range(len(recipe.temperatures)) for name in corpus.shard_rows}
             results = run_units(out, replace_shard, units, workers=workers, label="replace")
+            assert results is not None  # of all units, not of a part
             shards: list[dict] = [{} for _ in recipe.temperatures]
             for (_, _, draw, name), result in zip(units.values(), results, strict=True):
                 shards[draw][name] = result["files"]
@@ -75,6 +77,7 @@ def replace_shard(recipe: Recipe, out: str, draw: int, name: str) -> dict:
     """Replace the targets of one shard's rows in one draw and write its files."""
     torch.set_num_threads(1)
     generator = _generator(recipe.generator)
+    assert generator.masked_lm is not None and generator.tokenizer is not None
     seed = recipe.seed * 1_000_003 + draw  # of masks and samples: a draw repeats neither
     dataset = RowDataset(
         [SourceConfig(path=recipe.corpus)], generator.tokenizer, seq_len=recipe.seq_len, seed=seed,
@@ -106,6 +109,7 @@ def _generator(path: str) -> LoadedModel:
 
 def _content_hash(model: LoadedModel) -> str:
     """Return a checksum of the generator's weights, so that another one is not mixed in."""
+    assert model.masked_lm is not None
     digest = xxhash.xxh3_128()
     for module in model.masked_lm:
         for name, tensor in sorted(module.state_dict().items()):

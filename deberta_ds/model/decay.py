@@ -1,9 +1,11 @@
 """Parameter groups of weight decay: none for biases and LayerNorms, all other parameters decay."""
 
+from collections.abc import Collection
+
 from torch import nn
 
 
-def decay_groups(model: nn.Module, weight_decay: float, fixed: set[str] = frozenset()
+def decay_groups(model: nn.Module, weight_decay: float, fixed: Collection[str] = ()
                  ) -> list[dict]:
     """Return the parameter groups: decayed weights, biases with LayerNorm weights, fixed ones.
 

@@ -116,13 +116,13 @@ class _Logits:
         rows, size = hidden_TC.shape
         self.dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
         self._buffer = hidden_TC.new_empty(rows * chunk, dtype=self.dtype)
-        self.same_dtype = hidden_TC.dtype == weight_VC.dtype
-        self.cast_NC = None if self.same_dtype else hidden_TC.new_empty(chunk, size)
+        same_dtype = hidden_TC.dtype == weight_VC.dtype
+        self.cast_NC = None if same_dtype else hidden_TC.new_empty(chunk, size)
 
     def weight(self, start: int, end: int) -> Tensor:
         """Return the table's rows [N,C] in the dtype of `hidden`, valid until the next call."""
         part_NC = self._weight_VC[start:end]
-        return part_NC if self.same_dtype else self.cast_NC[: end - start].copy_(part_NC)
+        return part_NC if self.cast_NC is None else self.cast_NC[: end - start].copy_(part_NC)
 
     def products(self, weight_NC: Tensor) -> Tensor:
         """Return new [T,N]; the CPU has no half-precision product with an fp32 result."""
@@ -204,7 +204,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_bias_V[start:end] = grad_TN.sum(0)
             grad_TN = grad_TN.to(hidden_TC.dtype)
             grad_hidden_TC += grad_TN @ weight_NC
-            if logits.same_dtype:
+            if logits.cast_NC is None:
                 torch.mm(grad_TN.t(), hidden_TC, out=grad_weight_VC[start:end])
             else:  # the cast rows are not needed any more: their buffer takes the matmul
                 product_NC = torch.mm(grad_TN.t(), hidden_TC, out=logits.cast_NC[: end - start])

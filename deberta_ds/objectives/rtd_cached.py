@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.model import flops
 from deberta_ds.objectives import rtd
-from deberta_ds.objectives.base import Numbers, Tensors
+from deberta_ds.objectives.base import Metric, Numbers, Tensors
 
-METRICS = rtd.DETECTION_METRICS
+METRICS: tuple[Metric, ...] = rtd.DETECTION_METRICS
 HEADS = {"main": "rtd_head."}
 sentence_scores = rtd.sentence_scores
 
@@ -25,8 +25,9 @@ def encoders(run: RunConfig) -> dict[str, ModelConfig]:
 
 
 def problems(run: RunConfig) -> list[str]:
-    needed = {f"data.sources[{number}].replaced (of {source.path})": source.replaced
-              for number, source in enumerate(run.data.sources)}
+    needed: dict[str, str | dict[str, str]] = {
+        f"data.sources[{number}].replaced (of {source.path})": source.replaced
+        for number, source in enumerate(run.data.sources)}
     if run.data.heldout:
         needed["data.heldout_replaced"] = run.data.heldout_replacements
     return [f'{key} is empty; objective.kind = "rtd_cached" needs what data_prep/replace.py makes'

@@ -153,14 +153,15 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BQHD):
         inputs = ctx.saved_tensors[:5]
-        queries, keys = inputs[0].shape[2], inputs[1].shape[2]
+        q_BHQD, k_BHLD = inputs[0], inputs[1]
+        queries, keys = q_BHQD.shape[2], k_BHLD.shape[2]
         held = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
         if not ctx.keep:
-            held += _bias_matrices(*inputs[:2], ctx.terms, ctx.band.width(keys))
+            held += _bias_matrices(q_BHQD, k_BHLD, ctx.terms, ctx.band.width(keys))
         wanted = (ctx.terms[0] or not ctx.gathered, ctx.terms[1])
-        held += _bias_matrices(*inputs[:2], wanted, 2 * ctx.band.radius(keys))
+        held += _bias_matrices(q_BHQD, k_BHLD, wanted, 2 * ctx.band.radius(keys))
         if ctx.gathered and ctx.terms[1]:
-            held.append(inputs[1].new_empty(*inputs[1].shape[:3], queries))
+            held.append(k_BHLD.new_empty(*k_BHLD.shape[:3], queries))
         return *held[:5], None, None, None
 
 

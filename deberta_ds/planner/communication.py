@@ -79,6 +79,7 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
     bucket = min(int(zero.get("reduce_bucket_size", BUCKET)), parameters)
     buckets = math.ceil(parameters / bucket)
     if stage == 3:
+        assert gathered is not None
         weights = micro_batches * gathered.per_micro_batch + gathered.per_step
         return Traffic(micro_batches * gradients, width * share * weights,
                        micro_batches * (gathered.messages + buckets))
@@ -97,7 +98,7 @@ def weight_width(ds: dict) -> int:
 
 def _gradient_width(ds: dict, width: int) -> int:
     """Return the bytes of a gradient's element on its way."""
-    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(ds.get("communication_data_type"), width)
+    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(ds.get("communication_data_type", ""), width)
 
 
 def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:

@@ -92,4 +92,4 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     card = GPUS.get(known_as(torch.cuda.get_device_name(device)))
-    return card and card.peak(precision)
+    return card.peak(precision) if card else None

@@ -191,7 +191,7 @@ def _with_readable_tables(release: Release) -> Release:
     for name, network in release.networks().items():
         networks[name], more = with_a_row_a_distance(network, name)
         notes += more
-    return replace(release, **networks, notes=notes)
+    return replace(release, main=networks["main"], generator=networks.get("generator"), notes=notes)
 
 
 def _describe(release: Release) -> list[str]:

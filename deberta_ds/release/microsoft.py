@@ -22,7 +22,8 @@ FILES = {"main": (PICKLE, "model_config.json"),
 def write_microsoft(release: Release, out: Path) -> list[str]:
     """Write a directory in microsoft's format; return notes on what was written and derived."""
     out.mkdir(parents=True, exist_ok=True)
-    notes, own = [], pad_id_of(release.tokenizer_files)
+    notes: list[str] = []
+    own = pad_id_of(release.tokenizer_files)
     for name, network in release.networks().items():
         weights, config = FILES[name]
         tensors = microsoft_tensors(network, notes)

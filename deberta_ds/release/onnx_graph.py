@@ -135,7 +135,7 @@ def build(network: Network, head: str, tied: bool = True) -> onnx.ModelProto:
 
 
 def _read_inputs(graph: Graph, choices: bool = False) -> Text:
-    shape = ["batch", "choices", "length"] if choices else ["batch", "length"]
+    shape: Shape = ["batch", "choices", "length"] if choices else ["batch", "length"]
     ids, mask = (graph.input(name, shape) for name in ("input_ids", "attention_mask"))
     length = graph.add("Shape", ids, start=len(shape) - 1)
     if choices:  # every choice is a text of its own
@@ -315,6 +315,7 @@ class _Block:
         heads = self._heads(scaled)
         scores = graph.add("MatMul", heads, graph.add("Transpose", keys, perm=[0, 1, 3, 2]))
         if self.key_HSD is not None:
+            assert self.slots is not None
             term = self._position_term(heads, self.key_HSD, self.slots[0], "position_key")
             scores = graph.add("Add", scores, term)
         if from_positions is not None:
@@ -332,6 +333,7 @@ class _Block:
                             for module, name in ((attention.key, "key"),
                                                  (attention.value, "value")))
             if self.query_HSD is not None:
+                assert self.slots is not None
                 by_key = self._position_term(keys, self.query_HSD * self.scale, self.slots[1],
                                              "position_query")
                 term = graph.add("Transpose", by_key, perm=[0, 1, 3, 2])

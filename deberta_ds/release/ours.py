@@ -10,6 +10,8 @@ The second form is what `convert --to ours` writes: consolidated, exact, without
 import json
 from pathlib import Path
 
+from torch import Tensor
+
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import read_json
@@ -71,7 +73,8 @@ def _described(directory: Path) -> dict[str, tuple[ModelConfig, dict]]:
 def write_ours(release: Release, out: Path) -> list[str]:
     """Write a consolidated directory; return notes on what was written."""
     out.mkdir(parents=True, exist_ok=True)
-    tensors, described = {}, {}
+    tensors: dict[str, Tensor] = {}
+    described: dict[str, dict] = {}
     for name, network in release.networks().items():
         described[name] = {"config": to_dict(network.config), "rest": network.rest}
         tensors |= {f"{name}.{key}": tensor for key, tensor in network.tensors.items()}

@@ -150,8 +150,8 @@ def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:
             raise UserError(f"{out}: AutoTokenizer's {name} id is {found}, ours is {wanted}")
     differing = []
     for sentence in sentences:
-        wanted = [ours.cls_id, *ours.encode(sentence), ours.sep_id]
+        ids = [ours.cls_id, *ours.encode(sentence), ours.sep_id]
         found = theirs(sentence)["input_ids"]
-        if found != wanted:
-            differing.append(f"{sentence!r}: ours {wanted}, AutoTokenizer {found}")
+        if found != ids:
+            differing.append(f"{sentence!r}: ours {ids}, AutoTokenizer {found}")
     return differing

@@ -10,6 +10,7 @@ reader serves both and goes by the names of the tensors.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     `tokenizer` is the path of the one it was trained with, where `source` has none.
     """
     path = _existing(source)
-    said = str  # our own names
+    said: Callable[[str], str] = str  # our own names
     if _is_run(path):
         release = read_checkpoint(path)
     elif is_ours(path):
@@ -154,7 +155,8 @@ def _find_foreign(path: Path) -> dict[str, _Files]:
 
 
 def _read_foreign(path: Path) -> Release:
-    files, notes = _find_foreign(path), []
+    files = _find_foreign(path)
+    notes: list[str] = []
     networks = {name: _read_network(one, notes) for name, one in files.items()}
     release = Release(networks["main"], networks.get("generator"), notes=notes)
     try:
@@ -174,20 +176,21 @@ def _config_of(directory: Path) -> Path:
 
 def _newest_official_step(directory: Path) -> Path:
     """Return the newest discriminator file of the official training's output directory."""
-    files = list((directory / "discriminator").glob("pytorch.model-*.bin"))
-    files = [file for file in files if _STEP_FILE.fullmatch(file.name)
-             and (directory / "generator" / file.name).is_file()]
-    if not files:
+    by_step = {int(found[1]): file
+               for file in (directory / "discriminator").glob("pytorch.model-*.bin")
+               if (found := _STEP_FILE.fullmatch(file.name))
+               and (directory / "generator" / file.name).is_file()}
+    if not by_step:
         raise UserError(f"{directory}: not a model: no {', '.join(_CONFIG_NAMES)}, model.json or "
                         "run.json, and no discriminator/ and generator/ with a common step")
-    return max(files, key=lambda file: int(_STEP_FILE.fullmatch(file.name)[1]))
+    return by_step[max(by_step)]
 
 
 def _find_generator(directory: Path, weights: Path) -> tuple[Path, Path] | None:
     """Return (configuration, weights) of the generator beside a model, or None."""
     inside = directory / "generator"
-    if inside.is_dir() and weight_file(inside):
-        return _config_of(inside), weight_file(inside)
+    if inside.is_dir() and (own := weight_file(inside)):
+        return _config_of(inside), own
     hub = directory / "pytorch_model.generator.bin"
     if hub.is_file():
         return directory / "generator_config.json", hub

@@ -58,7 +58,8 @@ def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: no weight_map; not an index of weight files")
-    tensors, others = {}, []
+    tensors: dict[str, Tensor] = {}
+    others: list[str] = []
     if not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: weight_map must name a file for each tensor")
     for name in sorted(set(weight_map.values())):

@@ -127,7 +127,7 @@ def _forgiving(name: str, begin: Open) -> Open:
 
 def chosen(log: LogConfig) -> list[Open]:
     """Return TensorBoard and the services that are named; UserError if a library is missing."""
-    found = [tensorboard]
+    found: list[Open] = [tensorboard]
     for name, value, opener in (("wandb", log.wandb, wandb), ("mlflow", log.mlflow, mlflow)):
         if value and importlib.util.find_spec(name) is None:
             raise UserError(f"log.{name} = {value!r}: needs the package {name}; pip install {name}")

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.checkpoint import find
@@ -268,9 +269,10 @@ class Trainer:
             return
         total, self.since_line = self.since_line, {}
         norm = self.engine.get_global_grad_norm()
-        record = {"kind": "train", "step": self.step, "sequences_seen": self._sequences_seen(),
-                  "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
-                  "epochs": self._sequences_seen() / sum(self.inputs.dataset.num_rows.values())}
+        record: dict[str, Any] = {
+            "kind": "train", "step": self.step, "sequences_seen": self._sequences_seen(),
+            "tokens_seen": self.tokens_seen, "seconds": self._seconds(),
+            "epochs": self._sequences_seen() / sum(self.inputs.dataset.num_rows.values())}
         record |= self.meters.time_use.record(record["seconds"])
         record |= self.objective.means(self.run, total)
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
@@ -300,7 +302,7 @@ class Trainer:
                                               *self.inputs.pairs, self.inputs.tokenizer)
         self.log.metrics({"kind": "eval", "step": self.step, "tokens_seen": self.tokens_seen,
                           "seconds": self._seconds()} | scores)
-        return bool(self.best_metric) and self.best.accept(
+        return self.best_metric is not None and self.best.accept(
             self.best_metric, self.step, scores.get(self.run.train.best_metric))
 
     def _save(self, is_best: bool) -> None:

@@ -69,7 +69,9 @@ class SpeedMeter:
 # counted.
 def seconds_since_start() -> float:
     """Return how long this process has been running."""
-    started = process.look().started / os.sysconf("SC_CLK_TCK")
+    mine = process.look()
+    assert mine is not None  # it runs
+    started = mine.started / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 
@@ -199,7 +201,7 @@ def find_slowest(seconds: Sequence[float], hosts: Sequence[str]) -> Slowest | No
     for rank, (own, host) in enumerate(zip(seconds, hosts, strict=True)):
         by_name.setdefault(f"{host}, rank {rank}" if one_host else host, []).append(own)
     means = {name: statistics.fmean(values) for name, values in by_name.items()}
-    name = max(means, key=means.get)
+    name = max(means, key=means.__getitem__)
     usual = statistics.median(means.values())
     return Slowest(name, means[name] / usual - 1.0 if usual > 0 else 0.0)
 

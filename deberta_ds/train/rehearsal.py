@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -123,7 +124,7 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
             leaders = [hosts[number][0] for number in pair]
             if dist.rank() in leaders:
                 partner = leaders[1 - leaders.index(dist.rank())]
-                seconds = _fastest(lambda partner=partner: dist.swap(message, partner), device)
+                seconds = _fastest(partial(dist.swap, message, partner), device)
                 rate = max(rate, message.nbytes / seconds)
         dist.barrier()
     by_rank = dist.gather_number(rate, device)
@@ -159,7 +160,7 @@ def _wait(device: torch.device) -> None:
 
 def _compared(what: str, rates: dict[str, float]) -> str:
     """Return a line with the range of rates and who is slowest; bytes a second."""
-    slowest = min(rates, key=rates.get)
+    slowest = min(rates, key=rates.__getitem__)
     usual = statistics.median(rates.values())
     warning = "WARNING: " if rates[slowest] < _SLOW_SHARE * usual else ""
     return (f"{warning}{what}: {rates[slowest] / 1e9:,.2f} to {max(rates.values()) / 1e9:,.2f} "
@@ -179,7 +180,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
         print("\n".join(describe(run, inputs, origins)))
     lines = preflight(engine.local_device(), socket.gethostname(), versions())
     lines += [*warnings, *found.warnings()]
-    if found.path:
+    if record:
         lines.append(f"would go on from {found.path}, step {record.step:,}")
         lines += [f"changed since the checkpoint: {line}" for line in changed_values(run, record)]
     lines.append(dist.together(lambda: room(run.out_dir, inputs.num_parameters, run.train.keep,

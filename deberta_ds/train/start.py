@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class Started:
     record: RunRecord | None  # run.json of the checkpoint that was loaded; None at step 0
     inputs: Inputs
     log: RunLog
-    engine: object  # DeepSpeed's
+    engine: Any  # DeepSpeed's, which has no types
     lost_before: float  # seconds that earlier starts took, and the steps that they lost
     lost_now: float  # the same of this start
 
@@ -73,6 +74,7 @@ def _build(run: RunConfig, inputs: Inputs, record: RunRecord | None, log: RunLog
 
 def _restore(run: RunConfig, inputs: Inputs, found: find.Found, record: RunRecord,
              model_engine, log: RunLog) -> None:
+    assert found.path is not None  # where `record` is from
     find.load(model_engine, found.path)
     if change := find.layout_changes(record, inputs.ds):
         log.info(f"resumed in another layout: {change}")

@@ -13,6 +13,7 @@ wait for its queue.
 import hashlib
 import math
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class BadStepError(UserError):
 class SpikeRule:
     """The losses of the last accepted steps, and the ceiling for the next one."""
 
-    def __init__(self, sigmas: float, losses: list[float] = ()):
+    def __init__(self, sigmas: float, losses: Sequence[float] = ()):
         self._sigmas = sigmas
         self._losses: deque[float] = deque(losses, WINDOW)
 

@@ -51,6 +51,7 @@ def attend_cls(
         probs_BHL = scores_BHL.masked_fill(masked_B1L, -math.inf).softmax(-1)
         probs_BH1L = probs_BHL.masked_fill(masked_B1L, 0.0).unsqueeze(2)
         if dropout > 0:
+            assert seed is not None
             bits = dropout_bits(seed, batch, heads, 1, keys, k_BHLD.device)
             kept_BH1L = keep_pairs(*bits, drop_threshold(dropout))
             probs_BH1L = probs_BH1L * kept_BH1L / (1 - dropout)

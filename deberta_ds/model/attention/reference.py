@@ -57,6 +57,7 @@ def reference_attention(
         # A row without keys is all -inf: softmax gives NaN there, and the rule is 0.
         probs_BHQL = scores_BHQL.softmax(-1).masked_fill(~allowed_B1QL, 0.0)
         if dropout > 0:
+            assert seed is not None
             bits = dropout_bits(seed, batch, heads, queries, keys, device)
             keep_BHQL = keep_pairs(*bits, drop_threshold(dropout))
             probs_BHQL = probs_BHQL * keep_BHQL / (1 - dropout)

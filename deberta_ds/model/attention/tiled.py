@@ -78,8 +78,9 @@ class _Setting:
         """Return whether the spans hold every query."""
         if self.clip:
             return self.all_keys(tensor_BHQD)
-        held = sum(len(span.queries_X) for span in self.spans)
-        return held == tensor_BHQD.shape[0] * tensor_BHQD.shape[2]
+        queries = [span.queries_X for span in self.spans if span.queries_X is not None]
+        assert len(queries) == len(self.spans)
+        return sum(map(len, queries)) == tensor_BHQD.shape[0] * tensor_BHQD.shape[2]
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -105,10 +106,10 @@ class _TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_BHQD):
         saved = ctx.saved_tensors  # read once: checkpointing recomputes at each read
-        leaves, kept = saved[:5], iter(saved[5:])
-        q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD = leaves
+        q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD = saved[:5]
+        kept = iter(saved[5:])
         setting = ctx.setting
-        inputs = _prepare(*leaves, setting)
+        inputs = _prepare(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, setting)
         q_grad = _like_flat(q_BHQD, setting.all_queries(q_BHQD))
         k_grad, v_grad = (_like_flat(x, setting.all_keys(x)) for x in (k_BHLD, v_BHLD))
         c2p_table = _table_sums(inputs.c2p, "c2p table", inputs.scratch)

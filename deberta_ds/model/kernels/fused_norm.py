@@ -237,13 +237,13 @@ class _ResidualNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        grads = [x.contiguous() for x in grads if x is not None]
-        if not grads:
+        given = [x.contiguous() for x in grads if x is not None]
+        if not given:
             return (None,) * 6
         summed, means, inverses, weight, like_sublayer = ctx.saved_tensors
         with on_device_of(summed):
             sublayer, residual, parts = _norm_gradients(
-                grads[0], grads[1] if len(grads) > 1 else None, summed, means, inverses, weight,
+                given[0], given[1] if len(given) > 1 else None, summed, means, inverses, weight,
                 like_sublayer, *ctx.mask)
         if not sublayer.numel():
             sublayer = residual.to(like_sublayer.dtype)

@@ -99,7 +99,7 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
     known = [kernel for kernel in KERNELS if kernel.idea == idea]
     if mode != "auto":
         return _named(mode, known, request, interpreted)
-    missed = []
+    missed: list[str] = []
     for kernel in known[:-1]:
         if kernel.by_name_only:
             continue
@@ -222,7 +222,7 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
 
     reach = Geometry(model.largest_distance, model.position_buckets).reach
     long = length > LONGEST_SHORT or make_band(reach, length).far
-    terms = tuple(term in model.position_terms for term in ("c2p", "p2c"))
+    terms = ("c2p" in model.position_terms, "p2c" in model.position_terms)
     states = Request(device, matmuls, model.hidden_size, weights)
     separate = "autocast" if weights != matmuls else "ZeRO-3" if zero_stage == 3 else ""
     requests = {

@@ -123,12 +123,12 @@ def _facts(segments_BL: Tensor, query_positions_BQ: Tensor | None) -> tuple[Tens
     stops = columns.new_zeros(shape).scatter_reduce_(1, entry, columns + 1, "amax")
     real = segments != 0
     starts, stops = (x.gather(1, entry) * real for x in (starts, stops))
-    rows = (segments, columns, starts, stops)
+    rows = [segments, columns, starts, stops]
     if query_positions_BQ is not None:
         gathered = query_positions_BQ.long()
         rows = [x.gather(1, gathered) for x in rows]
     keys = (segments, starts, stops, *_covers(columns, stops))
-    return _aligned(torch.stack(tuple(rows)).int()), _aligned(torch.stack(keys).int())
+    return _aligned(torch.stack(rows).int()), _aligned(torch.stack(keys).int())
 
 
 def _aligned(facts_KBL: Tensor) -> Tensor:
