@@ -16,10 +16,12 @@ demo: setup
 
 test: setup
 	$(BIN)/ruff check .
+	$(BIN)/mypy deberta_ds
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/mypy deberta_ds
 
 setup: $(STAMP)
 

@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["deberta_ds", "deberta_ds.*"]), *INSIDE],
     package_dir=INSIDE,
-    package_data={"deberta_ds": ["**/*.json", "report/templates/*"],
+    package_data={"deberta_ds": ["py.typed", "**/*.json", "report/templates/*"],
                   "deberta_ds.launch": ["runs/**/*", "cluster/*"],
                   "deberta_ds.ds_configs": ["*"]},
     entry_points={"console_scripts": sorted(
@@ -53,7 +53,7 @@ setup(
         "languages": ["py3langid"],
         "archives": ["fastwarc", "resiliparse", "lz4"],
         "trackers": ["wandb", "mlflow-skinny"],
-        "dev": ["fastwarc", "lz4", "py3langid", "pytest", "pytest-xdist", "hypothesis",
-                "resiliparse", "ruff", "seqeval", "torchmetrics"],
+        "dev": ["fastwarc", "lz4", "mypy", "py3langid", "pytest", "pytest-xdist",
+                "hypothesis", "resiliparse", "ruff", "seqeval", "torchmetrics"],
     },
 )

@@ -31,9 +31,8 @@ def listing() -> str:
         lines += ["", f"{folder}: {what}"]
         for name, path in commands().items():
             if path.parent.name == folder:
-                said = ast.get_docstring(ast.parse(path.read_text()))
-                assert said is not None, path
-                summary = said.split("\n\n")[0]
+                docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+                summary = docstring.split("\n\n")[0]
                 lines.append(fill(f"  {name:16} {' '.join(summary.split())}", width, hanging=19))
     return "\n".join(lines)
 

@@ -11,6 +11,9 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
 
 # What comes with the program beside its modules: scripts, recipes, DeepSpeed configurations.
 #
@@ -96,10 +99,10 @@ def fill(text: str, width: int, hanging: int = 0) -> str:
                          break_on_hyphens=False)
 
 
-def checked(text: str, kind: type, holds: Callable[[float], bool], rule: str) -> int | float:
+def checked(text: str, kind: Callable[[str], N], holds: Callable[[N], bool], rule: str) -> N:
     """Return an option's value as a number of `kind`; an error names the `rule` it breaks."""
     try:
-        value = kind(text)
+        value: N | None = kind(text)
     except ValueError:
         value = None
     if value is None or not holds(value):

@@ -159,7 +159,7 @@ def _end_at_once(code: int | str | None) -> None:
     if not isinstance(code, int | None):  # as sys.exit("text")
         tell(str(code))
         code = 1
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]  # what Python itself calls here
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -179,7 +179,7 @@ def _leave_mpi() -> None:
             mpi.Finalize()
 
 
-def _run(main: Callable[[], int | None]) -> int:
+def _run(main: Callable[[], int | None]) -> int | str | None:
     try:
         return main() or 0
     except SystemExit as done:  # of argparse
@@ -218,7 +218,7 @@ def _output_problem() -> OSError | None:
 
 def _system_message(error: OSError, path) -> str:
     reason = error.strerror or first_line(error)
-    remedy = _REMEDIES.get(error.errno)
+    remedy = _REMEDIES.get(error.errno or 0)
     where = f"{path}: " if path else ""
     return f"{where}{reason}{'; ' + remedy if remedy else ''}"
 

@@ -25,8 +25,9 @@ def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
     try:
-        finite = {"parse_constant": _refuse, "parse_float": _finite} if strict else {}
-        values = json.loads(text, object_pairs_hook=_unique, parse_int=_whole_number, **finite)
+        values = json.loads(text, object_pairs_hook=_unique, parse_int=_whole_number,
+                            parse_constant=_refuse if strict else None,
+                            parse_float=_finite if strict else None)
     except RecursionError:
         raise ValueError("brackets are nested too deep") from None
     # The half of a pair: no file name and no output takes it.

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from deberta_ds.base.errors import UserError
 
@@ -53,7 +54,7 @@ def options_of(cls: type, prefix: str = "") -> list[Option]:
     found = []
     for field in dataclasses.fields(cls):
         key = prefix + field.name
-        if dataclasses.is_dataclass(field.type):
+        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
             found += options_of(field.type, f"{key}.")
             continue
         info = field.default
@@ -198,7 +199,7 @@ def _problems(error: ValidationError, cls: type) -> list[str]:
             or not any(item["loc"] == deeper[:len(item["loc"])] != deeper for deeper in places)]
 
 
-def _problem(item: dict, cls: type) -> str:
+def _problem(item: ErrorDetails, cls: type) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "file"
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         section, dot, last = where.rpartition(".")

@@ -9,7 +9,7 @@ No torch and no deepspeed here: a run can be checked on a login node.
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -97,7 +97,7 @@ class DataConfig:
                     f"heldout: {name!r} names a held-out corpus in charts and files; use "
                     "letters, digits, _ . and -"
                 )
-            if not self.heldout[name]:
+            if not self.heldout_corpora[name]:
                 raise ValueError(f"heldout: {name} is empty; it must be a directory")
         if (
             self.heldout_replaced
@@ -318,7 +318,7 @@ def run_options() -> list[Option]:
     return found
 
 
-def load(path: str | Path, overrides: list[str] = (), complete: Complete | None = None
+def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | None = None
          ) -> tuple[RunConfig, dict[str, str]]:
     """Return (RunConfig, origin of every value) of a TOML file and `--section.key=value` overrides.
 
@@ -363,7 +363,9 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
                               f"one of {', '.join(MODELS)}")
         _merge_under(values, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
-    kind = objective.get("kind") if isinstance(objective, dict) else None
+    if not isinstance(objective, dict):  # missing, or what `validate` refuses
+        return
+    kind = objective.get("kind")
     if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
         if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
             _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")

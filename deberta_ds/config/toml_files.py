@@ -55,7 +55,7 @@ def set_value(values: dict, key: str, value: Any) -> None:
 
 def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     """Return {"section.key": value} for nested values; lists stay whole."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")

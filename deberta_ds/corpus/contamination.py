@@ -158,10 +158,10 @@ def _save_grams(out: Path, kinds: dict[str, str], count: int) -> tuple[list[str]
                         f"{SHORTEST} words or more: {', '.join(names)}")
     lengths = sorted(found)
     for length in lengths:
-        grams, owners = map(np.array, found[length])
-        order = np.argsort(grams, kind="stable")
-        save_array(out / f"grams-{length}.npy", grams[order])
-        save_array(out / f"owners-{length}.npy", owners[order])
+        hashes_of, owners_of = map(np.array, found[length])
+        order = np.argsort(hashes_of, kind="stable")
+        save_array(out / f"grams-{length}.npy", hashes_of[order])
+        save_array(out / f"owners-{length}.npy", owners_of[order])
     save_array(out / "lengths.npy", np.array(lengths))
     save_array(out / "files.npy", np.array(firsts))
     return names, searched
@@ -184,7 +184,9 @@ def search_unit(
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
     directory = Path(out)
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]
-    places, samples, total = [], [], 0
+    places: list[tuple[int, int]] = []
+    samples: list[dict] = []
+    total = 0
     for documents, firsts, words in _batches(unit, read):
         total += len(documents)
         found: dict[int, tuple[int, str]] = {}
@@ -208,7 +210,9 @@ def _batches(unit: list[Extent], read: ReadOptions
     """Yield (documents, the first word of each, words), many short documents at a time: NumPy takes
     as long to be called as to hash some hundred words. _END stands behind each document.
     """
-    documents, firsts, words = [], [], []
+    documents: list[Document] = []
+    firsts: list[int] = []
+    words: list[str] = []
     for document in read_unit(unit, read):
         firsts.append(len(words))
         with suppress(BadTextError):

@@ -180,9 +180,10 @@ def _search(
     threshold: float, bands: tuple[int, int], workers: int, part: Part,
 ) -> dict[str, int]:
     """Run all stages and return the counts, {} after a part; `numbers`: {source: its number}."""
-    jobs = {f"hash-{number:05d}": (str(out), number, unit, read, bands,
-                                   {extent.source: numbers[extent.source] for extent in unit})
-            for number, unit in enumerate(units)}
+    jobs: dict[str, tuple] = {
+        f"hash-{number:05d}": (str(out), number, unit, read, bands,
+                               {extent.source: numbers[extent.source] for extent in unit})
+        for number, unit in enumerate(units)}
     hashed = run_units(out, hash_unit, jobs, workers=workers, label="hash", part=part)
     if hashed is None:
         return {}

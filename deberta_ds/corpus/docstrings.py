@@ -57,7 +57,7 @@ def pinned_python_files(constraints: str | Path) -> tuple[list[str], list[str]]:
     The standard library is not among them: it differs by version of Python.
     """
     lines = Path(constraints).read_text(encoding="utf-8").splitlines()
-    pins = dict(pin.groups() for line in lines if (pin := _PIN.fullmatch(line.strip())))
+    pins = {pin[1]: pin[2] for line in lines if (pin := _PIN.fullmatch(line.strip()))}
     files, notes = [], []
     for name in _PINNED_PROSE:
         try:

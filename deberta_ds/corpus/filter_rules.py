@@ -7,7 +7,7 @@ arXiv 2406.17557, section 3.6). They were chosen on English pages.
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
@@ -15,8 +15,10 @@ from deberta_ds.config.options import STRICT, ConfigError, option, validate
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.corpus.language import check_languages
 
-RULES = ("language", "lines", "c4", "gopher", "repetition", "fineweb", "personal")
-PERSONAL_KINDS = ("email", "ip", "phone", "card", "iban")
+Rule = Literal["language", "lines", "c4", "gopher", "repetition", "fineweb", "personal"]
+PersonalKind = Literal["email", "ip", "phone", "card", "iban"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+PERSONAL_KINDS: tuple[PersonalKind, ...] = get_args(PersonalKind)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class PersonalRule:
 
     action: Literal["mask", "drop"] = option("mask: written over by a constant; drop: the document "
                                              "goes", "mask")
-    kinds: tuple[Literal[PERSONAL_KINDS], ...] = option(
+    kinds: tuple[PersonalKind, ...] = option(
         "what is looked for; card and iban by their check digits, ip public ones, phone with "
         "+country code", PERSONAL_KINDS)
 
@@ -115,7 +117,7 @@ class PersonalRule:
 class FilterRules:
     """A filters file."""
 
-    use: tuple[Literal[RULES], ...] = option("rules in their order", ())
+    use: tuple[Rule, ...] = option("rules in their order", ())
     functions: tuple[str, ...] = option(
         "Python functions of your own, FILE.py:NAME, after the rules: text -> the text to keep, or "
         "None", ())

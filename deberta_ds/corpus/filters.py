@@ -140,6 +140,7 @@ def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
 def _function(name: str) -> Callable[[str], str | None]:
     path, _, function = name.rpartition(":")
     spec = importlib.util.spec_from_file_location("filters_of_ones_own", path)
+    assert spec is not None and spec.loader is not None, "its name ends in .py"
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

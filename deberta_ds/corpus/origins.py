@@ -10,7 +10,7 @@ They take no part in the corpus's content_hash: equal shards are equal, whatever
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -103,7 +103,7 @@ def origins_path(corpus: str | Path, name: str) -> Path:
     return Path(corpus) / DIRECTORY / f"{name}.parquet"
 
 
-def write_origins_manifest(corpus: str | Path, files: dict[str, list]) -> None:
+def write_origins_manifest(corpus: str | Path, files: Mapping[str, Sequence]) -> None:
     """`files`: {shard: [bytes, xxh3]} of those shards that have origins."""
     text = json.dumps({"version": 1, "files": files}, sort_keys=True, indent=1) + "\n"
     write_atomic(Path(corpus) / DIRECTORY / MANIFEST, text)
@@ -116,7 +116,7 @@ class Origins:
         """UserError if the corpus has none, or a damaged list of them."""
         self._corpus, path = Path(corpus), Path(corpus) / DIRECTORY / MANIFEST
         try:
-            self.files = {str(name): [int(size), str(digest)] for name, (size, digest)
+            self.files = {str(name): (int(size), str(digest)) for name, (size, digest)
                           in json.loads(path.read_bytes())["files"].items()}
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; {_AGAIN}") from error

@@ -226,7 +226,9 @@ _CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
 
 def without_lines(text: str, rules: LineRules) -> tuple[str, dict[str, int]]:
     """Return (the text that is left, {why lines went: how many})."""
-    kept, gone, seen = [], {}, set()
+    kept = []
+    gone: dict[str, int] = {}
+    seen: set[str] = set()
     for line in text.split("\n"):
         if rules.citation_marks and "[" in line:
             line = _CITATION.sub("", line)

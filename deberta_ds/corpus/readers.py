@@ -242,7 +242,8 @@ def _records_of(extent: Extent, options: ReadOptions, columns: list[str]) -> Ite
         return (Row(number, 0, values) for number, values in enumerate(stream))
     if extent.kind == "warc":
         check_columns(columns, ["text", "url", "id", "language", "date"], extent.path)
-        return (Row(number, 0, *record) for number, *record in read_records(extent, options))
+        return (Row(number, 0, fields, problem)
+                for number, fields, problem in read_records(extent, options))
     groups = range(extent.start, extent.end) if extent.kind == "parquet" else None
     return read_rows(extent.path, columns=columns, groups=groups, quoted_tabs=True,
                      longest=min(options.max_document_bytes, 1 << 30))

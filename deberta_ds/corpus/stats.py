@@ -141,7 +141,8 @@ def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> 
                 xlabel="rank", ylabel="count")
     labels = {k: v[2] for k, v in stats.manifest.labels.items()}
     if len(labels) > 1:
-        names, sizes = zip(*sorted(labels.items(), key=lambda item: item[1])[-30:], strict=True)
+        largest = sorted(labels, key=labels.__getitem__)[-30:]
+        names, sizes = largest, np.array([labels[label] for label in largest])
         title, unit = "Tokens by label", "tokens"
     else:
         order = np.argsort(-stats.frequencies, kind="stable")[:20][::-1].tolist()

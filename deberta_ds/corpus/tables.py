@@ -246,7 +246,7 @@ def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | N
         groups = range(parquet.num_row_groups) if groups is None else groups
         number = sum(parquet.metadata.row_group(group).num_rows for group in range(groups.start))
         wanted = None if columns is None else list(columns)
-        batches = chain.from_iterable(  # one group at a time: all would stay in memory
+        batches: Iterable = chain.from_iterable(  # one group at a time: all would stay in memory
             parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=wanted)
             for group in groups)
     else:
@@ -260,8 +260,9 @@ def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | N
     classes = {name: classes[name] for name in columns or schema.names if name in classes}
     for batch in batches:
         for values in _records(batch.select(columns or schema.names)):
-            for column in classes if values else ():
-                values[column] = _named(values[column], classes[column], f"{path}:row {number + 1}")
+            if values and classes:
+                values |= {column: _named(values[column], names, f"{path}:row {number + 1}")
+                           for column, names in classes.items()}
             yield Row(number, 0, values, _BAD_UTF8 if values is None else "")
             number += 1
 

@@ -81,6 +81,7 @@ def take_down(
                                   str(tokenizer.path))
                      for number, shard in enumerate(manifest.shards)}
             results = run_units(out, take_down_shard, units, workers=workers, label="take down")
+            assert results is not None, "all units are done, not a part"
             _finish(Path(out), manifest, plans, origins, results)
     taken = (read_manifest(one)[0].counts.get("taken_down", 0) for one in (out, corpus))
     return {"documents": next(taken) - next(taken), "shards": len(found)}
@@ -104,7 +105,8 @@ def take_down_shard(
     word_starts = tokenizer.word_starts()
     cuts = {str(length): -cut_documents(ends, tokens, word_starts, length - FRAME_TOKENS)[2]
             for length in plans}
-    table, labels, is_gone = Origins(corpus).table(shard.name), {}, set(gone)
+    table, is_gone = Origins(corpus).table(shard.name), set(gone)
+    labels: dict[str, list[int]] = {}
     before = None  # a long document may lie here in several parts, which count as one
     for number, ids, origin in _documents(tokens, ends, table):
         if number in is_gone:

@@ -102,7 +102,7 @@ def tokenize_corpus(
             check_problems(problems, sum(result["counts"]["bad"] for result in results), clean)
             for line in problems:
                 print(f"left out: {line}", file=sys.stderr, flush=True)
-            if filters:
+            if filters and total:
                 write_report(out, filters, total)
             _write_manifests(results, targets, tokenizer)
             _say_unknown(results)
@@ -212,7 +212,7 @@ def tokenize_unit(
         "counts": counts,
         "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
         "problems": cleaner.problems,
-    } | ({"filters": asdict(tally)} if filters else {})
+    } | ({"filters": asdict(tally)} if tally else {})
 
 
 def _wanted(
@@ -228,7 +228,7 @@ def _wanted(
         for document in read_unit([extent], read):
             reason = next((search.reason for search in searches if search.has(
                 extent.source, document.where)), "")
-            if not reason and filters and not document.problem:
+            if not reason and filters and tally and not document.problem:
                 verdict = filters_of(filters)(document)
                 tally.add(document, verdict)
                 reason = "filtered" if verdict.reason else ""
@@ -335,7 +335,7 @@ class _Rolling:
         """
         ends, begin = list(itertools.accumulate(lengths, initial=0)), 0
         while begin < len(lengths):
-            if self._writer is None:
+            if self._writer is None or self._origins is None:
                 name = f"{self._number:05d}-{len(self._shards):03d}"
                 self._writer = ShardWriter(self._target, name, self._dtype)
                 self._origins = OriginWriter(self._target, name)
@@ -348,6 +348,7 @@ class _Rolling:
                 self._end_shard()
 
     def _end_shard(self) -> None:
+        assert self._writer is not None and self._origins is not None, "a shard is begun"
         self.origins[self._writer.name] = self._origins.finish()
         self._shards.append(self._writer.finish())
         self._writer = self._origins = None

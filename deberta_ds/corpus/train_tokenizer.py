@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -176,7 +177,8 @@ def train_tokenizer(
         raise UserError(f"{out}: is one of the inputs; name another file")
     model = io.BytesIO()
     with TemporaryDirectory() as directory:
-        rules, failed = Path(directory) / "rules.tsv", []
+        rules = Path(directory) / "rules.tsv"
+        failed: list[Exception | KeyboardInterrupt] = []
         write_atomic(rules, normalizer_tsv())
         try:
             sentencepiece.SentencePieceTrainer.train(
@@ -306,8 +308,8 @@ def train_fast(
 def _untrained(kind: str, pieces: int):
     rules = [*normalization.plain_spaces(), *normalization.characters(),
              *normalization.single_spaces(normalization.LAST_SPACE if kind == "bpe" else None)]
-    options = {"vocab_size": pieces, "show_progress": sys.stderr.isatty(),
-               "special_tokens": list(SPECIAL_PIECES)}
+    options: dict[str, Any] = {"vocab_size": pieces, "show_progress": sys.stderr.isatty(),
+                               "special_tokens": list(SPECIAL_PIECES)}
     if kind == "wordpiece":
         fast = tokenizers.Tokenizer(models.WordPiece(
             unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))

@@ -230,8 +230,8 @@ def _run_one(markers: Path, name: str, function: Callable[..., dict], args: tupl
 
 
 def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
-    start = {"mp_context": FORK, "initializer": _die_with_parent, "initargs": (os.getpid(),)}
-    with ProcessPoolExecutor(workers, **start) as pool:
+    with ProcessPoolExecutor(workers, mp_context=FORK, initializer=_die_with_parent,
+                             initargs=(os.getpid(),)) as pool:
         try:
             _drive(pool, missing, 2 * workers, bar)
         except BrokenProcessPool as error:

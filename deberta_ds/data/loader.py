@@ -121,7 +121,7 @@ class _Reader:
     def _read(self, number: int) -> list[list[np.ndarray]]:
         """Return the stored pieces of each row of a micro-batch."""
         if self._threads:
-            return self._read_ahead(number)
+            return self._read_ahead(self._threads, number)
         rows, start = self._rows[number], time.perf_counter()
         pieces = [self._dataset.read(g) for g in rows]
         seconds = (time.perf_counter() - start) / len(rows)
@@ -130,7 +130,7 @@ class _Reader:
             self._threads = ThreadPoolExecutor(_READ_THREADS)
         return pieces
 
-    def _read_ahead(self, number: int) -> list[list[np.ndarray]]:
+    def _read_ahead(self, threads: ThreadPoolExecutor, number: int) -> list[list[np.ndarray]]:
         """As `_read`, while threads read the micro-batches that this worker will give next."""
         info = get_worker_info()
         stride = info.num_workers if info else 1
@@ -140,7 +140,7 @@ class _Reader:
                 break
             ordered += len(self._rows[later])
             if later not in self._ahead:
-                self._ahead[later] = [self._threads.submit(self._dataset.read, g)
+                self._ahead[later] = [threads.submit(self._dataset.read, g)
                                       for g in self._rows[later]]
         return [future.result() for future in self._ahead.pop(number)]
 

@@ -149,7 +149,7 @@ def _choose_ngrams(
     last = len(size) - 1
     taken = bytearray(len(size))
     left = budget
-    for word, gram in zip(memoryview(order), memoryview(grams), strict=True):  # ends early
+    for word, gram in zip(order.data, grams.data, strict=True):  # ends early
         if left == 0:
             break
         for _ in range(gram + 1):

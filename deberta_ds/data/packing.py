@@ -48,7 +48,7 @@ def cut_documents(
     begins = np.concatenate([[0], ends])[:-1].astype(np.int64)
     long_documents = np.flatnonzero(ends - begins > room)
     all_starts, hard_cuts, done = [], 0, 0
-    for document in long_documents:
+    for document in long_documents.tolist():
         all_starts.append(begins[done:document])
         cuts, hard = _cut_one(int(begins[document]), int(ends[document]), tokens, word_starts, room)
         all_starts.append(np.array(cuts, dtype=np.int64))

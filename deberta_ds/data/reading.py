@@ -97,7 +97,8 @@ class SmallFiles:
 
     def __init__(self, read: Callable[[str, int, int], bytes]):
         """`read`: as `read_bytes`."""
-        self._read, self._kept = read, {}
+        self._read = read
+        self._kept: dict[str, bytes] = {}
 
     def part(self, path: str, size: int, offset: int, count: int) -> tuple[bytes, int]:
         """Return (bytes, where among them lies byte `offset` of the file of `size` bytes); errors

@@ -222,7 +222,7 @@ class ShardWriter:
         if self._pending:
             with naming(self._path):
                 self._file.write(np.concatenate(self._pending, dtype=self._dtype,
-                                                casting="unsafe"))
+                                                casting="unsafe").data)
         self._pending, self._pending_tokens = [], 0
 
     def finish(self) -> ShardInfo:

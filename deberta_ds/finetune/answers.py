@@ -91,7 +91,8 @@ def best_threshold(examples: Sequence[Example], scores: Sequence[np.ndarray]) ->
 
 
 def write_official(
-    directory: Path, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[np.ndarray]
+    directory: Path, examples: Sequence[Example], texts: Sequence[object],
+    scores: Sequence[np.ndarray]
 ) -> None:
     """Write what the official scripts read: predictions.json, and null_odds.json for v2.0."""
     answers = {example.id: text for example, text in zip(examples, texts, strict=True)}

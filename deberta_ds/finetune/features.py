@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.layouts import PLACEHOLDER, Example
+from deberta_ds.finetune.layouts import PLACEHOLDER, Example, Label, classes_of
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class Feature:
     sequences: tuple[tuple[int, ...], ...]
     spans: tuple[tuple[int, int, int, int], ...]
     num_slots: int
-    label: int | float | tuple[int, ...]  # -1: unknown; several labels: 0 or 1 for each
+    label: Label  # -1: unknown; several labels: 0 or 1 for each
     # ReCoRD: 1 for a mention of an answer; tags: the class; answers: first and last token of the
     # answer in each row, 0 ([CLS]) if it is not whole in it.
     slot_labels: tuple[float, ...]
@@ -103,10 +103,13 @@ class _Encoder:
     def feature(self, position: int, example: Example) -> Feature:
         if self.task.layout == "answers":
             return self.answer_feature(position, example)
-        sequences, spans, cut = [], [], 0
+        sequences: list[list[int]] = []
+        spans: list[tuple[int, int, int, int]] = []
+        cut = 0
         for texts in example.sequences:
             rows, row_spans, lost = self.rows(example, texts)
-            spans += [(len(sequences) + row, *rest) for row, *rest in row_spans]
+            spans += [(len(sequences) + row, slot, low, high)
+                      for row, slot, low, high in row_spans]
             sequences += rows
             cut += lost
         label, slot_labels = self.labels(example)
@@ -125,7 +128,7 @@ class _Encoder:
         head, label = self.task.head, example.label
         if head == "tags":
             unknown = (-1,) * len(example.spans)
-            return -1, tuple(map(float, unknown if label is None else label))
+            return -1, tuple(map(float, unknown if label is None else classes_of(label)))
         if head == "multilabel" and label is None:
             return (0,) * len(self.task.labels), ()
         answers = set(example.gold)
@@ -184,13 +187,16 @@ class _Encoder:
         answer = None
         if example.spans:
             answer = token_range(places, example.spans[0].start, example.spans[0].end)
-        rows, spans, targets = [], [], []
+        rows, spans = [], []
+        targets: list[int] = []
         for number, start in enumerate(starts):
             window = ids[start : start + room]
             rows.append(tuple(_join(self.tokenizer, [asked, window])))
             spans.append((number, 2 * number, low, low + len(window)))
-            whole = answer and start <= answer[0] and answer[1] <= start + len(window)
-            targets += [low + answer[0] - start, low + answer[1] - start - 1] if whole else [0, 0]
+            if answer and start <= answer[0] and answer[1] <= start + len(window):
+                targets += [low + answer[0] - start, low + answer[1] - start - 1]
+            else:
+                targets += [0, 0]
         return Feature(
             position=position, sequences=tuple(rows), spans=tuple(spans), num_slots=2 * len(rows),
             label=-1, slot_labels=tuple(map(float, targets)), cut_tokens=0,
@@ -301,8 +307,8 @@ def collate(features: Sequence[Feature], weights: Sequence[float] | None = None)
     slot_labels = [label for feature in features for label in feature.slot_labels]
     offsets = [part for feature in features for part in feature.offsets]
     characters_RL2 = torch.zeros(len(offsets), length if offsets else 0, 2, dtype=torch.int32)
-    for part, (row, _, low, high) in zip(offsets, spans, strict=False):
-        characters_RL2[row, low:high] = torch.from_numpy(part)
+    for part, (r, _, low, high) in zip(offsets, spans, strict=False):
+        characters_RL2[r, low:high] = torch.from_numpy(part)
     return FeatureBatch(
         input_ids_RL=ids_RL,
         segments_RL=segments_RL,

@@ -132,6 +132,7 @@ class TaskModel(nn.Module):
 
     def _divergence(self, sums_RLC: Tensor, scores: Tensor, batch: FeatureBatch) -> Tensor:
         """Return SiFT's divergence of every row of `scores`; of several labels, of every score."""
+        assert self.sift is not None
         flat = torch.flatten if self.kind == "multilabel" else lambda values: values
         return adversarial_divergence(
             lambda vectors_RLC: flat(self.scores(vectors_RLC, batch)), sums_RLC, flat(scores),

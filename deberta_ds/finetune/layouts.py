@@ -17,6 +17,7 @@ from deberta_ds.finetune.tasks import Task
 PLACEHOLDER = "@placeholder"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HIGHLIGHT = re.compile(r"\s*@highlight\s*")
+Label = int | float | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,25 @@ class Example:
     sequences: tuple[tuple[str, ...], ...]  # one; COPA: one for each choice
     # Class index; of a regression a number, of several labels 0 or 1 for each, of tags the class of
     # each word. None where the file has none.
-    label: int | float | tuple[int, ...] | None = None
+    label: Label | None = None
     # WiC and WSC: two; ReCoRD: every mention; tags: every word; SQuAD: the first answer, if any
     spans: tuple[TextSpan, ...] = ()
     names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
     gold: tuple[str, ...] = ()  # ReCoRD and SQuAD: the answer strings
     id: str = ""  # SQuAD: what predictions.json calls the question
     place: str = field(default="", compare=False)  # file and line it was read from
+
+
+def class_of(label: object) -> int:
+    """Return a label or prediction that is one class."""
+    assert isinstance(label, int)
+    return label
+
+
+def classes_of(label: object) -> tuple[int, ...]:
+    """Return a label or prediction of tags or of several labels."""
+    assert isinstance(label, tuple)
+    return label
 
 
 def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]:
@@ -212,7 +225,7 @@ def _multirc(line: Line, labelled: bool) -> list[Example]:
             answer = question.inside("answers", a)
             key = (line.index(), question.index(), answer.index())
             # Eight official answers are blank strings; they are real options with real labels.
-            option = answer.value.get("text")
+            option: Any = answer.value.get("text")
             if not isinstance(option, str):
                 answer.get("text", str)
             answer.check_text(f"{answer.key}text", option, may_be_blank=True)

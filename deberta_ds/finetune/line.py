@@ -5,7 +5,7 @@ Every error names the file and the line, the field, and the format that is expec
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetune.tasks import TASK_NAMES, Task
@@ -18,9 +18,9 @@ class Line:
         self.task, self.place, self.key = task, place, key
         if not isinstance(value, Mapping):
             self.fail(f"expected a JSON object, found {show(value)}")
-        self.value = value
+        self.value: Mapping[str, Any] = value
 
-    def fail(self, problem: str):
+    def fail(self, problem: str) -> NoReturn:
         raise UserError(f"{self.place}: {problem}\n  expected format: {line_format(self.task)}")
 
     def named(self, name: str) -> str:
@@ -37,7 +37,7 @@ class Line:
         if type(value) is not kind:
             self.fail(f'field "{where}" must be {_NAMES[kind]}, found {show(value)}')
         if kind is str:
-            self.check_text(where, value, may_be_blank or name == "word")
+            self.check_text(where, self.value[name], may_be_blank or name == "word")
         return value
 
     def check_text(self, where: str, text: str, may_be_blank: bool = False) -> None:
@@ -70,7 +70,8 @@ class Line:
         if "label" not in self.value and not needed:
             return None
         if self.task.head == "regress":
-            value, where = self.value.get("label"), self.named("label")
+            value: Any = self.value.get("label")
+            where = self.named("label")
             if type(value) not in (int, float) or not math.isfinite(value):
                 self.get("label", float)
                 self.fail(f'field "{where}" must be a finite number, found {show(value)}')

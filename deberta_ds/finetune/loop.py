@@ -29,6 +29,7 @@ from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import best_threshold
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.features import Feature, collate
+from deberta_ds.finetune.layouts import class_of
 from deberta_ds.finetune.models import Start, build_model, keep_head, start_from
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
@@ -53,7 +54,7 @@ class Job:
     val: Split
     tests: Mapping[str, Split]
     out: Path  # the run's own directory
-    deepspeed: Mapping  # checked DeepSpeed JSON
+    deepspeed: dict  # checked DeepSpeed JSON
     device: torch.device
     diagnostics: Mapping[str, Split] = field(default_factory=dict)
     init_from: str = ""  # a fine-tuned directory of another task
@@ -264,7 +265,7 @@ def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int
     world, rank = dist.world_size(), dist.rank()
     slots = shape.micro_rows * shape.accumulation
     mine = list(picked[rank * slots : (rank + 1) * slots])
-    weights = [class_weights[row.label] if class_weights else 1.0 for row in mine]
+    weights = [class_weights[class_of(row.label)] if class_weights else 1.0 for row in mine]
     weights += [0.0] * (slots - len(mine))
     mine += [picked[0]] * (slots - len(mine))
     # DeepSpeed averages over ranks and micro-batches; this makes it the mean over the batch.

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from deberta_ds.finetune.layouts import Example
+from deberta_ds.finetune.layouts import Example, Label, class_of, classes_of
 from deberta_ds.finetune.tasks import Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
 # word; for ReCoRD and SQuAD the answer string.
-Prediction = int | float | str | tuple[int, ...]
+Prediction = Label | str
 
 
 def score(
@@ -52,33 +52,37 @@ def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
         firsts = Counter((*example.gold, "")[0] for example in examples)
         return [firsts.most_common(1)[0][0]] * len(examples)
     if task.head == "regress":
-        return [float(np.mean([example.label for example in examples]))] * len(examples)
+        return [float(np.mean(_gold(examples)))] * len(examples)
     if task.head == "multilabel":
-        shares = np.mean([example.label for example in examples], axis=0)
+        shares = np.mean(_gold(examples), axis=0)
         return [tuple((shares > 0.5).astype(int).tolist())] * len(examples)
     if task.head == "tags":
-        (tag, _), *_ = Counter(tag for example in examples for tag in example.label).most_common(1)
-        return [(tag,) * len(example.label) for example in examples]
-    constants = [[label] * len(examples) for label in range(len(task.labels))]
+        rows = [classes_of(example.label) for example in examples]
+        (tag, _), *_ = Counter(tag for row in rows for tag in row).most_common(1)
+        return [(tag,) * len(row) for row in rows]
+    constants: list[list[Prediction]] = [[label] * len(examples)
+                                         for label in range(len(task.labels))]
     return max(constants, key=lambda guess: task_score(task, score(task, examples, guess)))
 
 
 def is_failed(task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]) -> bool:
     """Return whether a run failed: constant predictions, or no better than `baseline`."""
-    kinds = {tag for guess in predictions for tag in guess} if task.head == "tags" else predictions
-    if len(set(kinds)) == 1 and len(predictions) > 1:
+    kinds: set[Prediction] = set(predictions)
+    if task.head == "tags":
+        kinds = {tag for guess in predictions for tag in classes_of(guess)}
+    if len(kinds) == 1 and len(predictions) > 1:
         return True
     guess = task_score(task, score(task, examples, baseline(task, examples)))
     return task_score(task, score(task, examples, predictions)) <= guess
 
 
 def confusion(
-    task: Task, examples: Sequence[Example], predictions: Sequence[int]
+    task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> list[list[int]]:
     """Return counts [gold class][predicted class]; labels in `task.labels` order."""
     table = [[0] * len(task.labels) for _ in task.labels]
     for example, prediction in zip(examples, predictions, strict=True):
-        table[example.label][prediction] += 1
+        table[class_of(example.label)][class_of(prediction)] += 1
     return table
 
 
@@ -154,7 +158,7 @@ def spearman(examples: Sequence[Example], predictions: Sequence[Prediction]) -> 
 def tag_accuracy(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
     """Return the share of words with the right tag."""
     right = [a == b for example, guess in zip(examples, predictions, strict=True)
-             for a, b in zip(example.label, guess, strict=True)]
+             for a, b in zip(classes_of(example.label), classes_of(guess), strict=True)]
     return float(np.mean(right))
 
 
@@ -165,8 +169,9 @@ def span_f1(
     must agree; micro-averaged over kinds."""
     gold, guess = set(), set()
     for number, (example, prediction) in enumerate(zip(examples, predictions, strict=True)):
-        gold |= {(number, *span) for span in spans_of([labels[tag] for tag in example.label])}
-        guess |= {(number, *span) for span in spans_of([labels[tag] for tag in prediction])}
+        right, guessed = classes_of(example.label), classes_of(prediction)
+        gold |= {(number, *span) for span in spans_of([labels[tag] for tag in right])}
+        guess |= {(number, *span) for span in spans_of([labels[tag] for tag in guessed])}
     shared = len(gold & guess)
     return 2 * shared / (len(gold) + len(guess)) if shared else 0.0
 
@@ -214,7 +219,7 @@ def record_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) ->
     return _best_of_gold(examples, predictions, _token_f1)
 
 
-def f1_v2(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+def f1_v2(examples: Sequence[Example], predictions: Sequence[str]) -> float:
     """Return SQuAD v2.0's F1: as `record_f1`, and "" is right where there is no answer."""
     return float(np.mean([f1_v2_of(*pair) for pair in zip(examples, predictions, strict=True)]))
 
@@ -226,7 +231,7 @@ def f1_v2_of(example: Example, answer: str) -> float:
                for gold in _gold_v2(example))
 
 
-def exact_match_v2(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+def exact_match_v2(examples: Sequence[Example], predictions: Sequence[str]) -> float:
     """Return SQuAD v2.0's share of exact answers; "" is right where there is none."""
     right = [normalize(answer) in _gold_v2(example)
              for example, answer in zip(examples, predictions, strict=True)]

@@ -80,6 +80,7 @@ def _open_directory(name: str, path: str, tokenizer: str | Path | None) -> Start
             check_same(Tokenizer(tokenizer), saved.tokenizer, path)
         return Start(name, saved.config, saved.tokenizer, saved.backbone())
     loaded = load_backbone(path, tokenizer, for_text=True)
+    assert loaded.tokenizer is not None, "asked for with for_text"
     return Start(name, loaded.model_config, loaded.tokenizer, loaded.backbone.state_dict())
 
 

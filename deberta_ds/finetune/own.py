@@ -250,7 +250,7 @@ def _choices(own: OwnTask, train: Path, path: Path) -> tuple[tuple[str, ...], st
         value = choice_label(row.get(own.label))
         found = chosen(value, values)
         forms.update(found[1:] if found else ())
-        doubtful += bool(found) and str(value) in values and values[found[0]] != str(value)
+        doubtful += found is not None and str(value) in values and values[found[0]] != str(value)
     if count < 2:
         raise UserError(f"{train}: {', '.join(own.choices)}: {count} answers to choose from; at "
                         "least two are needed to learn from")

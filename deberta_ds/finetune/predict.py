@@ -62,7 +62,7 @@ def num_scores(task: Task, example: Example) -> int:
 
 def predictions_of(
     task: Task, examples: Sequence[Example], scores: Sequence[np.ndarray], threshold: float = 0.0
-) -> list[Prediction]:
+) -> Sequence[Prediction]:
     """Return what is predicted of each example, in the form of `Example.label`.
 
     A class, a number, 0 or 1 for each of several labels (score above 0), the class of each word;

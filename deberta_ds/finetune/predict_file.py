@@ -74,8 +74,8 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, ma
     device = next(model.parameters()).device
     while block := list(itertools.islice(rows, BLOCK_ROWS)):
         for place, row in block:
-            if lost := [name for name in keep if name not in row]:
-                raise UserError(f"{place}: --keep {lost[0]}: no such column; there are "
+            if missing := [name for name in keep if name not in row]:
+                raise UserError(f"{place}: --keep {missing[0]}: no such column; there are "
                                 f"{', '.join(map(str, row))}")
         examples = list(_examples(saved.task, block, count))
         try:

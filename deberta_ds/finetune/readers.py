@@ -18,7 +18,7 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import tables
-from deberta_ds.finetune.layouts import Example, examples_of
+from deberta_ds.finetune.layouts import Example, classes_of, examples_of
 from deberta_ds.finetune.line import line_format
 from deberta_ds.finetune.tables import read_table, to_line
 from deberta_ds.finetune.tasks import TASK_NAMES, NoSplitError, Task
@@ -158,10 +158,12 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     """
     source, lines = _open(task, data, split)
     examples: list[Example] = []
-    seen: dict[int | tuple, str] = {}
+    seen: dict[int | str | tuple[int, ...], str] = {}
     for place, value in lines:
         for example in examples_of(task, place, value, split):
-            name = example.key[0] if task.layout == "record" else example.key
+            name: int | str | tuple[int, ...] = example.key
+            if task.layout == "record":
+                name = example.key[0]
             if example.id and split != "train":  # what its prediction is filed under
                 name = example.id
             if name in seen:
@@ -188,10 +190,10 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
 def check_targets(split: Split) -> None:
     """Raise UserError unless a labelled split has something to learn, or to be scored by."""
     head, labels = split.task.head, [example.label for example in split.examples]
-    if head == "multilabel" and not any(map(any, labels)):
+    if head == "multilabel" and not any(any(classes_of(label)) for label in labels):
         problem = "no row has any of the labels, so F1 is not defined"
     elif head == "tags" and "O" in split.task.labels and \
-            {tag for row in labels for tag in row} == {split.task.labels.index("O")}:
+            {tag for row in labels for tag in classes_of(row)} == {split.task.labels.index("O")}:
         problem = "every word is tagged O, so F1 is not defined"
     elif head == "regress" and len(set(labels)) == 1:
         problem = f"every label is {labels[0]}, so no correlation is defined"

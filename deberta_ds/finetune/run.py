@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -193,7 +194,7 @@ def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
     guesses = predictions_of(job.task, examples, scores, saved.threshold)
     values = metrics.score(job.task, examples, guesses)
     constant = metrics.score(job.task, examples, metrics.baseline(job.task, examples))
-    result = {
+    result: dict[str, Any] = {
         "labels": list(job.task.labels),
         "metrics": values,
         "score": metrics.task_score(job.task, values),
@@ -220,7 +221,7 @@ def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
     return result
 
 
-def _answers(job: Job, model, split: Split, threshold: float) -> list[metrics.Prediction]:
+def _answers(job: Job, model, split: Split, threshold: float) -> Sequence[metrics.Prediction]:
     scores = _scores(job, model, split, encode_split(job, split))
     return predictions_of(split.task, split.examples, scores, threshold)
 

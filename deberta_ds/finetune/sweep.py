@@ -36,7 +36,7 @@ class Sweep:
     start: Start
     data: str
     out: Path
-    deepspeed: Mapping
+    deepspeed: dict
     device: torch.device
     # task name -> the settings that were given
     settings: Mapping[str, Mapping] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Self-contained HTML pages about pretraining runs, fine-tuning sweeps and plans."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError
@@ -16,7 +17,7 @@ MAX_BESIDE = 5  # colors that people tell apart at a glance
 
 
 def write_runs(path: str | Path, directories: list[str | Path],
-               masked_texts: list[str] = ()) -> None:
+               masked_texts: Sequence[str] = ()) -> None:
     """Write the page of one run, or of several side by side; UserError names what is damaged.
 
     With `masked_texts` the page shows what each run's newest checkpoint puts for their masks.

@@ -8,12 +8,12 @@ percent of the frame. This file computes them; templates/chart.html writes them 
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from deberta_ds.base.numbers import format_count, format_value
 from deberta_ds.objectives.base import Metric
-from deberta_ds.report.rundata import Run
+from deberta_ds.report.rundata import Run, baseline_name
 
 MAX_POINTS = 240  # more than the pixels of a small card can tell apart
 _LABEL_HEIGHT = 8.0  # of one line of text, in percent of the frame's height
@@ -48,7 +48,7 @@ class Chart:
     from_zero: bool = False
     last_x: float = 1.0
     x_name: str = "step"
-    marks: list[float] = field(default_factory=list)  # upright lines
+    marks: Sequence[float] = ()  # upright lines
     mark_name: str = ""
     legend: bool = False  # names above the frame instead of at the ends of the lines
 
@@ -296,7 +296,7 @@ def _one_run(metric: Metric, run: Run) -> Drawing:
         series.append(Series("held out", held_out, color, "dots"))
     headline = format_value(series[-1].points[-1][1], metric.unit)
     if base := _baseline(metric, run):
-        series.append(Series(metric.baseline[0], base, "base", "baseline"))
+        series.append(Series(baseline_name(metric), base, "base", "baseline"))
     return draw(Chart(metric.key, metric.title, metric.note, metric.unit, series, headline,
                       last_x=run.last_step, marks=run.resumed_at, mark_name="resumed"))
 
@@ -311,9 +311,9 @@ def _several(metric: Metric, runs: list[Run]) -> Drawing:
     bases = [(n, base) for n, run in having if (base := _baseline(metric, run))]
     if bases and len({round(base[-1][1] / _AGREE) for _, base in bases}) == 1:
         longest = max((base for _, base in bases), key=lambda base: base[-1][0])
-        series.append(Series(metric.baseline[0], longest, "base", "baseline"))
+        series.append(Series(baseline_name(metric), longest, "base", "baseline"))
     else:
-        series += [Series(f"{metric.baseline[0]}, {runs[n].name}", base, f"run{n}", "baseline")
+        series += [Series(f"{baseline_name(metric)}, {runs[n].name}", base, f"run{n}", "baseline")
                    for n, base in bases]
     rows = "Held-out rows." if kind == "eval" else "Training rows."
     return draw(Chart(metric.key, metric.title, f"{metric.note} {rows}", metric.unit, series,

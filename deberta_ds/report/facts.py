@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from deberta_ds.base.numbers import counted, format_count, format_duration, format_value
 from deberta_ds.objectives.base import Metric
-from deberta_ds.report.rundata import Run
+from deberta_ds.report.rundata import Run, baseline_name
 
 _TOLD = {"save": ("checkpoint saved", "checkpoints saved"),
          "skip": ("update skipped", "updates skipped"), "rollback": ("rollback", "rollbacks"),
@@ -124,7 +124,7 @@ def _learned(metric: Metric, run: Run) -> Tile:
     value = run.scores.get(metric.key)
     baseline, ahead = metric.beside(run.scores), ahead_of_baseline(metric, run.scores)
     note = "held out" if baseline is None else \
-        f"{metric.baseline[0]} {format_value(baseline, metric.unit)}"
+        f"{baseline_name(metric)} {format_value(baseline, metric.unit)}"
     tone = "" if ahead is None else "up" if ahead else "down"
     return Tile(metric.key, metric.title, format_value(value, metric.unit), note, value, tone)
 

@@ -27,6 +27,7 @@ from deberta_ds.release.convert import Summary
 from deberta_ds.release.hf import GENERATOR_DIRECTORY
 from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import TEMPLATES
+from deberta_ds.report.rundata import baseline_name
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
 CARD = "README.md"
@@ -216,7 +217,7 @@ def _add_scores(training: Training, records: list[dict], step: int, kind: str) -
         beside = metric.beside(last)
         training.scores.append((metric.title, format_value(last[metric.key], metric.unit),
                                 "" if beside is None else
-                                f"{metric.baseline[0]} {format_value(beside, metric.unit)}"))
+                                f"{baseline_name(metric)} {format_value(beside, metric.unit)}"))
 
 
 def _of_finetuned(directory: Path) -> Training:

@@ -24,6 +24,11 @@ Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Text = Annotated[str, Field(max_length=2000)]
 
 
+def baseline_name(metric: Metric) -> str:
+    """Return what the baseline of a metric is called, "" where it has none."""
+    return metric.baseline[0] if metric.baseline else ""
+
+
 @checked(config=READ, frozen=True)
 class Spread:
     """A number over seeds."""

@@ -1,6 +1,7 @@
 """What a run puts for the masks of a text, beside the same network untrained."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from deberta_ds.report.tables import Cell, Table
 PROPOSALS = 4
 
 
-def filled_masks(run_directory: str | Path, texts: list[str]) -> Table:
+def filled_masks(run_directory: str | Path, texts: Sequence[str]) -> Table:
     """Return a table with a row for each [MASK] of `texts`; the generator's, where there is one.
 
     UserError if the run has no checkpoint, or a text no mask or no room.
@@ -36,6 +37,7 @@ def filled_masks(run_directory: str | Path, texts: list[str]) -> Table:
 
 
 def _untrained(model: LoadedModel) -> LoadedModel:
+    assert model.masked_lm is not None, "load_masked_lm refuses a model without"
     words, masked_lm = copy.deepcopy(model.masked_lm)
     init_parameters(nn.ModuleList([words, masked_lm]), model.model_config.init_std, seed=0)
     return replace(model, masked_lm=(words, masked_lm))

@@ -107,10 +107,13 @@ def pairs_page(result: dict, titles: dict[str, str], published: dict[str, dict[s
 
 def _bars(scores: dict, published: dict) -> list[PairBar]:
     groups = {"overall": scores} | scores["phenomena"]
-    return [PairBar(name.replace("_", " "), *(round(100 * value, 1) for value in (
-                group["accuracy"], *group["interval"])),
-                [(model, round(100 * column[name], 1)) for model, column in published.items()])
-            for name, group in groups.items()]
+    bars = []
+    for name, group in groups.items():
+        value, low, high = (round(100 * share, 1)
+                            for share in (group["accuracy"], *group["interval"]))
+        marks = [(model, round(100 * column[name], 1)) for model, column in published.items()]
+        bars.append(PairBar(name.replace("_", " "), value, low, high, marks))
+    return bars
 
 
 def _pairs_table(result: dict, titles: dict[str, str], published: dict) -> Table:

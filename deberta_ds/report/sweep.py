@@ -52,7 +52,7 @@ class TaskCard:
     medians: str
     curves: Drawing | None
     seed: int | None
-    matrix: tuple[list[str], list[tuple[str, list[tuple[int, float]]]]] | None
+    matrix: tuple[list[str], list[tuple[str, list[tuple[int, int]]]]] | None
     settings: list[tuple[str, str]]
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import unicodedata
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,8 @@ class FastEngine:
                         if token.get("special")}
         self.special |= set(range(len(self.pieces))) - set(ids.values())
         self.sha256 = self._identity()
-        marked = {"byte_level": self._byte_level_text, "metaspace": self.pieces.__getitem__}
+        marked: dict[str, Callable[[int], str]] = {
+            "byte_level": self._byte_level_text, "metaspace": self.pieces.__getitem__}
         self.official_piece = marked.get(self.kind)  # the piece with U+2581 for a space
         self._fast = _load(self.specification, set(self.roles.values()), self.place)
 
@@ -151,13 +153,14 @@ def _spread(values: list[int | None], offsets: list[tuple[int, int]]) -> list[tu
     unknown characters in a row the span of them all. `values`: the byte of each id, if it is one.
     """
     spread = list(offsets)
-    for (start, end), run in itertools.groupby(range(len(offsets)), offsets.__getitem__):
-        run = list(run)
+    for (start, end), same in itertools.groupby(range(len(offsets)), offsets.__getitem__):
+        run = list(same)
+        found = [values[index] for index in run]
         place = start - 1
-        places = [place := place + bool(values[index] is not None
-                                        and character_length(values[index])) for index in run]
-        if end - start > 1 and places[0] == start and places[-1] == end - 1 and all(
-                values[index] is not None for index in run):
+        places = [place := place + bool(value is not None and character_length(value))
+                  for value in found]
+        if end - start > 1 and places[0] == start and places[-1] == end - 1 \
+                and None not in found:
             for index, place in zip(run, places, strict=True):
                 spread[index] = (place, place + 1)
     return spread
@@ -198,7 +201,8 @@ def _load(specification: dict, roles: set[int | None], place: Path) -> tokenizer
     added = [token | {"special": bool(token.get("special") or token["id"] in roles)}
              for token in specification["added_tokens"]]
     # What is unknown goes by its name, but in Unigram models, which have its number.
-    unknown = known.get(token_name(specification["model"].get("unk_token")))
+    name = token_name(specification["model"].get("unk_token"))
+    unknown = None if name is None else known.get(name)
     hidden = numbers & roles - {unknown, specification["model"].get("unk_id")}
     hidden |= numbers & {token["id"] for token in added if token["special"]} - {unknown}
     model = _without_names(specification["model"], hidden)

@@ -187,8 +187,9 @@ def _parts(step: dict | None, key: str) -> list[dict]:
     if not isinstance(step, dict):
         return []
     if step.get("type") == "Sequence":
-        steps = step.get(key) if isinstance(step.get(key), list) else []
-        return [part for inner in steps for part in _parts(inner, key)]
+        steps = step.get(key)
+        return [part for inner in steps for part in _parts(inner, key)] \
+            if isinstance(steps, list) else []
     return [step]
 
 

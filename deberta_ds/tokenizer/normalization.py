@@ -81,7 +81,8 @@ def normalizer_tsv() -> str:
 def _decomposed(character: str) -> set[str]:
     """Return what composes to the same text as `character`, but is not composed yet."""
     target = unicodedata.normalize("NFC", character)
-    first, *marks = unicodedata.normalize("NFD", character)
+    parts = unicodedata.normalize("NFD", character)
+    first, marks = parts[0], parts[1:]
     found = {character}
     for order in itertools.permutations(marks):
         whole = first + "".join(order)

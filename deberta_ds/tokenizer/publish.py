@@ -23,8 +23,10 @@ def write_tokenizer_json(
 ) -> None:
     """Write tokenizer.json (its own, or `text`) and tokenizer_config.json to directory `out`."""
     if text is None:
-        parts = {"added_tokens": _with_roles(tokenizer)} | framing(tokenizer)
-        text = json.dumps(tokenizer.specification | parts, ensure_ascii=False) + "\n"
+        specification = tokenizer.specification
+        assert specification is not None, "the text of a SentencePiece model is given"
+        parts = {"added_tokens": _with_roles(tokenizer, specification)} | framing(tokenizer)
+        text = json.dumps(specification | parts, ensure_ascii=False) + "\n"
     write_atomic(out / JSON, text)
     names = {f"{role}_token": tokenizer.pieces([number])[0]
              for role, number in tokenizer.special_ids.items()}
@@ -48,9 +50,9 @@ def special_token(name: str, number: int, is_mask: bool) -> dict:
             "rstrip": False, "normalized": False, "special": True}
 
 
-def _with_roles(tokenizer: Tokenizer) -> list[dict]:
+def _with_roles(tokenizer: Tokenizer, specification: dict) -> list[dict]:
     """Return the added tokens, with the special tokens that stand in the vocabulary alone."""
-    added = list(tokenizer.specification["added_tokens"])
+    added = list(specification["added_tokens"])
     known = {token["content"] for token in added}
     for role, number in tokenizer.special_ids.items():
         name = tokenizer.pieces([number])[0]
@@ -97,7 +99,8 @@ def add_special_tokens(path: str | Path, out: str | Path) -> tuple[Tokenizer, li
     roles = look_up_roles(settings, ids, specification)
     angled = sum(name.startswith("<") for name in ids if name in sum(USUAL_NAMES.values(), ()))
     pieces = {number: piece for piece, number in ids.items()}
-    names, taken = [], set()
+    names = []
+    taken: set[int | None] = set()
     for role in sorted(ROLES, key=lambda role: pieces.get(roles[role]) not in USUAL_NAMES[role]):
         if roles[role] is None or roles[role] in taken:
             usual = sorted(USUAL_NAMES[role], key=lambda name: name.startswith("<") != bool(angled))

@@ -5,6 +5,7 @@ one of the usual names, else by what the post-processor of tokenizer.json puts a
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from deberta_ds.base.errors import UserError
 
@@ -28,7 +29,8 @@ def look_up_roles(settings: dict, ids: Mapping[str, int], specification: dict) -
         boundary = {"cls": "bos", "sep": "eos"}.get(role)
         names = [token_name(settings.get(f"{role}_token")), *USUAL_NAMES[role], other.get(role),
                  token_name(settings.get(f"{boundary}_token"))]
-        roles[role] = next((ids[name] for name in names if name in ids), None)
+        roles[role] = next((ids[name] for name in names if name is not None and name in ids),
+                           None)
     return roles
 
 
@@ -84,7 +86,7 @@ def framing_tokens(processor: dict | None) -> dict[str, str]:
         return {}
 
 
-def _framing(processor: dict | None) -> dict:
+def _framing(processor: Any) -> dict:
     kind = processor["type"]
     if kind == "Sequence":
         return {role: name for part in processor["processors"]

@@ -93,6 +93,6 @@ def _model(proto, tokenizer: Tokenizer):
         splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
         merges += sorted((split for split in splits if split[0] in merged and split[1] in merged),
                          key=lambda split: (ids[split[0]], ids[split[1]]))
-    unknown = names[tokenizer.unk_id]
-    return models.BPE(ids, merges, unk_token=unknown, fuse_unk=True,
+    assert tokenizer.unk_id is not None, "a SentencePiece model has one"
+    return models.BPE(ids, merges, unk_token=names[tokenizer.unk_id], fuse_unk=True,
                       byte_fallback=trainer.byte_fallback, ignore_merges=bool(_defined(proto)))

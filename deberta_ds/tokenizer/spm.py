@@ -72,8 +72,8 @@ class SentencePieceEngine:
         if tuple(self.pieces[:4]) == SPECIAL_PIECES:
             if MASK_PIECE not in self.pieces:
                 self.pieces.append(MASK_PIECE)
-            self.roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
-                          "mask": self.pieces.index(MASK_PIECE)}
+            self.roles: Roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
+                                 "mask": self.pieces.index(MASK_PIECE)}
         else:
             self.roles = _roles(processor, path, settings)
             if self.roles != _look_up(processor, {})[0]:  # the files beside it say otherwise

@@ -42,12 +42,15 @@ class Tokenizer:
 
     def _open(self, path: Path, files: dict[str, Path]) -> None:
         self.path, self.files = path, files
-        engine = SentencePieceEngine(files) if SPM in files else FastEngine(files)
+        engine: SentencePieceEngine | FastEngine = (
+            SentencePieceEngine(files) if SPM in files else FastEngine(files))
         self._engine = engine
         self.kind, self.sha256 = engine.kind, engine.sha256
         self.normalizes_itself, self.lost = engine.normalizes_itself, engine.lost
-        self.pad_id, self.cls_id, self.sep_id, self.unk_id, self.mask_id = (
-            engine.roles[role] for role in ("pad", "cls", "sep", "unk", "mask"))
+        ids = {role: number for role, number in engine.roles.items() if number is not None}
+        self.pad_id, self.cls_id, self.sep_id, self.mask_id = (
+            ids[role] for role in ("pad", "cls", "sep", "mask"))
+        self.unk_id = ids.get("unk")
         self.size = len(engine.pieces)
         self.mask_piece = engine.pieces[self.mask_id]
 
