@@ -50,7 +50,9 @@ class _FusedProjections(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: a checkpointed tensor is there for one reading
         inputs, weights = saved[:ctx.num_inputs], saved[ctx.num_inputs:]
         wanted = ctx.needs_input_grad[2:]
-        input_grads, weight_grads, bias_grads = {}, {}, {}
+        input_grads: dict[int, Tensor] = {}
+        weight_grads: dict[int, Tensor] = {}
+        bias_grads: dict[int, Tensor] = {}
         for (i, m), grad in zip(ctx.pairs, grads, strict=True):
             if grad is None:
                 continue
