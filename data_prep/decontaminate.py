@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Find documents that hold text of evaluation files; give the directory to tokenize_corpus.py.
+"""Find documents that contain text of evaluation files (contaminated documents).
 
-A document goes if it shares a run of 13 words with an evaluation file (or a whole shorter text of
-at least 8): JSON lines (SuperGLUE, BLiMP), tables (GLUE), parquet, Arrow or text, with every field.
+A document is contaminated if it shares 13 successive words with an evaluation file, or a whole
+shorter text of at least 8 words. Every field of the files is compared: JSON lines (SuperGLUE,
+BLiMP), tables (GLUE), parquet, Arrow or text. Give the result to tokenize_corpus.py --leave_out.
 """
 
 from options import add_cache, add_input_options, add_part, add_workers, read_options
@@ -16,8 +17,9 @@ def main() -> None:
     add_input_options(parser)
     parser.add_argument("--against", nargs="+", required=True,
                         help="evaluation files, directories or patterns")
-    parser.add_argument("--out", required=True, help="directory for the findings and report.json")
-    parser.add_argument("--words", type=positive, default=13, help="words of a run")
+    parser.add_argument("--out", required=True, help="directory for the list of contaminated "
+                                                     "documents and report.json")
+    parser.add_argument("--words", type=positive, default=13, help="number of successive words")
     add_workers(parser)
     add_part(parser)
     add_cache(parser)

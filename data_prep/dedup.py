@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Find duplicate documents out of core; give the directory to tokenize_corpus.py --leave_out.
+"""Find duplicate documents in text of any size.
 
-Name the inputs of all corpora of a mixture at once: each corpus then leaves out its own share, and
-of several equal documents the first in the order of the inputs stays.
+Run this once over the inputs of all corpora of a mixture. Of each set of duplicates, the first in
+the order of the inputs is kept. Give the result to tokenize_corpus.py --leave_out.
 """
 
 from options import add_cache, add_input_options, add_part, add_workers, read_options
@@ -14,7 +14,7 @@ from deberta_ds.base.errors import exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     add_input_options(parser)
-    parser.add_argument("--out", required=True, help="directory for the findings")
+    parser.add_argument("--out", required=True, help="directory for the list of duplicates")
     parser.add_argument("--near", type=float, default=0.0, metavar="JACCARD",
                         help="also near duplicates of at least this similarity (needs "
                              "datasketch); 0: none")

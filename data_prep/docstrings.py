@@ -12,12 +12,13 @@ def main() -> None:
     parser.add_argument("--out", type=local, required=True,
                         help="directory for train.jsonl and heldout.jsonl")
     parser.add_argument("--max_bytes", type=positive, default=12_000_000,
-                        help="stop after this much")
-    parser.add_argument("--heldout_share", type=share, default=0.02, help="share of documents")
+                        help="stop after this size")
+    parser.add_argument("--heldout_share", type=share, default=0.02,
+                        help="share of held-out documents")
     parser.add_argument("--pinned", metavar="FILE",
-                        help="only six packages with much prose, in this constraints file's "
-                             "versions: the same corpus on every machine (default: all that is "
-                             "installed)")
+                        help="use only six packages with much prose, in the versions of this "
+                             "constraints file: the same corpus on every machine (default: all "
+                             "installed packages)")
     add_workers(parser)
     args = parser.parse_args()
 

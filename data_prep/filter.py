@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Try filters on text: what they would drop and change, by reason, with samples.
+"""Try filters on text: show what they would drop and change, by reason, with samples.
 
-Nothing is tokenized; OUT/filters.html is the page to look at, OUT/filters.json the same as numbers.
-When they do what you want, give the same file to tokenize_corpus.py --filters.
+Writes an HTML report, OUT/filters.html, and its numbers, OUT/filters.json. Nothing is tokenized.
+When the filters do what you want, give the same file to tokenize_corpus.py --filters.
 """
 
 from options import add_cache, add_input_options, add_part, add_workers, read_options

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""From a row to its documents, and from a document to its rows.
+"""Find the documents of a sequence, or the sequences of a document.
 
-find.py CORPUS --seq_len 512 --row 17 names the documents in row 17 (show.py and messages give such
-numbers); --document ID names the rows of a document: its id (--id_key), or SOURCE@PLACE.
+find.py CORPUS --seq_len 512 --row 17 names the documents in sequence 17 (show.py and messages give
+such numbers). --document ID names the sequences of a document: its id (--id_key), or SOURCE@PLACE.
 """
 
 from options import add_cache
@@ -14,10 +14,10 @@ from deberta_ds.base.errors import UserError, exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", help="corpus directory")
-    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
+    parser.add_argument("--seq_len", type=positive, required=True, help="sequence length in tokens")
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--row", type=natural, nargs="+", help="rows of the corpus")
-    wanted.add_argument("--document", nargs="+", metavar="ID", help="documents")
+    wanted.add_argument("--row", type=natural, nargs="+", help="numbers of sequences of the corpus")
+    wanted.add_argument("--document", nargs="+", metavar="ID", help="ids of documents")
     add_cache(parser)
     args = parser.parse_args()
 

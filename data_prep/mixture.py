@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Print the [[data.sources]] of a run for several corpora, with shares and epochs.
 
-Natural shares are the tokens of each corpus; a temperature above 1 raises the small ones, as for
-the languages of a multilingual model (XLM-R and mT5 use about 3.3). With --after, the lines are
-those of a second stage that goes on where a run stopped: no row repeats.
+Natural shares are proportional to the tokens of each corpus. A temperature above 1 raises the share
+of small corpora, as for the languages of a multilingual model (XLM-R and mT5 use about 3.3). With
+--after, the lines are for a second stage that continues where a run stopped and repeats no
+sequence.
 """
 
 import json
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="packed corpus directories")
-    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
+    parser.add_argument("--seq_len", type=positive, required=True, help="sequence length in tokens")
     parser.add_argument("--temperature", type=positive_number, default=1.0,
-                        help="1: natural shares")
+                        help="sampling temperature; 1: natural shares")
     parser.add_argument("--weights", type=positive_number, nargs="+",
-                        help="shares, instead of a temperature")
+                        help="shares of the corpora, instead of a temperature")
     parser.add_argument("--rows", type=natural, default=0,
-                        help="rows of the run; 0: one epoch in sum")
+                        help="sequences of the run; 0: as many as all corpora hold")
     parser.add_argument("--after", nargs="+", default=[], metavar="RUN",
                         help="out_dir or checkpoint of each earlier stage, oldest first")
     parser.add_argument("--stretch", type=float, nargs=2, metavar=("FROM", "TO"),
-                        help="of the shards, such as 0.9 1; default: all, or as before")
+                        help="range of the shards, such as 0.9 1; default: all, or as before")
     parser.add_argument("--cache", metavar="DIRECTORY",
-                        help="where what lies at a URL is kept; default: where the last of "
-                        "--after kept it, else ~/.cache/deberta_ds")
+                        help="directory for copies of corpora at a URL; default: that of the "
+                        "last run of --after, else ~/.cache/deberta_ds")
     args = parser.parse_args()
 
     from deberta_ds.data.mixture import build_mixture, temperature_weights

@@ -40,24 +40,27 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
     )
     parser.add_argument(
         "--documents", default="file",
-        help="a document of a text file: file, line, blank_line or match:PATTERN",
+        help="what a document is in a text file: file, line, blank_line or match:PATTERN",
     )
     parser.add_argument("--text_key", default="text", help="key or column of the text")
     parser.add_argument("--id_key", default="",
-                        help="key or column of the document's id, kept beside the shards")
-    parser.add_argument("--label_key", default="", help="key or column to count by (language)")
+                        help="key or column of the document's id, kept with the shards")
+    parser.add_argument("--label_key", default="", help="key or column of the label to count by "
+                                                        "(language)")
     parser.add_argument(
-        "--label_from_directory", action="store_true", help="count by the name of the directory"
+        "--label_from_directory", action="store_true", help="use the name of the directory as the "
+                                                            "label"
     )
     parser.add_argument(
-        "--max_document_bytes", type=positive, default=1 << 26, help="longer ones are bad documents"
+        "--max_document_bytes", type=positive, default=1 << 26,
+        help="a longer document counts as unreadable"
     )
     parser.add_argument(
         "--extract_html", action="store_true",
-        help="the main text of the pages in .warc files (needs resiliparse)",
+        help="take the main text of the pages in .warc files (needs resiliparse)",
     )
     parser.add_argument(
-        "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: chosen"
+        "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: automatic"
     )
 
 
@@ -74,7 +77,7 @@ def read_options(args: argparse.Namespace) -> "ReadOptions":
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add --workers; under mpirun the ranks are the workers instead."""
     parser.add_argument(
-        "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes"
+        "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="number of processes"
     )
 
 
@@ -82,7 +85,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     """Add --cache, for outputs at a URL."""
     parser.add_argument(
         "--cache", default="~/.cache/deberta_ds", metavar="DIRECTORY",
-        help="where what lies at a URL is worked on: outputs are made here, then copied",
+        help="working directory for outputs at a URL: they are made here, then copied",
     )
 
 
@@ -90,8 +93,8 @@ def add_part(parser: argparse.ArgumentParser) -> None:
     """Add --part, for arrays of jobs without MPI."""
     parser.add_argument(
         "--part", type=part_of_array, metavar="I/N",
-        help="do only the I-th of N parts of the work, as job I of an array (Slurm: "
-        "$SLURM_ARRAY_TASK_ID/N from 1); afterwards run the same command without --part",
+        help="do only the I-th of N parts of the work, as job I of a job array (Slurm: "
+        "$SLURM_ARRAY_TASK_ID/N from 1); then run the same command without --part",
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Plan the rows of a tokenized corpus for one or more sequence lengths."""
+"""Pack a tokenized corpus into sequences of one or more lengths."""
 
 from options import add_cache, add_part, add_workers
 
@@ -10,9 +10,10 @@ from deberta_ds.base.errors import exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="directories made by tokenize_corpus.py")
-    parser.add_argument("--tokenizer", required=True, help="the corpus's own (for word starts)")
+    parser.add_argument("--tokenizer", required=True, help="tokenizer of the corpus (for word "
+                                                           "starts)")
     parser.add_argument("--seq_len", type=positive, nargs="+", required=True,
-                        help="tokens in a row")
+                        help="sequence lengths in tokens")
     add_workers(parser)
     add_part(parser)
     add_cache(parser)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Replace the masked tokens of a packed corpus by a frozen generator's samples, once.
+"""Replace the masked tokens of a packed corpus by samples of a frozen generator, once.
 
     python data_prep/replace.py shards/web --generator runs/v3_base \\
         --seq_len 512 --out replaced/web --temperatures 2.0 1.5 1.0
 
-A run with objective.kind = "rtd_cached" then trains discriminators on them without a generator.
-Run the same command again after a crash and only what is missing is done.
+A run with objective.kind = "rtd_cached" then trains a discriminator on them without a generator.
+After a crash, run the same command again: only what is missing is done.
 """
 
 from options import add_workers, local, seed, share
@@ -21,14 +21,17 @@ def main() -> None:
     parser.add_argument("--generator", required=True,
                         help="run, checkpoint or exported directory with a masked LM")
     parser.add_argument("--out", type=local, required=True, help="directory for the replacements")
-    parser.add_argument("--seq_len", type=positive, required=True, help="tokens in a row")
+    parser.add_argument("--seq_len", type=positive, required=True, help="sequence length in tokens")
     parser.add_argument("--temperatures", type=positive_number, nargs="+", default=[1.0],
-                        help="one draw of all rows for each, in this order")
-    parser.add_argument("--rate", type=share, default=0.15, help="share of tokens masked")
-    parser.add_argument("--max_ngram", type=positive, default=1, help="words in a masked span")
-    parser.add_argument("--seed", type=seed, default=0, help="of masks and samples")
+                        help="sample all sequences once per temperature, in this order")
+    parser.add_argument("--rate", type=share, default=0.15,
+                        help="mask rate: share of masked tokens")
+    parser.add_argument("--max_ngram", type=positive, default=1,
+                        help="longest masked span in words")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of masks and samples")
     parser.add_argument("--attend_across_documents", action="store_true",
-                        help="pieces of a row see each other (as data.attend_across_documents)")
+                        help="document segments of a sequence attend to each other (as "
+                             "data.attend_across_documents)")
     add_workers(parser)
     args = parser.parse_args()
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Print rows as the model sees them: pieces, with the masked tokens coloured.
+"""Print sequences as the model sees them: tokens, with the masked ones in color.
 
-show.py --config RUN.toml, with overrides as for a run, or show.py CORPUS --tokenizer spm.model
---seq_len 512 before there is a run file.
+With a run file: show.py --config RUN.toml, with overrides as for a run. Without one: show.py CORPUS
+--tokenizer spm.model --seq_len 512.
 """
 
 import sys
@@ -24,12 +24,14 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="?", help="packed corpus directory, without --config")
     parser.add_argument("--config", metavar="TOML", help="run file: its sources, masks and seed")
-    parser.add_argument("--tokenizer", help="its tokenizer, for a corpus")
-    parser.add_argument("--seq_len", type=positive, help="tokens in a row, for a corpus")
-    parser.add_argument("--rows", type=positive, default=2, help="how many")
-    parser.add_argument("--first", type=natural, default=0, help="first row number of the run")
+    parser.add_argument("--tokenizer", help="tokenizer of the corpus, without --config")
+    parser.add_argument("--seq_len", type=positive, help="sequence length in tokens, without "
+                                                         "--config")
+    parser.add_argument("--rows", type=positive, default=2, help="number of sequences to print")
+    parser.add_argument("--first", type=natural, default=0,
+                        help="number of the first sequence to print")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto",
-                        help="colours; without them targets stand in braces")
+                        help="use colors; without them targets are in braces")
     args, overrides = parser.parse_known_args()
     if (args.corpus is None) == (args.config is None):
         parser.error("name either a packed corpus or a run file with --config")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Show what corpora hold: lengths, fill, tokens by label, most frequent pieces."""
+"""Show statistics of corpora: lengths, packing, tokens by label, most frequent tokens."""
 
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from deberta_ds.base.errors import exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="corpus directories")
-    parser.add_argument("--tokenizer", required=True, help="the corpus's own")
-    parser.add_argument("--top", type=positive, default=20, help="most frequent pieces to list")
-    parser.add_argument("--pictures", type=local, help="directory for one PNG a corpus")
+    parser.add_argument("--tokenizer", required=True, help="tokenizer of the corpus")
+    parser.add_argument("--top", type=positive, default=20,
+                        help="number of most frequent tokens to list")
+    parser.add_argument("--pictures", type=local, help="directory for one PNG per corpus")
     add_cache(parser)
     args = parser.parse_args()
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Take documents out of a finished corpus by id; only their shards are written anew.
+"""Remove documents from a finished corpus by id.
 
-The result is another directory; what did not change in it is hard links to the old one's files.
+The result is a new directory. Only the shards of removed documents are written again; the other
+files are hard links to those of the old corpus.
 """
 
 from pathlib import Path
@@ -16,10 +17,10 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", help="corpus directory")
     parser.add_argument("--out", required=True, help="directory of the new corpus")
-    parser.add_argument("--tokenizer", required=True, help="the corpus's tokenizer")
+    parser.add_argument("--tokenizer", required=True, help="tokenizer of the corpus")
     parser.add_argument("--document", nargs="+", default=[], metavar="ID",
                         help="ids (--id_key), or SOURCE@PLACE as find.py prints them")
-    parser.add_argument("--documents_from", metavar="FILE", help="a file with one of them a line")
+    parser.add_argument("--documents_from", metavar="FILE", help="a file with one ID per line")
     add_workers(parser)
     add_cache(parser)
     args = parser.parse_args()

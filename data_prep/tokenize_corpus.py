@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Normalise, filter and tokenize text of any size into a corpus of token shards.
+"""Normalize, filter and tokenize text of any size into a corpus of token shards.
 
-On one machine: --workers N. On many (pip install mpi4py): mpirun -n N python -m mpi4py.futures
-data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of workers; run the
-same command again after a crash and only what is missing is done.
+On one machine use --workers N. On several (pip install mpi4py) use mpirun -n N python -m
+mpi4py.futures data_prep/tokenize_corpus.py ... The shards are the same bytes for any number of
+workers. After a crash, run the same command again: only what is missing is done.
 """
 
 import itertools
@@ -25,23 +25,25 @@ def main() -> None:
     add_input_options(parser)
     parser.add_argument("--out", required=True, help="directory of the corpus")
     parser.add_argument("--tokenizer", required=True,
-                        help="a SentencePiece model, tokenizer.json, vocab.json beside merges.txt, "
+                        help="a SentencePiece model, tokenizer.json, vocab.json next to "
+                             "merges.txt,"
                         "vocab.txt, or a directory with one of them")
-    parser.add_argument("--heldout_out", help="directory of a held-out corpus, if one is wanted")
+    parser.add_argument("--heldout_out", help="directory for a held-out corpus (optional)")
     parser.add_argument("--heldout_share", type=share, default=0.01,
                         help="share of documents held out, by a hash of their text")
     parser.add_argument("--drop_heldout", action="store_true",
-                        help="leave out what --heldout_share holds out: in the other corpora of a "
-                        "mixture, lest copies of held-out documents stay there")
+                        help="drop the documents that --heldout_share would hold out. Use it for "
+                             "the"
+                        "other corpora of a mixture, so that no copies stay there")
     parser.add_argument("--min_characters", type=positive, default=1,
-                        help="shorter ones are left out")
+                        help="shorter documents are skipped")
     parser.add_argument("--min_letter_share", type=fraction, default=0.0,
-                        help="documents with fewer letters are left out")
+                        help="documents with a smaller share of letters are skipped")
     parser.add_argument("--max_bad", type=natural, default=0,
-                        help="unreadable documents allowed (left out, counted, the first named)")
+                        help="unreadable documents allowed (skipped, counted, the first is named)")
     parser.add_argument("--leave_out", "--duplicates", nargs="+", default=[], metavar="FOUND",
-                        help="directories made by dedup.py and decontaminate.py over these inputs "
-                        "(and others): leave those documents out")
+                        help="skip the documents that dedup.py or decontaminate.py listed in these "
+                        "directories; they must have read these inputs")
     parser.add_argument("--filters", metavar="TOML",
                         help="rules that drop or change documents, such as data_prep/filters/"
                         "web_en.toml; try them with filter.py")

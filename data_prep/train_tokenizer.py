@@ -17,26 +17,27 @@ KINDS = ("unigram", "byte_bpe", "bpe", "wordpiece")
 def main() -> None:
     parser = parser_for(__doc__)
     add_input_options(parser, needed="*")
-    parser.add_argument("--out", required=True, help="the model file to write, such as spm.model; "
-                        "of the other kinds the directory")
+    parser.add_argument("--out", required=True, help="model file to write, such as spm.model; for "
+                        "other kinds than unigram a directory")
     parser.add_argument("--kind", choices=KINDS, default="unigram",
                         help="unigram: SentencePiece; byte_bpe: as GPT-2 and DeBERTa v1; bpe: with "
-                        "space marks and bytes for rare characters; wordpiece: as BERT, cased")
+                        "space marks, and bytes for rare characters; wordpiece: as BERT, cased")
     parser.add_argument("--add_mask", metavar="TOKENIZER",
-                        help="train nothing: give this tokenizer the special tokens it lacks")
+                        help="do not train, but add the missing special tokens to this tokenizer")
     parser.add_argument("--vocab_size", type=positive, default=32000,
-                        help="vocabulary items; [MASK] comes after them")
-    parser.add_argument("--sample_bytes", type=positive, default=1 << 26, help="text to train on")
+                        help="vocabulary size without [MASK], which is added at the end")
+    parser.add_argument("--sample_bytes", type=positive, default=1 << 26,
+                        help="size of the text to train on")
     parser.add_argument("--temperature", type=positive_number, metavar="T",
                         help="take each language (--label_key, --label_from_directory) in "
-                        "proportion to its characters to the power of 1/T: 1 as they are, 3.3 as "
-                        "XLM-R; reads all of the input once to count and once to sample")
+                        "proportion to its characters to the power of 1/T (1: as they are, 3.3: as "
+                        "XLM-R). Reads the input twice, to count and to sample")
     parser.add_argument("--max_bad", type=natural, default=0,
-                        help="unreadable documents to leave out and name before giving up")
+                        help="unreadable documents allowed (skipped and named)")
     parser.add_argument("--character_coverage", type=fraction, default=0.9995,
                         help="rarer characters are spelled in bytes (wordpiece: unknown)")
     parser.add_argument("--threads", type=positive, default=2,
-                        help="part of unigram's recipe: it rounds sums")
+                        help="threads of unigram training; the model depends on their number")
     add_workers(parser)
     add_cache(parser)
     args = parser.parse_args()

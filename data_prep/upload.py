@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Copy a packed corpus to an object store or another file system that runs then read from.
+"""Copy a packed corpus to an object store or another file system.
 
-The address is anything fsspec opens (s3://bucket/web); give it as a path of data.sources. Run the
-same command again after an interruption: what is there already is not copied again.
+The URL is any that fsspec opens (s3://bucket/web). Then use it as a path in data.sources. After an
+interruption, run the same command again: only what is missing is copied.
 """
 
 from options import local
@@ -15,7 +15,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", type=local,
                         help="directory made by tokenize_corpus.py and pack.py")
-    parser.add_argument("--to", required=True, metavar="URL", help="where it shall lie")
+    parser.add_argument("--to", required=True, metavar="URL", help="URL of the copy")
     args = parser.parse_args()
 
     from deberta_ds.corpus.pack import verify_corpus

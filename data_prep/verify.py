@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Check the files of corpora against their manifests; exit code 2 names the first bad shard."""
+"""Check the files of corpora against their manifests. Exit code 2: the first bad shard is named."""
 
 from options import add_cache
 
@@ -10,8 +10,9 @@ from deberta_ds.base.errors import exit_cleanly
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("corpus", nargs="+", help="corpus directories")
-    parser.add_argument("--verify", choices=("sizes", "full"), default="full", help="how closely")
-    parser.add_argument("--tokenizer", help="tokenizer that the corpora must have been made with")
+    parser.add_argument("--verify", choices=("sizes", "full"), default="full",
+                        help="full: checksums too")
+    parser.add_argument("--tokenizer", help="tokenizer that must have made the corpora")
     add_cache(parser)
     args = parser.parse_args()
 

@@ -1,12 +1,12 @@
-"""Draw what the attention scores of a text are made of, on a page to point at.
+"""Draw the parts of the attention scores of a text in an HTML report.
 
     python launch/attention_map.py --model MODEL "The cat sat on the mat."
     python launch/attention_map.py --model MODEL "..." --layers 0 5 11 --png
 
-For every chosen head: the content-to-content, content-to-position and position-to-content parts of
-the scores, their sum, and the probabilities; then how alike the position tables' rows are by
-distance. Layers and heads count from 0, as in the names of the weights. The page
-is one file without scripts from elsewhere; --png writes a picture, too.
+For every selected head the report shows the content-to-content, content-to-position and
+position-to-content parts of the scores, their sum, and the probabilities. It also shows how similar
+position embeddings are by distance. Layers and heads count from 0, as in the names of the weights.
+The report is one self-contained file. --png writes a picture as well.
 """
 
 from pathlib import Path
@@ -19,14 +19,14 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True,
                         help="a run, a checkpoint, or anything that convert.py reads")
-    parser.add_argument("text", metavar="TEXT", help="what is read, in quotes")
+    parser.add_argument("text", metavar="TEXT", help="text to read, in quotes")
     parser.add_argument("--layers", type=int, nargs="+", metavar="N",
                         help="default: the first, the middle and the last")
     parser.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: the first four")
-    parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
+    parser.add_argument("--tokenizer", help="tokenizer, if the model has none")
     parser.add_argument("--out", type=Path, default=Path("attention.html"), metavar="FILE",
-                        help="the page")
-    parser.add_argument("--png", action="store_true", help="write FILE with .png for .html, too")
+                        help="HTML report to write")
+    parser.add_argument("--png", action="store_true", help="also write FILE as .png")
     options = parser.parse_args()
 
     from deberta_ds.report.attention_page import write_attention

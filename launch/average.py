@@ -4,9 +4,9 @@
     python launch/average.py --models runs/a runs/b/checkpoints/step-00002000 \\
         --out DIR
 
-Means are formed in float64 and written in fp32 as a new model, for export.py, finetune.py, and
-whatever else reads one. A run keeps `train.keep` checkpoints (3 by default); the farther apart and
-the higher the learning rate between them, the more an average changes.
+Averages are computed in float64 and written in fp32 as a new model that export.py, finetune.py and
+the other commands read. A run keeps `train.keep` checkpoints (3 by default). The farther apart they
+are and the higher the learning rate between them, the more averaging changes the model.
 """
 
 import argparse
@@ -24,11 +24,11 @@ def main() -> None:
     source.add_argument("--models", nargs="+", metavar="MODEL",
                         help="checkpoints, exports or public models, of one shape and tokenizer")
     parser.add_argument("--last", type=_at_least_two, metavar="N",
-                        help="of --run: its N newest checkpoints (default: 3)")
+                        help="with --run: average the N newest checkpoints (default: 3)")
     parser.add_argument("--out", required=True, metavar="DIR", help="new directory")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), default="hf",
-                        help="Hugging Face (the default), microsoft's release, or our weights "
-                             "and config")
+                        help="format: Hugging Face (the default), microsoft's release, or the "
+                             "weights and config of this project")
     options = parser.parse_args()
     if options.models and options.last:
         parser.error("--last is for --run")

@@ -2,9 +2,9 @@
 
     python launch/convert.py --model SOURCE --out DIR --to hf|ms|ours
 
-SOURCE: a Hugging Face directory, a microsoft `.bin` with model_config.json beside it, an official
-training output (discriminator/ and generator/), our run, checkpoint or consolidated directory.
-DIR: a new directory. Nothing is dropped without a line that says so.
+SOURCE is a Hugging Face directory, a microsoft `.bin` with model_config.json next to it, an
+official training output (discriminator/ and generator/), or a run, checkpoint or consolidated
+directory of this project. DIR is a new directory. If something cannot be converted, a line says so.
 """
 
 from deberta_ds.base.command_line import parser_for
@@ -13,11 +13,12 @@ from deberta_ds.base.errors import exit_cleanly
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--model", required=True, metavar="SOURCE", help="what is read")
-    parser.add_argument("--out", required=True, metavar="DIR", help="what is written")
+    parser.add_argument("--model", required=True, metavar="SOURCE", help="model to convert")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write")
     parser.add_argument("--to", choices=("hf", "ms", "ours"), required=True,
-                        help="Hugging Face, microsoft's release, or our weights and config")
-    parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
+                        help="format: Hugging Face, microsoft's release, or the weights and "
+                             "config of this project")
+    parser.add_argument("--tokenizer", help="tokenizer, if the source has none")
     arguments = parser.parse_args()
 
     from deberta_ds.release.convert import convert

@@ -1,7 +1,7 @@
-"""The whole road on this machine: corpus, pretraining, resume, export, fine-tuning, page.
+"""Run everything on this machine: corpus, pretraining, resume, export, fine-tuning, report.
 
-`make demo` calls this. It only runs the commands that a user would, and prints each one; everything
-it makes is in runs/demo. What the demo before left there is moved to runs/demo-before.
+`make demo` calls this. It runs the commands that a user would run and prints each one. Everything
+it writes is in runs/demo. The output of an earlier demo is moved to runs/demo-before.
 """
 
 import json
@@ -90,9 +90,9 @@ def _environment() -> dict[str, str]:
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--short", action="store_true",
-                        help=f"pretrain {SHORT_STEPS} steps only: the road, not the destination")
+                        help=f"pretrain for {SHORT_STEPS} steps only, which learns little")
     parser.add_argument("--seed", type=int, default=0,
-                        help="of the first weights, the rows and the masks (default: 0)")
+                        help="seed of the weights, the sequence order and the masks (default: 0)")
     options = parser.parse_args()
 
     import torch

@@ -1,11 +1,12 @@
-"""Score a pretraining checkpoint on held-out rows: both networks, beside their baselines.
+"""Score the networks of a pretraining checkpoint on the held-out set, next to their baselines.
 
     python launch/evaluate.py --run runs/v3_base --data shards/more --rows 1000
 
-One process, in fp32; any ZeRO stage and world size of the checkpoint. Masks and samples are fixed,
-so scores of different checkpoints compare. The discriminators of different runs do not, because a
-better generator sets a harder task: --generator MODEL scores one on rows that the masked LM or
-generator of MODEL has replaced, whatever run it comes from.
+Runs in one process in fp32 and reads checkpoints of any ZeRO stage and world size. Masks and
+samples are fixed, so scores of different checkpoints can be compared. Scores of discriminators from
+different runs cannot, because a better generator makes the task harder. To compare those, use
+--generator MODEL: it scores each one on sequences in which the generator of MODEL has replaced
+tokens.
 """
 
 import json
@@ -18,10 +19,11 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--run", required=True, help="run or checkpoint directory")
     parser.add_argument("--data", nargs="+",
-                        help="packed corpora, scored together and each (default: data.heldout)")
-    parser.add_argument("--tokenizer", help="path of a tokenizer (default: the run's)")
+                        help="packed corpora, scored together and one by one (default: "
+                             "data.heldout)")
+    parser.add_argument("--tokenizer", help="tokenizer (default: that of the run)")
     parser.add_argument("--rows", type=positive,
-                        help="how many rows, at least 1 (default: the run's)")
+                        help="number of sequences, at least 1 (default: as in the run)")
     parser.add_argument("--generator", metavar="MODEL",
                         help="score the discriminator on the replacements of this run or model")
     options = parser.parse_args()

@@ -4,11 +4,12 @@
     python launch/export.py --run runs/v3_base --out DIR --onnx int8
 
 `--run` takes a run's out_dir (its newest checkpoint), one of its checkpoints/step-NNNNNNNN, or
-any model that convert.py reads, such as a fine-tuned one. The discriminator is merged (generator's
-words + delta, in fp32); the generator goes to DIR/generator with its enhanced mask decoder's
-position table in a side file. The directory appears only if AutoModel loads it with the same
-hidden states. `--onnx` adds onnx/model.onnx for any batch and length, the generator's beside it,
-compared with PyTorch. README.md is the model card; license and languages are yours to fill in.
+any model that convert.py reads, such as a fine-tuned one. The discriminator is merged (token
+embeddings of the generator + delta, in fp32). The generator is written to DIR/generator; the
+position embeddings of its enhanced mask decoder are in a separate file. The directory is created
+only if AutoModel loads it with the same hidden states. `--onnx` adds onnx/model.onnx for any batch
+size and length, and one for the generator, both compared with PyTorch. README.md is the model card;
+fill in license and languages.
 `--push` uploads the directory to the Hub (log in with `hf auth login`).
 """
 
@@ -23,12 +24,13 @@ def main() -> None:
     parser.add_argument("--run", required=True, help="run or checkpoint directory")
     parser.add_argument("--out", required=True, help="new directory")
     parser.add_argument("--onnx", nargs="?", const="fp32", choices=("fp32", "int8"),
-                        help="add ONNX files: fp32 (the default), or int8 beside it; needs "
+                        help="add ONNX files: fp32 (the default), or also int8; needs "
                              "pip install onnx onnxruntime")
-    parser.add_argument("--tokenizer", help="path of its tokenizer, where the source has none")
+    parser.add_argument("--tokenizer", help="tokenizer, if the source has none")
     parser.add_argument("--push", metavar="NAME/REPOSITORY",
-                        help="then upload it to this repository of the Hugging Face Hub")
-    parser.add_argument("--private", action="store_true", help="of --push: a new one is private")
+                        help="upload the result to this repository of the Hugging Face Hub")
+    parser.add_argument("--private", action="store_true",
+                        help="with --push: make a new repository private")
     arguments = parser.parse_args()
     if arguments.private and not arguments.push:
         parser.error("--private is for --push")

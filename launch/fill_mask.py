@@ -2,7 +2,7 @@
 
     python launch/fill_mask.py --model MODEL "Paris is the [MASK] of France."
 
-Of an exported discriminator its generator is used.
+For an exported discriminator, its generator is used.
 """
 
 from deberta_ds.base.command_line import parser_for, positive
@@ -13,9 +13,9 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True,
                         help="a run, a checkpoint, or anything that convert.py reads")
-    parser.add_argument("texts", metavar="TEXT", nargs="+", help="with [MASK] in it, in quotes")
-    parser.add_argument("--tokenizer", help="path of its tokenizer, where the model has none")
-    parser.add_argument("--top", type=positive, default=5, help="proposals for each mask")
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help="text with [MASK], in quotes")
+    parser.add_argument("--tokenizer", help="tokenizer, if the model has none")
+    parser.add_argument("--top", type=positive, default=5, help="predictions per mask")
     arguments = parser.parse_args()
 
     from deberta_ds.evaluate.fill_mask import fill_mask, load_masked_lm

@@ -1,12 +1,12 @@
-"""Fine-tune one task: alone, or on several ranks under deepspeed or torchrun.
+"""Fine-tune on one task, in one process or on several ranks under deepspeed or torchrun.
 
     python launch/finetune.py --task RTE --model MODEL --data DIR --out OUT
     deepspeed launch/finetune.py --task CB --seeds 5 --all.epochs=20 \\
         --init_from OUT/RTE/seed-1 --model MODEL --data DIR --out OUT
     python launch/finetune.py --task my_task.toml --model MODEL --out OUT
 
-Writes OUT/TASK/seed-N/: result.json, model/, val_predictions.jsonl, submission/TASK.jsonl. A
-finished (task, seed) is not run again.
+Writes result.json, model/, val_predictions.jsonl and submission/TASK.jsonl to OUT/TASK/seed-N/.
+Finished runs are reused.
 """
 
 import os
@@ -23,10 +23,10 @@ def main() -> None:
 
     parser = parser_for(__doc__)
     parser.add_argument("--task", required=True,
-                        help="a task of SuperGLUE or GLUE by name, or a TOML file with a task of "
-                        "your own (docs/finetuning.md)")
+                        help="name of a SuperGLUE or GLUE task, or a TOML file of your own task "
+                        "(docs/finetuning.md)")
     parser.add_argument("--init_from", default="", metavar="DIRECTORY",
-                        help="output of another task, whose head is kept where labels match")
+                        help="output of another task; its head is kept if the labels match")
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)
     given, overrides = options.parse(parser)

@@ -2,12 +2,12 @@
 
     python launch/minimal_pairs.py --model runs/base --data blimp --out pairs
 
-The same under deepspeed gives the same result, sooner.
+Several ranks under deepspeed give the same result in less time.
 
-MODEL: a run, a checkpoint, an exported directory, or a public model. DATA: a directory, a tar
-archive or a file in BLiMP's or Zorro's format, or JSON lines of your own with sentence_good,
-sentence_bad, paradigm and phenomenon. Every head is asked: a masked LM (or generator) for
-pseudo-log-likelihoods by word and by piece, a discriminator for the probability that nothing was
+MODEL is a run, a checkpoint, an exported directory or a public model. DATA is a directory, a tar
+archive or a file in the format of BLiMP or Zorro, or your own JSON lines with sentence_good,
+sentence_bad, paradigm and phenomenon. Every head is scored: a masked LM (or generator) by
+pseudo-log-likelihood per word and per token, a discriminator by the probability that nothing was
 replaced.
 """
 
@@ -38,12 +38,12 @@ def load(path: str):
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--model", required=True, help="what is scored")
+    parser.add_argument("--model", required=True, help="model to score")
     parser.add_argument("--data", required=True, help="minimal pairs")
     parser.add_argument("--out", type=Path, help="directory for minimal_pairs.json and .html")
     parser.add_argument("--sample", type=natural, default=0, metavar="N",
-                        help="score N pairs a paradigm, drawn with --seed (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of --sample")
+                        help="score a sample of N pairs per paradigm (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --sample")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options = parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""Say what a run needs on a cluster before it is started: memory, speed, communication, days.
+"""Predict memory, speed, communication and days of a run on a cluster.
 
     python launch/plan.py --config launch/runs/v3_base.toml --gpu h200 --gpus 8
 
-Nothing is allocated and no GPU is needed. A card that is not listed: --gpu NAME --tflops 165
---memory_gb 24 (and the speed of its links). Any value of the run file can be overridden, as in
-launch/pretrain.py.
+Allocates nothing and needs no GPU. For a GPU that is not listed, give its figures: --gpu NAME
+--tflops 165 --memory_gb 24 (and the speed of its links). Any value of the run file can be
+overridden, as in launch/pretrain.py.
 """
 
 import argparse
@@ -17,25 +17,27 @@ from deberta_ds.base.errors import exit_cleanly
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the values of the run file that are overridden."""
     parser = parser_for(__doc__)
-    parser.add_argument("--config", required=True, metavar="TOML", help="a run file")
+    parser.add_argument("--config", required=True, metavar="TOML",
+                        help="run file (model, data, optimizer, steps)")
     parser.add_argument("--deepspeed_config", default="ds_configs/zero1_bf16.json", metavar="JSON",
-                        help="precision, buckets and offload; its stage is replaced (default: "
+                        help="precision, buckets and offload; every ZeRO stage is tried (default: "
                              "%(default)s)")
     parser.add_argument("--gpu", required=True, metavar="NAME",
-                        help="h200, h100, h100pcie, a100, l40s, rtx4090, ...; for another card, "
-                             "or other figures, give those of its data sheet:")
-    parser.add_argument("--tflops", type=_sheet_number, help="dense peak in the run's precision")
-    parser.add_argument("--memory_gb", type=_sheet_number, help="its memory")
+                        help="h200, h100, h100pcie, a100, l40s, rtx4090, ...; for another GPU, "
+                             "or other figures, use the options below")
+    parser.add_argument("--tflops", type=_sheet_number,
+                        help="dense peak TFLOP/s in the run's precision")
+    parser.add_argument("--memory_gb", type=_sheet_number, help="memory of a GPU")
     parser.add_argument("--link_gb_s", type=_sheet_number,
-                        help="GB/s to the other cards of a node, in one direction (PCIe 4.0 x16: "
+                        help="GB/s to the other GPUs of a node, in one direction (PCIe 4.0 x16: "
                              "32)")
     parser.add_argument("--network_gb_s", type=_sheet_number,
-                        help="GB/s between nodes for each card (100 Gbit/s: 12.5)")
-    parser.add_argument("--gpus", type=positive, default=8, help="GPUs a node (default: 8)")
-    parser.add_argument("--nodes", type=positive, default=1, help="hosts (default: 1)")
+                        help="GB/s between nodes per GPU (100 Gbit/s: 12.5)")
+    parser.add_argument("--gpus", type=positive, default=8, help="GPUs per node (default: 8)")
+    parser.add_argument("--nodes", type=positive, default=1, help="number of nodes (default: 1)")
     parser.add_argument("--mfu", type=_share, default=0.4,
-                        help="share of the cards' peak FLOP/s to expect (default: 0.4)")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with a picture")
+                        help="expected share of the GPUs' peak FLOP/s (default: 0.4)")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML report with a picture")
     return parser.parse_known_args()
 
 

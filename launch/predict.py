@@ -1,9 +1,10 @@
-"""Predict with a fine-tuned model: one JSON line for each row of a table of any size, in order.
+"""Predict with a fine-tuned model: one JSON line per row of a table of any size, in order.
 
     python launch/predict.py --model OUT/TASK/seed-1 --data a.csv --out a.jsonl
     deepspeed launch/predict.py ...
 
-The table has the columns of the task (.jsonl .csv .tsv .parquet .arrow .conll), labels or not.
+The table (.jsonl .csv .tsv .parquet .arrow .conll) has the columns of the task. Labels are
+optional.
 """
 
 import argparse
@@ -20,12 +21,12 @@ def main() -> None:
     parser.add_argument("--data", required=True, type=Path, help="table to predict")
     parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
     parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
-                        help="columns of the table to repeat beside the predictions")
+                        help="columns of the table to copy next to the predictions")
     parser.add_argument(
-        "--global_batch_size", type=positive, default=32, help="rows of one forward"
+        "--global_batch_size", type=positive, default=32, help="rows per forward pass"
     )
     parser.add_argument("--max_length", type=_row_length, metavar="N",
-                        help="tokens of one row (default: as trained)")
+                        help="maximum length in tokens (default: as trained)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
 

@@ -2,9 +2,9 @@
 
     deepspeed launch/pretrain.py --config RUN.toml --deepspeed_config DS.json
 
-Works the same under deepspeed, torchrun, mpirun, srun, or alone. Any value of the run file can be
-overridden: --train.steps=1000. `--explain` lists every key of a run file, `--explain rate`
-those with "rate" in them.
+Works with deepspeed, torchrun, mpirun, srun, or without a launcher. To override a value of the run
+file, write --train.steps=1000. `--explain` lists every key of a run file, `--explain rate` those
+that contain "rate".
 """
 
 import argparse
@@ -20,14 +20,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def main() -> int:
     parser = parser_for(__doc__)
-    parser.add_argument("--config", metavar="TOML", help="what is computed: a run file")
-    parser.add_argument("--deepspeed_config", metavar="JSON", help="how it is run")
+    parser.add_argument("--config", metavar="TOML", help="run file (model, data, optimizer, steps)")
+    parser.add_argument("--deepspeed_config", metavar="JSON", help="ZeRO stage, precision, offload")
     parser.add_argument("--explain", nargs="?", const="", metavar="KEY",
-                        help="say what a key of the run file means, or every key, and stop")
+                        help="explain a key of the run file, or every key, and exit")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH",
-                        help="which checkpoint to go on from (default: the newest whole one)")
+                        help="checkpoint to resume from (default: the newest intact one)")
     parser.add_argument("--check", action="store_true",
-                        help="check everything, run one micro-batch, write nothing")
+                        help="validate everything, run one micro-batch, write nothing")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options, overrides = parser.parse_known_args()
 

@@ -1,9 +1,9 @@
-"""Probe a frozen encoder: logistic regression on its states, for any classification file.
+"""Probe a frozen encoder: logistic regression on its hidden states, for any classification file.
 
     python launch/probe.py --model runs/base --train train.jsonl --test a.jsonl
     python launch/probe.py ... --text premise hypothesis --pooling cls
 
-Files hold one JSON object a line. Prints accuracy with its interval, beside the majority's.
+Files hold one JSON object per line. Prints accuracy with its interval and the majority baseline.
 """
 
 import json
@@ -16,13 +16,14 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--model", required=True,
                         help="a run, a checkpoint, an exported directory or a public model")
-    parser.add_argument("--train", required=True, metavar="JSONL", help="labelled examples")
-    parser.add_argument("--test", required=True, metavar="JSONL", help="others, to score")
+    parser.add_argument("--train", required=True, metavar="JSONL",
+                        help="labelled examples to train on")
+    parser.add_argument("--test", required=True, metavar="JSONL", help="labelled examples to score")
     parser.add_argument("--text", nargs="+", default=["text"], metavar="KEY",
                         help="key of the text, or of the two texts of a pair (default: text)")
     parser.add_argument("--label", default="label", metavar="KEY", help="key of the class")
     parser.add_argument("--pooling", choices=("mean", "cls"), default="mean",
-                        help="of an input's last states (default: mean)")
+                        help="pooling of the last hidden states (default: mean)")
     options = parser.parse_args()
     if len(options.text) > 2:
         parser.error("--text takes one key, or the two of a pair")

@@ -1,10 +1,10 @@
-"""Draw one page of a pretraining run, of several side by side, or of a fine-tuning sweep.
+"""Write the HTML report of a pretraining run, of several compared, or of a fine-tuning sweep.
 
     python launch/report.py --run runs/demo --fill_mask "Returns a [MASK]."
     python launch/report.py --run runs/es runs/gdes --out compared.html
     python launch/report.py --superglue runs/superglue runs/superglue-random
 
-Pages are single files: no script from elsewhere, no network, light and dark.
+A report is one self-contained file that needs no network, in light and dark.
 """
 
 from pathlib import Path
@@ -17,11 +17,11 @@ def main() -> None:
     parser = parser_for(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", nargs="+", action="extend", type=Path, metavar="DIR",
-                      help="out_dir of a run; several are compared")
+                      help="out_dir of a run; several runs are compared")
     what.add_argument("--superglue", nargs="+", action="extend", type=Path, metavar="DIR",
-                      help="--out of launch/superglue.py; others are shown beside the first")
+                      help="--out of launch/superglue.py; others are compared with the first")
     parser.add_argument("--fill_mask", nargs="+", action="extend", default=[], metavar="TEXT",
-                        help='show what each run puts for the masks: "He was a [MASK] man."')
+                        help='show how each run fills the masks: "He was a [MASK] man."')
     parser.add_argument("--out", type=Path, metavar="FILE",
                         help="default: report.html in the first directory")
     options = parser.parse_args()

@@ -3,8 +3,8 @@
     python launch/submit.py --run runs/sg --data superglue --zip superglue.zip
     python launch/submit.py --check superglue.zip --data superglue
 
-`--run` is the output of launch/superglue.py (the run with the median validation score of
-each task is taken) or a directory of ten TASK.jsonl files.
+`--run` is the output of launch/superglue.py or a directory of ten TASK.jsonl files. Of the runs of
+a task, the one with the median validation score is used.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE",
-                        help="whose leaderboard")
+                        help="benchmark of the leaderboard")
     parser.add_argument("--data", required=True, help="the suite's data: directory, zip or hub")
     parser.add_argument("--run", help="output of launch/superglue.py, or TASK.jsonl files")
     parser.add_argument("--zip", help="zip file to write")
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--leave_out", nargs="+", default=[], metavar="TASK",
                         help="tasks that may be missing (the leaderboard takes no partial zip)")
     parser.add_argument("--any_size", action="store_true",
-                        help="the test files are samples, not the official ones")
+                        help="accept test files that are samples, not the official ones")
     args = parser.parse_args()
 
     from deberta_ds.finetune import submission

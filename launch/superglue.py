@@ -1,10 +1,11 @@
-"""Fine-tune and score a model on SuperGLUE or GLUE, several seeds a task; go on where it stopped.
+"""Fine-tune and score a model on SuperGLUE or GLUE with several seeds per task.
 
     deepspeed launch/superglue.py --model MODEL --data superglue --seeds 5 \\
         --out OUT --config launch/runs/superglue/base.toml
 
-Prints a table; writes OUT/results.json and OUT/report.html beside the runs. Then, for the
-leaderboard: python launch/submit.py --run OUT --data superglue --zip superglue.zip
+Prints a table and writes OUT/results.json and OUT/report.html. Finished runs are reused: after an
+interruption, run the same command again. For the leaderboard, then run
+python launch/submit.py --run OUT --data superglue --zip superglue.zip
 """
 
 import json
@@ -25,12 +26,12 @@ def main() -> None:
     parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE",
                         help="the benchmark")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK",
-                        help="default: all of the suite's")
+                        help="tasks to run (default: all of the suite)")
     parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",
                         help="start a task from the output of another, such as CB=runs/MNLI/seed-1")
-    parser.add_argument("--save_models", action="store_true", help="keep every run's weights")
+    parser.add_argument("--save_models", action="store_true", help="keep the weights of every run")
     parser.add_argument("--compare", type=Path, metavar="OUT",
-                        help="another sweep to show beside, such as one without pretraining")
+                        help="another sweep to compare with, such as one without pretraining")
     options.add_options(parser)
     given, overrides = options.parse(parser)
 

@@ -3,8 +3,8 @@
 torchrun and the deepspeed launcher (pdsh, none) set them. mpirun and srun do not; their own
 variables are translated here, so that neither MPI nor PMIx is needed inside the job:
 
-    mpirun (Open MPI)   OMPI_COMM_WORLD_*; on several hosts also MASTER_ADDR (-x), or mpi4py
-    srun                SLURM_*; the first host of the step leads
+    mpirun (Open MPI)   OMPI_COMM_WORLD_*; on several nodes also MASTER_ADDR (-x), or mpi4py
+    srun                SLURM_*; the first node of the step leads
     none                a job of one rank
 
 And is the launcher still there? DeepSpeed's ends on SIGTERM without a word to its ranks, which
@@ -69,8 +69,8 @@ def _address_problems(environ: Mapping[str, str]) -> list[str]:
     if port is not None and not (_whole(port, 0 if alone else 1) and int(port) < 1 << 16):
         problems.append(f"MASTER_PORT = {port!r} must be a port from 1 to 65535")
     if host is not None and not _is_known_host(host):
-        problems.append(f"MASTER_ADDR = {host!r}: no host of this name is known here; give the "
-                        "address of the first rank's host")
+        problems.append(f"MASTER_ADDR = {host!r}: no node of this name is known here; give the "
+                        "address of the node of rank 0")
     return problems
 
 
@@ -218,7 +218,7 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     found = {"LOCAL_RANK": environ["OMPI_COMM_WORLD_LOCAL_RANK"]}
     one_host = environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == size
     if not one_host and "MASTER_ADDR" not in environ:
-        _need_mpi4py("mpirun on several hosts without MASTER_ADDR")
+        _need_mpi4py("mpirun on several nodes without MASTER_ADDR")
         return found  # DeepSpeed asks MPI for the rest
     return found | {"RANK": environ["OMPI_COMM_WORLD_RANK"], "WORLD_SIZE": size,
                     "MASTER_ADDR": "127.0.0.1",
@@ -242,11 +242,11 @@ def _first_host(nodes: str) -> str:
         return nodes.split(",")[0]
     if shutil.which("scontrol") is None:
         raise UserError(f"srun: cannot take SLURM_STEP_NODELIST = {nodes} apart, because scontrol "
-                        "is not on PATH; set MASTER_ADDR to the first host")
+                        "is not on PATH; set MASTER_ADDR to the first node")
     done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"srun: scontrol show hostnames {nodes}: {done.stderr.strip()}; set "
-                        "MASTER_ADDR to the first host")
+                        "MASTER_ADDR to the first node")
     return done.stdout.split()[0]
 
 

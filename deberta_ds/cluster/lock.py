@@ -143,9 +143,9 @@ def _see(path: Path, mine: Holder) -> None:
             if _read(path) == mine:
                 return
         if time.monotonic() > deadline:
-            raise UserError(f"{path.parent}: must be shared by all hosts: {socket.gethostname()} "
+            raise UserError(f"{path.parent}: must be shared by all nodes: {socket.gethostname()} "
                             f"does not see the lock that {mine.host} has written there; choose an "
-                            "out_dir on a file system that every host mounts at this path")
+                            "out_dir on a file system that every node mounts at this path")
         for directory in path.parents:  # NFS asks its server again
             with suppress(OSError):
                 os.listdir(directory)

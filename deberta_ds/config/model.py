@@ -26,40 +26,44 @@ _Buckets = Annotated[int, BeforeValidator(_none_is_zero)]
 class ModelConfig:
     """Shape of one DeBERTa encoder (microsoft/DeBERTa config.py and the released files)."""
 
-    vocab_size: int = option("rows of the word table", ge=1, le=1 << 24)
-    hidden_size: int = option("width of the encoder", ge=1, le=1 << 16)
-    num_layers: int = option("layers of the encoder", ge=1, le=1000)
-    num_heads: int = option("attention heads; they divide hidden_size", ge=1, le=1 << 12)
-    intermediate_size: int = option("width of the feed-forward part", ge=1, le=1 << 20)
-    max_position: int = option("rows of the absolute position table: the longest row", 512,
-                               ge=1, le=1 << 20)
-    max_relative: int = option("largest relative distance told apart; -1: max_position", -1,
-                               ge=-1, le=1 << 20)
-    position_buckets: _Buckets = option("log buckets on each side; 0 or -1: one slot per distance "
-                                        "(v1)", 256, ge=0, le=1 << 16)
-    relative_attention: bool = option("disentangled attention; false: BERT's", True)
+    vocab_size: int = option("number of token embeddings", ge=1, le=1 << 24)
+    hidden_size: int = option("hidden size of the encoder", ge=1, le=1 << 16)
+    num_layers: int = option("number of encoder layers", ge=1, le=1000)
+    num_heads: int = option("number of attention heads; must divide hidden_size", ge=1, le=1 << 12)
+    intermediate_size: int = option("hidden size of the feed-forward network", ge=1, le=1 << 20)
+    max_position: int = option("number of absolute position embeddings: the longest sequence in "
+                               "tokens", 512, ge=1, le=1 << 20)
+    max_relative: int = option("largest relative distance that is distinguished; -1: max_position",
+                               -1, ge=-1, le=1 << 20)
+    position_buckets: _Buckets = option("number of logarithmic position buckets per direction; 0 "
+                                        "or -1: one embedding per distance (v1)", 256, ge=0,
+                                        le=1 << 16)
+    relative_attention: bool = option("true: disentangled attention; false: attention of BERT",
+                                      True)
     position_terms: tuple[Literal["c2p", "p2c"], ...] = option(
-        "position terms of the scores: content to position, position to content", ("c2p", "p2c"))
-    share_position_projections: bool = option(
-        "relative rows go through the query and key projections of the content", True)
-    relative_norm: bool = option("LayerNorm on the relative table", True)
-    absolute_input: bool = option("add absolute positions to the input (BERT); no enhanced mask "
-                                  "decoder", False)
-    conv_kernel: int = option("width of v2's convolution beside the first layer, odd; 0: none", 0,
-                              ge=0, le=1001)
-    conv_activation: Literal["gelu", "tanh"] = option("of that convolution", "gelu")
-    key_bias: bool = option("false: v1, whose key projections have no bias", True)
+        "position terms of the attention scores: content to position, position to content",
+        ("c2p", "p2c"))
+    share_position_projections: bool = option("project relative position embeddings with the query "
+                                              "and key weights of the content", True)
+    relative_norm: bool = option("apply LayerNorm to the relative position embeddings", True)
+    absolute_input: bool = option("add absolute positions to the input as in BERT; there is no "
+                                  "enhanced mask decoder then", False)
+    conv_kernel: int = option("kernel size of v2's convolution next to the first layer, odd; 0: no "
+                              "convolution", 0, ge=0, le=1001)
+    conv_activation: Literal["gelu", "tanh"] = option("activation function of the convolution",
+                                                      "gelu")
+    key_bias: bool = option("key projections have a bias; false: none, as in v1", True)
     hidden_dropout: float = option("dropout of hidden states", 0.1, ge=0, lt=1)
     attention_dropout: float = option("dropout of attention probabilities", 0.1, ge=0, lt=1)
     norm_eps: float = option("epsilon of every LayerNorm", 1e-7, ge=1e-20, le=1)
-    init_std: float = option("deviation of the first weights", 0.02, gt=0, le=10)
+    init_std: float = option("standard deviation of the initial weights", 0.02, gt=0, le=10)
     attention: Literal["auto", "reference", "tiled", "fused"] = option(
-        "implementation of attention; all compute the same", "auto")
-    keep_position_terms: bool = option(
-        "fused attention keeps its position terms for backward: faster by a twentieth, for 4 bytes "
-        "x heads x min(seq_len, 1152) a token and layer", False)
+        "implementation of attention; all give the same result", "auto")
+    keep_position_terms: bool = option("fused attention keeps its position terms for the backward "
+                                       "pass: about 5 % faster, for 4 bytes x heads x min(seq_len, "
+                                       "1152) per token and layer", False)
     cross_entropy: Literal["auto", "chunked", "fused"] = option(
-        "implementation of the masked LM's loss; fused: Triton kernels, on a GPU", "auto")
+        "implementation of the masked LM loss; fused: Triton kernels, on a GPU", "auto")
 
     def __post_init__(self):
         problems = []

@@ -21,17 +21,17 @@ def _on_line(first: float, last: float | None, share: float) -> float:
 class MaskConfig:
     """Which tokens become targets, and what the model sees in their place."""
 
-    rate: float = option("share of the row's real tokens that become targets", 0.15, gt=0, lt=1)
-    final_rate: _Rate | None = option(
-        "what the rate has become at the run's last row, on a straight line; evaluations have it "
-        "from the start; none: the rate stays", None)
-    max_ngram: int = option("words in a masked span: 1 to this many, with P(n) ~ 1/n", 1,
-                            ge=1, le=32)
-    mask_share: float = option("of the targets: shown as [MASK]", 1.0, ge=0, le=1)
-    random_share: float = option("of the targets: shown as a random piece; the rest is unchanged",
-                                 0.0, ge=0, le=1)
+    rate: float = option("share of the real tokens of a sequence that become targets", 0.15, gt=0,
+                         lt=1)
+    final_rate: _Rate | None = option("final mask rate. Interpolated linearly over training; "
+                                      "evaluation always uses the final value. Unset: constant",
+                                      None)
+    max_ngram: int = option("longest masked span in words; length n has P(n) ~ 1/n", 1, ge=1, le=32)
+    mask_share: float = option("share of the targets that are replaced by [MASK]", 1.0, ge=0, le=1)
+    random_share: float = option("share of the targets that are replaced by a random token; the "
+                                 "rest is unchanged", 0.0, ge=0, le=1)
     selection: Literal["uniform", "deberta_window"] = option(
-        "how words are drawn; deberta_window: the official code's sampler", "uniform")
+        "how words are sampled; deberta_window: as the official code does", "uniform")
 
     def rate_at(self, run_fraction: float) -> float:
         """Return the rate of a row that has `run_fraction` of the run's rows before it."""
@@ -57,22 +57,23 @@ class ObjectiveConfig:
     """What is learned: masked LM (v1, v2) or replaced-token detection (v3)."""
 
     kind: Literal["mlm", "rtd", "rtd_cached"] = option(
-        "mlm: masked LM (v1, v2); rtd: replaced-token detection (v3); rtd_cached: the same with "
-        "stored replacements (data_prep/replace.py), without a generator")
+        "mlm: masked LM (v1, v2); rtd: replaced-token detection (v3); rtd_cached: replaced-token "
+        "detection on stored replacements (data_prep/replace.py), without a generator")
     mask: MaskConfig = MaskConfig()
     generator_layers: int = option("rtd: layers of the generator; 0: half of the discriminator's, "
                                    "as in the released v3 models", 0, ge=0, le=1000)
     embedding_sharing: Literal["gdes", "es", "nes"] = option(
-        "rtd: the two networks' word tables: gradient-disentangled, shared, apart", "gdes")
-    rtd_weight: float = option("rtd: lambda of the discriminator's loss; 50 in the DeBERTaV3 "
-                               "paper, 10 in the official script", 50.0, ge=0, le=1e6)
-    temperature: float = option("rtd: of the generator's samples", 1.0, ge=0.01, le=100)
-    final_temperature: _Temperature | None = option(
-        "rtd: what it has become at the run's last step, on a straight line; evaluations have it "
-        "from the start; none: it stays", None)
+        "rtd: token embeddings of the two networks; gdes: gradient-disentangled sharing; es: "
+        "shared; nes: separate", "gdes")
+    rtd_weight: float = option("rtd: weight (lambda) of the discriminator's loss; 50 in the "
+                               "DeBERTaV3 paper, 10 in the official script", 50.0, ge=0, le=1e6)
+    temperature: float = option("rtd: temperature of the generator's samples", 1.0, ge=0.01, le=100)
+    final_temperature: _Temperature | None = option("rtd: final temperature. Interpolated linearly "
+                                                    "over training; evaluation always uses the "
+                                                    "final value. Unset: constant", None)
     sample_by: Literal["epoch", "course"] = option(
-        "rtd_cached: epoch: a new draw every epoch; course: the draws one after another over the "
-        "run, as from hot to cold", "epoch")
+        "rtd_cached: which stored sample of the replacements is used; epoch: the next one in every "
+        "epoch; course: one after another over the run, for example from hot to cold", "epoch")
 
     def __post_init__(self):
         for name, value in (("mask.final_rate", self.mask.final_rate),

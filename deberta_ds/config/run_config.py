@@ -48,14 +48,16 @@ class SourceConfig:
     """
 
     path: str = option("directory of a packed corpus", min_length=1)
-    weight: float = option("its share of the rows, relative to the other sources", 1.0,
-                           gt=0, le=1e12)
-    first_sequence: _Position = option("rows of it that earlier stages of this length have used", 0)
+    weight: float = option("share of the sequences, relative to the other sources", 1.0, gt=0,
+                           le=1e12)
+    first_sequence: _Position = option("sequences of this corpus that earlier stages of the same "
+                                       "length have used", 0)
     order: tuple[_Position, _Position] | None = option(
-        "(seed, position) of the stage that used it first; none: this run's own", None)
-    part: tuple[_Share, _Share] = option("stretch of its shards, for stages of other lengths",
-                                         (0.0, 1.0))
-    replaced: str = option("rtd_cached: what data_prep/replace.py made of it", "")
+        "(seed, position) of the stage that used the corpus first; none: those of this run", None)
+    part: tuple[_Share, _Share] = option("range of the shards, as shares, for stages of other "
+                                         "lengths", (0.0, 1.0))
+    replaced: str = option("rtd_cached: directory that data_prep/replace.py made of this corpus",
+                           "")
 
     def __post_init__(self):
         if not self.part[0] < self.part[1]:
@@ -66,29 +68,29 @@ class SourceConfig:
 class DataConfig:
     """Which rows are seen, in which order."""
 
-    sources: tuple[SourceConfig, ...] = option("the mixture: one entry a packed corpus",
+    sources: tuple[SourceConfig, ...] = option("the mixture: one entry per packed corpus",
                                                min_length=1)
-    tokenizer: str = option(
-        "a SentencePiece model, tokenizer.json, vocab.json beside merges.txt, or their directory",
-        min_length=1)
-    seq_len: int = option("tokens of a row", 512, ge=8, le=1 << 20)
-    heldout: str | dict[str, str] = option(
-        "held-out packed corpus, or several as {name = directory}, scored together and each by "
-        "name; empty: no evaluation", "")
+    tokenizer: str = option("SentencePiece model, tokenizer.json, vocab.json next to merges.txt, "
+                            "or the directory of one", min_length=1)
+    seq_len: int = option("sequence length in tokens", 512, ge=8, le=1 << 20)
+    heldout: str | dict[str, str] = option("held-out packed corpus, or several as {name = "
+                                           "directory}, scored together and each by name; empty: "
+                                           "no evaluation", "")
     heldout_replaced: str | dict[str, str] = option(
-        "rtd_cached: what data_prep/replace.py made of it; of several: by the same names", "")
-    seed: int = option("of the order, the masks and the generator's samples", 0, ge=0, le=_LARGEST)
-    cache: str = option("directory of this host for the blocks of corpora at a URL",
+        "rtd_cached: directory that data_prep/replace.py made of heldout; for several corpora a "
+        "table with the same names", "")
+    seed: int = option("seed of the order, the masks and the generator's samples", 0, ge=0,
+                       le=_LARGEST)
+    cache: str = option("directory on this node for blocks of corpora at a URL",
                         "~/.cache/deberta_ds", min_length=1)
-    cache_gigabytes: float = option("kept there at most, with some seconds' grace; 0: all that is "
-                                    "read", 0.0, ge=0, le=1e9)
-    attend_across_documents: bool = option(
-        "true: pieces of a row see each other (official packing)", False
-    )
-    verify: Literal["sizes", "full"] = option(
-        "what is checked of the shards at the start; full: checksums too", "sizes")
-    workers: int = option("loader processes of each rank; 0: load in the training process", 1,
-                          ge=0, le=256)
+    cache_gigabytes: float = option("size limit of the cache, which may be exceeded for some "
+                                    "seconds; 0: no limit", 0.0, ge=0, le=1e9)
+    attend_across_documents: bool = option("true: document segments of a sequence attend to each "
+                                           "other (as in the official code)", False)
+    verify: Literal["sizes", "full"] = option("what is checked of the shards at the start; full: "
+                                              "checksums too", "sizes")
+    workers: int = option("loader processes per rank; 0: load in the training process", 1, ge=0,
+                          le=256)
 
     def __post_init__(self):
         for name in self.heldout_corpora if isinstance(self.heldout, dict) else ():
@@ -127,78 +129,66 @@ class OptimConfig:
 
     learning_rate: float = option("peak learning rate", gt=0, le=10)
     name: Literal["adamw", "muon", "adam_uncorrected"] = option(
-        "muon: for matrices, adamw for all else; adam_uncorrected: the official XAdam", "adamw")
-    momentum: _Decay = option("of muon's moving average of gradients", 0.95)
-    betas: tuple[_Decay, _Decay] = option("of Adam's two moving averages", (0.9, 0.98))
-    eps: float = option("of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
-    weight_decay: float = option("decoupled; biases and norms do not decay", 0.01, ge=0, le=10)
-    clip_norm: float = option("largest gradient norm of a network (generator and discriminator "
-                              "have one each, and a table that they share); 0: no clipping", 1.0,
-                              ge=0, le=1e9)
-    warmup_steps: int = option(
-        "steps in which the rate rises to learning_rate", 0, ge=0, le=1 << 40
-    )
+        "optimizer; muon: Muon for matrices and AdamW for the rest; adam_uncorrected: the official "
+        "XAdam", "adamw")
+    momentum: _Decay = option("decay of Muon's moving average of gradients", 0.95)
+    betas: tuple[_Decay, _Decay] = option("decay rates of Adam's two moving averages", (0.9, 0.98))
+    eps: float = option("epsilon of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
+    weight_decay: float = option("decoupled weight decay; biases and norms have none", 0.01, ge=0,
+                                 le=10)
+    clip_norm: float = option("largest gradient norm, per network (generator and discriminator are "
+                              "clipped separately, and so is a table that they share); 0: no "
+                              "clipping", 1.0, ge=0, le=1e9)
+    warmup_steps: int = option("steps of learning rate warm-up", 0, ge=0, le=1 << 40)
     schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = option(
-        "how the rate falls after warm-up; deberta_linear: the official one, with its jump",
+        "learning rate schedule after warm-up; deberta_linear: the official one, with its jump",
         "linear")
-    decay_share: float = option("wsd: share of all steps spent decaying at the end", 0.1,
-                                gt=0, le=1)
-    min_learning_rate_share: float = option(
-        "final learning rate as a share of learning_rate", 0.0, ge=0, le=1
-    )
+    decay_share: float = option("wsd: share of all steps in which the learning rate decays, at the "
+                                "end", 0.1, gt=0, le=1)
+    min_learning_rate_share: float = option("final learning rate, as a share of learning_rate", 0.0,
+                                            ge=0, le=1)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much at a time, and what is written when."""
 
-    steps: int = option("updates of the whole run", ge=1, le=1 << 40)
-    global_batch_size: int = option("rows of one update, over all ranks", ge=1, le=1 << 22)
-    micro_batch_size: int = option("rows of one forward on one rank", ge=1, le=1 << 16)
-    initial_batch_size: int = option(
-        "rows of the first update, which grow to global_batch_size; 0: all updates have as many",
-        0,
-        ge=0,
-        le=1 << 22,
-    )
-    batch_warmup_steps: int = option("steps in which they grow, in equal jumps of "
-                                     "initial_batch_size", 0, ge=0, le=1 << 40)
-    seed: int = option("of the first weights and of dropout", 0, ge=0, le=_LARGEST)
+    steps: int = option("number of updates of the run", ge=1, le=1 << 40)
+    global_batch_size: int = option("sequences per update, over all ranks", ge=1, le=1 << 22)
+    micro_batch_size: int = option("sequences per forward pass on one rank", ge=1, le=1 << 16)
+    initial_batch_size: int = option("batch size warm-up: sequences of the first update; 0: no "
+                                     "warm-up", 0, ge=0, le=1 << 22)
+    batch_warmup_steps: int = option("steps of batch size warm-up, from initial_batch_size to "
+                                     "global_batch_size in equal steps of initial_batch_size", 0,
+                                     ge=0, le=1 << 40)
+    seed: int = option("seed of the initial weights and of dropout", 0, ge=0, le=_LARGEST)
     activation_checkpointing: Literal["none", "full", "selective"] = option(
-        "what a layer's backward pass recomputes; full: the layer; selective: all but the outputs "
-        "of its linear layers", "none")
+        "what the backward pass of a layer recomputes; full: the whole layer; selective: all but "
+        "the outputs of its linear layers", "none")
     activation_checkpointing_interval: int = option("every n-th layer is checkpointed", 1, ge=1,
                                                     le=1000)
-    log_every: int = option("steps between two lines of the log", 10, ge=1, le=1 << 40)
+    log_every: int = option("steps between two log lines", 10, ge=1, le=1 << 40)
     eval_every: int = option("steps between two evaluations", 1000, ge=1, le=1 << 40)
-    eval_sequences: int = option(
-        "rows of each held-out corpus in an evaluation", 256, ge=1, le=1 << 24
-    )
+    eval_sequences: int = option("sequences per held-out corpus in an evaluation", 256, ge=1,
+                                 le=1 << 24)
     save_every: int = option("steps between two checkpoints", 1000, ge=1, le=1 << 40)
     save_minutes: Literal["auto"] | _Minutes = option(
-        "minutes after which a checkpoint is due too, looked at every log_every steps; auto: by "
-        "the number of ranks and the pause of a save (Young/Daly); 0: save_every alone", "auto")
-    save_in_background: bool = option("copy the state to host memory and write it while training "
-                                      "goes on (12 bytes a parameter over the ranks)", True)
-    keep: int = option("newest checkpoints that are kept", 3, ge=1, le=1 << 20)
-    best_metric: str = option(
-        "score of the evaluations whose best checkpoint is kept too, as OUT/best: a "
-        "key of metrics.jsonl such as minimal_pairs; empty: none",
-        "",
-    )
-    patience: int = option(
-        "evaluations without a better train.best_metric after which the run ends; 0: never",
-        0,
-        ge=0,
-        le=1 << 40,
-    )
-    watchdog_seconds: float = option("a stuck or dead rank is named within this time, of 1 or "
-                                     "more; 0: never", 60.0, ge=0, le=1e6)
+        "minutes after which a checkpoint is saved too, checked every log_every steps; auto: by "
+        "the number of ranks and the time of a save (Young/Daly); 0: save_every only", "auto")
+    save_in_background: bool = option("copy the state to CPU memory and write it while training "
+                                      "continues (12 bytes per parameter over all ranks)", True)
+    keep: int = option("number of newest checkpoints to keep", 3, ge=1, le=1 << 20)
+    best_metric: str = option("evaluation score whose best checkpoint is kept too, as OUT/best: a "
+                              "key of metrics.jsonl such as minimal_pairs; empty: none", "")
+    patience: int = option("evaluations without a better train.best_metric after which the run "
+                           "ends; 0: never", 0, ge=0, le=1 << 40)
+    watchdog_seconds: float = option("time in which a stuck or dead rank is reported, at least 1; "
+                                     "0: no watchdog", 60.0, ge=0, le=1e6)
     on_spike: Literal["stop", "skip", "rollback"] = option("what to do about a bad step", "stop")
-    spike_sigmas: float = option("a loss above mean + this many deviations of 100 losses is bad; "
-                                 "0: never", 0.0, ge=0, le=1e6)
-    stop_after: int = option("save and stop at this step, as before a time limit; 0: run to the "
-                             "end", 0, ge=0, le=1 << 40)
+    spike_sigmas: float = option("a loss above the mean of 100 losses + this many standard "
+                                 "deviations is bad; 0: never", 0.0, ge=0, le=1e6)
+    stop_after: int = option("save and stop at this step, for example before a time limit; 0: run "
+                             "to the end", 0, ge=0, le=1 << 40)
 
     def __post_init__(self):
         if bool(self.initial_batch_size) != bool(self.batch_warmup_steps):
@@ -215,11 +205,12 @@ class TrainConfig:
 class InitConfig:
     """Where a run's first weights come from; empty: random. A resumed run does not read it."""
 
-    source: str = option("our run or export, Hugging Face or microsoft "
-                         "files", "")
-    generator: str = option("its generator, where the source has none; rtd_cached without a "
-                            "source: whose word table the discriminator's starts from", "")
-    embeddings_only: bool = option("take only the word table and keep it fixed", False)
+    source: str = option("weights to start from: a run or export of this project, Hugging Face or "
+                         "microsoft files", "")
+    generator: str = option("generator of the source, if the source has none; rtd_cached without a "
+                            "source: generator whose token embeddings the discriminator starts "
+                            "from", "")
+    embeddings_only: bool = option("load only the token embeddings and keep them fixed", False)
 
     def __post_init__(self):
         if not self.source and self.embeddings_only:
@@ -240,9 +231,9 @@ class LogConfig:
 class EvaluateConfig:
     """What an evaluation measures beside the objective's own scores."""
 
-    minimal_pairs: str = option("minimal pairs that are scored: a file, directory or archive as "
+    minimal_pairs: str = option("minimal pairs to score: a file, directory or archive as "
                                 "launch/minimal_pairs.py reads it; empty: none", "")
-    pairs_per_paradigm: int = option("how many of them, drawn once for all runs", 25,
+    pairs_per_paradigm: int = option("minimal pairs per paradigm; the same sample in all runs", 25,
                                      ge=1, le=1 << 20)
 
 
@@ -250,8 +241,8 @@ class EvaluateConfig:
 class RunConfig:
     """Everything that one pretraining run computes."""
 
-    name: str = option("shown in the log and on the page", min_length=1)
-    out_dir: str = option("where checkpoints, metrics and the page go", min_length=1)
+    name: str = option("name in the log and in the HTML report", min_length=1)
+    out_dir: str = option("directory for checkpoints, metrics and the HTML report", min_length=1)
     model: ModelConfig
     objective: ObjectiveConfig
     data: DataConfig

@@ -25,33 +25,36 @@ PERSONAL_KINDS: tuple[PersonalKind, ...] = get_args(PersonalKind)
 class LanguageRule:
     """Which languages are kept, by py3langid (97 languages)."""
 
-    keep: tuple[str, ...] = option("ISO 639-1 codes, such as en; empty: all", ())
-    probability: float = option("of the likeliest language, at least", 0.65, ge=0, le=1)
-    characters: int = option("of a document that are looked at", 2000, ge=50)
-    label: bool = option("count documents that have no label by their language", False)
+    keep: tuple[str, ...] = option("ISO 639-1 codes of the languages to keep, such as en; empty: "
+                                   "all", ())
+    probability: float = option("smallest probability of the most likely language", 0.65, ge=0,
+                                le=1)
+    characters: int = option("characters of a document that are examined", 2000, ge=50)
+    label: bool = option("count documents without a label by their language", False)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class LineRules:
     """Which lines are taken out of a document; C4's."""
 
-    min_words: int = option("in a line; 0: any number", 3, ge=0)
-    max_word_characters: int = option("a line with a longer word goes; 0: any", 1000, ge=0)
-    end_mark: bool = option("a line must end in one of . ? ! or a quotation mark, or the like of "
-                            "its script", True)
-    phrases: tuple[str, ...] = option("a line with one of these goes, whatever its case", (
+    min_words: int = option("fewest words of a line; 0: any number", 3, ge=0)
+    max_word_characters: int = option("longest word of a line, in characters; 0: any length", 1000,
+                                      ge=0)
+    end_mark: bool = option("a line must end in one of . ? ! or a quotation mark, or in the "
+                            "equivalent of its script", True)
+    phrases: tuple[str, ...] = option("remove lines with one of these phrases, in any case", (
         "javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies",
         "use of cookies", "use cookies"))
-    repeated: bool = option("a line that the document had before goes", False)
-    citation_marks: bool = option("take out [1], [edit] and [citation needed]", True)
+    repeated: bool = option("remove lines that occurred earlier in the document", False)
+    citation_marks: bool = option("remove [1], [edit] and [citation needed]", True)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class C4Rules:
     """C4's rules for a document; its rules for lines are `lines`, which comes before."""
 
-    min_sentences: int = option("in what the lines rule has left", 5, ge=0)
-    phrases: tuple[str, ...] = option("a document with one of these goes, whatever its case",
+    min_sentences: int = option("fewest sentences of a document after the lines rule", 5, ge=0)
+    phrases: tuple[str, ...] = option("remove documents with one of these phrases, in any case",
                                       ("lorem ipsum", "{"))
 
 
@@ -59,18 +62,23 @@ class C4Rules:
 class GopherRules:
     """Gopher's quality rules. In scripts without spaces each character is a word."""
 
-    min_words: int = option("in a document", 50, ge=0)
-    max_words: int = option("in a document; 0: any number", 100_000, ge=0)
-    min_word_characters: float = option("mean, in scripts with spaces", 3.0, ge=0)
-    max_word_characters: float = option("mean, in scripts with spaces; 0: any", 10.0, ge=0)
-    max_symbol_share: float = option("hash signs, or ellipses, a word", 0.1, ge=0)
-    max_bullet_share: float = option("of lines that begin with a bullet", 0.9, ge=0, le=1)
-    max_ellipsis_share: float = option("of lines that end in an ellipsis", 0.3, ge=0, le=1)
-    min_letter_word_share: float = option("of what stands between spaces: with a letter in it",
-                                          0.8, ge=0, le=1)
-    min_stop_words: int = option("different ones, in scripts with spaces; 0 for a language "
-                                 "without a list here", 2, ge=0)
-    stop_words: tuple[str, ...] = option("of the language", (
+    min_words: int = option("fewest words of a document", 50, ge=0)
+    max_words: int = option("most words of a document; 0: any number", 100_000, ge=0)
+    min_word_characters: float = option("smallest mean word length, in scripts with spaces", 3.0,
+                                        ge=0)
+    max_word_characters: float = option("largest mean word length, in scripts with spaces; 0: any "
+                                        "length", 10.0, ge=0)
+    max_symbol_share: float = option("most hash signs per word, and most ellipses per word", 0.1,
+                                     ge=0)
+    max_bullet_share: float = option("largest share of lines that begin with a bullet", 0.9, ge=0,
+                                     le=1)
+    max_ellipsis_share: float = option("largest share of lines that end in an ellipsis", 0.3, ge=0,
+                                       le=1)
+    min_letter_word_share: float = option("smallest share of words (text between spaces) with a "
+                                          "letter", 0.8, ge=0, le=1)
+    min_stop_words: int = option("fewest different stop words, in scripts with spaces; 0 for a "
+                                 "language without a list", 2, ge=0)
+    stop_words: tuple[str, ...] = option("stop words of the language", (
         "the", "be", "to", "of", "and", "that", "have", "with"))
 
 
@@ -78,14 +86,19 @@ class GopherRules:
 class RepetitionRules:
     """Gopher's repetition rules: shares of lines, paragraphs and characters."""
 
-    max_line_share: float = option("of lines that the document had before", 0.3, ge=0, le=1)
-    max_paragraph_share: float = option("of such paragraphs", 0.3, ge=0, le=1)
-    max_line_characters: float = option("of characters in such lines", 0.2, ge=0, le=1)
-    max_paragraph_characters: float = option("of characters in such paragraphs", 0.2, ge=0, le=1)
-    max_top_ngram: tuple[float, float, float] = option(
-        "of characters in the most frequent run of 2, 3, 4 words", (0.2, 0.18, 0.16))
+    max_line_share: float = option("largest share of lines that repeat an earlier line", 0.3, ge=0,
+                                   le=1)
+    max_paragraph_share: float = option("largest share of paragraphs that repeat an earlier "
+                                        "paragraph", 0.3, ge=0, le=1)
+    max_line_characters: float = option("largest share of characters in repeated lines", 0.2, ge=0,
+                                        le=1)
+    max_paragraph_characters: float = option("largest share of characters in repeated paragraphs",
+                                             0.2, ge=0, le=1)
+    max_top_ngram: tuple[float, float, float] = option("largest share of characters in the most "
+                                                       "frequent n-gram of 2, 3, 4 words",
+                                                       (0.2, 0.18, 0.16))
     max_repeated_ngram: tuple[float, float, float, float, float, float] = option(
-        "of characters in repeated runs of 5, 6, ... 10 words",
+        "largest share of characters in repeated n-grams of 5, 6, ... 10 words",
         (0.15, 0.14, 0.13, 0.12, 0.11, 0.10))
 
 
@@ -93,34 +106,34 @@ class RepetitionRules:
 class FinewebRules:
     """FineWeb's own rules."""
 
-    min_end_mark_share: float = option("of lines that end in a mark", 0.12, ge=0, le=1)
-    max_short_line_share: float = option("of lines of at most short_line characters", 0.67, ge=0,
-                                         le=1)
-    short_line: int = option("characters", 30, ge=1)
-    max_repeated_characters: float = option("share in lines that the document had before", 0.01,
+    min_end_mark_share: float = option("smallest share of lines that end in a punctuation mark",
+                                       0.12, ge=0, le=1)
+    max_short_line_share: float = option("largest share of lines of at most short_line characters",
+                                         0.67, ge=0, le=1)
+    short_line: int = option("length of a short line, in characters", 30, ge=1)
+    max_repeated_characters: float = option("largest share of characters in repeated lines", 0.01,
                                             ge=0, le=1)
-    max_lines_a_word: float = option("line ends a word: lists", 0.3, ge=0)
+    max_lines_a_word: float = option("most line ends per word; more is a list", 0.3, ge=0)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class PersonalRule:
     """What is done about personal data."""
 
-    action: Literal["mask", "drop"] = option("mask: written over by a constant; drop: the document "
-                                             "goes", "mask")
+    action: Literal["mask", "drop"] = option("mask: replace personal data by a constant; drop: "
+                                             "remove the document", "mask")
     kinds: tuple[PersonalKind, ...] = option(
-        "what is looked for; card and iban by their check digits, ip public ones, phone with "
-        "+country code", PERSONAL_KINDS)
+        "kinds of personal data to find. card and iban must have valid check digits, ip must be "
+        "public, phone must have a +country code", PERSONAL_KINDS)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class FilterRules:
     """A filters file."""
 
-    use: tuple[Rule, ...] = option("rules in their order", ())
-    functions: tuple[str, ...] = option(
-        "Python functions of your own, FILE.py:NAME, after the rules: text -> the text to keep, or "
-        "None", ())
+    use: tuple[Rule, ...] = option("rules to apply, in order", ())
+    functions: tuple[str, ...] = option("your own Python functions, FILE.py:NAME, applied after "
+                                        "the rules: text -> the text to keep, or None", ())
     language: LanguageRule = LanguageRule()
     lines: LineRules = LineRules()
     c4: C4Rules = C4Rules()
@@ -128,7 +141,7 @@ class FilterRules:
     repetition: RepetitionRules = RepetitionRules()
     fineweb: FinewebRules = FinewebRules()
     personal: PersonalRule = PersonalRule()
-    examples: int = option("dropped documents shown of each reason", 20, ge=0, le=1000)
+    examples: int = option("dropped documents to show per reason", 20, ge=0, le=1000)
 
     def __post_init__(self):
         if not self.use and not self.functions:

@@ -56,9 +56,10 @@ def check_machine(values: dict, device_type: str, place: str) -> list[str]:
                           "ds_configs/zero1_autocast_cpu.json")
     if kind == "fp32":
         return []
-    return [f"WARNING: {kind} weights without a GPU: torch's CPU kernels add up the gradients of "
+    return [f"WARNING: {kind} weights without a GPU: torch's CPU kernels sum the gradients of "
             f"norms and embeddings in {kind}, which makes them wrong by up to half at 8,192 tokens "
-            "a micro-batch; use ds_configs/zero1_autocast_cpu.json (fp32 weights, bf16 products)"]
+            "per micro-batch; use ds_configs/zero1_autocast_cpu.json (fp32 weights, bf16 "
+            "matmuls)"]
 
 
 def check_engine(engine) -> None:

@@ -146,7 +146,7 @@ def _clip(groups: list[list[Tensor | None]], networks: list[str], largest: float
         # In fp64, so that it is finite where all tensors' norms are, which is what others look at.
         norms.append(torch.stack(torch._foreach_norm(mine)).double().norm())
         too_large = ((norms[-1] + _TINY) / largest).clamp(min=1.0)
-        # Not 1 / inf = 0 for a norm that is not finite: the step must see that and be passed over.
+        # Not 1 / inf = 0 for a norm that is not finite: the step must see that and be skipped.
         factor = torch.where(norms[-1].isfinite(), 1.0 / too_large, torch.nan)
         torch._foreach_mul_(mine, factor)
     return torch.stack(norms).norm()

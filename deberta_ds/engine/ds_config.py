@@ -2,7 +2,7 @@
 
 DeepSpeed 0.19.8 accepts misspelt top-level keys in silence, keeps the string "auto", reads "no" as
 true in some places, and clips gradients at 1.0 unless told otherwise. So a JSON may hold the keys
-that were tried with this project, each with its type and limits; any other key is refused. Each
+that were tried with this project, each with its type and limits; any other key is rejected. Each
 number has one owner, and the dict that DeepSpeed gets is complete. No torch and no deepspeed in
 this module.
 """
@@ -34,7 +34,8 @@ CODE_KEYS = {
     "activation_checkpointing": "train.activation_checkpointing",
 }
 _LARGEST_POWER = 32  # of 2, of a loss scale: far above all that trains; torch takes 62
-_UNTRIED = "not tried with this project; remove it, or add it to deepspeed_config.py with a test"
+_UNTRIED = ("not tried with this project; remove it, or add it to deberta_ds/engine/ds_config.py "
+            "with a test")
 
 
 def _whole(value):
@@ -214,7 +215,7 @@ def _what_divides(micro_batch_size: int, rows: int, world_size: int) -> str:
                   if rows % (count * micro_batch_size) == 0), None)
     smaller = f", or micro_batch_size = {micro}" if micro else ""
     fewer = f", or {ranks} ranks" if ranks else ""
-    return f"{' or '.join(totals)} rows would be{smaller}{fewer}"
+    return f"{' or '.join(totals)} sequences would be{smaller}{fewer}"
 
 
 def accumulation_steps(run: RunConfig, world_size: int) -> int:

@@ -55,11 +55,11 @@ def init_distributed() -> torch.device:
         if device.index >= torch.cuda.device_count():
             seen = counted(torch.cuda.device_count(), "GPU")
             raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only {seen}; "
-                            "start fewer ranks on this host, or let each see all of its GPUs "
+                            "start fewer ranks on this node, or let each see all of its GPUs "
                             "(Slurm: --gpus-per-node, not --gpus-per-task or --gpu-bind)")
         torch.cuda.set_device(device)
     elif os.environ.get("DS_ACCELERATOR") != "cpu" and os.path.exists("/dev/nvidiactl"):
-        raise UserError("this machine has a GPU, but torch finds none; mend CUDA_VISIBLE_DEVICES, "
+        raise UserError("this machine has a GPU, but torch finds none; fix CUDA_VISIBLE_DEVICES, "
                         "install a torch with CUDA, or set DS_ACCELERATOR=cpu to use the CPU")
     try:
         deepspeed.init_distributed(verbose=False)

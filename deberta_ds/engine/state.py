@@ -2,7 +2,7 @@
 
 One place knows DeepSpeed's private names (0.19.8), for saving and for loading: which buffers this
 rank has, which stretches of which parameters lie in them, and what must happen after they were
-written. A wrapper that is not known here is refused before the first step (`check_restorable`), so
+written. A wrapper that is not known here is rejected before the first step (`check_restorable`), so
 no run trains what it could not resume.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from deberta_ds.cluster import dist
 from deberta_ds.engine.layout import CheckpointError, Group, Layout, Piece, replicated
 
-MASTER = "fp32"  # the key of the fp32 weights beside the optimizer's own keys
+MASTER = "fp32"  # the key of the fp32 weights next to the optimizer's own keys
 # {DeepSpeed's wrapper: how it cuts}; a plain optimizer does not: every rank has everything
 _CUTS: dict[str, Literal["line", "parameter"]] = {
     "DeepSpeedZeroOptimizer": "line", "BF16_Optimizer": "line",

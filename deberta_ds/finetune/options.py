@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what every fine-tuning command takes."""
     add = parser.add_argument
     add("--model", required=True,
-        help="run or checkpoint of ours, Hugging Face directory, random:PRESET or random:DIRECTORY")
+        help="run or checkpoint, Hugging Face directory, random:PRESET or random:DIRECTORY")
     add("--data", default="", help="data of SuperGLUE or GLUE: directory, zip, or hub")
     add("--out", required=True, type=Path, help="results go to OUT/TASK/seed-N/")
     add("--seeds", type=positive, default=1, help="how many seeds: 1 .. N")

@@ -25,41 +25,44 @@ class Settings:
 
     epochs: int = option("passes over the train split", 10, ge=1, le=100_000)
     global_batch_size: int = option("examples per update, over all ranks", 16, ge=1, le=1 << 20)
-    micro_batch_size: int = option("examples per forward on one rank; 0: all of its share", 0,
-                                   ge=0, le=1 << 20)
-    learning_rate: float = option("highest learning rate", 2e-5, gt=0, le=10)
-    layer_decay: float = option("learning rate of a layer, as a share of the next higher", 1.0,
-                                gt=0, le=1)
-    warmup_steps: int = option("updates of warm-up; 0: warmup_share", 0, ge=0, le=1 << 40)
-    warmup_share: float = option("share of the run, if warmup_steps is 0", 0.06, ge=0, lt=1)
+    micro_batch_size: int = option("examples per forward pass on one rank; 0: the rank's whole "
+                                   "share", 0, ge=0, le=1 << 20)
+    learning_rate: float = option("peak learning rate", 2e-5, gt=0, le=10)
+    layer_decay: float = option("learning rate of a layer, as a share of that of the next higher "
+                                "layer", 1.0, gt=0, le=1)
+    warmup_steps: int = option("updates of learning rate warm-up; 0: use warmup_share", 0, ge=0,
+                               le=1 << 40)
+    warmup_share: float = option("share of all updates used for warm-up if warmup_steps is 0", 0.06,
+                                 ge=0, lt=1)
     weight_decay: float = option("decoupled weight decay", 0.01, ge=0, le=10)
-    clip_norm: float = option("global gradient norm; 0: no clipping", 1.0, ge=0, le=1e9)
+    clip_norm: float = option("largest global gradient norm; 0: no clipping", 1.0, ge=0, le=1e9)
     head_dropout: float = option("dropout before the classifier", 0.1, ge=0, lt=1)
-    dropout: float = option("of the encoder; below 0: as the model was pretrained", -1.0,
-                            ge=-1, lt=1)
-    max_length: int = option("tokens of one row", 256, ge=8, le=1 << 16)
-    window_overlap: int = option("tokens that neighboring windows of a long text share", 128,
-                                 ge=0, le=1 << 16)
-    max_answer_tokens: int = option("of answers in a text: tokens of the longest that is given", 30,
+    dropout: float = option("dropout of the encoder; below 0: as in pretraining", -1.0, ge=-1, lt=1)
+    max_length: int = option("maximum length of an encoded example in tokens", 256, ge=8,
+                             le=1 << 16)
+    window_overlap: int = option("tokens that neighboring windows of a long text share", 128, ge=0,
+                                 le=1 << 16)
+    max_answer_tokens: int = option("question answering: longest predicted answer in tokens", 30,
                                     ge=1, le=1 << 16)
     class_weights: dict[str, float] | Literal["", "balanced"] = option(
-        "what an example counts, by its label: {LABEL = WEIGHT, ...}, others 1; balanced: rows / "
-        "(labels * rows of the label); empty: all the same", "")
+        "weight of an example by its label: {LABEL = WEIGHT, ...}, others 1; balanced: examples / "
+        "(labels * examples of the label); empty: equal weights", "")
     evals_per_epoch: int = option("evaluations per epoch", 1, ge=1, le=1 << 20)
-    patience: int = option("stop after this many evaluations without a better one; 0: never", 0,
-                           ge=0, le=1 << 20)
-    best_metric: str = option("metric that chooses the evaluation to keep; empty: the task's score",
+    patience: int = option("evaluations without improvement after which training stops; 0: never",
+                           0, ge=0, le=1 << 20)
+    best_metric: str = option("metric that selects the best evaluation; empty: the task's score",
                               "")
-    group_updates: int = option("updates whose examples are dealt by length; 1: none", 16,
-                                ge=1, le=1 << 20)
-    eval_batch_size: int = option("examples per forward in evaluation", 32, ge=1, le=1 << 20)
-    train_rows: int = option("use only the first rows of the train split; 0: all", 0,
-                             ge=0, le=1 << 40)
-    sift_weight: float = option("lambda of adversarial training (SiFT); 0: none", 0.0, ge=0, le=1e6)
-    sift_step: float = option("largest component of SiFT's step", 1e-4, ge=0, le=1e6)
-    sift_noise: float = option("deviation of SiFT's noise", 1e-2, ge=0, le=1e6)
+    group_updates: int = option("updates whose examples are batched by length together; 1: no "
+                                "grouping", 16, ge=1, le=1 << 20)
+    eval_batch_size: int = option("examples per forward pass in evaluation", 32, ge=1, le=1 << 20)
+    train_rows: int = option("use only the first rows of the train split; 0: all", 0, ge=0,
+                             le=1 << 40)
+    sift_weight: float = option("weight (lambda) of adversarial training (SiFT); 0: none", 0.0,
+                                ge=0, le=1e6)
+    sift_step: float = option("largest component of SiFT's perturbation step", 1e-4, ge=0, le=1e6)
+    sift_noise: float = option("standard deviation of SiFT's noise", 1e-2, ge=0, le=1e6)
     sift_loss: Literal["symmetric_kl", "kl", "mse"] = option(
-        "divergence of clean from perturbed scores", "symmetric_kl")
+        "divergence between clean and perturbed scores", "symmetric_kl")
 
     def optim(self, total_steps: int) -> OptimConfig:
         """Return the optimizer and schedule of a run of `total_steps` updates."""

@@ -189,7 +189,7 @@ class RunLog:
         self._print(" ".join(cells))
 
     def _show_eval(self, record: dict[str, Any]) -> None:
-        """Show an evaluation, a paragraph a network: each number beside its baseline."""
+        """Show an evaluation, a paragraph per network: each number next to its baseline."""
         self._print(self._time() + self._paint(_BOLD + _CYAN,
                                                f"  evaluation at step {record['step']:,}"))
         for network in dict.fromkeys(metric.network for metric in self._metrics):

@@ -1,9 +1,9 @@
-"""Where a run's numbers go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Where a run's numbers go next to metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-A tracker is opened with the run's directory and, on a resumed run, the first step to write anew; it
-then gets every train and eval record. The two services are spoken to by their own libraries, which
-are not installed with this package. What they cannot take is said once and the run goes on: all
-numbers are in metrics.jsonl.
+A tracker is opened with the run's directory and, on a resumed run, the first step to write again;
+it then gets every train and eval record. The two services are spoken to by their own libraries,
+which are not installed with this package. What they cannot take is said once and the run goes on:
+all numbers are in metrics.jsonl.
 """
 
 import hashlib

@@ -69,8 +69,8 @@ def continued(run: RunConfig, saved: dict, scored: str) -> tuple[Best, str]:
     if best.value is None or best.scored == scored:
         return replace(best, scored=scored), ""
     return new, (
-        f"WARNING: train.best_metric is a score of other rows than before: the best so far, "
-        f"{best}, counts no more"
+        f"WARNING: the held-out sequences of train.best_metric have changed: the best so far, "
+        f"{best}, is discarded"
     )
 
 
@@ -100,13 +100,13 @@ def problems(run: RunConfig) -> list[str]:
     found = []
     if not run.data.heldout:
         found.append(
-            f"train.best_metric = {train.best_metric!r}: is a score of evaluations, and without "
-            "data.heldout there are none; name a held-out corpus, or leave it out"
+            f"train.best_metric = {train.best_metric!r}: needs evaluations, and without "
+            "data.heldout there are none; set data.heldout, or leave train.best_metric out"
         )
     if metric_of(run) is None:
         known = [metric.key for metric in objective_of(run).METRICS]
-        found.append(f"train.best_metric = {train.best_metric!r}: is no score of this run; one of "
-                     f"{', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
+        found.append(f"train.best_metric = {train.best_metric!r}: is not a score of this run; use "
+                     f"one of {', '.join(known)} (of one of several corpora as roc_auc/NAME), or "
                      "minimal_pairs with evaluate.minimal_pairs")
     return found
 

@@ -28,11 +28,11 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
                         f"ids of {run.data.tokenizer}; raise it (a multiple of 64 is fast)")
     if run.data.seq_len > model.max_position:
         problems.append(f"data.seq_len = {run.data.seq_len}: above model.max_position = "
-                        f"{model.max_position}, the rows of the absolute position table")
+                        f"{model.max_position}, the longest sequence of the model")
     problems += objective_of(run).problems(run)
     if run.evaluate.minimal_pairs and not run.data.heldout:
-        problems.append("evaluate.minimal_pairs is scored at evaluations, and without data.heldout "
-                        "there are none; name a held-out corpus, or leave it out")
+        problems.append("evaluate.minimal_pairs needs evaluations, and without data.heldout there "
+                        "are none; set data.heldout, or leave evaluate.minimal_pairs out")
     problems += best.problems(run)
     if optim.warmup_steps > train.steps:
         problems.append(f"optim.warmup_steps = {optim.warmup_steps}: more than train.steps = "
@@ -68,7 +68,7 @@ def check_identity(run: RunConfig, content_hashes: dict[str, str], tokenizer_sha
     if lines:
         raise CheckpointError(
             f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)
-            + "\n  change these back, or start anew in another out_dir")
+            + "\n  change these back, or start from scratch in another out_dir")
 
 
 def _difference(key: str, then: str, now: str) -> str:

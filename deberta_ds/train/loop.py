@@ -217,8 +217,8 @@ class Trainer:
             self._pass_over(result.problem)
             return
         if not result.updated:
-            self.log_event("overflow", "fp16 gradient overflow: no update, the one loss scale of "
-                           "both nets was lowered",
+            self.log_event("overflow", "fp16 gradient overflow: update skipped, the loss scale "
+                           "(one for both networks) was lowered",
                            loss_scale=float(self.engine.optimizer.loss_scale))
         self.bad_steps_in_a_row = 0
         self.spikes.accept(result.loss)

@@ -186,7 +186,7 @@ class WorkMeter:
         self._events.append((begin, end))
 
     def read(self) -> float:
-        """Return the seconds and begin anew; after a step, whose end waited for the device."""
+        """Return the seconds and start from zero; after a step, whose end waited for the device."""
         seconds = self._seconds + sum(begin.elapsed_time(end) / 1000 for begin, end in self._events)
         self._seconds, self._events = 0.0, []
         return seconds

@@ -51,7 +51,7 @@ def preflight(device: torch.device, host: str, versions: dict[str, str]) -> list
     dist.barrier()
     clocks = dist.gather_number(time.time(), device)
     message = torch.ones((_CPU_BYTES if device.type == "cpu" else _GPU_BYTES) // 4, device=device)
-    lines = [f"{counted(len(hosts), 'host')}, {dist.world_size():,} ranks, the same versions "
+    lines = [f"{counted(len(hosts), 'node')}, {dist.world_size():,} ranks, the same versions "
              "everywhere", *_clock_lines(clocks, [name for name, _ in facts])]
     lines += _inside(hosts, host, message, device)
     lines += _between(list(hosts.values()), list(hosts), message, device)
@@ -75,7 +75,7 @@ def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str
                         "directory")
     more = 2 if has_best else 1
     free, needed = shutil.disk_usage(directory).free, (keep + more) * STATE_BYTES * parameters
-    warning = "WARNING: too little room: " if free < needed else ""
+    warning = "WARNING: not enough disk space: " if free < needed else ""
     return (f"{warning}{out_dir}: {free / 1e9:,.1f} GB free, train.keep + {more} checkpoints need "
             f"{needed / 1e9:,.1f} GB")
 
@@ -86,7 +86,7 @@ def _check_versions(facts: list[tuple[str, dict[str, str]]]) -> None:
         for name in first.keys() | found.keys():
             if found.get(name) != first.get(name):
                 raise UserError(f"{name} is {found.get(name)} on {host} and {first.get(name)} "
-                                f"on {first_host}; install the same on every host")
+                                f"on {first_host}; install the same on every node")
 
 
 def _clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
@@ -96,7 +96,7 @@ def _clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
     if abs(off[worst]) < _CLOCK_SECONDS:
         return []
     return [f"WARNING: the clock of {worst} is {off[worst]:+.1f} s off; the times of its log "
-            "and files mislead (nothing else depends on clocks)"]
+            "and files are wrong (nothing else depends on clocks)"]
 
 
 def _inside(hosts: dict[str, list[int]], host: str, message: torch.Tensor, device: torch.device
@@ -109,7 +109,7 @@ def _inside(hosts: dict[str, list[int]], host: str, message: torch.Tensor, devic
     own = len(hosts[host])
     by_rank = dist.gather_number(2 * (own - 1) / own * message.nbytes / seconds, device)
     rates = {name: by_rank[ranks[0]] for name, ranks in hosts.items() if len(ranks) > 1}
-    return [_compared("all-reduce inside a host", rates)]
+    return [_compared("all-reduce inside a node", rates)]
 
 
 def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
@@ -128,7 +128,7 @@ def _between(hosts: list[list[int]], names: list[str], message: torch.Tensor,
                 rate = max(rate, message.nbytes / seconds)
         dist.barrier()
     by_rank = dist.gather_number(rate, device)
-    return [_compared("between hosts, each way",
+    return [_compared("between nodes, each way",
                       {name: by_rank[ranks[0]] for name, ranks in zip(names, hosts, strict=True)})]
 
 
@@ -207,7 +207,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     mean = dist.sum_over_ranks(loss).item()
     what = f"micro-batch of {run.train.micro_batch_size} x {run.data.seq_len}"
     if not counts["targets"]:
-        bad = "none of its tokens is masked; raise objective.mask.rate, or look at the rows with " \
+        bad = "none of its tokens is masked; raise objective.mask.rate, or look at the data with " \
               "data_prep/show.py"
     if bad or not math.isfinite(mean):
         raise BadStepError(f"check failed: {what}, loss {mean:.4f}: "

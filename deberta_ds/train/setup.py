@@ -149,17 +149,17 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     stage, precision = ds_config.zero_stage(inputs.ds), ds_config.precision(inputs.ds)
     products = ds_config.product_precision(inputs.ds)
     if products != precision:
-        precision += f" weights with {products} products"
+        precision += f" weights with {products} matmuls"
     rows = rows_of_run(run.train)
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
     lines.append(f"kernels: {kernel_table.in_a_line(kernel_choices(run, inputs.ds))}")
-    lines.append(f"data: {rows:,} rows of {run.data.seq_len} = "
-                 f"{format_count(rows * run.data.seq_len)} tokens; epochs of {epochs}")
+    lines.append(f"data: {rows:,} sequences of {run.data.seq_len} tokens = "
+                 f"{format_count(rows * run.data.seq_len)} tokens; epochs: {epochs}")
     first, full = run.train.initial_batch_size, run.train.global_batch_size
     if first:
-        lines.append(f"batch: {first:,} rows growing to {full:,} in "
+        lines.append(f"batch size warm-up: from {first:,} to {full:,} sequences in "
                      f"{run.train.batch_warmup_steps:,} of {run.train.steps:,} steps")
     return lines + _warnings(run, inputs)
 
@@ -179,27 +179,27 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     unused = run.model.vocab_size - fitting
     if unused > fitting // 10:
         lines.append(
-            f"WARNING: {unused:,} of {run.model.vocab_size:,} rows of each word table are never "
-            f"used ({format_count(unused * run.model.hidden_size)} parameters): the tokenizer has "
+            f"WARNING: {unused:,} of {run.model.vocab_size:,} token embeddings are never used "
+            f"({format_count(unused * run.model.hidden_size)} parameters): the tokenizer has "
             f"{inputs.tokenizer.size:,} ids; a new run without model.vocab_size would have "
-            f"{fitting:,} rows")
+            f"{fitting:,} embeddings")
     for path, epochs in inputs.dataset.epochs(rows).items():
         if epochs > MANY_EPOCHS:
             fewer = bisect(range(run.train.steps), rows * FEW_EPOCHS / epochs,
                            key=lambda step: rows_before(run.train, step + 1)) or 1
             warmup = max(run.optim.warmup_steps, run.train.batch_warmup_steps)
             shorter = " with a shorter warm-up" if fewer < warmup else ""
-            lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; beyond a few epochs new "
-                         f"text teaches more than old text again (train.steps = {fewer:,}{shorter}:"
+            lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; after a few epochs new "
+                         f"text helps more than repeated text (train.steps = {fewer:,}{shorter}:"
                          f" {FEW_EPOCHS} times)")
     trained = {os.path.realpath(source.path) for source in run.data.sources}
-    lines += [f"WARNING: {path} is held out and trained on as well: its scores are of rows that "
-              "the model has seen" for path in run.data.heldout_corpora.values()
+    lines += [f"WARNING: {path} is held out and trained on as well: its scores are of sequences "
+              "that the model has seen" for path in run.data.heldout_corpora.values()
               if os.path.realpath(path) in trained]
     available = sum(inputs.dataset.num_rows.values())
     if run.train.global_batch_size > available:
         lines.append(f"WARNING: train.global_batch_size = {run.train.global_batch_size:,} is more "
-                     f"than the {available:,} rows there are: one step sees rows twice")
+                     f"than the {available:,} sequences of the data: one step repeats some")
     return lines
 
 

@@ -74,14 +74,14 @@ def describe_losses(batches: list, totals: dict[str, Tensor]) -> str:
     rows = [int(row) for batch in batches for row in batch.rows]
     mine = {name: float(value) for name, value in totals.items() if name.endswith("loss")}
     every_rank = [(rank, *part) for rank, part in enumerate(dist.gather_objects((rows, mine)))]
-    bad = [f"rank {rank}: {name} = {value}, rows {rows[0]}..{rows[-1]}"
+    bad = [f"rank {rank}: {name} = {value}, sequences {rows[0]}..{rows[-1]}"
            for rank, rows, losses in every_rank
            for name, value in losses.items() if not math.isfinite(value)]
     if bad:
         return listed(bad)
     first = min(rows[0] for _, rows, _ in every_rank)
     last = max(rows[-1] for _, rows, _ in every_rank)
-    return f"rows {first}..{last}"
+    return f"sequences {first}..{last}"
 
 
 def find_bad_gradients(engine, batches: list, run_micro_batch) -> str:
@@ -105,7 +105,7 @@ def find_bad_gradients(engine, batches: list, run_micro_batch) -> str:
             hook.remove()
         if bad:
             found.append((int(batch.rows[0]), int(batch.rows[-1]), bad[0]))
-    return listed([f"rank {rank}: first at {name} in backward order, rows {first}..{last}"
+    return listed([f"rank {rank}: first at {name} in backward order, sequences {first}..{last}"
                    for rank, part in enumerate(dist.gather_objects(found))
                    for first, last, name in part])
 
@@ -231,9 +231,9 @@ def _bad_loss(loss: float, ceiling: float, sums: dict[str, float], batches: list
 def _bad_step(step: int, sums: dict[str, float], cause: str) -> BadStepError:
     remedy = (
         "Resume from the last checkpoint with a lower optim.learning_rate or more warm-up, with "
-        'train.on_spike = "skip" or "rollback", or look at those rows with data_prep/show.py'
+        'train.on_spike = "skip" or "rollback", or look at those sequences with data_prep/show.py'
     )
     if not sums["targets"]:
-        remedy = ("Raise objective.mask.rate or train.global_batch_size, or look at those rows "
-                  'with data_prep/show.py; train.on_spike = "skip" goes on without them')
+        remedy = ("Raise objective.mask.rate or train.global_batch_size, or look at those "
+                  'sequences with data_prep/show.py, or skip them with train.on_spike = "skip"')
     return BadStepError(f"step {step + 1}: {cause}; no update was made. {remedy}")

@@ -15,10 +15,10 @@ def test_the_slow_host_and_the_one_of_another_version_are_named(tmp_path):
     text = rank_helpers.run(4, [], tmp_path / "log", WORKER)
     two, four = (next(line for line in text.splitlines() if line.startswith(name))
                  for name in ("two hosts of two", "four hosts"))
-    assert "2 hosts, 4 ranks" in two and "all-reduce inside a host: " in two
-    assert "between hosts, each way: " in two and "all-reduce of 4 MiB over all ranks" in two
-    assert "inside a host" not in four
-    assert "WARNING: between hosts, each way: " in four and "slowest node2" in four
+    assert "2 nodes, 4 ranks" in two and "all-reduce inside a node: " in two
+    assert "between nodes, each way: " in two and "all-reduce of 4 MiB over all ranks" in two
+    assert "inside a node" not in four
+    assert "WARNING: between nodes, each way: " in four and "slowest node2" in four
     for rank in range(4):
         assert f"rank {rank}: torch is 3 on node3 and 2 on node0; install the same" in text
 
@@ -46,4 +46,4 @@ def test_room_for_checkpoints_is_counted_where_they_go(tmp_path):
     assert rehearsal.room(tmp_path / "not/yet", 10**9, 3, False).endswith(
         "GB free, train.keep + 1 checkpoints need 48.0 GB")
     assert "train.keep + 2 checkpoints need 60.0" in rehearsal.room(tmp_path, 10**9, 3, True)
-    assert rehearsal.room(tmp_path, 10**15, 3, False).startswith("WARNING: too little room: ")
+    assert rehearsal.room(tmp_path, 10**15, 3, False).startswith("WARNING: not enough disk space: ")

@@ -252,7 +252,7 @@ def test_a_host_that_does_not_see_the_out_dir_is_named_at_once(tmp_path, monkeyp
     monkeypatch.setattr(lock, "_SEEN_SECONDS", 0.3)
     monkeypatch.setattr(lock.dist, "is_main", lambda: False)
     monkeypatch.setattr(lock.dist, "broadcast_object", lambda mine: first)
-    with pytest.raises(UserError, match="must be shared by all hosts: .* that node0 has written"):
+    with pytest.raises(UserError, match="must be shared by all nodes: .* that node0 has written"):
         with lock.held(tmp_path):
             pass
     monkeypatch.setattr(lock, "_SEEN_SECONDS", 60)

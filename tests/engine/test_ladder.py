@@ -56,13 +56,13 @@ def check(found: dict, reference: dict, rung: str, norms: list[float]) -> None:
     # Each network by its own norm (optim.clip_norm = 1); both were longer.
     assert found["clipped"] == pytest.approx([1.0, 1.0], rel=max(TOLERANCE[precision], 1e-4))
     updated, problem, unchanged = found["spike"]
-    assert not updated and unchanged and "rows 16..23" in problem
+    assert not updated and unchanged and "sequences 16..23" in problem
     text, unchanged = found["bad_gradient"]
     assert unchanged
     if precision == "fp16":  # an overflow: no error, DeepSpeed lowers the loss scale
         assert text == ""
     else:
-        assert "rank 1: first at generator.head.dense.weight" in text and "rows 28..29" in text
+        assert "rank 1: first at generator.head.dense.weight" in text and "sequences 28..29" in text
 
 
 @pytest.mark.skipif("NVME_TESTS" not in os.environ, reason=NVME_REASON)

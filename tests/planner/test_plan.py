@@ -259,9 +259,9 @@ def test_advice_gives_its_reasons(run_file):
 
 
 @pytest.mark.parametrize("rows, micro, ranks, hint", [
-    (96, 8, 5, "80 or 120 rows would be, or 4 ranks"),
-    (64, 16, 8, "128 rows would be, or micro_batch_size = 8, or 4 ranks"),
-    (30, 4, 3, "24 or 36 rows would be, or micro_batch_size = 2")])
+    (96, 8, 5, "80 or 120 sequences would be, or 4 ranks"),
+    (64, 16, 8, "128 sequences would be, or micro_batch_size = 8, or 4 ranks"),
+    (30, 4, 3, "24 or 36 sequences would be, or micro_batch_size = 2")])
 def test_what_divides_is_said(run_file, rows, micro, ranks, hint):
     run, _ = run_config.load(run_file, [f"--train.global_batch_size={rows}",
                                     f"--train.micro_batch_size={micro}"])

@@ -74,10 +74,10 @@ def test_what_is_rarely_meant_is_said(tmp_path):
     text = (tmp_path / "log").read_text()
     size = tiny_tokenizer().size
     fitting = -(-size // 64) * 64
-    assert f"WARNING: {4096 - fitting:,} of 4,096 rows of each word table are never used" in text
-    assert f"without model.vocab_size would have {fitting:,} rows" in text
+    assert f"WARNING: {4096 - fitting:,} of 4,096 token embeddings are never used" in text
+    assert f"without model.vocab_size would have {fitting:,} embeddings" in text
     assert text.count("is held out and trained on as well") == 1
-    assert "one step sees rows twice" in text and "times; beyond a few epochs" in text
+    assert "one step repeats some" in text and "times; after a few epochs" in text
     epochs, fewer = (int(number.replace(",", "")) for number in re.search(
         r"train is seen ([\d,]+) times; .*\(train.steps = ([\d,]+)[^:]*: 4 times\)", text).groups())
     assert fewer == max(1, 5000 * 4 // epochs)
