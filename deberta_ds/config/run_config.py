@@ -22,6 +22,7 @@ from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
 from deberta_ds.config.options import (
     STRICT,
     ConfigError,
+    OneOfOrOwn,
     Option,
     nearest,
     option,
@@ -126,8 +127,9 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     learning_rate: float = option("peak learning rate", gt=0, le=10)
-    name: Literal["adamw", "muon", "adam_uncorrected"] = option(
-        "muon: for matrices, adamw for all else; adam_uncorrected: the official XAdam", "adamw")
+    name: Annotated[str, OneOfOrOwn(("adamw", "muon", "adam_uncorrected"))] = option(
+        "muon: for matrices, adamw for all else; adam_uncorrected: the official XAdam; or a "
+        "function of one's own", "adamw")
     momentum: _Decay = option("of muon's moving average of gradients", 0.95)
     betas: tuple[_Decay, _Decay] = option("of Adam's two moving averages", (0.9, 0.98))
     eps: float = option("of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
@@ -138,9 +140,10 @@ class OptimConfig:
     warmup_steps: int = option(
         "steps in which the rate rises to learning_rate", 0, ge=0, le=1 << 40
     )
-    schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = option(
-        "how the rate falls after warm-up; deberta_linear: the official one, with its jump",
-        "linear")
+    schedule: Annotated[str, OneOfOrOwn(
+        ("linear", "cosine", "wsd", "constant", "deberta_linear"))] = option(
+        "how the rate falls after warm-up; deberta_linear: the official one, with its jump; or a "
+        "function of one's own, of the warm-up too", "linear")
     decay_share: float = option("wsd: share of all steps spent decaying at the end", 0.1,
                                 gt=0, le=1)
     min_learning_rate_share: float = option(
@@ -244,6 +247,8 @@ class EvaluateConfig:
                                 "launch/minimal_pairs.py reads it; empty: none", "")
     pairs_per_paradigm: int = option("how many of them, drawn once for all runs", 25,
                                      ge=1, le=1 << 20)
+    metrics: tuple[Annotated[str, OneOfOrOwn()], ...] = option(
+        "functions of one's own, a score each under its NAME; higher is better", ())
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
