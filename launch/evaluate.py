@@ -67,7 +67,7 @@ def main() -> None:
     model = build_model(run, tokenizer.size)
     model.load_state_dict(state)
     scores = evaluate(model.to(device), objective_of(run), device, rows,
-                      run.train.micro_batch_size)
+                      run.train.micro_batch_size, run.evaluate.metrics)
     print(json.dumps(scores, indent=1))
 
 

@@ -28,7 +28,7 @@ class RunRecord:
     world_size: Annotated[int, Field(ge=1)]
     config: dict[str, Any]  # the run file, complete
     deepspeed: dict[str, Any]
-    content_hashes: dict[str, str]  # {path of a corpus: checksum of its content}
+    content_hashes: dict[str, str]  # {path of a corpus, or FILE.py:NAME: checksum of its content}
     tokenizer_sha256: str
     versions: dict[str, str]
     recent_losses: list[float]  # for the spike rule

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from deberta_ds.config.options import STRICT, option
+from deberta_ds.config.options import STRICT, OneOfOrOwn, option
 
 _Rate = Annotated[float, Field(gt=0, lt=1)]
 _Temperature = Annotated[float, Field(ge=0.01, le=100)]
@@ -30,8 +30,9 @@ class MaskConfig:
     mask_share: float = option("share of the targets that are replaced by [MASK]", 1.0, ge=0, le=1)
     random_share: float = option("share of the targets that are replaced by a random token; the "
                                  "rest is unchanged", 0.0, ge=0, le=1)
-    selection: Literal["uniform", "deberta_window"] = option(
-        "how words are sampled; deberta_window: as the official code does", "uniform")
+    selection: Annotated[str, OneOfOrOwn(("uniform", "deberta_window"))] = option(
+        "how words are sampled; deberta_window: as the official code does; or your own function, "
+        "FILE.py:NAME", "uniform")
 
     def rate_at(self, run_fraction: float) -> float:
         """Return the rate of a row that has `run_fraction` of the run's rows before it."""
@@ -56,9 +57,10 @@ MASK_DEFAULTS = {
 class ObjectiveConfig:
     """What is learned: masked LM (v1, v2) or replaced-token detection (v3)."""
 
-    kind: Literal["mlm", "rtd", "rtd_cached"] = option(
+    kind: Annotated[str, OneOfOrOwn(("mlm", "rtd", "rtd_cached"), module=True)] = option(
         "mlm: masked LM (v1, v2); rtd: replaced-token detection (v3); rtd_cached: replaced-token "
-        "detection on stored replacements (data_prep/replace.py), without a generator")
+        "detection on stored replacements (data_prep/replace.py), without a generator; or your "
+        "own module, FILE.py")
     mask: MaskConfig = MaskConfig()
     generator_layers: int = option("rtd: layers of the generator; 0: half of the discriminator's, "
                                    "as in the released v3 models", 0, ge=0, le=1000)

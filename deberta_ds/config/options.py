@@ -13,9 +13,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, core_schema
 
+from deberta_ds.base import own_code
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.own_code import is_own
 
 # Of every config class: numbers are finite, types are exact, unknown keys are errors.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -31,6 +33,28 @@ def option(meaning: str, default: Any = ..., **limits: Any) -> Any:
     The meaning stands in docs/configuration.md and in the error of a value outside the limits.
     """
     return Field(default=default, description=meaning, **limits)
+
+
+@dataclass(frozen=True)
+class OneOfOrOwn:
+    """Of a text: one of `known`, or FILE.py:NAME (base/own_code.py); a `module` may lack NAME."""
+
+    known: tuple[str, ...] = ()
+    module: bool = False
+
+    @property
+    def own(self) -> str:
+        return "FILE.py or FILE.py:NAME" if self.module else "FILE.py:NAME"
+
+    def __get_pydantic_core_schema__(self, source, handler):
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: str) -> str:
+        if value not in self.known and not (
+                is_own(value) and (self.module or own_code.split(value)[1])):
+            known = f"one of {', '.join(self.known)}, or {self.own}" if self.known else self.own
+            raise ValueError(f"{value!r} is unknown{nearest(value, self.known)}; write {known}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,8 @@ def _kind(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         return _WORDS[annotation]
+    if origin is Annotated and isinstance(inner[1], OneOfOrOwn):
+        return " | ".join([*(f'"{value}"' for value in inner[1].known), inner[1].own])
     if origin is Annotated:
         return _kind(inner[0])
     if origin is Literal:

@@ -22,6 +22,7 @@ from deberta_ds.config.objective import MASK_DEFAULTS, ObjectiveConfig
 from deberta_ds.config.options import (
     STRICT,
     ConfigError,
+    OneOfOrOwn,
     Option,
     nearest,
     option,
@@ -128,9 +129,9 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     learning_rate: float = option("peak learning rate", gt=0, le=10)
-    name: Literal["adamw", "muon", "adam_uncorrected"] = option(
+    name: Annotated[str, OneOfOrOwn(("adamw", "muon", "adam_uncorrected"))] = option(
         "optimizer; muon: Muon for matrices and AdamW for the rest; adam_uncorrected: the official "
-        "XAdam", "adamw")
+        "XAdam; or your own function, FILE.py:NAME", "adamw")
     momentum: _Decay = option("decay of Muon's moving average of gradients", 0.95)
     betas: tuple[_Decay, _Decay] = option("decay rates of Adam's two moving averages", (0.9, 0.98))
     eps: float = option("epsilon of Adam's denominator", 1e-6, ge=1e-37, le=1)  # fp32 begins there
@@ -140,9 +141,10 @@ class OptimConfig:
                               "clipped separately, and so is a table that they share); 0: no "
                               "clipping", 1.0, ge=0, le=1e9)
     warmup_steps: int = option("steps of learning rate warm-up", 0, ge=0, le=1 << 40)
-    schedule: Literal["linear", "cosine", "wsd", "constant", "deberta_linear"] = option(
-        "learning rate schedule after warm-up; deberta_linear: the official one, with its jump",
-        "linear")
+    schedule: Annotated[str, OneOfOrOwn(
+        ("linear", "cosine", "wsd", "constant", "deberta_linear"))] = option(
+        "learning rate schedule after warm-up; deberta_linear: the official one, with its jump; "
+        "or your own function of warm-up and decay, FILE.py:NAME", "linear")
     decay_share: float = option("wsd: share of all steps in which the learning rate decays, at the "
                                 "end", 0.1, gt=0, le=1)
     min_learning_rate_share: float = option("final learning rate, as a share of learning_rate", 0.0,
@@ -235,6 +237,8 @@ class EvaluateConfig:
                                 "launch/minimal_pairs.py reads it; empty: none", "")
     pairs_per_paradigm: int = option("minimal pairs per paradigm; the same sample in all runs", 25,
                                      ge=1, le=1 << 20)
+    metrics: tuple[Annotated[str, OneOfOrOwn()], ...] = option(
+        "functions of one's own, a score each under its NAME; higher is better", ())
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ A.1.1), C4 (Raffel et al. 2020, arXiv 1910.10683, section 2.2) and FineWeb (Pene
 arXiv 2406.17557, section 3.6). They were chosen on English pages.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
+from deberta_ds.base.own_code import digest, is_own, split
 from deberta_ds.config.options import STRICT, ConfigError, option, validate
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.corpus.language import check_languages
@@ -159,8 +159,8 @@ def read_rules(path: str | Path) -> FilterRules:
     here = Path(path).resolve().parent
     found = []
     for name in rules.functions:
-        file, separator, function = name.rpartition(":")
-        if not separator or not file.endswith(".py") or not function.isidentifier():
+        file, function = split(name) if is_own(name) else ("", "")
+        if not function:
             raise ConfigError(f"{path}: functions: {name!r} must be written FILE.py:NAME")
         if not (here / file).is_file():
             raise ConfigError(f"{path}: functions: {here / file}: no such file")
@@ -171,6 +171,4 @@ def read_rules(path: str | Path) -> FilterRules:
 def function_digests(rules: FilterRules) -> list[str]:
     """Return name and sha256 of each function's file: a job is of other filters once one changes.
     """
-    files = [name.rpartition(":") for name in rules.functions]
-    return [f"{Path(file).name}:{name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}"
-            for file, _, name in files]
+    return [f"{Path(name).name} {digest('functions', name)}" for name in rules.functions]

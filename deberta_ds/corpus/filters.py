@@ -7,7 +7,6 @@ texts, so that it does not depend on the number of workers.
 """
 
 import heapq
-import importlib.util
 import json
 import re
 import traceback
@@ -22,6 +21,7 @@ import xxhash
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.json_files import parse_json, read_json
+from deberta_ds.base.own_code import load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
 from deberta_ds.corpus.filter_rules import FilterRules, function_digests
@@ -50,8 +50,8 @@ class Filters:
         """UserError for a function that cannot be loaded."""
         self._rules = rules
         self._steps: list[Callable[[Verdict], Verdict]] = [self._step(name) for name in rules.use]
-        self._steps += [partial(_apply_function, _function(name), name.rpartition(":")[2])
-                        for name in rules.functions]
+        self._steps += [partial(_apply_function, load("functions", name, ("text",)),
+                                short_name(name)) for name in rules.functions]
 
     def __call__(self, document: Document) -> Verdict:
         verdict = Verdict(document.text, label=document.label)
@@ -134,23 +134,6 @@ def _apply_function(function, name: str, verdict: Verdict) -> Verdict:
         return verdict
     changes = verdict.changes | {f"changed by {name}": 1}
     return verdict._replace(text=text, changes=changes)
-
-
-@cache
-def _function(name: str) -> Callable[[str], str | None]:
-    path, _, function = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("filters_of_ones_own", path)
-    assert spec is not None and spec.loader is not None, "its name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        found = getattr(module, function)
-    except Exception as error:
-        raise UserError(f"{path}: cannot be used as a filter ({type(error).__name__}: {error})"
-                        ) from error
-    if not callable(found):
-        raise UserError(f"{path}: {function} is no function")
-    return found
 
 
 @dataclass

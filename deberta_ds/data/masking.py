@@ -12,6 +12,8 @@ itself (a token, or the tokens that hold its bytes: one byte would give the othe
 "deberta_window" reproduces the official NGramMaskGenerator (microsoft/DeBERTa,
 `apps/tasks/mlm_task.py`), which consumes its budget from the left: at 512 tokens the last tenth of
 a row is never masked. With max_ngram 1 it chooses tokens, else words by the official rule.
+
+FILE.py:NAME is a function of one's own that chooses among the words of "uniform".
 """
 
 import math
@@ -21,6 +23,8 @@ from functools import cache
 
 import numpy as np
 
+from deberta_ds.base.errors import UserError
+from deberta_ds.config import own_parts
 from deberta_ds.config.objective import MaskConfig
 
 IGNORE = -100
@@ -54,7 +58,9 @@ def mask_row(
                                random.Random(int(rng.integers(1 << 63))))
     starts, lengths = word_spans(ids, word_start, special_L)
     starts, lengths = cut_long_words(starts, lengths, budget, character_start[ids])
-    if mask.max_ngram == 1:
+    if mask.selection != "uniform":
+        words = _choose_by(mask.selection, ids, starts, lengths, budget, rng)
+    elif mask.max_ngram == 1:
         words = _choose_words(lengths, budget, rng)
     else:
         words = _choose_ngrams(starts, lengths, budget, mask.max_ngram, rng)
@@ -112,6 +118,21 @@ def cut_long_words(
     starts, lengths = starts[word] + offset, np.where(long, 1, lengths)[word]
     first = (begins_L[starts] | (offset == 0)).nonzero()[0]
     return starts[first], np.add.reduceat(lengths, first)
+
+
+def _choose_by(
+    selection: str, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, budget: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Return the words that a function of one's own chooses, in order, each once."""
+    if not len(starts):
+        return starts
+    choose = own_parts.function("objective.mask.selection", selection)
+    words = np.unique(choose(ids, starts, lengths, budget, rng))
+    if not len(words) or words.dtype.kind not in "iu" or words[0] < 0 or words[-1] >= len(starts):
+        raise UserError(f"objective.mask.selection: {selection} returned {words!r:.80} for a row "
+                        f"of {len(starts)} words; it must return indexes of words, at least one")
+    return words
 
 
 def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.own_code import is_own
+from deberta_ds.config import own_parts
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
 from deberta_ds.model.decay import decay_groups
@@ -38,6 +41,12 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: Collection[str]
         matrices = {f"{prefix}.weight" for prefix, module in model.named_modules()
                     if isinstance(module, nn.Linear) and module.out_features > 1}
         groups = _split(model, groups, "matrices", {name: name in matrices for name in names})
+    if is_own(optim.name):
+        optimizer = own_parts.function("optim.name", optim.name)(groups, optim)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(f"optim.name: {optim.name} returned {type(optimizer).__name__}; it "
+                            "must return a torch.optim.Optimizer")
+        return optimizer
     settings: dict[str, Any] = {
         "lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "adamw":
@@ -104,12 +113,24 @@ class AdamUncorrected(torch.optim.Optimizer):
 # drops from lr to lr (1 - warm-up share) where warm-up ends.
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update `step` (0 .. total_steps - 1)."""
+    if is_own(optim.schedule):
+        return optim.learning_rate * _own_factor(optim, step, total_steps)
     if optim.schedule == "deberta_linear":
         return optim.learning_rate * _deberta_linear(optim, step, total_steps)
     if step < optim.warmup_steps:
         return optim.learning_rate * (step + 1) / optim.warmup_steps
     share = (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)
     return optim.learning_rate * _decayed(optim, share, step, total_steps)
+
+
+def _own_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
+    factor = own_parts.function("optim.schedule", optim.schedule)(step, total_steps, optim)
+    if not isinstance(factor, int | float) or not math.isfinite(factor):
+        error = UserError(f"optim.schedule: {optim.schedule} returned {factor!r} for step {step:,};"
+                          " it must return a finite number, a share of optim.learning_rate")
+        error.on_every_rank = True
+        raise error
+    return factor
 
 
 def _decayed(optim: OptimConfig, share: float, step: int, total_steps: int) -> float:

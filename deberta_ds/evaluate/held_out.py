@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.own_code import short_name
 from deberta_ds.cluster import dist
+from deberta_ds.config import own_parts
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.evaluate.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
@@ -24,9 +26,10 @@ _ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 @torch.no_grad()
 def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, list[Row]],
-             micro_batch_size: int) -> dict[str, float]:
+             micro_batch_size: int, metrics: tuple[str, ...] = ()) -> dict[str, float]:
     """Return the scores over `rows`, {name of a held-out corpus: its rows}; of several corpora
     also each one's, as "SCORE/NAME". Call on every rank with the same rows, all get the result.
+    `metrics` are functions of one's own, as evaluate.metrics names them.
 
     `model` is the objective's model on `device`, or the DeepSpeed engine around one. Rank r takes
     micro-batches r, r + W, ...; a rank that has run out repeats one without counting it, because
@@ -48,8 +51,8 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
             parts[name].add(batch, sums, per_token)
     model.train()
     gathered = dist.gather_to_main({name: part.as_arrays() for name, part in parts.items()})
-    return dist.broadcast_object(
-        dist.together(lambda: None if gathered is None else _scores(objective, gathered, rows)))
+    return dist.broadcast_object(dist.together(
+        lambda: None if gathered is None else _scores(objective, gathered, rows, metrics)))
 
 
 @dataclass
@@ -72,12 +75,12 @@ class _Part:
             name: torch.cat(parts).numpy() for name, parts in self.per_token.items()}
 
 
-def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]]
-            ) -> dict[str, float]:
+def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]],
+            metrics: tuple[str, ...]) -> dict[str, float]:
     """Return the scores over all corpora, and of each; `gathered`: what every rank has counted."""
     def over(names: Iterable[str]) -> dict[str, float]:
         return _scores_over(objective, [found[name] for found in gathered for name in names],
-                            [row for name in names for row in rows[name]])
+                            [row for name in names for row in rows[name]], metrics)
 
     scores = over(rows)
     if len(rows) > 1:
@@ -85,7 +88,8 @@ def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[s
     return scores
 
 
-def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row]) -> dict[str, float]:
+def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row],
+                 metrics: tuple[str, ...]) -> dict[str, float]:
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
@@ -96,7 +100,16 @@ def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row]) -> d
     names = dict.fromkeys(name for _, per_token in parts for name in per_token)
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
-    return objective.scores(total, per_token) | {"unigram_accuracy": unigram_accuracy(rows)}
+    scores = objective.scores(total, per_token) | {"unigram_accuracy": unigram_accuracy(rows)}
+    return scores | {short_name(value): _own_score(value, total, per_token) for value in metrics}
+
+
+def _own_score(value: str, total: dict[str, float], per_token: dict[str, Tensor]) -> float:
+    score = own_parts.function("evaluate.metrics", value)(total, per_token)
+    if not isinstance(score, int | float):
+        raise UserError(f"evaluate.metrics: {value} returned {type(score).__name__}; it must "
+                        "return a number")
+    return float(score)
 
 
 def unigram_accuracy(rows: list[Row]) -> float:

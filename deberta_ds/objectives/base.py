@@ -1,18 +1,19 @@
 """What an objective is: everything that differs between masked LM and replaced-token detection.
 
 An objective is a module with the attributes and functions of `Objective`; `build.objective_of(run)`
-finds it by its kind. No other code depends on the kind: the planner asks for FLOPs, the training
-loop for means, evaluation for scores, console and report for what to show, model files for the
-networks inside a state dict. docs/extending.md walks through a new one.
+finds it by its kind, or loads it from your own file. No other code depends on the kind: the planner
+asks for FLOPs, the training loop for means, evaluation for scores, console and report for what to
+show, model files for the networks inside a state dict. docs/extending.md walks through a new one.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from deberta_ds.base.own_code import short_name
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.tokenizer import Tokenizer
@@ -64,6 +65,12 @@ MINIMAL_PAIRS = Metric(
     "Share of sentence pairs whose grammatical one is the more probable; of 200 pairs, within 7 "
     "points.", "share", "grammar",
     ("chance", lambda record: 0.5), in_tile=True, noise=0.07)
+
+
+def own_metrics(values: Iterable[str]) -> tuple[Metric, ...]:
+    """Return how the scores of evaluate.metrics, each FILE.py:NAME, are shown."""
+    return tuple(Metric(short_name(value), short_name(value).replace("_", " ").capitalize(),
+                        f"By {value}.", network="own", in_tile=True) for value in values)
 
 
 class Objective(Protocol):

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from deberta_ds.base.numbers import counted, format_count, format_duration, format_value
+from deberta_ds.base.own_code import short_name
 from deberta_ds.objectives.base import Metric
 from deberta_ds.report.rundata import Run, baseline_name
 
@@ -133,7 +134,7 @@ def _model(run: Run) -> Tile:
     shape, objective = run.saved.run.model, run.saved.run.objective
     note = (f"{shape.num_layers:,} layers · {shape.hidden_size:,} hidden · "
             f"{shape.num_heads:,} heads")
-    names = [objective.kind.upper()]
+    names = [short_name(objective.kind).upper()]
     if len({m.network for m in run.objective.METRICS}) > 1:
         names.append(objective.embedding_sharing.upper())
     return Tile("model", "Model", " + ".join(names), note, is_name=True)

@@ -10,9 +10,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.base.own_code import is_own
 from deberta_ds.cluster import lock
-from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective
-from deberta_ds.objectives.build import OBJECTIVES
+from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective, own_metrics
+from deberta_ds.objectives.build import OBJECTIVES, objective_named
 from deberta_ds.report.reading import READ, read_checked
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
@@ -115,11 +116,17 @@ class _TrainSection:
 
 
 @checked(config=READ, frozen=True)
+class _EvaluateSection:
+    metrics: list[Text] = Field(default_factory=list)
+
+
+@checked(config=READ, frozen=True)
 class _RunSection:
     objective: _ObjectiveSection
     name: str
     model: Shape
     train: _TrainSection
+    evaluate: _EvaluateSection = _EvaluateSection()
 
 
 @checked(config=READ, frozen=True)
@@ -168,7 +175,8 @@ class Run:
         """What the objective declares, as far as this run has measured it."""
         seen = {key for record in self.train + self.evals for key, value in record.items()
                 if value is not None}
-        return tuple(metric for metric in (*self.objective.METRICS, MINIMAL_PAIRS)
+        return tuple(metric for metric in (*self.objective.METRICS, MINIMAL_PAIRS,
+                                        *own_metrics(self.saved.run.evaluate.metrics))
                      if metric.key in seen)
 
     @property
@@ -256,10 +264,10 @@ def read_run(directory: str | Path) -> Run:
 
 
 def _objective(kind: str, place: Path) -> Objective:
-    if kind not in OBJECTIVES:
+    if kind not in OBJECTIVES and not is_own(kind):
         raise UserError(f"{place}: run.objective.kind = {kind!r:.60} is not an objective of this "
                         "version; draw the page with the version that trained it")
-    return OBJECTIVES[kind]
+    return objective_named(kind)
 
 
 def _note_ranks(records: list[dict[str, Any]], place: Path) -> None:

@@ -3,13 +3,15 @@
 import itertools
 import json
 
+from deberta_ds.base.own_code import short_name
 from deberta_ds.checkpoint.find import CheckpointError
 from deberta_ds.checkpoint.run_record import RunRecord
-from deberta_ds.config import run_config
+from deberta_ds.config import own_parts, run_config
 from deberta_ds.config.options import ConfigError, raise_problems
 from deberta_ds.config.run_config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.engine import ds_config
+from deberta_ds.objectives.base import MINIMAL_PAIRS
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.train import best
 
@@ -17,7 +19,7 @@ from deberta_ds.train import best
 def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | None,
               place: str) -> None:
     """Raise ConfigError with every cross problem of a run; `tokenizer_size` None is not checked."""
-    problems = []
+    problems = own_parts.problems(run)
     try:
         ds_config.accumulation_steps(run, world_size)
     except ConfigError as error:
@@ -30,6 +32,10 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
         problems.append(f"data.seq_len = {run.data.seq_len}: above model.max_position = "
                         f"{model.max_position}, the longest sequence of the model")
     problems += objective_of(run).problems(run)
+    scores = [*(metric.key for metric in objective_of(run).METRICS), MINIMAL_PAIRS.key,
+              *map(short_name, run.evaluate.metrics)]
+    problems += [f"evaluate.metrics: {name} is the name of another score; call the function "
+                 "otherwise" for name in {name for name in scores if scores.count(name) > 1}]
     if run.evaluate.minimal_pairs and not run.data.heldout:
         problems.append("evaluate.minimal_pairs needs evaluations, and without data.heldout there "
                         "are none; set data.heldout, or leave evaluate.minimal_pairs out")
@@ -65,6 +71,9 @@ def check_identity(run: RunConfig, content_hashes: dict[str, str], tokenizer_sha
         _described_sources(now["data.sources"], content_hashes), fillvalue=("none", "none"))
     lines += [_difference(f"data.sources[{number}]", *map(": ".join, pair))
               for number, pair in enumerate(sources) if pair[0][1] != pair[1][1]]
+    lines += [_difference(name, f"sha256 {record.content_hashes[name]}", f"sha256 {sha256}")
+              for name, sha256 in own_parts.digests(run).items()
+              if record.content_hashes.get(name, sha256) != sha256]
     if lines:
         raise CheckpointError(
             f"{place} is of another run (- saved, + now):\n  " + "\n  ".join(lines)

@@ -20,7 +20,7 @@ from deberta_ds.checkpoint.run_record import RunRecord
 from deberta_ds.checkpoint.save import point_best
 from deberta_ds.cluster import dist, lock, signals
 from deberta_ds.cluster.watchdog import Watchdog
-from deberta_ds.config import batch_schedule, run_config
+from deberta_ds.config import batch_schedule, own_parts, run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.data.loader import build_loader
@@ -296,7 +296,8 @@ class Trainer:
             return False
         with self.meters.during("evaluations"):
             scores = evaluate(self.engine, self.objective, self.engine.device,
-                              self.inputs.held_out, self.run.train.micro_batch_size)
+                              self.inputs.held_out, self.run.train.micro_batch_size,
+                              self.run.evaluate.metrics)
             if self.inputs.pairs[0]:
                 scores |= score_minimal_pairs(self.engine, self.objective, self.engine.device,
                                               *self.inputs.pairs, self.inputs.tokenizer)
@@ -310,7 +311,8 @@ class Trainer:
         record = RunRecord(
             step=self.step, sequences_seen=self._sequences_seen(), tokens_seen=self.tokens_seen,
             seconds=self._seconds(), world_size=dist.world_size(), config=run_config.to_dict(run),
-            deepspeed=self.inputs.ds, content_hashes=self.inputs.dataset.content_hashes,
+            deepspeed=self.inputs.ds,
+            content_hashes=self.inputs.dataset.content_hashes | own_parts.digests(run),
             tokenizer_sha256=self.inputs.tokenizer.sha256, versions=versions(),
             recent_losses=self.spikes.state(), since_line=self.since_line,
             time_use=dict(self.meters.time_use.seconds), best=self.best.state(),

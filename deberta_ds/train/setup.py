@@ -16,7 +16,7 @@ from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.checkpoint.find import Found, find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.cluster import dist
-from deberta_ds.config import run_config
+from deberta_ds.config import own_parts, run_config
 from deberta_ds.config.batch_schedule import problems_with_ranks, rows_before, rows_of_run
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
@@ -88,7 +88,7 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:
     """
     warnings = check_deepspeed(ds_values, place)
     device = engine.init_distributed()
-    check_run(run, ds_values, dist.world_size(), None, place)
+    dist.together(lambda: check_run(run, ds_values, dist.world_size(), None, place))
     if device.type == "cpu":
         cpu.use_onednn()
     return warnings
@@ -227,7 +227,8 @@ def write_config(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> Non
     if not dist.is_main():
         return
     record = {"run": run_config.to_dict(run), "deepspeed": inputs.ds, "origins": origins,
-              "versions": versions(), "content_hashes": inputs.dataset.content_hashes,
+              "versions": versions(),
+              "content_hashes": inputs.dataset.content_hashes | own_parts.digests(run),
               "world_size": dist.world_size(),
               "parameters": inputs.num_parameters, "kernels": kernel_choices(run, inputs.ds),
               "hardware": meters.hardware(local_device()), "device": local_device().type,

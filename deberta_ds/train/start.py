@@ -15,7 +15,7 @@ from deberta_ds.cluster.watchdog import Watchdog
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import engine
 from deberta_ds.engine.state import check_restorable
-from deberta_ds.objectives.base import MINIMAL_PAIRS
+from deberta_ds.objectives.base import MINIMAL_PAIRS, own_metrics
 from deberta_ds.objectives.build import objective_of
 from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.tracking import trackers
@@ -50,7 +50,8 @@ def start(run: RunConfig, ds_values: dict, *, resume: str, place: str, origins: 
         watchdog.join()
         found, record, inputs = open_run(run, ds_values, place, resume)
         log = dist.together(lambda: RunLog(
-            run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS),
+            run.out_dir, dist.is_main(), metrics=(*objective_of(run).METRICS, MINIMAL_PAIRS,
+                                                  *own_metrics(run.evaluate.metrics)),
             total_steps=run.train.steps, track=trackers.chosen(run.log)))
         for line in (*describe(run, inputs, origins), *warnings, *found.warnings()):
             log.info(line)

@@ -1,0 +1,87 @@
+"""Python code of a user's own, named in a file of ours: FILE.py:NAME, or FILE.py for all of it.
+
+A relative path is looked up from the working directory. What is hashed are the bytes that run.
+"""
+
+import hashlib
+import inspect
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deberta_ds.base.errors import UserError
+
+_FORM = re.compile(r"(?P<file>.*\.py)(:(?P<name>[^\W\d]\w*))?")
+
+
+def is_own(value: str) -> bool:
+    """Return whether an option's value is written FILE.py or FILE.py:NAME."""
+    return _FORM.fullmatch(value) is not None
+
+
+def split(value: str) -> tuple[str, str]:
+    """Return (FILE.py, NAME or "") of a value that `is_own`."""
+    found = _FORM.fullmatch(value)
+    assert found is not None, value
+    return found["file"], found["name"] or ""
+
+
+def short_name(value: str) -> str:
+    """Return what people call a part: NAME, or FILE without its .py; another value is its own."""
+    if not is_own(value):
+        return value
+    file, name = split(value)
+    return name or Path(file).stem
+
+
+@cache
+def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
+    """Return what `value`, FILE.py or FILE.py:NAME, names; `key` is the option that holds it.
+
+    UserError if it cannot be loaded or, with `takes`, is no function of these arguments.
+    """
+    file, name = split(value)
+    module, _ = _module(key, file)
+    if not name:
+        return module
+    found = getattr(module, name, None)
+    if found is None:
+        raise UserError(f"{key}: {file} has no {name}; define it there, or name another")
+    if takes:
+        wanted = f"{name}({', '.join(takes)})"
+        if not callable(found):
+            raise UserError(f"{key}: {name} of {file} is no function; write {wanted} there")
+        try:
+            inspect.signature(found).bind(*takes)
+        except TypeError as error:
+            raise UserError(f"{key}: {name} of {file} is called as {wanted}, and takes "
+                            f"{inspect.signature(found)} ({error}); change its arguments"
+                            ) from None
+    return found
+
+
+def digest(key: str, value: str) -> str:
+    """Return the sha256 of the file that `value` names, as it was loaded."""
+    return _module(key, split(value)[0])[1]
+
+
+@cache
+def _module(key: str, file: str) -> tuple[ModuleType, str]:
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"{key}: {file}: no such file in {Path.cwd()}; write its path from there, "
+                        "or a whole one")
+    source = path.read_bytes()
+    sha256 = hashlib.sha256(source).hexdigest()
+    module = ModuleType(f"own_{path.stem}_{sha256[:12]}")
+    module.__file__ = file
+    sys.modules[module.__name__] = module  # dataclasses and pickle look there
+    try:
+        exec(compile(source, file, "exec"), vars(module))
+    except Exception as error:  # whatever a user's code may raise
+        raise UserError(f"{key}: {file} cannot be loaded ({type(error).__name__}: {error}); "
+                        "mend it") from error
+    return module, sha256

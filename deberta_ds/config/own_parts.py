@@ -1,0 +1,46 @@
+"""The parts of a run that may be code of one's own (docs/extending.md): where, how it is called."""
+
+from collections.abc import Callable
+
+from deberta_ds.base import own_code
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.own_code import is_own
+from deberta_ds.config.run_config import RunConfig
+
+_TAKES = {
+    "optim.schedule": ("step", "total_steps", "optim"),
+    "optim.name": ("groups", "optim"),
+    "objective.mask.selection": ("ids", "starts", "lengths", "budget", "rng"),
+    "evaluate.metrics": ("total", "per_token"),
+}
+
+
+def function(key: str, value: str) -> Callable:
+    """Return the function that `value` of the option `key` names; UserError if it cannot be."""
+    return own_code.load(key, value, _TAKES[key])
+
+
+def problems(run: RunConfig) -> list[str]:
+    """Return what is wrong with a run's functions; its objective says so by itself."""
+    found = []
+    for key, value in _functions(run):
+        try:
+            function(key, value)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def digests(run: RunConfig) -> dict[str, str]:
+    """Return {FILE.py:NAME: sha256 of the file} of all code of one's own that a run uses."""
+    used = _functions(run)
+    if is_own(run.objective.kind):
+        used.append(("objective.kind", run.objective.kind))
+    return {value: own_code.digest(key, value) for key, value in used}
+
+
+def _functions(run: RunConfig) -> list[tuple[str, str]]:
+    used = [("optim.schedule", run.optim.schedule), ("optim.name", run.optim.name),
+            ("objective.mask.selection", run.objective.mask.selection),
+            *(("evaluate.metrics", value) for value in run.evaluate.metrics)]
+    return [(key, value) for key, value in used if is_own(value)]

@@ -1,0 +1,14 @@
+"""A learning-rate schedule: a linear warm-up, then 1 / sqrt(step) (Vaswani et al., 2017).
+
+    [optim]
+    schedule = "examples/inverse_sqrt.py:inverse_sqrt"
+
+Called before every update with its number (0 .. total_steps - 1), the steps of the run and its
+[optim]; what is returned is multiplied by optim.learning_rate. It knows nothing else, so a resumed
+run goes on where it was.
+"""
+
+
+def inverse_sqrt(step: int, total_steps: int, optim) -> float:
+    warmup = max(1, optim.warmup_steps)
+    return min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)

@@ -1,0 +1,116 @@
+"""FILE.py:NAME in a run file: the examples by themselves, and each mistake with its remedy."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from launching import ROOT, make_run
+
+from deberta_ds.base import own_code
+from deberta_ds.base.errors import UserError
+from deberta_ds.config import own_parts, run_config
+from deberta_ds.config.options import ConfigError
+from deberta_ds.config.run_config import OptimConfig
+from deberta_ds.engine.optim import build_optimizer, learning_rate
+from deberta_ds.objectives.build import objective_named
+
+EXAMPLES = ROOT / "examples"
+CODE = """
+def none(): pass
+def two(step, total_steps): return 1.0
+def bad(step, total_steps, optim): return "1"
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("own"))
+
+
+@pytest.mark.parametrize("override, expected", [
+    ("--optim.schedule=linaer", "optim.schedule: 'linaer' is unknown; did you mean linear?"),
+    ("--optim.schedule=mine.py", "or FILE.py:NAME"),
+    ("--optim.name=adam", "did you mean adamw?"),
+    ("--objective.mask.selection=uniforn", "did you mean uniform?"),
+    ("--objective.kind=mlmm", "did you mean mlm?"),
+    ('--evaluate.metrics=["recall"]', "evaluate.metrics.0: 'recall' is unknown; write FILE.py"),
+])
+def test_an_unknown_name_is_told_the_nearest_one(run_file, override, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        run_config.load(run_file, [override])
+
+
+@pytest.mark.parametrize("value, expected", [
+    ("none.py:f", "optim.schedule: none.py: no such file in .*; write its path"),
+    ("own.py:f", "optim.schedule: own.py has no f; define it"),
+    ("own.py:two", r"two of own.py is called as two\(step, total_steps, optim\), and takes"),
+    ("own.py:number", "number of own.py is no function; write number"),
+    ("broken.py:f", "broken.py cannot be loaded .SyntaxError"),
+])
+def test_each_mistake_names_key_file_and_remedy(run_file, tmp_path, monkeypatch, value, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(CODE)
+    (tmp_path / "broken.py").write_text("def f(:")
+    own_code._module.cache_clear(), own_code.load.cache_clear()
+    run, _ = run_config.load(run_file, [f"--optim.schedule={value}"])
+    (problem,) = own_parts.problems(run)
+    assert re.search(expected, problem)
+
+
+def test_what_a_function_returns_is_looked_at(tmp_path):
+    (tmp_path / "own.py").write_text(CODE)
+    optim = OptimConfig(learning_rate=1.0, schedule=f"{tmp_path}/own.py:bad")
+    with pytest.raises(UserError, match="returned '1' for step 0; it must return a finite"):
+        learning_rate(optim, 0, 10)
+    (tmp_path / "objective.py").write_text("METRICS = ()")
+    with pytest.raises(UserError, match="lacks HEADS, encoders, problems, build"):
+        objective_named(f"{tmp_path}/objective.py")
+
+
+def test_inverse_sqrt():
+    optim = OptimConfig(learning_rate=2.0, warmup_steps=4,
+                        schedule=f"{EXAMPLES}/inverse_sqrt.py:inverse_sqrt")
+    found = [learning_rate(optim, step, 100) for step in range(16)]
+    assert found[:4] == [0.5, 1.0, 1.5, 2.0] and found[15] == 1.0
+
+
+def test_lion_against_its_formula():
+    model = torch.nn.Linear(3, 2)
+    optim = OptimConfig(learning_rate=0.1, betas=(0.9, 0.98), weight_decay=0.5,
+                        name=f"{EXAMPLES}/lion.py:lion")
+    optimizer = build_optimizer(model, optim)
+    weights, average = model.weight.detach().clone(), torch.zeros(2, 3)
+    for _ in range(3):
+        gradient = torch.randn(2, 3)
+        model.weight.grad, model.bias.grad = gradient.clone(), torch.ones(2)
+        optimizer.step()
+        weights -= 0.1 * (torch.sign(0.9 * average + 0.1 * gradient) + 0.5 * weights)
+        average = 0.98 * average + 0.02 * gradient
+    torch.testing.assert_close(model.weight.detach(), weights)
+
+
+def test_rare_words_are_chosen_more_often():
+    choose = own_code.load("", f"{EXAMPLES}/rare_words.py:rare_words")
+    ids, starts = np.repeat([10, 10_000], 50), np.arange(100)
+    rng = np.random.default_rng(0)
+    chosen = np.concatenate([choose(ids, starts, np.ones(100, int), 15, rng) for _ in range(99)])
+    assert len(chosen) == 99 * 15 and 2 < (chosen >= 50).sum() / (chosen < 50).sum() < 6
+
+
+def test_scores_and_objective():
+    view = {"logits": torch.tensor([1.0, -1.0, 1.0]), "replaced": torch.tensor([True, True, False])}
+    assert own_code.load("", f"{EXAMPLES}/more_scores.py:recall")({}, view) == 0.5
+    objective = objective_named(f"{EXAMPLES}/small_states.py")
+    assert objective.METRICS[-1].key == "state_size" and objective.HEADS == {"main": "mlm_head."}
+
+
+def test_examples_are_short_and_their_digests_known(run_file):
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 60, path
+    run, _ = run_config.load(run_file)
+    optim = replace(run.optim, name=f"{EXAMPLES}/lion.py:lion")
+    assert own_parts.digests(run) == {}
+    assert list(own_parts.digests(replace(run, optim=optim))) == [f"{EXAMPLES}/lion.py:lion"]
