@@ -14,7 +14,9 @@ import math
 
 def recall(total: dict, per_token: dict) -> float:
     """Share of the replaced tokens that the discriminator finds."""
-    return float(((per_token["logits"] > 0) & per_token["replaced"]).sum() / per_token["replaced"].sum())
+    return float(
+        ((per_token["logits"] > 0) & per_token["replaced"]).sum() / per_token["replaced"].sum()
+    )
 
 
 def saved_bits(total: dict, per_token: dict) -> float:
