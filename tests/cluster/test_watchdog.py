@@ -264,6 +264,9 @@ def test_a_slow_store_ends_nobody_who_lives_and_hides_nobody_who_does_not(tmp_pa
     assert set(re.findall(r"  rank (\d) on \S+ \(pid \d+\): SILENT", text)) == {"2"}, text
     for dog in dogs:
         dog._stopped.set()
+    for dog in dogs:
+        dog._watcher.join(60)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # as the end of `watch`, or it would end the tests
 
 
 def test_the_watchdog_knows_slow_from_stuck(tmp_path, monkeypatch, capfd):
