@@ -1,6 +1,7 @@
 """Shared by the SuperGLUE tests: the sample data, the real data where it is, a tiny tokenizer."""
 
 import atexit
+import dataclasses
 import functools
 import json
 import os
@@ -10,17 +11,30 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import torch
 
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetune.models import Start
+from deberta_ds.finetune.directory import save_finetuned
+from deberta_ds.finetune.features import collate, encode
+from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
+from deberta_ds.model.init import init_parameters
 from deberta_ds.tokenizer import Tokenizer
 
 SAMPLE = Path(__file__).parent / "fixtures" / "superglue"
 ALL_TASKS = ("BoolQ", "CB", "COPA", "MultiRC", "ReCoRD", "RTE", "WiC", "WSC")
 SHARED = Path(os.environ.get("DEBERTA_DS_SHARED", "../shared/data"))
 REAL, FEW = SHARED / "superglue", SHARED / "fewglue"
+V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False,
+      "key_bias": False}
+SHAPES = {"v3": {}, "v2 convolution": {"conv_kernel": 3}, "v1": V1,
+          "absolute": {"relative_attention": False, "position_terms": (), "absolute_input": True,
+                       "relative_norm": False, "share_position_projections": False,
+                       "position_buckets": 0},
+          "bert": {"relative_attention": False, "absolute_input": True},
+          "a row a distance": {"position_buckets": 128}}  # of 64: more than transformers can read
 needs_real = pytest.mark.skipif(
     not REAL.is_dir(), reason=f"the official SuperGLUE files are not at {REAL}"
 )
@@ -71,3 +85,20 @@ def tiny_start() -> Start:
         position_buckets=16, max_position=64,
     )
     return Start("random:tiny", config, tokenizer, None)
+
+
+def saved_model(directory, name, shape="v3"):
+    """Return (examples, features, scores) of a random model that was saved in `directory`."""
+    start = tiny_start()
+    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
+    task = task_named(name)
+    model = build_model(task, start, Settings(), 1).eval()
+    init_parameters(model, 0.2, 3)
+    save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
+                   start.tokenizer)
+    examples = sample(name).examples[:6]
+    # Rows beyond the 64 distances of the relative table, too; not beyond 64 absolute positions.
+    length = 64 if start.config.absolute_input else 128
+    features = encode(task, examples, start.tokenizer, max_length=length, window_overlap=16)
+    with torch.no_grad():
+        return examples, features, model(collate(features)).scores

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from superglue_helpers import sample, tiny_start
+from superglue_helpers import SHAPES, sample, saved_model, tiny_start
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetune import heads
-from deberta_ds.finetune.directory import load_finetuned, save_finetuned
+from deberta_ds.finetune.directory import load_finetuned
 from deberta_ds.finetune.features import collate, encode
 from deberta_ds.finetune.models import build_model, open_start, start_from
 from deberta_ds.finetune.predict_file import predict_file
@@ -18,32 +18,6 @@ from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
 from deberta_ds.model.init import init_parameters
 from deberta_ds.release.pretrained import load_backbone
-
-V1 = {"position_buckets": 0, "share_position_projections": False, "relative_norm": False,
-      "key_bias": False}
-SHAPES = {"v3": {}, "v2 convolution": {"conv_kernel": 3}, "v1": V1,
-          "absolute": {"relative_attention": False, "position_terms": (), "absolute_input": True,
-                       "relative_norm": False, "share_position_projections": False,
-                       "position_buckets": 0},
-          "bert": {"relative_attention": False, "absolute_input": True},
-          "a row a distance": {"position_buckets": 128}}  # of 64: more than transformers can read
-
-
-def saved_model(directory, name, shape="v3"):
-    """Return (examples, features, scores) of a random model that was saved in `directory`."""
-    start = tiny_start()
-    start = dataclasses.replace(start, config=dataclasses.replace(start.config, **SHAPES[shape]))
-    task = task_named(name)
-    model = build_model(task, start, Settings(), 1).eval()
-    init_parameters(model, 0.2, 3)
-    save_finetuned(directory, task, Settings(), start.config, dict(model.state_dict()),
-                   start.tokenizer)
-    examples = sample(name).examples[:6]
-    # Rows beyond the 64 distances of the relative table, too; not beyond 64 absolute positions.
-    length = 64 if start.config.absolute_input else 128
-    features = encode(task, examples, start.tokenizer, max_length=length, window_overlap=16)
-    with torch.no_grad():
-        return examples, features, model(collate(features)).scores
 
 
 def test_a_start_whose_run_kept_position_terms_has_the_shape_of_a_finetuned_one(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from data_helpers import SENTENCES, tiny_tokenizer
 from export_cases import make_release
-from test_finetune_directory import saved_model
+from superglue_helpers import saved_model
 
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.pretrained import load_backbone

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from export_cases import FAMILIES, make_release, with_classifier
-from test_finetune_directory import saved_model
+from superglue_helpers import saved_model
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.release import onnx_files

@@ -14,7 +14,7 @@ import yaml
 from data_helpers import RUN_RECORD
 from export_cases import make_release
 from launching import ROOT
-from test_finetune_directory import saved_model
+from superglue_helpers import saved_model
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.release import hf
