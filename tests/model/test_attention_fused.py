@@ -82,7 +82,7 @@ def test_compiles_for_a_gpu(architecture, kernels):
     assert [line["faults"] for line in lines] == [[]] * len(lines), lines
 
 
-def test_picked_queries_compile_for_a_gpu():
+def test_gathered_queries_compile_for_a_gpu():
     arguments = ["90", "--sizes", "64", "--lengths", "512", "--kernels", "forward", "--gathered"]
     [line] = run_worker("fused_compile.py", *arguments, timeout=60)
     assert line["gathered"] and line["faults"] == []

@@ -70,7 +70,7 @@ def fused_attention(
 
 @fused_attention.register_fake
 def _(q, k, v, c2p_table, p2c_table, query_facts, key_facts, seed, reach, _scale, dropout,
-      _picked, keep):
+      _gathered, keep):
     band = make_band(reach, k.shape[2])
     results = _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep)
     if keep:
