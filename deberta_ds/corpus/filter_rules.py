@@ -17,7 +17,6 @@ from deberta_ds.corpus.language import check_languages
 
 Rule = Literal["language", "lines", "c4", "gopher", "repetition", "fineweb", "personal"]
 PersonalKind = Literal["email", "ip", "phone", "card", "iban"]
-RULES: tuple[Rule, ...] = get_args(Rule)
 PERSONAL_KINDS: tuple[PersonalKind, ...] = get_args(PersonalKind)
 
 

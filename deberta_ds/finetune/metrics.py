@@ -67,9 +67,8 @@ def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
 
 def is_failed(task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]) -> bool:
     """Return whether a run failed: constant predictions, or no better than `baseline`."""
-    kinds: set[Prediction] = set(predictions)
-    if task.head == "tags":
-        kinds = {tag for guess in predictions for tag in classes_of(guess)}
+    kinds: set[Prediction] = {tag for guess in predictions for tag in classes_of(guess)} \
+        if task.head == "tags" else set(predictions)
     if len(kinds) == 1 and len(predictions) > 1:
         return True
     guess = task_score(task, score(task, examples, baseline(task, examples)))
