@@ -20,7 +20,7 @@ N = TypeVar("N", int, float)
 # In a clone they lie beside the package, in an installation inside it (setup.py). A path that does
 # not exist in the working directory is looked for here, so that `--config
 # launch/runs/v3_base.toml` means the recipe wherever a command is called.
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]  # deberta_ds/
 IS_INSTALLED = not (_PACKAGE.parent / "launch/pretrain.py").is_file()
 ROOT = _PACKAGE if IS_INSTALLED else _PACKAGE.parent
 _SCRIPT = re.compile(
