@@ -63,7 +63,7 @@ def test_steps_agree_with_the_formula_and_all_else_is_adamw():
     torch.manual_seed(0)
     model, other = Small(), Small()
     other.load_state_dict(model.state_dict())
-    optim = {"lr": 1e-2, "weight_decay": DECAY, "betas": (0.9, 0.98)}
+    optim = {"learning_rate": 1e-2, "weight_decay": DECAY, "betas": (0.9, 0.98)}
     optimizers = [build_optimizer(model, OptimConfig(name="muon", **optim)),
                   build_optimizer(other, OptimConfig(name="adamw", **optim))]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

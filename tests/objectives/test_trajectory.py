@@ -104,7 +104,7 @@ def test_all_agree_with_plain_pytorch(trajectories):
 
 def test_a_shared_table_is_clipped_by_its_own_norm_on_three_ranks(tmp_path):
     """With eps = 1 an update is nearly the gradient, so that Adam hides no factor of it."""
-    run_file = make_run(tmp_path, steps="3", global_batch_size="12", lr="0.3",
+    run_file = make_run(tmp_path, steps="3", global_batch_size="12", learning_rate="0.3",
                         warmup_steps="1\neps = 1.0\nclip_norm = 0.1",
                         kind='"rtd"\nembedding_sharing = "es"')
     run, _ = run_config.load(run_file)
