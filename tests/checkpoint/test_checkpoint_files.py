@@ -115,7 +115,8 @@ def test_same_tensors_as_deepspeeds_universal_converter(saved, tmp_path, kind):
 def test_consolidation_equals_zero_to_fp32(saved):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    for kind in sorted(KINDS - {"zero1_fp32_roundrobin"}):
+    # The script does not read a round-robin order, nor the files of DeepSpeed's BF16_Optimizer.
+    for kind in sorted(KINDS - {"zero1_fp32_roundrobin", "zero1_bf16_fp32accumulation"}):
         if kind.startswith("zero0"):  # it has no such files
             continue
         expected = get_fp32_state_dict_from_zero_checkpoint(
