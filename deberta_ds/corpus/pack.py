@@ -98,13 +98,13 @@ def verify_corpus(path: str | Path, mode: str, tokenizer_sha256: str = "") -> li
     lengths = sorted(int(plan.parent.name[5:]) for plan in Corpus.row_plans(path))
     if not lengths:
         raise UserError(f"{path}: no finished row plan; run data_prep/pack.py")
-    files = Origins(path).verify(mode)
-    lines = [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})"]
+    lines = []
     for seq_len in lengths:
         corpus = Corpus(path, seq_len=seq_len)
         if tokenizer_sha256:
             corpus.check_tokenizer(tokenizer_sha256)
         files = corpus.verify(mode)
         lines.append(f"{path}/rows-{seq_len}: {files:,} files agree ({mode}), "
-                     f"{corpus.num_rows:,} rows, content_hash {corpus.content_hash[:16]}")
-    return lines
+                     f"{corpus.num_rows:,} rows, content hash {corpus.content_hash[:16]}")
+    files = Origins(path).verify(mode)
+    return [f"{path}/{DIRECTORY}: {files:,} files agree ({mode})", *lines]

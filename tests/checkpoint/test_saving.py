@@ -236,7 +236,7 @@ def engine_state(monkeypatch):
     monkeypatch.setattr(save, "tensors_of_rank", lambda engine, layout: iter(
         [("0.fp32", weights.view(dist.world_size(), -1)[dist.rank()])]))
     values = {"keys": [], "scalars": {}, "counters": dict.fromkeys(saved_state.COUNTERS, 0),
-              "loss_scale": {}, "aliases": {}, "buffers": {}}
+              "loss_scale": {}, "aliases": {}, "buffers": {}, "without": {}}
     monkeypatch.setattr(save, "describe_engine",
                         lambda engine, layout: layout.to_values() | values)
     return weights
@@ -251,7 +251,8 @@ def test_no_rank_writes_before_the_remains_of_a_killed_save_are_gone(
     empty = save._empty
     monkeypatch.setattr(save, "_empty", lambda path: (time.sleep(0.3), empty(path)))
     engine_state.copy_(torch.arange(24))
-    saved = thread_ranks.run(3, lambda rank: save.save(None, tmp_path, 5, {}, 3))
+    record = RunRecord(**RUN_RECORD | {"step": 5, "config": {}, "world_size": 3})
+    saved = thread_ranks.run(3, lambda rank: save.save(None, tmp_path, record, 3))
     assert saved == [path] * 3 and not find.problems_of(path)
     assert SavedState(path).read("w", saved_state.MASTER).tolist() == list(range(24))
 

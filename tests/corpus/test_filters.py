@@ -16,6 +16,7 @@ from data_helpers import (
     write_json_lines,
 )
 
+from deberta_ds.base import own_code
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import Document, ReadOptions, plan_units
 from deberta_ds.corpus.filter_rules import (
@@ -249,6 +250,7 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
     page = write_filters_page(tmp_path / "try").read_text()
     assert "function: no_foxes" in page and str(source) in page
     (tmp_path / "own.py").write_text("def no_foxes(text):\n    return text\n")
+    own_code._module.cache_clear()  # as in another process
     with pytest.raises(UserError, match="other inputs or options"):
         tokenize_corpus(units, tmp_path / "1", tiny_tokenizer(), read=READ, clean=CleanOptions(),
                         filters=rules)

@@ -194,7 +194,8 @@ def _pipeline_agrees(kind, model, row, scores, config):
 
 def test_class_weights_multiply_what_an_example_adds_to_the_loss(process_group, tmp_path):
     rows = rows_of("classification", 16)
-    given = "epochs = 1\nbatch_rows = 16\nlearning_rate = 1e-9\ndropout = 0.0\nhead_dropout = 0.0"
+    given = ("epochs = 1\nglobal_batch_size = 16\nlearning_rate = 1e-9\ndropout = 0.0\n"
+             "head_dropout = 0.0")
     counts = {name: sum(row["label"] == name for row in rows) for name in ("animal", "thing")}
     losses = {}
     for weights in ("", "balanced", "{animal = 0}", "{thing = 0}", "{animal = 3.0}"):

@@ -19,7 +19,7 @@ def settings_of(name: str, file=None, *overrides: str) -> Settings:
 
 def test_settings_are_checked_and_later_ones_win(tmp_path):
     file = tmp_path / "preset.toml"
-    file.write_text("[all]\nepochs = 3\nbatch_rows = 8\n[RTE]\nepochs = 4\n")
+    file.write_text("[all]\nepochs = 3\nglobal_batch_size = 8\n[RTE]\nepochs = 4\n")
     given = ("--all.global_batch_size=24", "--CB.epochs=9", "--RTE.patience=1")
     rte = settings_of("RTE", file, *given)
     assert (rte.epochs, rte.global_batch_size, rte.patience, rte.max_length) == (4, 24, 1, 320)

@@ -71,7 +71,7 @@ def test_on_a_card_triton_runs_where_it_is_right(card):
     for idea in IDEAS[:4]:
         choice = pick(idea, request(idea))
         assert (choice.name, choice.why) == ("fused", "checked")
-    assert pick("projections", request("projections")).name == "shared"
+    assert pick("projections", request("projections")).name == "fused"
     assert pick("dropout", request("dropout")).name == "torch"
     card(passed=False)
     for idea in IDEAS[:4]:
@@ -132,8 +132,8 @@ def test_choices_of_a_model_in_a_line(card):
     assert tuple(found) == IDEAS
     assert found["attention"] == {"kernel": "tiled", "why": "not fused: no GPU"}
     assert kernel_table.in_a_line(found) == (
-        "attention tiled, cross-entropy chunked, LayerNorm torch, GELU torch (not fused: no GPU); "
-        "dropout hash; projections separate (not shared: no GPU)")
+        "attention tiled, cross-entropy chunked, LayerNorm torch, GELU torch, projections separate "
+        "(not fused: no GPU); dropout hash")
     named = kernel_table.choices(replace(SMALL, attention="reference"), CPU, SINGLE, SINGLE, 128)
     assert named["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
 

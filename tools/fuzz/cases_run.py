@@ -40,7 +40,7 @@ def _toml_trick(random: Random, text: str) -> tuple[str, mutate.Change]:
                 "a key twice",
                 text.replace("learning_rate = ", "learning_rate = 1e-3\nlearning_rate = "),
             ),
-            ("a table twice", f"{text}[optim]\nlr = 1e-3\n"),
+            ("a table twice", f"{text}[optim]\nlearning_rate = 1e-3\n"),
             (
                 "brackets without end",
                 text.replace("learning_rate = ", f"learning_rate = {'[' * 50_000}"),
