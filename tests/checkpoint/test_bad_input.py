@@ -37,7 +37,7 @@ def fails(tmp_path):
 def test_misspelt_run_key(setting, fails):
     error = fails("--config", setting / "run.toml", "--deepspeed_config", setting / "ds.json",
                   "--train.warmup_stepz=3", "--optim.learning_rate=fast")
-    assert "train.warmup_stepz: unknown key; did you mean optim.warmup_steps?" in error
+    assert "train.warmup_stepz: unknown key; did you mean train.batch_warmup_steps?" in error
     assert "optim.learning_rate = 'fast'" in error and "2 problems" in error
 
 

@@ -98,6 +98,7 @@ def write_marker(out, name, whole):
     labels = {"": [len(ends), sum(map(len, texts)), shard.tokens]}
     origins = json.loads(whole["documents/manifest.json"])["files"][name]
     result = {"shards": [[asdict(shard)]], "labels": [labels], "counts": counts, "problems": [],
+              "unknown_tokens": 0,
               "origins": [{name: origins}]}
     (out / ".units" / f"{name[:5]}.json").write_text(json.dumps(result))
 

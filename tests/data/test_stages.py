@@ -45,7 +45,7 @@ def read_stage(directory):
     path = find.newest(directory)
     record = read_run_record(path)
     return stage_of(path, config=record.config, sequences_seen=record.sequences_seen,
-                    content_hashes=record.content_hashes, rules=record.row_rules)
+                    content_hashes=record.content_hashes)
 
 
 def run_of(sources, seed=7, seq_len=SEQ_LEN):

@@ -120,7 +120,8 @@ def test_the_page_shows_each_corpus(root):
                        for key, value in record.items() if key.startswith("generator")}
     (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     saved = {"run": run_config.to_dict(run), "deepspeed": {}, "origins": {}, "versions": {},
-             "content_hashes": {}, "world_size": 1, "parameters": 1}
+             "content_hashes": {}, "world_size": 1, "parameters": 1, "hardware": "", "kernels": {},
+             "device": "cpu", "commit": ""}
     (out / "config.json").write_text(json.dumps(saved))
     table = evaluation_by_corpus(read_run(out))
     assert [row[0].text for row in table.rows] == ["de", "en"]
