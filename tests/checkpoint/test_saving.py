@@ -116,7 +116,8 @@ def test_damaged_map_is_one_clear_error(damage):
 def test_damaged_state_is_one_clear_error(tmp_path, damage):
     whole = layouts(2)[0].to_values() | {
         "counters": {"global_steps": 3, "global_samples": 24, "skipped_steps": 0},
-        "keys": [], "loss_scale": {}, "aliases": {}, "scalars": {}, "buffers": {}}
+        "keys": [], "loss_scale": {}, "aliases": {}, "scalars": {}, "buffers": {},
+        "without": {}}
     (tmp_path / "layout.json").write_text(json.dumps(whole))
     assert SavedState(tmp_path).counters["global_samples"] == 24
     (tmp_path / "layout.json").write_text(json.dumps(whole | damage))

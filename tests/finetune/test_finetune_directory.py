@@ -157,7 +157,9 @@ def test_a_directory_read_back_gives_the_same_scores(tmp_path, name, shape):
     assert saved.task == task_named(name) and saved.settings == Settings()
     with torch.no_grad():
         found = finetuned_model(saved, torch.device("cpu"))(collate(features)).scores
-    torch.testing.assert_close(found, scores, rtol=0, atol=0)
+    # What is written has a row less for distances that are never met: other sums in fp32.
+    tolerance = 2e-6 if shape == "a row a distance" else 0
+    torch.testing.assert_close(found, scores, rtol=tolerance, atol=tolerance)
     words = open_start(str(tmp_path)).weights["words.weight"]
     assert torch.equal(words, load_backbone(tmp_path).backbone.words.weight)
 

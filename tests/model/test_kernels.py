@@ -48,8 +48,7 @@ def test_on_a_cpu_torchs_operators_run(card, idea):
     choice = pick(idea, request(idea, CPU))
     assert choice.name == {"attention": "tiled", "cross-entropy": "chunked", "dropout": "hash",
                            "projections": "separate"}.get(idea, "torch")
-    assert choice.why == ("" if idea == "dropout" else
-                          f"not {'shared' if idea == 'projections' else 'fused'}: no GPU")
+    assert choice.why == ("" if idea == "dropout" else "not fused: no GPU")
 
 
 @pytest.mark.parametrize(("changes", "passed", "reason"), [

@@ -33,7 +33,7 @@ def _oracle(leaves, labels, valid=VOCAB):
 def products(request, monkeypatch):
     """Both ways of backward: products kept from forward, and computed again."""
     if request.param == "recomputed":
-        monkeypatch.setattr(head, "_KEPT_LOGITS", 0)
+        monkeypatch.setattr(head, "_SAVED_LOGITS", 0)
 
 
 @pytest.mark.usefixtures("products")

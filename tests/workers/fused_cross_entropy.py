@@ -77,7 +77,7 @@ def main() -> None:
         weight = torch.randn(vocab, size, generator=generator) * 0.3
         bias = torch.randn(vocab, generator=generator)
         labels = torch.randint(0, valid or vocab, (rows,), generator=generator)
-        labels[:1] = vocab - 1  # a label that is never predicted has the logit 0
+        labels[:1] = (valid or vocab) - 1  # the last one that may be predicted
         uniforms = torch.rand(rows, generator=generator)
         uniforms[:1], uniforms[1:2] = 0.0, 1.0 - 2.0**-24
         narrow = [x.to(dtype) for x in (hidden, weight, bias)]

@@ -34,7 +34,7 @@ CASES = {  # settings, checkpointing, autocast, training
 
 def batch_of_a_packed_row():
     generator = np.random.default_rng(5)
-    ids, labels = generator.integers(4, 150, 24), np.full(24, -100)
+    ids, labels = generator.integers(4, 140, 24), np.full(24, -100)
     targets = generator.choice(21, 4, replace=False)
     labels[targets], ids[targets] = ids[targets], 3
     segments = np.repeat([1, 2, 0], [14, 7, 3]).astype(np.int32)

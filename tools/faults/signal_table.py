@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "cluster")]
+sys.path[:0] = [str(TESTS), str(TESTS / "hosts")]
 
 import fake_hosts  # noqa: E402
 from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run  # noqa: E402
