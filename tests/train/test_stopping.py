@@ -105,15 +105,15 @@ def test_spike_rule():
 def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeypatch):
     """With one good step between bad ones it threw away every stretch that it had trained."""
     path, loaded = Path("out/checkpoints/step-00000100"), []
-    monkeypatch.setattr(loop.checkpoint, "find", lambda *_: loop.checkpoint.Found(path))
-    monkeypatch.setattr(loop.checkpoint, "load", lambda engine, path: loaded.append(path))
-    monkeypatch.setattr(loop, "read_record", lambda path: {"recent_losses": []})
+    monkeypatch.setattr(loop.find, "find", lambda *_: loop.find.Found(path))
+    monkeypatch.setattr(loop.find, "load", lambda engine, path: loaded.append(path))
+    monkeypatch.setattr(loop, "read_record", lambda path: SimpleNamespace(recent_losses=[]))
     train = SimpleNamespace(on_spike="rollback", spike_sigmas=0.0, global_batch_size=8,
                             initial_batch_size=0, batch_warmup_steps=0, steps=1000)
     trainer = SimpleNamespace(
         bad_steps_in_a_row=0, rollbacks=Counter(), engine=None, finish_save=lambda wait: None,
         run=SimpleNamespace(train=train, out_dir="out"), step=100, _sequences_seen=lambda: 0,
-        watchdog=SimpleNamespace(patience=nullcontext), log_event=lambda *_, **__: None)
+        meters=SimpleNamespace(during=nullcontext), log_event=lambda *_, **__: None)
     monkeypatch.setattr(loop.batch_schedule, "rows_before", lambda train, step: 8 * step)
     for _ in range(3):
         for _ in range(3):  # in a row: nothing is thrown away but the bad rows
