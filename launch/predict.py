@@ -3,8 +3,8 @@
     python launch/predict.py --model OUT/TASK/seed-1 --data a.csv --out a.jsonl
     deepspeed launch/predict.py ...
 
-The table (.jsonl .csv .tsv .parquet .arrow .conll) has the columns of the task. Labels are
-optional.
+The table (.jsonl .csv .tsv .parquet .arrow .conll) has the columns of the task. If it has labels,
+their scores are printed and written to a.scores.json.
 """
 
 import argparse
@@ -37,6 +37,9 @@ def main() -> None:
 
     saved = load_finetuned(find_finetuned(given.model))
     device = init_distributed()
+    if dist.is_main() and saved.failure:
+        print(f"warning: the run that trained {given.model} failed: {saved.failure}",
+              file=sys.stderr)
     count = predict_file(
         saved,
         given.data,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deberta_ds.finetune.answer_texts import language_of
 from deberta_ds.finetune.line import Line, show
 from deberta_ds.finetune.tasks import Task
 
@@ -36,13 +37,15 @@ class Example:
     key: tuple[int, ...]  # (idx,); MultiRC: (passage, question, answer); ReCoRD: (query, passage)
     sequences: tuple[tuple[str, ...], ...]  # one; COPA: one for each choice
     # Class index; of a regression a number, of several labels 0 or 1 for each, of tags the class of
-    # each word. None where the file has none.
+    # each word, of SQuAD's answers (). None where the file has none.
     label: Label | None = None
     # WiC and WSC: two; ReCoRD: every mention; tags: every word; SQuAD: the first answer, if any
     spans: tuple[TextSpan, ...] = ()
     names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
     gold: tuple[str, ...] = ()  # ReCoRD and SQuAD: the answer strings
     id: str = ""  # SQuAD: what predictions.json calls the question
+    language: str = ""  # SQuAD: by whose rule answers are compared (answer_texts.py)
+    group: str | None = None  # the part of the table that it is scored with, if there are any
     place: str = field(default="", compare=False)  # file and line it was read from
 
 
@@ -58,6 +61,11 @@ def classes_of(label: object) -> tuple[int, ...]:
     return label
 
 
+def is_labelled(example: Example) -> bool:
+    """Return whether an example can be scored."""
+    return example.label is not None or bool(example.gold)
+
+
 def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]:
     """Return the examples of one JSON object read at `place` (file and line).
 
@@ -65,7 +73,9 @@ def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]
     Raises UserError naming the place, the field and the expected format.
     """
     found = _PARSERS[task.layout](Line(task, place, value), split != "test")
-    return [replace(example, place=place) for example in found]
+    column = task.columns.get("group", "")
+    group = str(value[column]) if column and column in value else None
+    return [replace(example, place=place, group=group) for example in found]
 
 
 def _texts(line: Line, labelled: bool) -> list[Example]:
@@ -159,7 +169,10 @@ def _answers(line: Line, labelled: bool) -> list[Example]:
     spans = tuple(TextSpan(1, start, start + len(text)) for text, start in answers[:1])
     gold = tuple(text for text, _ in answers)
     name = line.value.get("id", line.index())
-    return [Example((line.index(),), ((question, context),), None, spans, (), gold, str(name))]
+    label = () if gold or (line.task.no_answer and "label" in line.value) else None
+    language = line.task.language or language_of(context)
+    return [Example((line.index(),), ((question, context),), label, spans, (), gold, str(name),
+                    language)]
 
 
 def _given_answers(line: Line) -> list[tuple[str, Any]]:

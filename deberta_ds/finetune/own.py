@@ -4,8 +4,13 @@
     kind = "classification"        # or multilabel, regression, choice, tags, spans
     texts = ["title", "body"]      # columns in the order the model reads them; the first may be cut
     label = "queue"
+    group = "product"              # optional: scores for each of its values, too
     train = "train.csv"            # paths are relative to the TOML file
     val = "val.csv"                # or val_share = 0.1 of train
+    test = "test.csv"              # optional: predicted after training, and scored if it has labels
+
+    [tests]                        # optional: more of these, by name
+    other_year = "2023.csv"
 
     [settings]                     # as in a settings file
     epochs = 3
@@ -26,8 +31,9 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import STRICT, nearest, option, validate
 from deberta_ds.config.toml_files import read_toml
+from deberta_ds.finetune.answer_texts import LANGUAGES
 from deberta_ds.finetune.layouts import chosen, examples_of
-from deberta_ds.finetune.metrics import METRIC_NAMES
+from deberta_ds.finetune.metrics import METRIC_NAMES, PREFIXES
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tables import (
     as_shown,
@@ -37,7 +43,7 @@ from deberta_ds.finetune.tables import (
     read_table,
     to_line,
 )
-from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, Task
+from deberta_ds.finetune.tasks import TASK_NAMES, TEST, HeadKind, Layout, Task
 
 Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
 _MOST_LABELS = 1000
@@ -78,7 +84,12 @@ class OwnTask:
     val: str = option("table to evaluate on; empty: a share of train", "")
     val_share: float = option("share of train to evaluate on, where there is no val", 0.1,
                               gt=0, lt=1)
-    test: str = option("table to predict after training; empty: none", "")
+    test: str = option("table to predict after training, and to score if it has labels; empty: "
+                       "none", "")
+    tests: Mapping[str, str] = option("more such tables: {NAME = TABLE, ...}", {})
+    group: str = option("column by whose values scores are shown, too; empty: none", "")
+    language: str = option("of spans: by whose rule answers are compared, such as de or zh (MLQA's "
+                           "rules); empty: characters in scripts without spaces, else SQuAD's", "")
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -93,14 +104,16 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     _check(own, path)
     head, layout, metrics = _FORMS[own.kind]
     files = {split: os.path.normpath(path.parent.resolve() / name) for split, name in
-             (("train", own.train), ("val", own.val), ("test", own.test)) if name}
+             (("train", own.train), ("val", own.val), ("test", own.test),
+              *((TEST + name, table) for name, table in own.tests.items())) if name}
     if not os.path.exists(files["train"]):
         raise UserError(f"{path}: train = {own.train!r}: {files['train']}: no such file; paths are "
                         "relative to the task file")
     task = Task(
         name=own.name, head=head, layout=layout, labels=(), texts=own.texts, choices=own.choices,
-        metrics=own.metrics or metrics, files=files, columns={"label": own.label},
-        may_be_blank=len(own.texts) > 1, settings=own.settings,
+        metrics=own.metrics or metrics, files=files, language=own.language,
+        columns={"label": own.label} | ({"group": own.group} if own.group else {}),
+        may_be_blank=len(own.texts) > 1, val_share=own.val_share, settings=own.settings,
     )
     if own.kind == "spans":
         task, said = _with_answers(task, own, Path(files["train"]), path)
@@ -117,7 +130,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
 
 def _with_answers(task: Task, own: OwnTask, train: Path, path: Path) -> tuple[Task, str]:
     """Return (task that knows whether answers may be missing, a line on what train has)."""
-    columns = {"label": own.label} | ({"start": own.start} if own.start else {})
+    columns = {**task.columns, **({"start": own.start} if own.start else {})}
     task = replace(task, labels=("start", "end"), columns=columns, no_answer=True)
     count = missing = repeated = 0
     for number, (place, row) in enumerate(read_table(train)):
@@ -143,7 +156,7 @@ def _with_answers(task: Task, own: OwnTask, train: Path, path: Path) -> tuple[Ta
 
 
 def _check(own: OwnTask, path: Path) -> None:
-    if own.name in TASK_NAMES or not own.name.replace("-", "").replace("_", "").isalnum():
+    if own.name in TASK_NAMES or not _is_name(own.name):
         raise UserError(f"{path}: name = {own.name!r} must be letters, digits, - and _, and not a "
                         "benchmark's task")
     if (own.kind == "choice") != bool(own.choices):
@@ -155,6 +168,18 @@ def _check(own: OwnTask, path: Path) -> None:
         if name in _TAKEN:
             raise UserError(f"{path}: the column {name!r} cannot be a text or an answer: a row has "
                             f"its {', '.join(_TAKEN)} under these names; rename the column")
+    if own.language and (own.kind != "spans" or own.language not in LANGUAGES):
+        raise UserError(f"{path}: language = {own.language!r}: is for kind = \"spans\", and one of "
+                        f"{', '.join(LANGUAGES)}")
+    if own.group in _TAKEN:
+        raise UserError(f"{path}: group = {own.group!r}: a row has its {', '.join(_TAKEN)} under "
+                        "these names; rename the column")
+    taken = (own.name, "train", "val", "test")
+    for name, table in own.tests.items():
+        if not _is_name(name) or name in taken or not table:
+            raise UserError(f"{path}: tests: {name} = {table!r}: a test table needs a name of "
+                            f"letters, digits, - and _ that is none of {', '.join(taken)}, and a "
+                            "file")
     if own.start and own.kind != "spans":
         raise UserError(f'{path}: start is the place of an answer, for kind = "spans" only')
     if own.kind == "tags" and len(own.texts) != 1:
@@ -171,8 +196,11 @@ def _check(own: OwnTask, path: Path) -> None:
     validate(Settings, dict(own.settings), f"{path}, [settings]")
 
 
+def _is_name(name: str) -> bool:
+    return name.replace("-", "").replace("_", "").isalnum()
+
+
 _PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
-_PREFIXES = "BIESLUM"
 _TAKEN = ("idx", "id", "label", "start")
 
 
@@ -192,7 +220,7 @@ def _check_tags(own: OwnTask, labels: tuple[str, ...], path: Path) -> None:
     if all(label.isdigit() for label in labels):
         raise UserError(f"{path}: the tags are numbers, which do not say where spans begin; write "
                         "their names, or take metrics = [\"tag_accuracy\"]")
-    odd = [label for label in labels if label[1:2] == "-" and label[0] not in _PREFIXES]
+    odd = [label for label in labels if label[1:2] == "-" and label[0] not in PREFIXES]
     if odd:
         raise UserError(f"{path}: the tag {odd[0]!r} is not of IOB, IOBES, BILOU or BMES, which "
                         "span_f1 counts spans of; rename it, or take tag_accuracy")

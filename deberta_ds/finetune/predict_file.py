@@ -1,7 +1,8 @@
-"""A table without labels -> a file of predictions: streamed, in order, on any number of ranks.
+"""A table -> a file of predictions: streamed, in order, on any number of ranks; labels are scored.
 
 Rows are read in blocks; a block is encoded, its batches are dealt to the ranks, and the first rank
-writes it before the next one is read, so neither file need fit into memory.
+writes it before the next one is read, so neither file need fit into memory. Of labelled rows,
+labels and predictions are kept to be scored at the end.
 """
 
 import itertools
@@ -9,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,16 @@ import torch
 from scipy.special import expit, softmax
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import atomic_path
+from deberta_ds.base.files import atomic_path, write_atomic
 from deberta_ds.cluster import dist
 from deberta_ds.finetune.answers import MARGIN, answer_place
 from deberta_ds.finetune.directory import Finetuned
 from deberta_ds.finetune.features import Feature, TooLongError, count_unknown, encode
-from deberta_ds.finetune.layouts import Example, examples_of
+from deberta_ds.finetune.layouts import Example, examples_of, is_labelled
+from deberta_ds.finetune.metrics import Prediction
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.run import finetuned_model
+from deberta_ds.finetune.scores import as_text, scores_of
 from deberta_ds.finetune.submission import as_written
 from deberta_ds.finetune.tables import Row, read_table, to_line
 from deberta_ds.finetune.tasks import Task
@@ -42,8 +46,9 @@ def predict_file(
     """Write a JSON line for each row of `data` to `out`; return how many.
 
     A line holds "idx", the columns in `keep`, "prediction" and, where there are classes, their
-    probabilities; of answers, their characters [start, end) and the margin of no answer. Raises
-    UserError naming the row that cannot be read; then `out` is not written.
+    probabilities; of answers, their characters [start, end) and the margin of no answer. Where rows
+    have labels, their scores are printed and written beside `out`, with the ending .scores.json.
+    Raises UserError naming the row that cannot be read; then `out` is not written.
     """
     if taken := [name for name in keep if name in _OURS]:
         raise UserError(f"--keep {taken[0]}: predictions have a value of that name; rename the "
@@ -54,10 +59,25 @@ def predict_file(
         raise UserError(f"--out {out}: is the table that is predicted; name another file")
     model = finetuned_model(saved, device)
     rows = read_table(data)
+    labelled: list[tuple[Example, Prediction]] = []
+    unread: list[str] = []  # what is wrong with labels that cannot be read
+    given = (saved, model, data, rows, global_batch_size, max_length, keep, labelled, unread)
     if not dist.is_main():
-        return _on_all_ranks(saved, model, data, rows, global_batch_size, max_length, keep, None)
+        return _on_all_ranks(*given, None)
     with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        return _on_all_ranks(saved, model, data, rows, global_batch_size, max_length, keep, file)
+        count = _on_all_ranks(*given, file)
+    scores_file = out.with_suffix(".scores.json")
+    scores_file.unlink(missing_ok=True)  # of what stood in `out` before
+    if unread:
+        print(f"  {len(unread):,} rows are not scored, as their label cannot be read: {unread[0]}",
+              file=sys.stderr)
+    if labelled:
+        examples, guesses = zip(*labelled, strict=True)
+        scores = scores_of(saved.task, examples, guesses)
+        scores["unlabelled"] = count - len(labelled)
+        write_atomic(scores_file, json.dumps(scores, indent=1) + "\n")
+        print(f"{as_text(str(data), scores)}\n\nwrote {scores_file}")
+    return count
 
 
 def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) -> None:
@@ -68,8 +88,8 @@ def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) 
                         f"absolute positions. Set --max_length {limit} to cut it")
 
 
-def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, max_length, keep, file
-                  ) -> int:
+def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, max_length, keep,
+                  labelled: list, unread: list[str], file) -> int:
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
     device = next(model.parameters()).device
     while block := list(itertools.islice(rows, BLOCK_ROWS)):
@@ -77,7 +97,7 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, ma
             if missing := [name for name in keep if name not in row]:
                 raise UserError(f"{place}: --keep {missing[0]}: no such column; there are "
                                 f"{', '.join(map(str, row))}")
-        examples = list(_examples(saved.task, block, count))
+        examples = list(_examples(saved.task, block, count, unread))
         try:
             features = encode(saved.task, examples, saved.tokenizer, max_length=max_length,
                               window_overlap=saved.settings.window_overlap)
@@ -92,7 +112,11 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, ma
         )
         count += len(block)
         if file:
-            lines = _lines(saved, examples, scores, block, keep)
+            guesses = predictions_of(saved.task, examples, scores, saved.threshold)
+            labelled += [(replace(example, sequences=(), spans=()), guess)
+                         for example, guess in zip(examples, guesses, strict=True)
+                         if is_labelled(example)]
+            lines = _lines(saved, examples, guesses, scores, block, keep)
             for line in lines:  # a kept column may hold a date, or another thing JSON has not
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             rate = count / (time.monotonic() - began)
@@ -104,20 +128,25 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, ma
     return count
 
 
-def _examples(task: Task, block: Iterable[Row], first: int) -> Iterator[Example]:
+def _examples(task: Task, block: Iterable[Row], first: int, unread: list[str]
+              ) -> Iterator[Example]:
+    """Yield the examples of a block; `unread` gets what is wrong with labels that are left out."""
     for number, (place, row) in enumerate(block, start=first):
         line = dict(row) if task.layout in _OWN_LINES else to_line(task, place, row, number)
-        for field in ("label", "start"):  # not needed, so not checked either
-            line.pop(field, None)
-        yield from examples_of(task, place, line, "test")
+        try:
+            found = examples_of(task, place, line, "test")
+        except UserError as error:
+            bare = {name: value for name, value in line.items() if name not in ("label", "start")}
+            found = examples_of(task, place, bare, "test")
+            unread.append(str(error).partition("\n")[0])
+        yield from found
 
 
 def _lines(
-    saved: Finetuned, examples: Sequence[Example], scores: Sequence[np.ndarray],
-    block: Sequence[Row], keep: Sequence[str],
+    saved: Finetuned, examples: Sequence[Example], guesses: Sequence[Prediction],
+    scores: Sequence[np.ndarray], block: Sequence[Row], keep: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
     task = saved.task
-    guesses = predictions_of(task, examples, scores, saved.threshold)
     rows = dict(block)
     for example, guess, values in zip(examples, guesses, scores, strict=True):
         line: dict[str, Any] = {"idx": example.key[0] if len(example.key) == 1 else example.key}

@@ -23,18 +23,17 @@ from deberta_ds.cluster import dist, lock
 from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import write_official
-from deberta_ds.finetune.directory import RESULT, Finetuned, load_finetuned
+from deberta_ds.finetune.directory import RESULT, Finetuned, load_finetuned, mark_failed
 from deberta_ds.finetune.features import Feature, TooLongError, count_unknown, encode
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.loop import Job, digest, train
 from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
+from deberta_ds.finetune.scores import FILE, as_text, scores_of
 from deberta_ds.finetune.submission import render
-from deberta_ds.finetune.tasks import diagnostics_of
+from deberta_ds.finetune.tasks import Task, diagnostics_of
 from deberta_ds.tokenizer import unknown_pieces
-
-_ONE_LABEL = ("classify", "choice", "words", "spans")
 
 
 def run(job: Job) -> dict:
@@ -65,7 +64,13 @@ def _run(job: Job) -> dict:
     result = job.identity() | kept | _predict(job, features["val"])
     result |= {"tests": _digests(job), "world_size": dist.world_size(),
                "seconds": round(time.monotonic() - began, 1)}
+    if job.show_scores:
+        for name, found in result["scores"].items():
+            job.say(f"\n{as_text(name, found)}")
     if dist.is_main():
+        write_atomic(job.out / FILE, json.dumps(result["scores"], indent=1) + "\n")
+        if result["failure"]:
+            mark_failed(job.out / "model", result["failure"])
         if not job.keep_model:
             shutil.rmtree(job.out / "model")
         write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
@@ -117,6 +122,7 @@ class _Result:
     score: float
     baseline: float | None
     failed: bool
+    failure: str
     metrics: dict[str, float]
     diagnostics: dict[str, dict[str, float]]
     history: list[dict[str, float]]
@@ -127,14 +133,19 @@ def _check_result(job: Job, result: dict) -> None:
     try:
         found = typed(_Result, result)
         lost = [name for name in job.task.metrics if name not in found.metrics]
-        lost += [f"{task.name} {name}" for task in diagnostics_of(job.task.name)
-                 if task.name in found.diagnostics for name in task.metrics
-                 if name not in found.diagnostics[task.name]]
+        lost += [f"{table} {name}" for table, values in found.diagnostics.items()
+                 for name in metrics_on(job.task, table) if name not in values]
         if lost:
             raise ValueError(f"{lost[0]} is missing")
     except ValueError as error:
         raise UserError(f"{job.out / RESULT}: damaged ({error}); delete {job.out} to run this seed "
                         "again") from None
+
+
+def metrics_on(task: Task, table: str) -> tuple[str, ...]:
+    """Return the metrics of a diagnostic set, or of a labelled test table of `task`."""
+    found = [other.metrics for other in diagnostics_of(task.name) if other.name == table]
+    return found[0] if found else task.metrics
 
 
 def check_splits(jobs: Sequence[Job]) -> None:
@@ -186,37 +197,42 @@ def encode_split(job: Job, split: Split) -> list[Feature]:
 
 
 def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
-    """Return metrics of the kept model; write predictions and submission files."""
+    """Return the scores of the kept model; write predictions and submission files."""
     saved = load_finetuned(job.out / "model")
     model = finetuned_model(saved, job.device, precision(job.deepspeed))
     examples = job.val.examples
     scores = _scores(job, model, job.val, val_features)
     guesses = predictions_of(job.task, examples, scores, saved.threshold)
-    values = metrics.score(job.task, examples, guesses)
-    constant = metrics.score(job.task, examples, metrics.baseline(job.task, examples))
+    found = scores_of(job.task, examples, guesses)
+    failure = metrics.failure(job.task, examples, guesses)
     result: dict[str, Any] = {
         "labels": list(job.task.labels),
-        "metrics": values,
-        "score": metrics.task_score(job.task, values),
-        "baseline": metrics.task_score(job.task, constant),
-        "failed": metrics.is_failed(job.task, examples, guesses),
+        "metrics": {name: value["value"] for name, value in found["metrics"].items()},
+        "score": found["score"]["value"],
+        "score_is": found["score_is"],
+        "baseline": metrics.task_score(job.task, found["majority"]),
+        "failed": bool(failure),
+        "failure": failure,
         "diagnostics": {},
+        "scores": {"val": found},
     }
     if job.task.no_answer:
         result["no_answer_threshold"] = saved.threshold
-    if job.task.head in _ONE_LABEL:
-        result["confusion"] = metrics.confusion(job.task, examples, guesses)
+    if "confusion" in found:
+        result["confusion"] = found["confusion"]
     if dist.is_main():
         _write_predictions(job.out / "val_predictions.jsonl", examples, guesses, scores)
         if job.task.head == "answer":
             write_official(job.out, examples, guesses, scores)
-    for name, split in job.diagnostics.items():
+    for name, split in (*job.diagnostics.items(), *job.tests.items()):
         answers = _answers(job, model, split, saved.threshold)
-        result["diagnostics"][name] = metrics.score(split.task, split.examples, answers)
-    for name, test in job.tests.items():
-        answers = _answers(job, model, test, saved.threshold)
-        if dist.is_main():
-            text = render(test.task, test.examples, answers)
+        if found := scores_of(split.task, split.examples, answers):
+            table = "test" if name == job.task.name else name
+            result["scores"][table] = found
+            result["diagnostics"][table] = {metric: value["value"]
+                                            for metric, value in found["metrics"].items()}
+        if dist.is_main() and split is job.tests.get(name):
+            text = render(split.task, split.examples, answers)
             write_atomic(job.out / "submission" / f"{name}.jsonl", text)
     return result
 

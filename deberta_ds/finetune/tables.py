@@ -173,6 +173,8 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
         line[field] = row[column]
         if task.head == "tags" and isinstance(line[field], str):
             line[field] = line[field].split()
+    if (group := task.columns.get("group", "")) in row and group:
+        line[group] = row[group]
     column = task.columns.get("label", "label")
     value = row.get(column)
     if task.head == "answer":
