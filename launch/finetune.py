@@ -29,7 +29,7 @@ def main() -> None:
                         help="output of another task; its head is kept if the labels match")
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)
-    given, overrides = options.parse(parser)
+    given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
 
     from deberta_ds.cluster import dist  # heavy imports after the options are known good
     from deberta_ds.finetune import sweep

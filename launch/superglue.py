@@ -7,9 +7,11 @@ This is launch/sweep.py with the tasks of a suite. For the leaderboard, then run
 python launch/submit.py --run OUT --data superglue --zip superglue.zip
 """
 
-from sweep import main
+import runpy
+from pathlib import Path
 
 from deberta_ds.base.errors import exit_cleanly
 
 if __name__ == "__main__":
-    exit_cleanly(lambda: main(__doc__, is_suite=True))
+    sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
+    exit_cleanly(lambda: sweep["main"](__doc__, is_suite=True))

@@ -1,7 +1,9 @@
 """Fine-tune a model on several tasks with several seeds each: your own, and those of benchmarks.
 
-    deepspeed launch/sweep.py --tasks tickets.toml mails.toml --model MODEL --seeds 5 --out OUT
-    deepspeed launch/sweep.py --tasks RTE CB tickets.toml --model MODEL --data superglue --out OUT
+    deepspeed launch/sweep.py --tasks tickets.toml mails.toml --model MODEL \\
+        --seeds 5 --out OUT
+    deepspeed launch/sweep.py --tasks RTE tickets.toml --data superglue \\
+        --model MODEL --seeds 5 --out OUT
 
 Prints a table and writes OUT/results.json and OUT/report.html. Finished runs are reused: after an
 interruption, run the same command again.
@@ -34,7 +36,7 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     parser.add_argument("--compare", type=Path, metavar="OUT",
                         help="another sweep to compare with, such as one without pretraining")
     options.add_options(parser)
-    given, overrides = options.parse(parser)
+    given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
 
     from deberta_ds import report  # heavy imports after the options are known good
     from deberta_ds.base.files import write_atomic

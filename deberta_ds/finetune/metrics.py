@@ -33,9 +33,7 @@ def score(task: Task, examples: Examples, predictions: Predictions) -> dict[str,
             for name in task.metrics}
 
 
-def rows_of(
-    name: str, task: Task, examples: Examples, predictions: Predictions
-) -> np.ndarray:
+def rows_of(name: str, task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
     """Return what the units of metric `name` (examples, MultiRC's questions, AX-g's pairs) give."""
     if len(examples) != len(predictions):
         raise AssertionError(f"{len(predictions)} predictions for {len(examples)} examples")
@@ -107,16 +105,13 @@ def confusion(task: Task, examples: Examples, predictions: Predictions) -> list[
 def class_counts(
     task: Task, examples: Examples, predictions: Predictions
 ) -> dict[str, tuple[int, int, int]]:
-    """Return {label: (right, in gold, predicted)}; where spans are scored by the kind of span, none
-    of numbers and answers."""
-    if task.head in ("regress", "answer", "mentions"):
-        return {}
+    """Return {label: (right, in gold, predicted)}; where spans are scored, by the kind of span."""
     if "span_f1" in task.metrics:
         gold, guess = _spans(task, examples, predictions)
-        kinds = [Counter(kind for _, kind, *_ in spans) for spans in (gold & guess, gold, guess)]
-        names = sorted(kinds[1] | kinds[2])
-        return {name or "(no kind)": (kinds[0][name], kinds[1][name], kinds[2][name])
-                for name in names}
+        hits, right, guessed = (Counter(kind for _, kind, *_ in spans)
+                                for spans in (gold & guess, gold, guess))
+        return {kind or "(no kind)": (hits[kind], right[kind], guessed[kind])
+                for kind in sorted(right | guessed)}
     counts = _counts(task, _classes(task, examples, predictions))
     return dict(zip(task.labels, zip(*counts.tolist(), strict=True), strict=True))
 
@@ -240,10 +235,9 @@ def _spans(task: Task, examples: Examples, predictions: Predictions) -> tuple[se
 def _span_hits(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
     """Return (2 hits, gold + predicted spans) of each example: kind and both ends must agree."""
     gold, guess = _spans(task, examples, predictions)
-    rows = np.zeros((len(examples), 2), dtype=int)
-    for spans, column, amount in ((gold & guess, 0, 2), (gold, 1, 1), (guess, 1, 1)):
-        np.add.at(rows, ([number for number, *_ in spans], column), amount)
-    return rows
+    hits, right, guessed = (np.bincount([number for number, *_ in spans], minlength=len(examples))
+                            for spans in (gold & guess, gold, guess))
+    return np.stack([2 * hits, right + guessed], axis=1)
 
 
 PREFIXES = tuple("BIESLUM")  # of a tag that begins, continues, ends or is a span
@@ -276,33 +270,23 @@ def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def _exact(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
-    """Return for each MultiRC question whether every answer is right; of ReCoRD and SQuAD v1.1
-    whether the string is exact.
-
-    A MultiRC question without a true answer counts like any other.
-    """
+    """Return for each MultiRC question whether every answer is right, if one is true or not; of
+    ReCoRD and SQuAD v1.1 whether the string is exact."""
     if task.layout == "multirc":
         right = _right(task, examples, predictions)
         return _by_question(task, examples, right, np.logical_and).astype(float)
-    return _best_of_gold(examples, predictions, lambda a, b: float(a == b))
+    return _of_answers(lambda e, text: _best(e, text, str.__eq__))(task, examples, predictions)
 
 
-def _token_f1s(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
-    """Return the bag-of-tokens F1 against the best gold string (ReCoRD, SQuAD v1.1)."""
-    return _best_of_gold(examples, predictions, token_f1)
+def _of_answers(value: Callable[[Example, str], float]) -> Callable[..., np.ndarray]:
+    """Return a metric's rows: `value` of each example and its answer."""
+    return lambda task, examples, predictions: np.array(
+        list(map(value, examples, predictions)), dtype=float)
 
 
-def _best_of_gold(examples, predictions, compare: Callable[[str, str], float]) -> np.ndarray:
-    found = []
-    for example, prediction in zip(examples, predictions, strict=True):
-        answer = normalize(prediction, example.language)
-        found.append(max(compare(answer, normalize(gold, example.language))
-                         for gold in example.gold))
-    return np.array(found)
-
-
-def _f1_v2s(task: Task, examples: Examples, predictions: Sequence[str]) -> np.ndarray:
-    return np.array([f1_v2_of(*pair) for pair in zip(examples, predictions, strict=True)])
+def _best(example: Example, answer: str, compare: Callable[[str, str], float]) -> float:
+    found = normalize(answer, example.language)
+    return max(compare(found, normalize(gold, example.language)) for gold in example.gold)
 
 
 def f1_v2_of(example: Example, answer: str) -> float:
@@ -312,10 +296,8 @@ def f1_v2_of(example: Example, answer: str) -> float:
                for gold in _gold_v2(example))
 
 
-def _exact_v2(task: Task, examples: Examples, predictions: Sequence[str]) -> np.ndarray:
-    """Return whether the answer is exact; "" is right where there is none."""
-    return np.array([float(normalize(answer, example.language) in _gold_v2(example))
-                     for example, answer in zip(examples, predictions, strict=True)])
+def _exact_v2_of(example: Example, answer: str) -> float:
+    return normalize(answer, example.language) in _gold_v2(example)
 
 
 def _gold_v2(example: Example) -> list[str]:
@@ -338,20 +320,17 @@ def _same_in_pairs(task: Task, examples: Examples, predictions: Predictions) -> 
 _METRICS: dict[str, tuple[Callable[..., np.ndarray], Callable[[Task, np.ndarray], float]]] = {
     "accuracy": (_right, _mean),
     "macro_f1": (_both, _macro_f1),
-    "f1a": (_pooled, _ratio),
-    "binary_f1": (_pooled, _ratio),
-    "micro_f1": (_pooled, _ratio),
+    **dict.fromkeys(("f1a", "binary_f1", "micro_f1"), (_pooled, _ratio)),
     "exact_labels": (_right, _mean),
-    "matthews_multi": (_both, _matthews),
+    **dict.fromkeys(("matthews", "matthews_multi"), (_both, _matthews)),
     "pearson": (_both, _pearson),
     "spearman": (_both, _spearman),
     "tag_accuracy": (_tags_right, _ratio),
     "span_f1": (_span_hits, _ratio),
     "em": (_exact, _mean),
-    "f1": (_token_f1s, _mean),
-    "em_v2": (_exact_v2, _mean),
-    "f1_v2": (_f1_v2s, _mean),
-    "matthews": (_both, _matthews),
+    "f1": (_of_answers(lambda example, text: _best(example, text, token_f1)), _mean),
+    "em_v2": (_of_answers(_exact_v2_of), _mean),
+    "f1_v2": (_of_answers(f1_v2_of), _mean),
     "gender_parity": (_same_in_pairs, _mean),
 }
 METRIC_NAMES = tuple(_METRICS)

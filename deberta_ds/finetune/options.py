@@ -39,11 +39,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
 
 
-def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """Return (options, settings as --table.key=value)."""
-    return parser.parse_known_args()
-
-
 def open_task(name: str) -> "Task":
     """Return a benchmark's task by its name, or one of the user's own by its file."""
     from deberta_ds.finetune.own import load_own_task

@@ -4,13 +4,8 @@
     kind = "classification"        # or multilabel, regression, choice, tags, spans
     texts = ["title", "body"]      # columns in the order the model reads them; the first may be cut
     label = "queue"
-    group = "product"              # optional: scores for each of its values, too
     train = "train.csv"            # paths are relative to the TOML file
     val = "val.csv"                # or val_share = 0.1 of train
-    test = "test.csv"              # optional: predicted after training, and scored if it has labels
-
-    [tests]                        # optional: more of these, by name
-    other_year = "2023.csv"
 
     [settings]                     # as in a settings file
     epochs = 3

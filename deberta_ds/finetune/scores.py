@@ -1,8 +1,8 @@
 """What a paper needs of a labelled table: metrics with intervals, by class and by group.
 
-Intervals are the 2.5 and 97.5 percentiles of 1,000 bootstrap samples (fewer beyond 20,000 rows, 100
-at least): the metric's units (examples, of MultiRC questions) drawn with replacement, the same draws
-at every call. The score, the mean of the metrics, is sampled jointly with them.
+Intervals are the 2.5 and 97.5 percentiles of 1,000 bootstrap samples (of over 20,000 rows fewer, at
+least 100): the metric's units (examples, of MultiRC questions) are drawn with replacement, by one
+seed. The score, the mean of the metrics, is sampled jointly with them.
 """
 
 import unicodedata
@@ -38,16 +38,19 @@ def scores_of(
                              "score_is": metrics.score_name(task)}
     found |= _measured(task, gold, guesses, _SAMPLES)
     found["majority"] = metrics.score(task, gold, metrics.baseline(task, gold))
-    if counts := metrics.class_counts(task, gold, guesses):
-        found["classes"] = {name: _of_class(*numbers) for name, numbers in counts.items()}
-    if task.head in ("classify", "choice", "words", "spans", "tags"):
-        found["labels"] = list(task.labels)
-        found["confusion"] = metrics.confusion(task, gold, guesses)
-    parts = {column: [example.group for example in gold]
-             for key, column in task.columns.items() if key == "group"}
+    if task.head not in ("regress", "answer", "mentions"):
+        found["classes"] = {
+            name: {"precision": hits / max(guessed, 1), "recall": hits / max(right, 1),
+                   "f1": 2 * hits / max(right + guessed, 1), "support": right}
+            for name, (hits, right, guessed) in metrics.class_counts(task, gold, guesses).items()}
+        if task.head != "multilabel":
+            found |= {"labels": list(task.labels),
+                      "confusion": metrics.confusion(task, gold, guesses)}
+    found["groups"] = {column: _by_group(task, pairs, [example.group for example in gold])
+                       for key, column in task.columns.items() if key == "group"}
     if task.no_answer:
-        parts["answer"] = ["there is one" if example.gold else "none" for example in gold]
-    found["groups"] = {column: _by_group(task, pairs, groups) for column, groups in parts.items()}
+        found["groups"]["answer"] = _by_group(
+            task, pairs, ["there is one" if example.gold else "none" for example in gold])
     return found
 
 
@@ -85,21 +88,18 @@ def _with_interval(value: float, drawn: Sequence[float] | np.ndarray) -> dict[st
     return {"value": value, "low": float(low), "high": float(high)}
 
 
-def _of_class(hits: int, gold: int, predicted: int) -> dict[str, float]:
-    return {"precision": hits / max(predicted, 1), "recall": hits / max(gold, 1),
-            "f1": 2 * hits / max(gold + predicted, 1), "support": gold}
-
-
 def as_text(title: str, scores: Mapping[str, Any]) -> str:
     """Return tables of at most 80 columns; what does not fit is left to the JSON file."""
     left_out = f", {scores['unlabelled']:,} more without a label" if scores["unlabelled"] else ""
     lines = [f"{title}: {scores['examples']:,} examples{left_out}"]
-    several = len(scores["metrics"]) > 1
-    rows = [[name, *_shown(value), _percent(scores["majority"][name])]
-            for name, value in scores["metrics"].items()]
-    rows += [["mean of these", *_shown(scores["score"]),
-              _percent(float(np.mean(list(scores["majority"].values()))))]] if several else []
-    lines += _table(["metric", "value", "95 % interval", "majority"], rows)
+    majority = scores["majority"]
+    rows = [(name, value, majority[name]) for name, value in scores["metrics"].items()]
+    if len(rows) > 1:
+        rows.append(("mean of these", scores["score"], float(np.mean(list(majority.values())))))
+    lines += _table(["metric", "value", "95 % interval", "majority"], [
+        [name, _percent(value["value"]),
+         f"{_percent(value.get('low'))} to {_percent(value.get('high'))}", _percent(constant)]
+        for name, value, constant in rows])
     if classes := scores.get("classes"):
         keys = ("precision", "recall", "f1")
         lines += _table(["class", *keys, "support"], [
@@ -115,11 +115,6 @@ def as_text(title: str, scores: Mapping[str, Any]) -> str:
              *(_percent(value["value"]) for value in group["metrics"].values())]
             for name, group in groups.items()])
     return "\n".join(lines)
-
-
-def _shown(value: Mapping[str, float]) -> tuple[str, str]:
-    low, high = value.get("low"), value.get("high")
-    return _percent(value["value"]), f"{_percent(low)} to {_percent(high)}"
 
 
 def _percent(value: float | None) -> str:

@@ -131,12 +131,10 @@ def read_task(
 
     if task.val_share and "val" not in task.files:
         train, val = carve(read(task, "train"), 1 - task.val_share, _CARVE_SEED)
-        return train, val, _tests(task, read, sweep.predict_test), {}
-    val = read(task, "val")
-    if task.name in sweep.carved:
-        train, val = carve(val, CARVED_SHARE, _CARVE_SEED)
+    elif task.name in sweep.carved:
+        train, val = carve(read(task, "val"), CARVED_SHARE, _CARVE_SEED)
     else:
-        train = read(task, "train")
+        val, train = read(task, "val"), read(task, "train")
     if task.name not in TASK_NAMES:
         return train, val, _tests(task, read, sweep.predict_test), {}
     tests, diagnostics = {}, {}
