@@ -27,6 +27,7 @@ from deberta_ds.data.remote import file_system
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 WARC_SUFFIXES = (".warc", ".wet")
+_KNOWN = " ".join((*TEXT_SUFFIXES, *WARC_SUFFIXES, *TABLE_KINDS))
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
 
@@ -165,10 +166,8 @@ def _whole_inputs(
     for path, size, state in found:
         kind = input_kind(path)
         if kind is None and path == name:
-            raise UserError(
-                f"{path}: unknown kind of file; known are .txt .md .jsonl .csv .tsv (each also .gz "
-                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet, .arrow and .feather"
-            )
+            raise UserError(f"{path}: unknown kind of file; known are {_KNOWN}, each also with "
+                            f"{' '.join(COMPRESSED_SUFFIXES)}")
         if kind is None:
             passed_over.append(path)
         else:

@@ -1,6 +1,7 @@
 """Train a SentencePiece unigram model with DeBERTa's special ids on a bounded sample."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import FORK
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer, normalization
-from deberta_ds.tokenizer.files import JSON, MERGES, OTHER_MODELS, SPM, VOCAB, WORDPIECES
+from deberta_ds.tokenizer.files import FORMS, JSON, OTHER_MODELS, SPM
 from deberta_ds.tokenizer.normalization import normalizer_tsv
 from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
 from deberta_ds.tokenizer.spm import RULES_NAME
@@ -279,8 +280,8 @@ def train_fast(
     out = Path(out)
     if out.suffix in (".model", ".json") or out.is_file():
         raise UserError(f"{out}: --kind {kind} writes a directory; give the name of one")
-    other = [name for name in (SPM, VOCAB, MERGES, WORDPIECES, *OTHER_MODELS)
-             if (out / name).exists()]
+    other = [name for name in (*itertools.chain(*FORMS), *OTHER_MODELS)
+             if name != JSON and (out / name).exists()]
     if other:  # that one would be read, or the two be mixed
         raise UserError(f"{out}: holds another tokenizer ({other[0]}); give another directory")
     fast, trainer = _untrained(kind, pieces)

@@ -15,14 +15,13 @@ and backward) and (update).
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import micro_batches, problems_with_ranks, stretches
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
+from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
 from deberta_ds.planner.communication import (
@@ -39,7 +38,6 @@ from deberta_ds.planner.communication import (
 from deberta_ds.planner.gpus import Gpu
 
 RESERVED_BYTES = 3 << 30  # CUDA context, NCCL, workspaces, fragmentation
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LIVE = 1_000_000_000  # stage3_max_live_parameters
 
 
@@ -139,7 +137,7 @@ def make_plan(run: RunConfig, ds: dict, *, gpu: Gpu, gpus: int, nodes: int, mfu:
     for name in ("none", "selective", "full"):
         train = replace(run.train, activation_checkpointing=name,
                         activation_checkpointing_interval=1)
-        activations = trace(replace(run, train=train), _DTYPES[precision], fused=True)
+        activations = trace(replace(run, train=train), DTYPES[precision], fused=True)
         for stage in (0, 1, 2, 3):
             staged = ds | {"zero_optimization": ds.get("zero_optimization", {}) | {"stage": stage}}
             if ds_config.problems_between(staged):

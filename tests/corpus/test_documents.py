@@ -167,7 +167,8 @@ def test_missing_unknown_and_empty_inputs(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         texts_of([tmp_path / "absent"])
     (tmp_path / "x.docx").write_bytes(b"")
-    with pytest.raises(UserError, match="unknown kind of file"):
+    with pytest.raises(UserError, match=r"unknown kind of file; known are .txt .*.ndjson .*.feather"
+                                        r", each also with .gz "):
         texts_of([tmp_path / "x.docx"])
     with pytest.raises(UserError, match="no input files"):
         texts_of([tmp_path])
