@@ -16,7 +16,7 @@ from deberta_ds.base.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:
     from deberta_ds.config.run_config import SourceConfig
-    from deberta_ds.data.stages import Stage
+    from deberta_ds.data.mixture import Stage
 
 
 def main() -> None:
@@ -38,9 +38,8 @@ def main() -> None:
                         "last run of --after, else ~/.cache/deberta_ds")
     args = parser.parse_args()
 
-    from deberta_ds.data.mixture import build_mixture, temperature_weights
+    from deberta_ds.data.mixture import build_mixture, next_source, temperature_weights
     from deberta_ds.data.remote import Cache
-    from deberta_ds.data.stages import next_source
 
     stages = [_read_stage(path) for path in args.after]
     part = tuple(args.stretch) if args.stretch else None
@@ -74,7 +73,7 @@ def main() -> None:
 def _read_stage(directory: str) -> "Stage":
     from deberta_ds.checkpoint import find  # imports torch, which a mixture alone does not need
     from deberta_ds.checkpoint.run_record import read_run_record
-    from deberta_ds.data.stages import stage_of
+    from deberta_ds.data.mixture import stage_of
 
     path = find.newest(directory)
     record = read_run_record(path)
@@ -84,7 +83,7 @@ def _read_stage(directory: str) -> "Stage":
 
 def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     """Return the TOML lines of a source, without those that are defaults."""
-    from deberta_ds.data.stages import WHOLE
+    from deberta_ds.data.mixture import WHOLE
 
     lines = [f"path = {json.dumps(source.path, ensure_ascii=False)}", f"weight = {weight:.9g}"]
     lines += [f"first_sequence = {source.first_sequence}"] if source.first_sequence else []

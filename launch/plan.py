@@ -57,9 +57,8 @@ def main() -> None:
     from deberta_ds.config.batch_schedule import rows_of_run
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.objectives.build import build_model, objective_of
-    from deberta_ds.planner.advice import advise, offloaded
     from deberta_ds.planner.gpus import card_of
-    from deberta_ds.planner.plan import make_plan, recommended
+    from deberta_ds.planner.plan import advise, make_plan, offloaded, recommended
     from deberta_ds.report.small_pages import plan_page
 
     gpu = card_of(options.gpu, options.tflops, options.memory_gb, options.link_gb_s,

@@ -24,8 +24,7 @@ from deberta_ds.base.json_files import parse_json, read_json
 from deberta_ds.base.own_code import load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
-from deberta_ds.corpus.filter_rules import FilterRules, function_digests
-from deberta_ds.corpus.language import language_of
+from deberta_ds.corpus.filter_rules import FilterRules, function_digests, language_of
 from deberta_ds.corpus.quality import Text, find_personal, without_lines
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import Part, job, run_units

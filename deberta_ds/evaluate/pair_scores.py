@@ -6,11 +6,13 @@ as BLiMP's is; an interval is the middle 95 % of bootstrap means over pairs, dra
 paradigm. Nothing here is tuned: temperature 1, no threshold.
 """
 
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -23,6 +25,7 @@ from deberta_ds.evaluate.sentence_scores import Work, cut_work, masked_scores, o
 from deberta_ds.objectives.sentences import queries_of
 from deberta_ds.release.pretrained import LoadedModel
 
+PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95
 _FEW_PAIRS = 5  # of a paradigm, whose pairs are drawn anew by themselves
 
@@ -229,3 +232,26 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
         notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer: "
                      "likelihoods leave them out, a discriminator judges them as they are")
     return "\n".join([text, *notes])
+
+
+def published_scores(paradigms: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return {model: {"overall" or phenomenon: accuracy}}, n-gram to GPT-2 and people, for
+    {paradigm: phenomenon}.
+
+    Empty unless the paradigms are all 67 of BLiMP. Filtered versions of BLiMP have the same names
+    and fewer pairs, so their scores differ by a few points.
+    """
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    if paradigms.keys() != published["paradigms"].keys():
+        return {}
+    return {model: _means(published["paradigms"], number, paradigms)
+            for number, model in enumerate(published["columns"])}
+
+
+def _means(scores: dict[str, list[float]], number: int, paradigms: dict[str, str]
+           ) -> dict[str, float]:
+    groups = {"overall": list(scores)}
+    for paradigm, phenomenon in sorted(paradigms.items()):
+        groups.setdefault(phenomenon, []).append(paradigm)
+    return {group: sum(scores[name][number] for name in names) / len(names)
+            for group, names in groups.items()}

@@ -12,11 +12,13 @@ Legend: B batch, L length, H heads, D head size, C hidden, M masked slots, S rel
 Q queries (L, or M in the decoder).
 """
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config.run_config import ModelConfig
@@ -26,8 +28,8 @@ from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
 from deberta_ds.model.gather_columns import gather_columns
 from deberta_ds.model.kernels import kernel_table
-from deberta_ds.model.selective_checkpointing import save_linear_outputs
 
+_LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
 
 
@@ -290,3 +292,39 @@ class Trunk(nn.Module):
                 token_vectors_BLC.shape[:2])
         embedded_BLC = self.input(token_vectors_BLC, segments_BL, positions_BL)
         return self.encoder(embedded_BLC, segments_BL, decoder)
+
+
+
+def save_linear_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of a layer's forward pass and of its recomputation, for `checkpoint`:
+    outputs of linear layers are saved, the rest is recomputed.
+
+    torch's own selective checkpointing compares every operator of the two passes. Under ZeRO-3
+    those that gather weights run inside of a layer and differ: after a resume, small weights are
+    there in the first forward pass and gathered in the second.
+    """
+    saved: deque[Tensor] = deque()
+    return _SaveOutputs(saved), _ReuseOutputs(saved)
+
+
+class _SaveOutputs(TorchDispatchMode):
+    def __init__(self, saved: deque[Tensor]):
+        super().__init__()
+        self._saved = saved
+
+    def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if operator in _LINEAR_OPERATORS:
+            self._saved.append(out.detach())  # `out` itself will refer to the graph, and that to it
+        return out
+
+
+class _ReuseOutputs(TorchDispatchMode):
+    def __init__(self, saved: deque[Tensor]):
+        super().__init__()
+        self._saved = saved
+
+    def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
+        if operator in _LINEAR_OPERATORS:
+            return self._saved.popleft()
+        return operator(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ from deberta_ds.corpus.filters import REPORT, mend_report
 from deberta_ds.planner.gpus import Gpu
 from deberta_ds.planner.plan import RESERVED_BYTES, Choice, recommended
 from deberta_ds.report.pages import render
-from deberta_ds.report.reading import READ, read_checked
+from deberta_ds.report.rundata import READ, read_checked
 from deberta_ds.report.tables import Cell, Table
 
 PARTS = (("weights", "main"), ("optimizer", "main-soft"),

@@ -20,9 +20,9 @@ from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import DataConfig, SourceConfig
 from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.mixture import next_source, stage_of
 from deberta_ds.data.remote import upload
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

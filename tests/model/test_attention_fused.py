@@ -19,16 +19,13 @@ from deberta_ds.model.attention import dispatch  # noqa: E402
 from deberta_ds.model.attention.geometry import Geometry  # noqa: E402
 from deberta_ds.model.attention.reference import reference_attention  # noqa: E402
 from deberta_ds.model.init import init_parameters  # noqa: E402
-from deberta_ds.model.kernels import (
+from deberta_ds.model.kernels import (  # noqa: E402
     attention_check,
     fused_checks,
     kernel_check,
-    kernel_table,  # noqa: E402
+    kernel_table,
 )
-from deberta_ds.model.kernels.attention import (
-    _facts,
-    tiles,  # noqa: E402
-)
+from deberta_ds.model.kernels.attention import _facts, ops  # noqa: E402
 
 WORKERS = Path(__file__).parents[1] / "workers"
 ROOT = Path(__file__).parents[2]
@@ -104,7 +101,7 @@ def test_every_tile_is_in_the_table():
         for size in (16, 32, 64, kernel_table.LARGEST_HEAD):
             for length in (512, 8192):
                 for direction, gathered in product(("forward", "query", "key"), (False, True)):
-                    tile = tiles.choose(capability, size, length, direction, gathered)
+                    tile = ops.choose_tile(capability, size, length, direction, gathered)
                     assert tile.block_m >= 16 and tile.block_n >= 16 and tile.warps in (4, 8)
 
 

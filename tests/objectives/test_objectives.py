@@ -17,8 +17,7 @@ from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import masked_headline
-from deberta_ds.objectives.rtd import RtdModel, replace_targets
-from deberta_ds.objectives.sampling import token_uniforms
+from deberta_ds.objectives.rtd import RtdModel, replace_targets, token_uniforms
 
 CONFIG = ModelConfig(**MODELS["tiny"] | {"vocab_size": 640, "hidden_dropout": 0.0,
                                          "attention_dropout": 0.0})

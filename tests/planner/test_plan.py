@@ -16,7 +16,6 @@ from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.planner.advice import advise, offloaded
 from deberta_ds.planner.communication import (
     Gathered,
     Traffic,
@@ -28,7 +27,7 @@ from deberta_ds.planner.communication import (
     traffic,
 )
 from deberta_ds.planner.gpus import GPUS, card_of, peak_flops
-from deberta_ds.planner.plan import make_plan, memory_of, recommended
+from deberta_ds.planner.plan import advise, make_plan, memory_of, offloaded, recommended
 
 MODELS = {
     "deep": ["--model.hidden_size=128", "--model.intermediate_size=512", "--model.num_layers=6",

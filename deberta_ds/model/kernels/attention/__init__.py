@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deberta_ds.model.attention.band import make_band
-from deberta_ds.model.attention.geometry import Geometry, kept_tensors
+from deberta_ds.model.attention.geometry import Geometry, kept_tensors, make_band
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernels.attention import ops
 from deberta_ds.model.kernels.kernel_check import on_device_of

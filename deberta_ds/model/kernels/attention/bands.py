@@ -8,7 +8,7 @@ so it is dense in both bias matrices or in neither.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.attention.band import GROUP_COLUMNS
+from deberta_ds.model.attention.geometry import GROUP_COLUMNS
 
 GROUP = tl.constexpr(GROUP_COLUMNS)
 

@@ -4,22 +4,26 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an exp
 columns of a bias matrix.
 """
 
+import json
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from deberta_ds.model.attention.band import Band, make_band, padded
 from deberta_ds.model.attention.dropout import bits_stream, drop_threshold
-from deberta_ds.model.kernels.attention import backward, forward, masks, position_bias, tiles
+from deberta_ds.model.attention.geometry import Band, make_band, padded
+from deberta_ds.model.kernels.attention import backward, forward, masks, position_bias
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
 # key_facts int32 [5,B,L]: segment, first and last + 1 query column of the segment; and the
 # same of all segments that enclose the column.
 
+TILES = Path(__file__).with_name("tiles.json")  # docs/attention.md says how to refresh it
+_LONG_ROW = 1024
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
 _BITS_BLOCK, _ROW_DOT_ROWS = 256, 64  # of a program
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
@@ -215,7 +219,7 @@ def _term(
     if table is None:
         return _empty_term(x, table, keys, band)
     bias, edges = _empty_term(x, table, keys, band)
-    tile = tiles.choose_product(_capability(x.device), x.shape[-1], "bias")
+    tile = choose_product_tile(_capability(x.device), x.shape[-1], "bias")
     position_bias.bias_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         x, table, bias, edges, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
         GATHERED=gathered, FAR=band.far, **_product_constants(x, tile),
@@ -254,7 +258,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     """
     batch, heads, rows, size = x.shape
     keys = k.shape[2]
-    tile = tiles.choose_product(_capability(x.device), size, "rows")
+    tile = choose_product_tile(_capability(x.device), size, "rows")
     position_bias.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         d_term.bias, k if table is None else table, k, dx, d_term.edges, *facts,
         *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
@@ -262,7 +266,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     )
     if table is None:
         return x.new_empty(0)
-    tile = tiles.choose_product(_capability(x.device), size, "table")
+    tile = choose_product_tile(_capability(x.device), size, "table")
     blocks = triton.cdiv(len(table), tile.block_n)
     units = batch * triton.cdiv(rows, _CHUNK_ROWS)
     splits = min(units, triton.cdiv(_PROGRAMS, blocks * heads))
@@ -280,12 +284,62 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
 def _spread(d_scores: Tensor, d_bias: Tensor, positions: Tensor, band: Band) -> None:
     """Fill the bias's gradient from the score gradients [B,H,L,Q] of gathered queries."""
     batch, heads, keys, queries = d_scores.shape
-    tile = tiles.choose_product(_capability(d_scores.device), 64, "spread")
+    tile = choose_product_tile(_capability(d_scores.device), 64, "spread")
     position_bias.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
         d_scores, d_bias, positions, queries, keys, heads, band.span,
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
         num_warps=tile.warps, num_stages=tile.stages,
     )
+
+
+class Tile(NamedTuple):
+    """Query rows and key columns of a program's tile, and how Triton runs it."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@lru_cache
+def tile_table() -> dict:
+    """Return {architecture: {head size: {class: {direction: [m, n, warps, stages]}}}}.
+
+    class: "short" or "long" sequences, or "gathered" queries; next to them the kernels of the bias
+    matrices. "sm100" overrides single "sm90" entries; it is not keyed by head size.
+    """
+    return json.loads(TILES.read_text())
+
+
+@lru_cache
+def choose_tile(
+    capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
+    far: bool = False,
+) -> Tile:
+    """Return the tile of a flash kernel for a device capability, head size and row length.
+
+    direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
+    gathered: gathered queries, which read the position terms pair by pair. far: pairs
+    beyond the band, whose loops take registers, so that tiles for short rows would spill.
+    """
+    architecture = _architecture(capability)
+    length_class = "gathered" if gathered else "long" if far or length > _LONG_ROW else "short"
+    return Tile(*tile_table()[architecture][str(max(size, 32))][length_class][direction])
+
+
+@lru_cache
+def choose_product_tile(capability: tuple[int, int], size: int, kind: str) -> Tile:
+    """Return the tile of a product with a bias matrix: rows, columns or table rows, warps, stages.
+
+    kind: "bias" (write it), "rows" and "table" (their gradients), "spread" (gathered queries).
+    """
+    own = tile_table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
+    return Tile(*own.get(kind, tile_table()[_architecture(capability)][str(max(size, 32))][kind]))
+
+
+def _architecture(capability: tuple[int, int]) -> str:
+    large = (9, 0) <= capability < (12, 0)  # sm_120 has the shared memory of sm_86
+    return "sm90" if large else "sm80"
 
 
 @lru_cache  # asked at nearly every launch
@@ -297,9 +351,9 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> tiles.Tile:
+def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> Tile:
     longest = max(q.shape[2], k.shape[2])
-    return tiles.choose(_capability(q.device), q.shape[-1], longest, direction, gathered, band.far)
+    return choose_tile(_capability(q.device), q.shape[-1], longest, direction, gathered, band.far)
 
 
 def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
@@ -309,7 +363,7 @@ def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
     return *strides, *sizes, scale, 1 / (1 - dropout), drop_threshold(dropout)
 
 
-def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: tiles.Tile) -> dict:
+def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: Tile) -> dict:
     return {
         "HAS_C2P": c2p_table is not None,
         "HAS_P2C": p2c_table is not None,
@@ -325,7 +379,7 @@ def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: tiles.Til
     }
 
 
-def _product_constants(x: Tensor, tile: tiles.Tile) -> dict:
+def _product_constants(x: Tensor, tile: Tile) -> dict:
     return {
         "D": x.shape[-1],
         "BR": tile.block_m,
