@@ -8,7 +8,7 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.dropout_mask import is_hashed
+from deberta_ds.model.dropout import is_hashed
 from deberta_ds.model.embeddings import loss_function
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.kernels.kernel_table import Request, pick

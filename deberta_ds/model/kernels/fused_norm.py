@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from deberta_ds.model.dropout_mask import MIX_1, MIX_2
+from deberta_ds.model.dropout import MIX_1, MIX_2
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 _NORM_PARTS, _GELU_PARTS = 512, 64

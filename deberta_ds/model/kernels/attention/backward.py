@@ -12,15 +12,19 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.kernels.attention.bands import band_edges, far_bias, near_bias
 from deberta_ds.model.kernels.attention.blocks import (
+    band_edges,
     biases_of,
+    column_range,
+    far_bias,
     head_of,
+    keep_pairs,
+    loop_ranges,
+    near_bias,
     query_block,
     skewed_gradient_of,
 )
 from deberta_ds.model.kernels.attention.forward import LOG2_E, VARIES
-from deberta_ds.model.kernels.attention.masks import column_range, keep_pairs, loop_ranges
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Triton kernel: flash attention forward with two dense bias tiles.
 
-Near the diagonal (see `bands`) both position terms are dense tiles of bias matrices, written
+Near the diagonal (`geometry.Band`) both position terms are dense tiles of bias matrices, written
 beforehand, so the loop has no index arithmetic and loads whole vectors. Away from it they are
 constant along a row or a column: two vectors instead of a tile. A program skips every key outside
 the documents of its own queries, so packed sequences cost what their documents cost.
@@ -14,9 +14,16 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.kernels.attention.bands import band_edges, far_bias, near_bias
-from deberta_ds.model.kernels.attention.blocks import biases_of, head_of, query_block
-from deberta_ds.model.kernels.attention.masks import keep_pairs, loop_ranges
+from deberta_ds.model.kernels.attention.blocks import (
+    band_edges,
+    biases_of,
+    far_bias,
+    head_of,
+    keep_pairs,
+    loop_ranges,
+    near_bias,
+    query_block,
+)
 
 VARIES = ["NQ", "NK", "H", "SPAN", "threshold"]  # one binary, which the self-check has run
 LOG2_E = tl.constexpr(1.4426950408889634)

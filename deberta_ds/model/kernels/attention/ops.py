@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deberta_ds.model.attention.dropout import bits_stream, drop_threshold
 from deberta_ds.model.attention.geometry import Band, make_band, padded
-from deberta_ds.model.kernels.attention import backward, forward, masks, position_bias
+from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
@@ -59,7 +59,7 @@ def fused_attention(
     out, lse, *bits = results[:4]
     if dropout > 0:
         programs = (triton.cdiv(max(queries, keys), _BITS_BLOCK), batch * heads)
-        masks.bits_kernel[programs](*bits, bits_stream(seed), queries, keys, BLOCK=_BITS_BLOCK)
+        blocks.bits_kernel[programs](*bits, bits_stream(seed), queries, keys, BLOCK=_BITS_BLOCK)
     terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
     tile = _tile(q, k, "forward", gathered, band)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
@@ -237,7 +237,7 @@ def _empty_term(x: Tensor, table: Tensor | None, keys: int, band: Band) -> _Term
 
 
 def _empty_gradient(x: Tensor, wanted: bool, keys: int, band: Band) -> _Term:
-    """Return a bias's gradient that is not yet filled: see `bands.skewed_shape`."""
+    """Return a bias's gradient that is not yet filled: see `blocks.skewed_shape`."""
     batch, heads, rows, _ = x.shape
     if not wanted:
         return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))

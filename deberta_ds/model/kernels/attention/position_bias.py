@@ -4,12 +4,12 @@ A bias matrix holds one position term as it is added to the scores:
 
     BIAS[r, y - base] = scale * x_r . T[y - p_r + RADIUS]
 
-for the columns y in the band of row r (see `bands`). T is the relative table with one row per
+for the columns y in the band of row r (`geometry.Band`). T is the relative table with one row per
 distance, p_r the column of row r; the scale is applied here because in fp16 the unscaled term would
 overflow long before the scores do. It is the matmul x T^T with every row shifted by p_r, so the
 kernels compute plain matmuls and shift when they store. The gradient is not shifted (see
-`bands.skewed_shape`). One writer per element, no atomics, no zero-fill: elements outside of a row's
-own segment are never read as they are.
+`blocks.skewed_shape`). One writer per element, no atomics, no zero-fill: elements outside of a
+row's own segment are never read as they are.
 
 Both terms are the same: rows are queries and columns keys for content-to-position, and the other
 way round for position-to-content.
@@ -20,7 +20,7 @@ Names: N rows; D head size; C table rows [C,H,D]; BR, BC tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.kernels.attention.bands import (
+from deberta_ds.model.kernels.attention.blocks import (
     band_edges,
     bias_shape,
     skewed_shape,
