@@ -37,15 +37,9 @@ def main() -> None:
 
     saved = load_finetuned(find_finetuned(given.model))
     device = init_distributed()
-    count = predict_file(
-        saved,
-        given.data,
-        given.out,
-        device,
-        global_batch_size=given.global_batch_size,
-        keep=given.keep,
-        max_length=given.max_length or saved.settings.max_length,
-    )
+    count = predict_file(saved, given.data, given.out, device,
+                         global_batch_size=given.global_batch_size, keep=given.keep,
+                         max_length=given.max_length or saved.settings.max_length)
     if dist.is_main():
         print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)
     dist.destroy()

@@ -50,10 +50,9 @@ class Contamination:
     samples: list[dict]
 
 
-def find_contamination(
-    units: list[list[Extent]], against: list[str], out: str | Path, *, read: ReadOptions,
-    words: int = 13, workers: int = 1, part: Part = None,
-) -> Contamination | None:
+def find_contamination(units: list[list[Extent]], against: list[str], out: str | Path, *,
+                       read: ReadOptions, words: int = 13, workers: int = 1, part: Part = None
+                      ) -> Contamination | None:
     """Write the findings of evaluation text in the inputs to `out`; return the report, None after
     one part of an array of jobs.
     """
@@ -178,9 +177,8 @@ def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]
             yield from {(length, gram) for gram in hashes.tolist()}
 
 
-def search_unit(
-    out: str, number: int, unit: list[Extent], read: ReadOptions, numbers: dict[str, int]
-) -> dict:
+def search_unit(out: str, number: int, unit: list[Extent], read: ReadOptions,
+                numbers: dict[str, int]) -> dict:
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
     directory = Path(out)
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]

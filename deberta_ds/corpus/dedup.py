@@ -147,15 +147,9 @@ _HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<
 _BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
 
 
-def find_duplicates(
-    units: list[list[Extent]],
-    out: str | Path,
-    *,
-    read: ReadOptions,
-    near_threshold: float = 0.0,
-    workers: int = 1,
-    part: Part = None,
-) -> dict[str, int]:
+def find_duplicates(units: list[list[Extent]], out: str | Path, *, read: ReadOptions,
+                    near_threshold: float = 0.0, workers: int = 1, part: Part = None
+                   ) -> dict[str, int]:
     """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts; {}
     after one part of an array of jobs, which shares out the reading of the inputs.
     """
@@ -175,10 +169,8 @@ def find_duplicates(
     return Findings(out).counts
 
 
-def _search(
-    out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
-    threshold: float, bands: tuple[int, int], workers: int, part: Part,
-) -> dict[str, int]:
+def _search(out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
+            threshold: float, bands: tuple[int, int], workers: int, part: Part) -> dict[str, int]:
     """Run all stages and return the counts, {} after a part; `numbers`: {source: its number}."""
     jobs: dict[str, tuple] = {
         f"hash-{number:05d}": (str(out), number, unit, read, bands,
@@ -201,10 +193,8 @@ def _search(
     return {"documents": documents, "exact": exact_count, "near": total - exact_count}
 
 
-def hash_unit(
-    out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int],
-    numbers: dict[str, int],
-) -> dict:
+def hash_unit(out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int],
+              numbers: dict[str, int]) -> dict:
     """Write the tables of one unit's documents; return their names and how many documents."""
     sign = signer() if bands[0] else None
     rows: list[tuple[int, int, int, int]] = []
@@ -335,9 +325,8 @@ def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[str, int, st
             yield extent.source, document.where, text
 
 
-def _bucket_parts(
-    out: str, kind: str, tables: list[str], bucket: int, count: int
-) -> Iterator[tuple[int, np.ndarray]]:
+def _bucket_parts(out: str, kind: str, tables: list[str], bucket: int, count: int
+                 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (table number, its rows whose hash lies in the bucket's range)."""
     low_edge, high_edge = bucket * 2**64 // count, (bucket + 1) * 2**64 // count
     for number, name in enumerate(tables):

@@ -73,9 +73,8 @@ def pinned_python_files(constraints: str | Path) -> tuple[list[str], list[str]]:
     return files, notes
 
 
-def write_docstrings(
-    files: list[str], out: str | Path, *, max_bytes: int, heldout_share: float, workers: int
-) -> dict[str, int]:
+def write_docstrings(files: list[str], out: str | Path, *, max_bytes: int, heldout_share: float,
+                     workers: int) -> dict[str, int]:
     """Write OUT/train.jsonl and OUT/heldout.jsonl of {"id", "text"}; return counts.
 
     Stops after about `max_bytes` of text. Exact duplicates are left out. UserError if nothing is

@@ -150,9 +150,8 @@ def units_digest(units: list[list[Extent]]) -> str:
     return digest.hexdigest()
 
 
-def _whole_inputs(
-    name: str, options: ReadOptions, passed_over: list[str]
-) -> Iterator[tuple[Extent, int]]:
+def _whole_inputs(name: str, options: ReadOptions, passed_over: list[str]
+                 ) -> Iterator[tuple[Extent, int]]:
     if name.startswith("hub:"):
         if options.label_from_directory:
             raise UserError(f"{name}: a Hub dataset has no directories to count by; give "
@@ -266,9 +265,8 @@ def input_kind(path: str) -> str | None:
     return TABLE_KINDS.get(suffix)
 
 
-def _split(
-    extent: Extent, size: int, limit: int, options: ReadOptions
-) -> Iterator[tuple[Extent, int]]:
+def _split(extent: Extent, size: int, limit: int, options: ReadOptions
+          ) -> Iterator[tuple[Extent, int]]:
     if extent.kind == "parquet":
         yield from _split_parquet(extent)
         return

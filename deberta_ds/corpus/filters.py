@@ -188,10 +188,8 @@ class Tally:
 _TRY_VERSION = 1
 
 
-def try_filters(
-    units: list[list[Extent]], out: str | Path, rules: FilterRules, *, read: ReadOptions,
-    workers: int = 1, part: Part = None,
-) -> dict | None:
+def try_filters(units: list[list[Extent]], out: str | Path, rules: FilterRules, *,
+                read: ReadOptions, workers: int = 1, part: Part = None) -> dict | None:
     """Write OUT/filters.json, what these filters would do to the inputs, and return it; None after
     one part of an array of jobs.
     """

@@ -111,9 +111,8 @@ def input_files(units: list[list[Extent]]) -> dict[str, str]:
     return states
 
 
-def finish_findings(
-    out: Path, units: list[list[Extent]], read: ReadOptions, reason: str, counts: dict
-) -> None:
+def finish_findings(out: Path, units: list[list[Extent]], read: ReadOptions, reason: str,
+                    counts: dict) -> None:
     """Merge what the units have saved and write the manifest, which completes the findings."""
     files = input_files(units)
     merge_found(out, "", len(files))

@@ -33,9 +33,8 @@ JOB = (PLAN, MANIFEST, "filters.*")  # what says which job a corpus is the outpu
 
 
 @contextmanager
-def output(
-    out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), part: Part = None
-) -> Iterator[str]:
+def output(out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), part: Part = None
+          ) -> Iterator[str]:
     """Context that yields where to write what `out` names: there, or locally if it is a URL.
 
     `first`: patterns of the files that are fetched from the URL before. UserError for jobs that

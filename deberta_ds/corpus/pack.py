@@ -26,9 +26,8 @@ from deberta_ds.tokenizer import Tokenizer
 MIN_SEQ_LEN = 8
 
 
-def pack_corpus(
-    corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1, part: Part = None
-) -> RowsManifest | None:
+def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1,
+                part: Part = None) -> RowsManifest | None:
     """Write rows-L of `corpus` and return its manifest; does nothing if it is complete. Returns
     None after one part of an array of jobs.
     """

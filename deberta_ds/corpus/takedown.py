@@ -46,10 +46,8 @@ _VERSION = 1
 _BATCH_DOCUMENTS = 1 << 12
 
 
-def take_down(
-    corpus: str | Path, names: list[str], out: str | Path, tokenizer: Tokenizer, *,
-    workers: int = 1,
-) -> dict[str, int]:
+def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: Tokenizer, *,
+              workers: int = 1) -> dict[str, int]:
     """Write the corpus `out`: `corpus` without the documents called `names` (ids, or
     SOURCE@PLACE). Return {"documents": taken out, "shards": written anew}.
 
@@ -87,10 +85,8 @@ def take_down(
     return {"documents": next(taken) - next(taken), "shards": len(found)}
 
 
-def take_down_shard(
-    corpus: str, out: str, shard: ShardInfo, gone: list[int], plans: dict[int, RowShardInfo],
-    tokenizer_path: str,
-) -> dict:
+def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
+                    plans: dict[int, RowShardInfo], tokenizer_path: str) -> dict:
     """Link or rewrite one shard and its plans; return the fields of their infos, None for a shard
     of which nothing is left.
     """

@@ -47,21 +47,11 @@ SHARD_TOKENS = 1 << 27
 JOB_VERSION = 2
 
 
-def tokenize_corpus(
-    units: list[list[Extent]],
-    out: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    read: ReadOptions,
-    clean: CleanOptions,
-    heldout_out: str | Path | None = None,
-    heldout_share: float = 0.0,
-    drop_heldout: bool = False,
-    leave_out: Sequence[str] = (),
-    filters: FilterRules | None = None,
-    workers: int = 1,
-    part: Part = None,
-) -> dict[str, Manifest]:
+def tokenize_corpus(units: list[list[Extent]], out: str | Path, tokenizer: Tokenizer, *,
+                    read: ReadOptions, clean: CleanOptions, heldout_out: str | Path | None = None,
+                    heldout_share: float = 0.0, drop_heldout: bool = False,
+                    leave_out: Sequence[str] = (), filters: FilterRules | None = None,
+                    workers: int = 1, part: Part = None) -> dict[str, Manifest]:
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}; {} after one
     part of an array of jobs.
 
@@ -169,11 +159,9 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
         raise UserError("held-out documents are either written or dropped; choose one")
 
 
-def tokenize_unit(
-    number: int, unit: list[Extent], targets: list[str], tokenizer_path: str, read: ReadOptions,
-    clean: CleanOptions, heldout_share: float, leave_out: list[str],
-    filters: FilterRules | None = None,
-) -> dict:
+def tokenize_unit(number: int, unit: list[Extent], targets: list[str], tokenizer_path: str,
+                  read: ReadOptions, clean: CleanOptions, heldout_share: float,
+                  leave_out: list[str], filters: FilterRules | None = None) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tokenizer = _tokenizer(tokenizer_path)
     tally = Tally(filters.examples) if filters else None
@@ -215,10 +203,9 @@ def tokenize_unit(
     } | ({"filters": asdict(tally)} if tally else {})
 
 
-def _wanted(
-    unit: list[Extent], read: ReadOptions, leave_out: list[str], filters: FilterRules | None,
-    tally: Tally | None, counts: dict[str, int],
-) -> Iterator[Document]:
+def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[str],
+            filters: FilterRules | None, tally: Tally | None, counts: dict[str, int]
+           ) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
     searches = [_findings(directory) for directory in leave_out]
     for extent in joined(unit):

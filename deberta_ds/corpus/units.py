@@ -43,10 +43,8 @@ FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
-def job(
-    directory: str | Path, description: dict, *, finished: str, part: Part = None,
-    beside: Path | None = None,
-) -> Iterator[bool]:
+def job(directory: str | Path, description: dict, *, finished: str, part: Part = None,
+        beside: Path | None = None) -> Iterator[bool]:
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
@@ -176,17 +174,10 @@ def _take_lock(path: Path, kind: int) -> int:
         os.close(descriptor)  # its owner has just ended and removed the file: take a new one
 
 
-def run_units(
-    directory: str | Path,
-    function: Callable[..., dict],
-    units: dict[str, tuple],
-    *,
-    workers: int,
-    label: str,
-    part: Part = None,
-    keep: Callable[[dict], Any] = lambda result: result,
-    is_whole: Callable[[dict], bool] | None = None,
-) -> list | None:
+def run_units(directory: str | Path, function: Callable[..., dict], units: dict[str, tuple], *,
+              workers: int, label: str, part: Part = None,
+              keep: Callable[[dict], Any] = lambda result: result,
+              is_whole: Callable[[dict], bool] | None = None) -> list | None:
     """Return `keep(function(*units[name]))` for each name, in the order of `units`; None for a
     part, of which only its units are done.
 

@@ -40,10 +40,8 @@ class Corpus:
     every byte through the checksums in both manifests).
     """
 
-    def __init__(
-        self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0),
-        cache: Cache = DEFAULT_CACHE,
-    ):
+    def __init__(self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0),
+                 cache: Cache = DEFAULT_CACHE):
         """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale.
 
         `part` (from, to) in [0, 1] opens only that stretch of the shards: stages of other lengths
@@ -276,9 +274,8 @@ class _Paths(NamedTuple):
     starts: str
 
 
-def _part_of(
-    shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, float], path: Path,
-) -> list[tuple[ShardInfo, RowShardInfo]]:
+def _part_of(shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, float], path: Path
+            ) -> list[tuple[ShardInfo, RowShardInfo]]:
     low, high = part
     if not 0.0 <= low < high <= 1.0:
         raise UserError(f"{path}: part {part} must be 0 <= from < to <= 1")

@@ -38,15 +38,8 @@ _READ_THREADS = 16
 _ROWS_AHEAD = 64
 
 
-def build_loader(
-    dataset: RowDataset,
-    *,
-    stretches: list[Stretch],
-    micro_batch_size: int,
-    rank: int,
-    world_size: int,
-    num_workers: int,
-) -> Iterator[Batch]:
+def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_size: int, rank: int,
+                 world_size: int, num_workers: int) -> Iterator[Batch]:
     """Return an iterator over one rank's micro-batches of the updates in `stretches`, in order.
 
     Of each update `batch_schedule.micro_batches`. UserError if the ranks cannot share one equally.

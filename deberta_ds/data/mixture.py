@@ -179,10 +179,9 @@ def stage_of(place: str | Path, *, config: dict, sequences_seen: int, content_ha
     )
 
 
-def next_source(
-    path: str, stages: list[Stage], *, seq_len: int, part: tuple[float, float] | None = None,
-    cache: Cache = DEFAULT_CACHE,
-) -> tuple[SourceConfig, Corpus]:
+def next_source(path: str, stages: list[Stage], *, seq_len: int,
+                part: tuple[float, float] | None = None, cache: Cache = DEFAULT_CACHE
+               ) -> tuple[SourceConfig, Corpus]:
     """Return (source, its corpus) that repeats nothing of `stages`, given from old to new.
 
     A corpus is known by its path or, where it lies elsewhere now, by its content hash; that no

@@ -252,18 +252,11 @@ def read_run(directory: str | Path) -> Run:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
     summary, sweep = directory / SUMMARY_FILE, directory / SUPERGLUE_FILE
     return Run(
-        name=saved.run.name,
-        objective=objective,
-        train=by_kind["train"],
-        evals=by_kind["eval"],
-        events=[r for r in records if r["kind"] == "event"],
-        saved=saved,
-        config=values["run"],
+        name=saved.run.name, objective=objective, train=by_kind["train"], evals=by_kind["eval"],
+        events=[r for r in records if r["kind"] == "event"], saved=saved, config=values["run"],
         rest={k: v for k, v in values.items() if k not in ("run", "origins", "versions")},
         stages=read_checked(summary, list[Stage])[0] if summary.exists() else [],
-        is_running=lock.is_held(directory),
-        sweep=read_sweep(sweep) if sweep.exists() else None,
-    )
+        is_running=lock.is_held(directory), sweep=read_sweep(sweep) if sweep.exists() else None)
 
 
 def _objective(kind: str, place: Path) -> Objective:

@@ -17,21 +17,11 @@ _TOO_LARGE = (f"more than {kernel_table.MOST_PROGRAMS:,} sequences times heads, 
               "of more than 2^31 elements")
 
 
-def attend(
-    q_BHQD: torch.Tensor,
-    k_BHLD: torch.Tensor,
-    v_BHLD: torch.Tensor,
-    pos_key_HSD: torch.Tensor | None,
-    pos_query_HSD: torch.Tensor | None,
-    *,
-    geometry: Geometry,
-    segments: torch.Tensor,
-    query_positions_BQ: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    mode: str = "auto",
-    keep_terms: bool = False,
-) -> torch.Tensor:
+def attend(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
+           pos_key_HSD: torch.Tensor | None, pos_query_HSD: torch.Tensor | None, *,
+           geometry: Geometry, segments: torch.Tensor,
+           query_positions_BQ: torch.Tensor | None = None, dropout: float = 0.0,
+           seed: int | None = None, mode: str = "auto", keep_terms: bool = False) -> torch.Tensor:
     """Return the attention context [B,Q,H,D] in the one dtype of queries, keys and values.
 
     segments: integers [B,L]; a query sees the keys of its own segment, and 0 means padding. A
@@ -62,33 +52,14 @@ def attend(
     chosen = kernel_table.pick("attention", request, mode)
     kept = {"keep_terms": keep_terms} if chosen.name == "fused" else {}
     run = chosen.load()
-    return run(
-        q_BHQD,
-        k_BHLD,
-        v_BHLD,
-        pos_key_HSD,
-        pos_query_HSD,
-        geometry=geometry,
-        segments_BL=segments,
-        query_positions_BQ=query_positions_BQ,
-        dropout=dropout,
-        seed=seed,
-        **kept,
-    )
+    return run(q_BHQD, k_BHLD, v_BHLD, pos_key_HSD, pos_query_HSD, geometry=geometry,
+               segments_BL=segments, query_positions_BQ=query_positions_BQ, dropout=dropout,
+               seed=seed, **kept)
 
 
-def attend_cls(
-    q_BH1D: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    pos_key_HSD: Tensor | None,
-    pos_query_HSD: Tensor | None,
-    *,
-    geometry: Geometry,
-    segments_BL: Tensor,
-    dropout: float = 0.0,
-    seed: int | None = None,
-) -> Tensor:
+def attend_cls(q_BH1D: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
+               pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
+               dropout: float = 0.0, seed: int | None = None) -> Tensor:
     """Return the context [B,1,H,D] of the [CLS] query alone, in the dtype of `v`; scores and
     softmax are fp32.
 

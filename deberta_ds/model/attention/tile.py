@@ -202,9 +202,8 @@ class Gradients:
     p2c_table_GCD: Tensor | None
 
 
-def add_gradients(
-    inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, total: Gradients
-) -> Tensor:
+def add_gradients(inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, total: Gradients
+                 ) -> Tensor:
     """Add one tile's gradients to `total`, and return that of its queries [G,X,D].
 
     probs: as `probabilities` returned them; out_grad [G,X,D]: the gradient of the context.
@@ -231,9 +230,8 @@ def add_gradients(
     return q_grad
 
 
-def _add(
-    inputs, term: PositionTerm, scores: Tensor, x: Tensor, tile: Tile, transposed: bool
-) -> None:
+def _add(inputs, term: PositionTerm, scores: Tensor, x: Tensor, tile: Tile, transposed: bool
+        ) -> None:
     term = term.of_heads(tile.group.heads)
     if tile.positions is None:
         frame = Frame(0, tile.first) if transposed else Frame(tile.first, 0)
@@ -269,23 +267,16 @@ def _columns(expanded: Expansion, positions_X: Tensor, keys: int) -> Tensor:
     return keys_Y - positions_X[:, None] + expanded.radius
 
 
-def add_query_rows(
-    scores_GXY: Tensor, q_GXD: Tensor, term: PositionTerm, positions_X: Tensor
-) -> None:
+def add_query_rows(scores_GXY: Tensor, q_GXD: Tensor, term: PositionTerm, positions_X: Tensor
+                  ) -> None:
     """Add the content-to-position term."""
     products_GXC = torch.bmm(q_GXD, term.table_HDC)
     columns_XY = _columns(term.expansion, positions_X, scores_GXY.shape[2])
     scores_GXY.add_(products_GXC.gather(2, columns_XY.expand_as(scores_GXY)))
 
 
-def collect_query_rows(
-    grad_GXY: Tensor,
-    q_GXD: Tensor,
-    term: PositionTerm,
-    positions_X: Tensor,
-    grad_q_GXD: Tensor,
-    grad_table_GCD: Tensor,
-) -> None:
+def collect_query_rows(grad_GXY: Tensor, q_GXD: Tensor, term: PositionTerm, positions_X: Tensor,
+                       grad_q_GXD: Tensor, grad_table_GCD: Tensor) -> None:
     """Accumulate the gradients of `add_query_rows`."""
     columns_XY = _columns(term.expansion, positions_X, grad_GXY.shape[2])
     products_GXC = grad_GXY.new_zeros(*grad_GXY.shape[:2], term.table_HCD.shape[1])
@@ -294,9 +285,8 @@ def collect_query_rows(
     grad_table_GCD.add_(torch.bmm(products_GXC.transpose(1, 2), q_GXD))
 
 
-def add_key_rows(
-    scores_GXY: Tensor, k_GYD: Tensor, term: PositionTerm, positions_X: Tensor, scratch: Scratch
-) -> None:
+def add_key_rows(scores_GXY: Tensor, k_GYD: Tensor, term: PositionTerm, positions_X: Tensor,
+                 scratch: Scratch) -> None:
     """Add the position-to-content term: computed for all columns, then gathered at the queries'."""
     groups, _, keys = scores_GXY.shape
     for start in range(0, keys, _KEY_ROWS):
@@ -307,15 +297,8 @@ def add_key_rows(
         scores_GXY[:, :, start : start + _KEY_ROWS].add_(taken)
 
 
-def collect_key_rows(
-    grad_GXY: Tensor,
-    k_GYD: Tensor,
-    term: PositionTerm,
-    positions_X: Tensor,
-    grad_k_GYD: Tensor,
-    grad_table_GCD: Tensor,
-    scratch: Scratch,
-) -> None:
+def collect_key_rows(grad_GXY: Tensor, k_GYD: Tensor, term: PositionTerm, positions_X: Tensor,
+                     grad_k_GYD: Tensor, grad_table_GCD: Tensor, scratch: Scratch) -> None:
     """Accumulate the gradients of `add_key_rows`.
 
     Queries may share a column (padding of the decoder does), so their gradients are scattered by a

@@ -30,10 +30,8 @@ _PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole ve
 
 
 @triton.jit
-def _logits(
-    HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _logits(HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl.constexpr,
+            BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """Return the logits [BT,BN] of rows t and ids n in fp32; -inf for ids out of range."""
     acc = tl.zeros([BT, BN], tl.float32)
     for c0 in range(0, C, BK):
@@ -52,12 +50,9 @@ def _logits(
 
 
 @triton.jit(do_not_specialize=["T", "VALID"])
-def _forward_kernel(
-    HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, ARGMAX, LABEL_LOGIT,
-    T, VALID, inverse_temperature, SEPARATE: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _forward_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, ARGMAX, LABEL_LOGIT,
+                    T, VALID, inverse_temperature, SEPARATE: tl.constexpr, C: tl.constexpr,
+                    BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of logits: logsumexp and largest logit of every row, and the label's own logit.
 
     LSE, SAMPLE_LSE (of logits / temperature, if SEPARATE), MAX_LOGIT and ARGMAX are [K,T].
@@ -89,11 +84,9 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "VALID", "first", "count", "pitches"])
-def _gradient_kernel(
-    HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID, first, count,
-    pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _gradient_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID,
+                     first, count, pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+                     BN: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of the logits of ids [first, first + count): D_LOGITS [T,pitches x _PITCH], and of
     the bias.
 
@@ -116,19 +109,14 @@ def _gradient_kernel(
         hit = (n[None, :] == label[:, None]) & in_ids[None, :]
         gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale
         bias_sum += tl.sum(gradient, 0)
-        tl.store(
-            D_LOGITS + t[:, None] * (pitches * _PITCH) + column[None, :],
-            gradient.to(D_LOGITS.dtype.element_ty),
-            mask=in_rows[:, None],
-        )
+        tl.store(D_LOGITS + t[:, None] * (pitches * _PITCH) + column[None, :],
+                 gradient.to(D_LOGITS.dtype.element_ty), mask=in_rows[:, None])
     tl.store(D_BIAS + column, bias_sum.to(D_BIAS.dtype.element_ty), mask=column < count)
 
 
 @triton.jit(do_not_specialize=["VALID"])
-def _sample_kernel(
-    HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
-    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-):
+def _sample_kernel(HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
+                   C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """One row: the id of its tile where the cumulative probability first exceeds INSIDE."""
     t = tl.program_id(0)
     n = tl.load(TILE + t) * BN + tl.arange(0, BN)
@@ -151,15 +139,10 @@ def _sample_kernel(
     tl.store(SAMPLED + t, tl.minimum(first_id, last).to(tl.int64))
 
 
-def fused_linear_cross_entropy(
-    hidden_TC: Tensor,
-    weight_VC: Tensor,
-    bias_V: Tensor,
-    labels_T: Tensor,
-    uniforms_T: Tensor | None = None,
-    temperature: float = 1.0,
-    valid_vocab: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def fused_linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor,
+                               labels_T: Tensor, uniforms_T: Tensor | None = None,
+                               temperature: float = 1.0, valid_vocab: int | None = None
+                              ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids); see `linear_cross_entropy`.
 
     hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.

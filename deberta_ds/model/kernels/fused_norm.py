@@ -36,10 +36,9 @@ def _kept(element, key, second_key, threshold, keep_scale):
 
 
 @triton.jit(do_not_specialize=_KEYS)
-def _norm_kernel(
-    SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, key, second_key, threshold,
-    keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
-):
+def _norm_kernel(SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, key, second_key,
+                 threshold, keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr,
+                 DROPOUT: tl.constexpr):
     """One row: SUMMED = dropout(SUBLAYER) + RESIDUAL in its own dtype, OUT its norm."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -63,11 +62,9 @@ def _norm_kernel(
 
 
 @triton.jit(do_not_specialize=[*_KEYS, "R"])
-def _norm_gradient_kernel(
-    GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER, D_RESIDUAL, PARTS, R, key, second_key,
-    threshold, keep_scale, TWO: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-):
+def _norm_gradient_kernel(GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER, D_RESIDUAL, PARTS,
+                          R, key, second_key, threshold, keep_scale, TWO: tl.constexpr,
+                          C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
     """Rows p, p + P, ... of part p; PARTS [P,2,C] are its sums for weight and bias.
 
     With TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_RESIDUAL, and
@@ -127,9 +124,7 @@ def _normal_cdf(x):
 
 
 @triton.jit(do_not_specialize=["R"])
-def _gelu_kernel(
-    X, BIAS, OUT, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
+def _gelu_kernel(X, BIAS, OUT, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     place, inside, x = _tile(X, BIAS, r, c, R, C)
@@ -138,9 +133,8 @@ def _gelu_kernel(
 
 
 @triton.jit(do_not_specialize=["R"])
-def _gelu_gradient_kernel(
-    GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
+def _gelu_gradient_kernel(GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.constexpr,
+                          BC: tl.constexpr):
     """Tiles p, p + P, ... of rows; PARTS [P,C] are their sums for the bias."""
     part = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)

@@ -28,11 +28,9 @@ from deberta_ds.model.kernels.attention.forward import LOG2_E, VARIES
 
 
 @triton.jit
-def _query_step(
-    q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias,
-    scale, keep_scale, threshold, acc,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _query_step(q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i,
+                bias, scale, keep_scale, threshold, acc, HAS_BIAS: tl.constexpr,
+                DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """Return dQ with one block of keys added, and the score gradients [i, j] of the block."""
     d = tl.arange(0, D)
     in_keys = j < NK
@@ -55,16 +53,12 @@ def _query_step(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def query_kernel(
-    Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT,
-    OUT, DQ, D_C2P_BIAS, D_C2P_EDGES,
-    Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS, K_BITS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    NQ, NK, H, SPAN, scale, keep_scale, threshold,
-    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
-    FAR: tl.constexpr, GATHERED: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def query_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, OUT, DQ,
+                 D_C2P_BIAS, D_C2P_EDGES, Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS,
+                 K_BITS, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale,
+                 keep_scale, threshold, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
+                 DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr, D: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of queries: DQ [B,NQ,H,D] of the pairs beyond the band, D_C2P_EDGES [2,B,H,NQ].
 
     If GATHERED: DQ of all pairs, and D_C2P_BIAS. Always writes ROW_DOT, which the key kernel reads,
@@ -111,11 +105,9 @@ def query_kernel(
             )
             if HAS_C2P:
                 before, after = j[None, :] < base[:, None], j[None, :] >= end[:, None]
-                tl.store(
-                    d_bias + ((i * (step + 1) - position_i)[:, None] + j[None, :]),
-                    d_scores.to(D_C2P_BIAS.dtype.element_ty),
-                    mask=in_rows[:, None] & ~before & ~after,
-                )
+                tl.store(d_bias + ((i * (step + 1) - position_i)[:, None] + j[None, :]),
+                         d_scores.to(D_C2P_BIAS.dtype.element_ty),
+                         mask=in_rows[:, None] & ~before & ~after)
                 low += tl.sum(tl.where(before, d_scores, 0.0), 1)
                 high += tl.sum(tl.where(after, d_scores, 0.0), 1)
     batch_heads = tl.num_programs(1).to(tl.int64)
@@ -155,11 +147,9 @@ def row_dot_kernel(GRAD, OUT, ROW_DOT, NQ, H, D: tl.constexpr, BM: tl.constexpr)
 
 
 @triton.jit
-def _key_step(
-    k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, g_n, i, NQ, segment_j, bits_j, bias,
-    scale, keep_scale, threshold, acc_k, acc_v,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, g_n, i, NQ, segment_j, bits_j,
+              bias, scale, keep_scale, threshold, acc_k, acc_v, HAS_BIAS: tl.constexpr,
+              DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """Return dK and dV / keep_scale with one block of queries added; score gradients [j, i]."""
     d = tl.arange(0, D)
     in_rows = i < NQ
@@ -188,16 +178,13 @@ def _key_step(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def key_kernel(
-    Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT,
-    DK, DV, D_C2P_BIAS, D_P2C_BIAS, D_P2C_EDGES,
-    Q_SEGMENT, Q_POSITION, K_START, K_STOP, K_SEGMENT, Q_BITS, K_BITS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    NQ, NK, H, SPAN, scale, keep_scale, threshold,
-    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
-    FAR: tl.constexpr, GATHERED: tl.constexpr, WHOLE: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV,
+               D_C2P_BIAS, D_P2C_BIAS, D_P2C_EDGES, Q_SEGMENT, Q_POSITION, K_START, K_STOP,
+               K_SEGMENT, Q_BITS, K_BITS, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H,
+               SPAN, scale, keep_scale, threshold, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
+               DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr,
+               WHOLE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               PRECISION: tl.constexpr):
     """One block of keys: content part of DK, DV [B,NK,H,D], D_P2C_BIAS, D_P2C_EDGES [2,B,H,NK].
 
     For GATHERED queries D_P2C_BIAS is the score gradient [B,H,NK,NQ] instead, because queries may

@@ -131,11 +131,9 @@ def _p2c_tile(BIAS, j, position, base, end, width, GATHERED: tl.constexpr):
 
 
 @triton.jit
-def near_bias(
-    C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base_j, end_j, width,
-    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, GATHERED: tl.constexpr,
-    ROWS_ARE_KEYS: tl.constexpr,
-):
+def near_bias(C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base_j, end_j, width,
+              HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, GATHERED: tl.constexpr,
+              ROWS_ARE_KEYS: tl.constexpr):
     """Return the sum of the terms that exist, [i, j] or [j, i]; each tile is loaded as stored."""
     if HAS_C2P:
         c2p = _c2p_tile(C2P_BIAS, i, j, base_i, end_i, width, GATHERED)
@@ -154,10 +152,8 @@ def near_bias(
 
 
 @triton.jit
-def far_bias(
-    OWN_EDGES, OTHER_EDGES, is_low, own, own_count, other, other_count, batch_heads,
-    HAS_OWN: tl.constexpr, HAS_OTHER: tl.constexpr,
-):
+def far_bias(OWN_EDGES, OTHER_EDGES, is_low, own, own_count, other, other_count, batch_heads,
+             HAS_OWN: tl.constexpr, HAS_OTHER: tl.constexpr):
     """Return the bias [own, other] of a block of columns before (is_low) or behind the band.
 
     EDGES: terms with the table's first row, then (`batch_heads` x count elements on) with its last.
@@ -201,10 +197,8 @@ def skewed_gradient_of(D_BIAS, bh, rows, SPAN, NK):
 
 
 @triton.jit
-def query_block(
-    Q, SEGMENT, POSITION, START, STOP, BITS, b, bh, q_n, i0, NQ, NK, SPAN,
-    DROPOUT: tl.constexpr, GATHERED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
-):
+def query_block(Q, SEGMENT, POSITION, START, STOP, BITS, b, bh, q_n, i0, NQ, NK, SPAN,
+                DROPOUT: tl.constexpr, GATHERED: tl.constexpr, BM: tl.constexpr, D: tl.constexpr):
     """Return the data of queries [i0, i0 + BM), for forward and backward.
 
     That is: their indices, which of them exist, vectors, segments, positions, dropout bits, the

@@ -30,11 +30,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _step(
-    q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale, threshold,
-    m_i, l_i, acc,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _step(q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale, threshold,
+          m_i, l_i, acc, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr,
+          PRECISION: tl.constexpr):
     """Add one block of keys to the online softmax."""
     d = tl.arange(0, D)
     in_keys = j < NK
@@ -60,15 +58,12 @@ def _step(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def forward_kernel(
-    Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE,
-    Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS, K_BITS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    NQ, NK, H, SPAN, scale, keep_scale, threshold,
-    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
-    FAR: tl.constexpr, GATHERED: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SEGMENT,
+                   Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS, K_BITS, q_b, q_h, q_n, k_b, k_h,
+                   k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale, keep_scale, threshold,
+                   HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
+                   FAR: tl.constexpr, GATHERED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ]."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H

@@ -30,21 +30,10 @@ _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
 @torch.library.custom_op("deberta_ds::fused_attention", mutates_args=())
-def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c2p_table: Tensor | None,
-    p2c_table: Tensor | None,
-    query_facts: Tensor,
-    key_facts: Tensor,
-    seed: int,
-    reach: int,
-    scale: float,
-    dropout: float,
-    gathered: bool,
-    keep: bool,
-) -> list[Tensor]:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
+                    p2c_table: Tensor | None, query_facts: Tensor, key_facts: Tensor, seed: int,
+                    reach: int, scale: float, dropout: float, gathered: bool, keep: bool
+                   ) -> list[Tensor]:
     """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
     dropout bits of queries and keys, both bias matrices and both edge terms (see `_empty_results`).
 
@@ -98,22 +87,11 @@ def _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep) -> list[Tens
 
 
 @torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
-def fused_attention_backward(
-    grad: Tensor,
-    results: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c2p_table: Tensor | None,
-    p2c_table: Tensor | None,
-    query_facts: Tensor,
-    key_facts: Tensor,
-    reach: int,
-    scale: float,
-    dropout: float,
-    gathered: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
+                             c2p_table: Tensor | None, p2c_table: Tensor | None,
+                             query_facts: Tensor, key_facts: Tensor, reach: int, scale: float,
+                             dropout: float, gathered: bool, keep: bool
+                            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
     grad = grad.contiguous()
     batch, heads, queries, size = q.shape
@@ -211,9 +189,8 @@ def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, s
     )
 
 
-def _term(
-    x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool, scale: float
-) -> _Term:
+def _term(x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool,
+          scale: float) -> _Term:
     """Return scale x . T; placeholders for an absent term. facts: position, segment start, stop."""
     batch, heads, rows, _ = x.shape
     if table is None:
@@ -312,10 +289,8 @@ def tile_table() -> dict:
 
 
 @lru_cache
-def choose_tile(
-    capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
-    far: bool = False,
-) -> Tile:
+def choose_tile(capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
+                far: bool = False) -> Tile:
     """Return the tile of a flash kernel for a device capability, head size and row length.
 
     direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).

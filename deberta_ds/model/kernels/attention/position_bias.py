@@ -51,11 +51,9 @@ def _table_rows(position, low, high, radius):
 
 
 @triton.jit(do_not_specialize=VARIES)
-def bias_kernel(
-    X, TABLE, BIAS, EDGES, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
-    GATHERED: tl.constexpr, FAR: tl.constexpr,
-    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def bias_kernel(X, TABLE, BIAS, EDGES, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
+                GATHERED: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
+                BC: tl.constexpr, PRECISION: tl.constexpr):
     """BIAS [B,H,rows,width]; with FAR, EDGES [2,B,H,N]: the edge terms."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -89,11 +87,9 @@ def bias_kernel(
         )
         term = tl.dot(x, t, input_precision=PRECISION) * scale
         column = c[None, :] + (position - radius)[:, None]
-        tl.store(
-            bias + ((r * width - base + position - radius)[:, None] + c[None, :]),
-            term.to(BIAS.dtype.element_ty),
-            mask=(column >= low[:, None]) & (column < high[:, None]),
-        )
+        tl.store(bias + ((r * width - base + position - radius)[:, None] + c[None, :]),
+                 term.to(BIAS.dtype.element_ty),
+                 mask=(column >= low[:, None]) & (column < high[:, None]))
 
 
 @triton.jit
@@ -103,11 +99,10 @@ def _distance_range(position, low, high, radius):
 
 
 @triton.jit(do_not_specialize=VARIES)
-def row_gradient_kernel(
-    D_BIAS, TABLE, OTHER, DX, D_EDGES, POSITION, START, STOP, o_b, o_h, o_n, N, NK, H, SPAN,
-    TERM: tl.constexpr, CONTENT: tl.constexpr, GATHERED: tl.constexpr, FAR: tl.constexpr,
-    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def row_gradient_kernel(D_BIAS, TABLE, OTHER, DX, D_EDGES, POSITION, START, STOP, o_b, o_h, o_n, N,
+                        NK, H, SPAN, TERM: tl.constexpr, CONTENT: tl.constexpr,
+                        GATHERED: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr,
+                        BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """Add the TERM's part to DX [B,N,H,D]: the gradient of the bias matrix times the table.
 
     With CONTENT the product with the vectors OTHER of the columns, too; DX holds what pairs beyond
@@ -163,11 +158,9 @@ def row_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def table_gradient_kernel(
-    D_BIAS, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H, SPAN,
-    GATHERED: tl.constexpr, CHUNK: tl.constexpr,
-    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def table_gradient_kernel(D_BIAS, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H,
+                          SPAN, GATHERED: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr,
+                          BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """One block of table rows of one head: its part of D_TABLE [splits,C,H,D] in fp32.
 
     The rows of the batch are cut into chunks, and split s of S takes the chunks s, s + S, ...
@@ -210,10 +203,8 @@ def table_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def spread_kernel(
-    D_SCORES, D_BIAS, POSITION, NQ, NK, H, SPAN,
-    BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def spread_kernel(D_SCORES, D_BIAS, POSITION, NQ, NK, H, SPAN, BR: tl.constexpr, BC: tl.constexpr,
+                  PRECISION: tl.constexpr):
     """Scatter score gradients [B,H,NK,NQ] of gathered queries to D_BIAS; equal columns are summed.
 
     A matmul with a one-hot matrix instead of a scatter: the order of every sum is fixed.
