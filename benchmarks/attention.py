@@ -35,9 +35,8 @@ _ORACLE = "ours, reference"  # not timed on a GPU: it needs tens of GiB there
 _ONLY_SHORT_ON_GPU = ("FlexAttention", "ours, tiled")
 
 
-def measure(
-    shape, dtype: torch.dtype, device: str, dropout: float, rounds: int, ways: dict[str, Callable]
-) -> dict:
+def measure(shape, dtype: torch.dtype, device: str, dropout: float, rounds: int,
+            ways: dict[str, Callable]) -> dict:
     """Return seconds, error and reason of absence of each implementation.
 
     ways: what to add to an implementation's name, and what decides who computes its products.

@@ -36,10 +36,8 @@ TOLERANCE = 1e-5  # of the loss, relative, at every step
 PLAIN, OURS = "reference attention, whole logits", "ours"
 
 
-def whole_logits(
-    hidden_TC, weight_VC, bias_V, labels_T, uniforms_T=None, temperature=1.0, valid_vocab=None,
-    gradient=None,
-):
+def whole_logits(hidden_TC, weight_VC, bias_V, labels_T, uniforms_T=None, temperature=1.0,
+                 valid_vocab=None, gradient=None):
     """Return what `linear_cross_entropy` does, the plain way; `gradient` is left alone."""
     logits_TV = hidden_TC @ weight_VC[:valid_vocab].t() + bias_V[:valid_vocab]
     loss_sum = F.cross_entropy(logits_TV, labels_T, reduction="sum")

@@ -18,9 +18,8 @@ _PACKAGES = ("torch", "transformers", "deepspeed", "triton", "flashdeberta", "di
              "onnxruntime")
 
 
-def interleaved_minimum(
-    variants: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
-) -> dict[str, float]:
+def interleaved_minimum(variants: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
+                       ) -> dict[str, float]:
     """Return the least seconds of each variant over `rounds` rounds, after warming up.
 
     CPU: process time, which other processes on the machine do not add to. CUDA: event time of as

@@ -82,9 +82,8 @@ RUN_RECORD = {"step": 100, "world_size": 1, "sequences_seen": 0, "tokens_seen": 
               "best": {"score": "", "scored": ""}, "versions": {}}
 
 
-def make_corpus(
-    path: Path, documents: list[list[int]], tokenizer: Tokenizer, seq_lens=(64,), shards: int = 3
-) -> Path:
+def make_corpus(path: Path, documents: list[list[int]], tokenizer: Tokenizer, seq_lens=(64,),
+                shards: int = 3) -> Path:
     """Write a finished corpus of token-id documents, split over `shards` shards."""
     infos = []
     dtype = token_dtype(tokenizer.size)

@@ -78,12 +78,8 @@ KINDS = (
     Kind("WordPiece as BERT's, uncased", "tokenizer", make=cases.bert),
     Kind("WordPiece as BERT's, vocab.txt, cased", "tokenizer", make=cases.bert_vocab_txt),
     Kind("WordPiece, another prefix", "tokenizer", make=cases.wordpiece_other),
-    Kind(
-        "DeBERTa v1, vocab.json + merges.txt",
-        "deberta-base",
-        make=public.hub_directory,
-        is_public_v1=True,
-    ),
+    Kind("DeBERTa v1, vocab.json + merges.txt", "deberta-base", make=public.hub_directory,
+         is_public_v1=True),
 )
 
 

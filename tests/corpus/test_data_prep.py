@@ -123,9 +123,8 @@ def test_a_finished_job_is_left_alone_and_another_one_refused(text_file, tmp_pat
 
 
 @pytest.mark.multi
-def test_kills_within_the_work_leave_no_corpus_and_a_restart_gives_the_same_bytes(
-    text_file, tmp_path
-):
+def test_kills_within_the_work_leave_no_corpus_and_a_restart_gives_the_same_bytes(text_file,
+                                                                                  tmp_path):
     arguments = [sys.executable, str(SCRIPTS / "tokenize_corpus.py"), str(text_file),
                  "--tokenizer", tokenizer_path(), "--unit_bytes", "1000", "--workers", "2"]
     subprocess.run([*arguments, "--out", str(tmp_path / "whole")], check=True, capture_output=True)

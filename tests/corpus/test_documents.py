@@ -104,9 +104,8 @@ def test_documents_of_text_files(tmp_path):
              max_size=30),
     st.integers(1, 60), st.sampled_from(["line", "blank_line", "match:CHAPTER"]), st.booleans(),
 )
-def test_any_split_into_byte_ranges_gives_the_same_documents(
-    tmp_path_factory, lines, cut, documents, newline
-):
+def test_any_split_into_byte_ranges_gives_the_same_documents(tmp_path_factory, lines, cut,
+                                                             documents, newline):
     path = tmp_path_factory.mktemp("split") / "t.txt"
     data = ("\n".join(lines) + ("\n" if newline else "")).encode()
     path.write_bytes(data)

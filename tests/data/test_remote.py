@@ -260,9 +260,8 @@ def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
 
 @pytest.mark.multi
 @pytest.mark.skipif("FULL_TABLE" not in os.environ, reason="two runs: set FULL_TABLE=1")
-def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(
-    corpus, bucket, tmp_path
-):
+def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(corpus, bucket, tmp_path
+                                                                          ):
     run = make_run(tmp_path, steps="6", eval_every="6")
     run.write_text(run.read_text().replace(f"{tmp_path}/train", str(corpus)))
     upload(corpus, "s3://shop/train")

@@ -45,14 +45,8 @@ def reference(values, gradients, name, optim, decay):
                                             ("adam_uncorrected", "deberta_linear")])
 def test_ten_steps_agree_with_the_formula(name, schedule):
     torch.manual_seed(0)
-    optim = OptimConfig(
-        learning_rate=1e-2,
-        name=name,
-        schedule=schedule,
-        weight_decay=DECAY,
-        warmup_steps=3,
-        betas=(0.9, 0.98),
-    )
+    optim = OptimConfig(learning_rate=1e-2, name=name, schedule=schedule, weight_decay=DECAY,
+                        warmup_steps=3, betas=(0.9, 0.98))
     model = Small()
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     gradients = {key: [torch.randn(p.shape) * 10.0 ** -(step % 4) for step in range(STEPS)]

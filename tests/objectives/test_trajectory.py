@@ -41,12 +41,9 @@ def plain_trajectory(run, batches=tuple(BATCHES)) -> dict:
                          seed=run.data.seed, mask=run.objective.mask)
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, run.train.seed)
-    optimizer = torch.optim.AdamW(
-        decay_groups(model, run.optim.weight_decay),
-        lr=run.optim.learning_rate,
-        betas=run.optim.betas,
-        eps=run.optim.eps,
-    )
+    optimizer = torch.optim.AdamW(decay_groups(model, run.optim.weight_decay),
+                                  lr=run.optim.learning_rate, betas=run.optim.betas,
+                                  eps=run.optim.eps)
     losses = {"generator": [], "discriminator": []}
     first = model.words.weight.detach().clone()
     for step, rows in enumerate(batches):

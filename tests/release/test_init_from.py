@@ -14,15 +14,8 @@ TINY_STEP = 1e-9  # learning rate of the one step that makes a checkpoint of the
 
 def start(root, name, init, **changes):
     """Train one negligible step from `init` on two ranks; return (weights, output)."""
-    run = make_run(
-        root / name,
-        steps="1",
-        warmup_steps="0",
-        learning_rate=str(TINY_STEP),
-        save_every="1",
-        eval_every="1",
-        **changes,
-    )
+    run = make_run(root / name, steps="1", warmup_steps="0", learning_rate=str(TINY_STEP),
+                   save_every="1", eval_every="1", **changes)
     text = run.read_text().replace('preset = "tiny"\nvocab_size = 640\n', "")
     run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
     ds = deepspeed_json(root / "zero3.json", 3)

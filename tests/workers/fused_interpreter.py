@@ -124,10 +124,8 @@ def check_operator() -> None:
     leaves = [x.requires_grad_() for x in (*qkv, *tables)]
     for keep in (False, True):
         torch.library.opcheck(
-            ops.fused_attention,
-            (*leaves, *facts, 5, 16, 0.1, 0.1, False, keep),
-            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-        )
+            ops.fused_attention, (*leaves, *facts, 5, 16, 0.1, 0.1, False, keep),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
 def main() -> None:
