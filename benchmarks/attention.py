@@ -140,8 +140,7 @@ def show(result: dict) -> None:
     base = rows[_BASE].get("seconds")
     print(
         f"\n{result['batch']} x {result['length']} tokens, {HEADS} heads x {SIZE}, "
-        f"{result['dtype']}, dropout {result['dropout']}: forward + backward"
-    )
+        f"{result['dtype']}, dropout {result['dropout']}: forward + backward")
     titles = ("ms", "x HF", "x equal", "error", "peak MB", "fwd ms", "fwd TF/s", "TF/s")
     print(f"  {'':32}" + "".join(f"{title:>9}" for title in titles))
     for name, row in rows.items():
@@ -181,8 +180,7 @@ def main() -> None:
             for dropout in options.dropout:
                 chosen = ways if dtype == torch.float32 else plain  # bf16 is oneDNN's anyway
                 results.append(
-                    measure(shape, dtype, options.device, dropout, options.rounds, chosen)
-                )
+                    measure(shape, dtype, options.device, dropout, options.rounds, chosen))
                 show(results[-1])
                 path = save("attention", options.device, results)  # a time limit may come
     print(f"\nwrote {path}")

@@ -117,8 +117,7 @@ def main() -> None:
     tokenizer = Tokenizer(run.data.tokenizer)
     dataset = RowDataset(
         run.data.sources, tokenizer, seq_len=run.data.seq_len,
-        seed=run.data.seed, mask=run.objective.mask,
-    )
+        seed=run.data.seed, mask=run.objective.mask)
     draws = Draws()
     ways = {
         PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),

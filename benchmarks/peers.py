@@ -179,8 +179,7 @@ def flashdeberta(problem: Problem) -> Callable[[], Tensor]:
     q, k, v, pos_key, pos_query = problem.leaves
     scale = 1 / math.sqrt(3 * q.shape[-1])
     return lambda: flash_attention_with_disentangled(
-        q, k, v, None, pos_key[None], pos_query[None], False, scale, 256, 512
-    ).transpose(1, 2)
+        q, k, v, None, pos_key[None], pos_query[None], False, scale, 256, 512).transpose(1, 2)
 
 
 def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
@@ -192,8 +191,7 @@ def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
     q, k, v, pos_key, pos_query = problem.leaves
     length = q.shape[2]
     plans = SharedPositionPlanCache(
-        position_buckets=256, max_relative_positions=512, position_embedding_size=256
-    )
+        position_buckets=256, max_relative_positions=512, position_embedding_size=256)
     plan = plans.compact(length, problem.device)
     mask = torch.ones(q.shape[0], length, dtype=torch.bool, device=problem.device)
     tiles = _profiled_tiles(problem)

@@ -62,8 +62,7 @@ def main() -> None:
     rows = args.rows or sum(sizes)
     used = mixture.consumed(rows)
     for source, size, share, weight, taken in zip(
-        sources, sizes, mixture.shares(), weights, used, strict=True
-    ):
+        sources, sizes, mixture.shares(), weights, used, strict=True):
         first, last = source.first_sequence / size, (source.first_sequence + taken) / size
         print(f"[[data.sources]]  # {size:,} rows, {share:.2%} of the run, "
               f"epochs {first:.2f} to {last:.2f} in {rows:,} rows")

@@ -90,8 +90,7 @@ def main() -> None:
     print(
         f"fastest that fits: ZeRO-{best.stage}, activation checkpointing {best.checkpointing}"
         if best
-        else "nothing fits: use more GPUs, a smaller train.micro_batch_size, or offload"
-    )
+        else "nothing fits: use more GPUs, a smaller train.micro_batch_size, or offload")
     for line in advise(run, ds, choices, best, parameters, gpu=gpu, gpus=options.gpus,
                        nodes=options.nodes) if best else []:
         print(f"  {line}")

@@ -23,8 +23,7 @@ def main() -> None:
     parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
                         help="columns of the table to copy next to the predictions")
     parser.add_argument(
-        "--global_batch_size", type=positive, default=32, help="rows per forward pass"
-    )
+        "--global_batch_size", type=positive, default=32, help="rows per forward pass")
     parser.add_argument("--max_length", type=_row_length, metavar="N",
                         help="maximum length in tokens (default: as trained)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)

@@ -45,8 +45,7 @@ def main() -> None:
     tasks = tuple(task_named(name) for name in given.tasks)
     tasks = tasks or tuple(task for task in SUITES[given.suite] if task.predicted_by is None)
     plan = options.build_sweep(
-        given, overrides, tasks, pairs(given.init_from), given.save_models,
-    )
+        given, overrides, tasks, pairs(given.init_from), given.save_models)
     results = sweep.run_all(plan)
     summary = sweep.summarize(plan.tasks, results)
     options.say("\n" + sweep.table(summary, compare))

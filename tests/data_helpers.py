@@ -54,8 +54,7 @@ def tokenizer_path() -> str:
         input=str(text), model_writer=model, vocab_size=620, minloglevel=2,
         model_type="unigram", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
         bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", byte_fallback=True,
-        normalization_rule_tsv=str(rules), num_threads=1, hard_vocab_limit=False,
-    )
+        normalization_rule_tsv=str(rules), num_threads=1, hard_vocab_limit=False)
     proto = model_proto(model.getvalue(), path)
     proto.normalizer_spec.name = RULES_NAME
     path.write_bytes(proto.SerializeToString(deterministic=True))

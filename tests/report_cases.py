@@ -45,9 +45,7 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
                         "discriminator_gain": 0.07 * rise
                         - 0.4 * math.exp(-step / 12)
                         + noise.gauss(0, 0.006),
-                    },
-                )
-            )
+                    }))
         if step % eval_every == 0:
             records.append(
                 {"kind": "eval", "step": step, "seconds": seconds,
@@ -58,8 +56,7 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
                     "discriminator_loss": 0.365 + 0.4 * math.exp(-step / 12) - 0.07 * rise,
                     "discriminator_accuracy": 0.881 + 0.0173 * rise, "prior_accuracy": 0.881,
                     "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12),
-                    "roc_auc": 0.5 + 0.27 * rise, "average_precision": 0.119 + 0.24 * rise})
-            )
+                    "roc_auc": 0.5 + 0.27 * rise, "average_precision": 0.119 + 0.24 * rise}))
         if step % 100 == 0:
             records.append(event(step, seconds, "save"))
         if step == resume:

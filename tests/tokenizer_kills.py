@@ -91,8 +91,7 @@ def take(name: str, text: Path, place: Path, pieces: int, shares: list[float]) -
                 out / TRAINED[name],
             ],
             place / "train",
-            shares,
-        )
+            shares)
     else:
         tokenizer = cases.MAKERS[name](place / "tokenizer")
     row["tokenize"] = disturbed(

@@ -58,8 +58,7 @@ def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
             inspect.signature(found).bind(*takes)
         except TypeError as error:
             raise UserError(f"{key}: {name} of {file} is called as {wanted}, and takes "
-                            f"{inspect.signature(found)} ({error}); change its arguments"
-                            ) from None
+                            f"{inspect.signature(found)} ({error}); change its arguments") from None
     return found
 
 

@@ -98,8 +98,7 @@ class DataConfig:
             if not _EVAL_NAME.fullmatch(name):
                 raise ValueError(
                     f"heldout: {name!r} names a held-out corpus in charts and files; use "
-                    "letters, digits, _ . and -"
-                )
+                    "letters, digits, _ . and -")
             if not self.heldout_corpora[name]:
                 raise ValueError(f"heldout: {name} is empty; it must be a directory")
         if (

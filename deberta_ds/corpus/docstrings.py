@@ -111,8 +111,7 @@ def write_docstrings(files: list[str], out: str | Path, *, max_bytes: int, heldo
         if not (counts["train"] and counts["heldout"]):
             raise UserError(
                 f"only {counts['train']} + {counts['heldout']} docstrings found in {len(files)} "
-                "files of this Python installation; use another corpus"
-            )
+                "files of this Python installation; use another corpus")
     return counts
 
 

@@ -166,8 +166,7 @@ def _whole_inputs(name: str, options: ReadOptions, passed_over: list[str]
         if kind is None and path == name:
             raise UserError(
                 f"{path}: unknown kind of file; known are .txt .md .jsonl .csv .tsv (each also .gz "
-                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet, .arrow and .feather"
-            )
+                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet, .arrow and .feather")
         if kind is None:
             passed_over.append(path)
         else:

@@ -187,5 +187,4 @@ def check_problems(problems: list[str], count: int, clean: CleanOptions) -> None
         remedy = TO_UTF8 if "invalid UTF-8" in problems[0] else "mend the input"
         raise UserError(
             f"{problems[0]} ({counted(count, 'bad document')}, --max_bad allows {clean.max_bad}); "
-            f"{remedy}, or allow more and they are left out and listed"
-        )
+            f"{remedy}, or allow more and they are left out and listed")

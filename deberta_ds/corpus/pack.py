@@ -35,8 +35,7 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
             f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
-            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer"
-        )
+            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer")
     if seq_len < MIN_SEQ_LEN:
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
@@ -49,8 +48,7 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
             }
             results = run_units(
                 directory, pack_shard, units, workers=workers, label=f"pack {seq_len}",
-                part=part,
-            )
+                part=part)
             if results is None:
                 return None
             hard_cuts = sum(result.pop("hard_cuts") for result in results)

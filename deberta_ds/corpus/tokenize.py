@@ -253,8 +253,7 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
     return Manifest(
         dtype=token_dtype(tokenizer.size).str, vocab_size=tokenizer.size,
         tokenizer_sha256=tokenizer.sha256, special_ids=tokenizer.special_ids, counts=counts,
-        labels=dict(sorted(labels.items())), shards=shards,
-    )
+        labels=dict(sorted(labels.items())), shards=shards)
 
 
 @cache

@@ -184,8 +184,7 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
                 pad_id=0, bos_id=1, eos_id=2, unk_id=3,
                 pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
                 num_threads=threads,
-                minloglevel=2,
-            )
+                minloglevel=2)
         except RuntimeError as error:
             if failed:  # SentencePiece words it anew
                 raise failed[0] from None

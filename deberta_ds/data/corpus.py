@@ -59,8 +59,7 @@ class Corpus:
             self._read_manifests(rows_path)
         self._shards = _part_of(
             list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part,
-            self.path,
-        )
+            self.path)
         if part != (0.0, 1.0):
             self.content_hash += f"[{part[0]}:{part[1]}]"
         counts = [rows.rows for _, rows in self._shards]
@@ -80,8 +79,7 @@ class Corpus:
             names = ", ".join(found) or "none"
             raise UserError(
                 f"{self.path}: no row plan for seq_len {self.seq_len} (found: {names}); "
-                f"run {self._pack()}"
-            )
+                f"run {self._pack()}")
         self.rows_manifest, self.rows_content_hash = read_rows_manifest(rows_path)
         self.content_hash = self.rows_content_hash
         remedy = f"remove the directory and run {self._pack()}"
@@ -115,8 +113,7 @@ class Corpus:
             raise UserError(
                 f"{place}/{MANIFEST}: made with tokenizer sha256 "
                 f"{self.manifest.tokenizer_sha256[:16]}..., but {whose} is "
-                f"{sha256[:16]}...; give the corpus's own tokenizer or tokenize the text again"
-            )
+                f"{sha256[:16]}...; give the corpus's own tokenizer or tokenize the text again")
 
     def verify(self, mode: str = "sizes", *, rank: int = 0, world_size: int = 1) -> int:
         """Check the files of shards rank::world_size and return how many files were checked.
@@ -223,8 +220,7 @@ class Corpus:
             name, rows_path = self._shards[number][0].name, rows_directory(self.path, self.seq_len)
             found = _Paths(*(str(path) for path in (
                 self.path / "tokens" / f"{name}.npy", self.path / "ends" / f"{name}.npy",
-                rows_path / f"{name}.npy", rows_path / f"{name}.starts.npy",
-            )))
+                rows_path / f"{name}.npy", rows_path / f"{name}.starts.npy")))
             self._known_paths[number] = found
         return found
 
@@ -288,8 +284,7 @@ def _part_of(shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, fl
     if not chosen:
         raise UserError(
             f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make smaller "
-            "shards with tokenize_corpus.py --unit_bytes"
-        )
+            "shards with tokenize_corpus.py --unit_bytes")
     return [shards[number] for number in sorted(chosen)]
 
 
@@ -320,5 +315,4 @@ def map_array(path: str | Path) -> np.ndarray:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
         raise UserError(
-            f"{path}: cannot be mapped ({error}); run data_prep/verify.py --verify full"
-        ) from error
+            f"{path}: cannot be mapped ({error}); run data_prep/verify.py --verify full") from error

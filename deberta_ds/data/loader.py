@@ -58,8 +58,7 @@ def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_s
         worker_init_fn=_live_with_the_rank,
         # Workers share the end of the rank, whose children they are; Python 3.14's default is a
         # server that starts them.
-        multiprocessing_context="fork" if num_workers else None,
-    )
+        multiprocessing_context="fork" if num_workers else None)
     return _unwrap(loader)
 
 

@@ -175,8 +175,7 @@ def stage_of(place: str | Path, *, config: dict, sequences_seen: int, content_ha
         str(place), data.seq_len, sources,
         tuple(source.first_sequence + count for source, count in zip(sources, given, strict=True)),
         tuple(source.order or (data.seed, number) for number, source in enumerate(sources)),
-        content_hashes, Cache(data.cache, data.cache_gigabytes),
-    )
+        content_hashes, Cache(data.cache, data.cache_gigabytes))
 
 
 def next_source(path: str, stages: list[Stage], *, seq_len: int,
@@ -208,8 +207,7 @@ def next_source(path: str, stages: list[Stage], *, seq_len: int,
             if read != corpus.content_hash:
                 raise UserError(
                     f"{path}: not the corpus that {stage.place} has read (its "
-                    "content_hash differs); where that stage stopped means nothing here"
-                )
+                    "content_hash differs); where that stage stopped means nothing here")
             found = replace(found, first_sequence=used, order=order, part=wanted)
     return found, Corpus(path, seq_len=seq_len, part=found.part, cache=cache)
 

@@ -157,8 +157,7 @@ class RowDataset:
             raise UserError(
                 f"{corpus.place(place[1])}: token id {worst} is outside the pieces of the "
                 f"tokenizer, which has {len(self._special)} ids (row {g} of the run); run "
-                f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again"
-            )
+                f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again")
         replaced = self._replaced[place[0]]
         if replaced:
             shard, row = self._corpora[place[0]].shard_row(place[1])
@@ -166,8 +165,7 @@ class RowDataset:
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
             ids, self._word_start, self._character_start, self._special, self.mask, self._mask_id,
-            rng, pad_id=self._pad_id, rate=rate
-        )
+            rng, pad_id=self._pad_id, rate=rate)
         return Row(g, input_ids, labels, segments, positions)
 
 
@@ -216,7 +214,6 @@ def eval_sequences(path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval
         raise UserError(
             f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
             f"{seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
-            "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)"
-        )
+            "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row, eval_seed) for row in rows]

@@ -68,8 +68,7 @@ def init_distributed() -> torch.device:
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
             f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
-            "else MASTER_PORT), and start every rank"
-        ) from error
+            "else MASTER_PORT), and start every rank") from error
     if dist.is_main():
         log.show_choices()
     return device

@@ -97,8 +97,7 @@ def draw(chart: Chart) -> Drawing:
         marks=[x_of(x) for x in chart.marks],
         strokes=[stroke for line in chart.series for stroke in _strokes(line, x_of, y_of)],
         ends=[] if chart.legend else _ends(chart.series, y_of),
-        hover=json.dumps([_hover(line, chart.unit, x_of) for line in chart.series]),
-    )
+        hover=json.dumps([_hover(line, chart.unit, x_of) for line in chart.series]))
 
 
 def _scale(start: float, end: float) -> Callable[[float], float]:

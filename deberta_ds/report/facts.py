@@ -56,8 +56,7 @@ def header(run: Run) -> Header:
         marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
         progress=progress,
         history=_history(run),
-        resumed=_resumed(run),
-    )
+        resumed=_resumed(run))
 
 
 def _state(run: Run) -> tuple[str, str]:

@@ -65,8 +65,7 @@ def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
         groups=charts.groups(runs),
         times=time_bars(runs),
         details=[_details(run) | {"filled": table}
-                 for run, table in zip(runs, filled, strict=True)],
-    )
+                 for run, table in zip(runs, filled, strict=True)])
 
 
 def _details(run: Run) -> dict:

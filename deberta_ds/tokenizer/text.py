@@ -54,8 +54,7 @@ _FRONT = 64  # characters, of a text of which only the front is looked at
 _APART = "\0"  # between texts that are normalised together
 _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
-    "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
-)
+    "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]")
 _OTHER_SPACES = [chr(code) for code in range(0x0A, 0x3001) if chr(code).isspace()]
 _PRINTABLE_ASCII = bytes(range(0x20, 0x7F))
 

@@ -60,8 +60,7 @@ def test_every_kind_of_engine_loads_what_every_other_saved_bit_for_bit(saved):
 def test_every_kind_of_engine_keeps_what_muon_has(tmp_path):
     """Momenta alone for matrices; and after two steps every stage and precision is at one place."""
     run_file = make_run(
-        tmp_path, activation_checkpointing='"none"', warmup_steps='5\nname = "muon"'
-    )
+        tmp_path, activation_checkpointing='"none"', warmup_steps='5\nname = "muon"')
     arguments = [str(run_file), str(tmp_path / "ck")]
     rank_helpers.run(2, ["save", *arguments], tmp_path / "log2", WORKER)
     rank_helpers.run(1, ["save", *arguments], tmp_path / "log1", WORKER)

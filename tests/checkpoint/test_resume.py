@@ -137,8 +137,7 @@ def whole(tmp_path_factory):
         eval_every="12",
         save_every="2",
         initial_batch_size="2",
-        batch_warmup_steps="9",
-    )  # kills fall into its growth
+        batch_warmup_steps="9")  # kills fall into its growth
     ds = deepspeed_json(root / "zero3.json", 3)
     torchrun(2, ROOT / "launch/pretrain.py", "--config", run_file, "--deepspeed_config", ds)
     return run_file, ds

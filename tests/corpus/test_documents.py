@@ -102,8 +102,7 @@ def test_documents_of_text_files(tmp_path):
 @given(
     st.lists(st.sampled_from(["", "a", "bb\r", "CHAPTER x", "long line of words", " "]),
              max_size=30),
-    st.integers(1, 60), st.sampled_from(["line", "blank_line", "match:CHAPTER"]), st.booleans(),
-)
+    st.integers(1, 60), st.sampled_from(["line", "blank_line", "match:CHAPTER"]), st.booleans())
 def test_any_split_into_byte_ranges_gives_the_same_documents(tmp_path_factory, lines, cut,
                                                              documents, newline):
     path = tmp_path_factory.mktemp("split") / "t.txt"
@@ -131,14 +130,12 @@ def test_bad_json_lines_are_named_by_file_and_line(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(
         b'{"text": "good"}\n{"text": broken}\n{"body": "x"}\n[1]\n{"text": 5}\n'
-        b'{"text": "\xff\xfe"}\n{"text": "last"}\n'
-    )
+        b'{"text": "\xff\xfe"}\n{"text": "last"}\n')
     problems, documents = problems_of(path)
     assert [d.text for d in documents if not d.problem] == ["good", "last"]
     for number, (problem, reason) in enumerate(
         zip(problems, ("not JSON", "no string under 'text' (found: body)", "a JSON list",
-                       "no string under 'text' but int", "invalid UTF-8"), strict=True), start=2
-    ):
+                       "no string under 'text' but int", "invalid UTF-8"), strict=True), start=2):
         assert problem.startswith(f"{path}:{number}: {reason}"), problem
 
 

@@ -36,8 +36,7 @@ def dataset(tmp_path_factory):
 
 def open_dataset(path):
     return RowDataset(
-        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig()
-    )
+        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
 
 
 def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batch=24):
@@ -93,8 +92,7 @@ def test_refuses_a_batch_that_the_ranks_cannot_share(dataset):
 def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     path = make_corpus(tmp_path / "corpus", [[10] * 40] * 30, tiny_tokenizer(), (64,))
     dataset = RowDataset(
-        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig()
-    )
+        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
     (path / "tokens" / "00001-000.npy").unlink()
     loader = build_loader(
         dataset, stretches=[Stretch(0, 8, 20)], micro_batch_size=8, rank=0, world_size=1,

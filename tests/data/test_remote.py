@@ -207,8 +207,7 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
         for field in dataclasses.fields(one):
             assert np.array_equal(getattr(one, field.name), getattr(other, field.name))
     held_out = eval_sequences(
-        url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options
-    )
+        url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options)
     assert len(held_out) == 3
 
 

@@ -68,8 +68,7 @@ def test_masks_differ_between_epochs(corpus):
     at = {dataset.locate(g)[1]: g for g in range(rows)}
     later = {dataset.locate(g)[1]: g for g in range(rows, 2 * rows)}
     assert any(
-        not np.array_equal(dataset[at[row]].labels, dataset[later[row]].labels) for row in at
-    )
+        not np.array_equal(dataset[at[row]].labels, dataset[later[row]].labels) for row in at)
 
 
 @pytest.mark.parametrize("selection", ["uniform", "deberta_window"])
@@ -124,8 +123,7 @@ def test_a_later_stage_repeats_no_row(corpus, tmp_path):
     first = dataset_of(SourceConfig(path=str(corpus), weight=3.0), SourceConfig(path=str(other)))
     used = first.consumed(20)
     second = dataset_of(
-        *(SourceConfig(path=str(path), first_sequence=used[str(path)]) for path in (corpus, other))
-    )
+        *(SourceConfig(path=str(path), first_sequence=used[str(path)]) for path in (corpus, other)))
     seen = [first.locate(g) for g in range(20)]
     later = [second.locate(g) for g in range(10)]
     assert not set(seen) & set(later)

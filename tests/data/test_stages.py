@@ -159,8 +159,7 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     write_checkpoint(first, tmp_path / "first")
     printed = subprocess.run(
         [sys.executable, str(ROOT / "data_prep/mixture.py"), wiki, "--seq_len", str(SEQ_LEN),
-         "--after", str(tmp_path / "first")], check=True, capture_output=True, text=True,
-    ).stdout
+         "--after", str(tmp_path / "first")], check=True, capture_output=True, text=True).stdout
     values = run_config.to_dict(run_of([SourceConfig(path=wiki)], seed=9))
     values["data"]["sources"] = tomllib.loads(printed)["data"]["sources"]
     second = run_config.from_dict(values)

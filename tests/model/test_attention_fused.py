@@ -37,8 +37,7 @@ def run_worker(name: str, *arguments: str, timeout: int) -> list[dict]:
     environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
     command = [sys.executable, WORKERS / name, *arguments]
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
+        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     return [json.loads(line) for line in process.stdout.splitlines()]
 

@@ -28,8 +28,7 @@ def _inputs(batch=2, length=11, slots=8, dtype=torch.float64, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("buckets", "maximum"), [(256, 512), (64, 512), (32, 128), (256, 1024), (6, 20)]
-)
+    ("buckets", "maximum"), [(256, 512), (64, 512), (32, 128), (256, 1024), (6, 20)])
 def test_buckets_equal_hugging_face(buckets, maximum):
     geometry = Geometry(maximum, buckets)
     distances = torch.arange(-(maximum - 1), maximum)
@@ -103,8 +102,7 @@ def test_formula_loop(geometry, terms):
     pos_query = pos_query if terms in ("both", "query") else None
     segments = torch.tensor([[1] * 5 + [2] * 4 + [0] * 2, [1] * 11], dtype=torch.int32)
     ours = attend(
-        q, k, v, pos_key, pos_query, geometry=geometry, segments=segments, mode="reference"
-    )
+        q, k, v, pos_key, pos_query, geometry=geometry, segments=segments, mode="reference")
     scale = 1 / math.sqrt(SIZE * (1 + (pos_key is not None) + (pos_query is not None)))
     for b, h, i in [(b, h, i) for b in range(2) for h in range(HEADS) for i in range(11)]:
         keys = [j for j in range(11) if segments[b, j] == segments[b, i] != 0]
@@ -252,8 +250,7 @@ def test_impossible_arguments():
         attend(*tensors, geometry=Geometry(9, 4), segments=segments, mode="fast")
     with pytest.raises(ValueError, match="query_positions"):
         attend(
-            tensors[0][:, :, :3], *tensors[1:], geometry=Geometry(9, 4), segments=segments
-        )
+            tensors[0][:, :, :3], *tensors[1:], geometry=Geometry(9, 4), segments=segments)
     with pytest.raises(ValueError, match="geometry"):
         Geometry(0, 0)
 

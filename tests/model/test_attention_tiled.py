@@ -128,8 +128,7 @@ def test_autocast_and_checkpointing():
     def layer(*tensors):
         tensors = [x @ projection for x in tensors]
         return attend(
-            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="tiled"
-        )
+            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="tiled")
 
     results = []
     for recompute in (False, True):

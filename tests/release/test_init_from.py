@@ -41,8 +41,7 @@ def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
     assert "GDES delta taken from the file" in output
 
     after, output = start(
-        tmp_path, "words", f'from = "{tmp_path}/first/out"\nembeddings_only = true', kind='"mlm"'
-    )
+        tmp_path, "words", f'from = "{tmp_path}/first/out"\nembeddings_only = true', kind='"mlm"')
     merged = before["words.weight"] + before["discriminator.words.weight"]
     assert torch.equal(after["words.weight"], merged)  # fixed, not merely slow
     assert "first of two stages" in output

@@ -287,8 +287,7 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
         ("superglue/results.json", '{"tasks": []}', "results.json: tasks: "),
         ("superglue/results.json", "\xff", "results.json: "),
     ],
-    ids=str,
-)
+    ids=str)
 def test_damaged_input_is_named(tmp_path, file, content, words):
     run = make_run(tmp_path / "demo")
     (run / file).write_bytes(content.encode("latin-1"))

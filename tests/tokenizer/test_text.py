@@ -29,8 +29,7 @@ from deberta_ds.tokenizer.text import (
         ("under\u2581score", "under_score"),
         ("", ""),
         (" \n\x00 ", ""),
-    ],
-)
+    ])
 def test_rules(raw, clean):
     assert normalise(raw) == clean
 

@@ -34,8 +34,7 @@ GOOD = '{"kind": "train", "step": 1, "loss": 2.5}'
         ("", "not a whole JSON object"),
         ("[" * 200_000, "not a record"),
         ('{"kind": "train", "step": ' + "1" * 9_000 + "}", "not a record"),
-    ],
-)
+    ])
 def test_a_bad_line_is_named(tmp_path, line, rule):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{GOOD}\n{line}\n")

@@ -34,8 +34,7 @@ def run(function, leaves, labels, uniforms, temperature, valid):
     """Return loss, gradients, number correct and sampled ids."""
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     loss, correct, sampled = function(
-        *leaves, labels, uniforms, temperature=temperature, valid_vocab=valid
-    )
+        *leaves, labels, uniforms, temperature=temperature, valid_vocab=valid)
     return [loss, *torch.autograd.grad(3 * loss, leaves)], correct.item(), sampled
 
 

@@ -295,8 +295,7 @@ def feed_bad_input(args) -> dict:
         done = subprocess.run(
             [sys.executable, f"{PREP}/tokenize_corpus.py", directory / name, "--tokenizer",
              args.scratch / "spm.model", "--out", directory / f"{name}.out"],
-            capture_output=True, text=True,
-        )
+            capture_output=True, text=True)
         said = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
         assert "Traceback" not in done.stderr, done.stderr
         report[name] = {"exit_code": done.returncode, "said": said.replace(str(directory), "DIR")}

@@ -76,8 +76,7 @@ def corpus(random: Random, place: Path) -> Case:
                 ["--out", "train"],
                 ["--out", "train.jsonl"],
                 ["--out", "/proc/new"],
-            ]
-        )
+            ])
         what = f"{path.name} {' '.join(arguments[-2:])}"
         nonsense = arguments[-2:] in _NONSENSE_OPTIONS
     return Case(Command(f"data_prep/{script}.py", (path.name, *arguments)), f"{script} {what}",

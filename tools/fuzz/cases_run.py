@@ -54,8 +54,7 @@ def _toml_trick(random: Random, text: str) -> tuple[str, mutate.Change]:
             ("a dotted key over a table", f"optim.learning_rate = 1\n{text}"),
             ("underscores in a number", text.replace("steps = 2", "steps = 2__0")),
             ("a NUL", text.replace("small", "sm\0all")),
-        ]
-    )
+        ])
     return new, mutate.Change(name, new != text)
 
 

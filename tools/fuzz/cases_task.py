@@ -111,8 +111,7 @@ def settings_file(random: Random, place: Path) -> Case:
                 "sift_noise",
                 "eval_batch_size",
                 "group_updates",
-            ]
-        )
+            ])
         new = mutate.value(random, 1)[0]
         more = (f"--CB.{key}={toml_value(new)}",)
         if "\0" in more[0]:

@@ -249,8 +249,7 @@ def _collect(inputs, term, grad, x, tile, transposed, x_grad, table_grad) -> Non
         collect_term(grad, x, term, frame, transposed, x_grad, table_grad, inputs.scratch)
     elif transposed:
         collect_key_rows(
-            grad, x, term, tile.positions, x_grad, table_grad, inputs.scratch
-        )
+            grad, x, term, tile.positions, x_grad, table_grad, inputs.scratch)
     else:
         collect_query_rows(grad, x, term, tile.positions, x_grad, table_grad)
 

@@ -60,8 +60,7 @@ class _Setting:
     def all_keys(self, tensor_BHLD: Tensor) -> bool:
         """Return whether the spans hold every key."""
         held = sum(
-            (span.stop - span.start) * (span.rows.stop - span.rows.start) for span in self.spans
-        )
+            (span.stop - span.start) * (span.rows.stop - span.rows.start) for span in self.spans)
         return held == tensor_BHLD.shape[0] * tensor_BHLD.shape[2]
 
     def all_queries(self, tensor_BHQD: Tensor) -> bool:

@@ -38,12 +38,10 @@ def _logits(HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl
         c = c0 + tl.arange(0, BK)
         hidden = tl.load(
             HIDDEN + t[:, None] * C + c[None, :],
-            mask=in_rows[:, None] & (c < C)[None, :], other=0.0,
-        )
+            mask=in_rows[:, None] & (c < C)[None, :], other=0.0)
         weight = tl.load(
             WEIGHT + n[None, :] * C + c[:, None],
-            mask=in_ids[None, :] & (c < C)[:, None], other=0.0,
-        )
+            mask=in_ids[None, :] & (c < C)[:, None], other=0.0)
         acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
     bias = tl.load(BIAS + n, mask=in_ids, other=0.0).to(tl.float32)
     return tl.where(in_ids[None, :], acc + bias[None, :], float("-inf"))
@@ -62,8 +60,7 @@ def _forward_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, AR
     n = tile * BN + tl.arange(0, BN)
     in_rows, in_ids = t < T, n < VALID
     logits = _logits(
-        HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
-    )
+        HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION)
     out = tile.to(tl.int64) * T + t
     max_logit = tl.max(logits, 1)
     exp_sum = tl.sum(tl.exp2((logits - max_logit[:, None]) * _LOG2_E), 1)
@@ -101,8 +98,7 @@ def _gradient_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_
         t = t0 + tl.arange(0, BT)
         in_rows = t < T
         logits = _logits(
-            HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
-        )
+            HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION)
         log_norm = tl.load(LOG_NORM + t, mask=in_rows, other=float("inf"))
         label = tl.load(LABELS + t, mask=in_rows, other=-1)
         probs = tl.exp2((logits - log_norm[:, None]) * _LOG2_E)
@@ -127,8 +123,7 @@ def _sample_kernel(HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_t
         hidden = tl.load(HIDDEN + t * C + c, mask=c < C, other=0.0)
         weight = tl.load(
             WEIGHT + n[:, None] * C + c[None, :],
-            mask=in_ids[:, None] & (c < C)[None, :], other=0.0,
-        )
+            mask=in_ids[:, None] & (c < C)[None, :], other=0.0)
         logits += tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
     logits = tl.where(in_ids, logits * inverse_temperature, float("-inf"))
     probs = tl.exp2((logits - tl.max(logits, 0)) * _LOG2_E)
@@ -159,8 +154,7 @@ def fused_linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Ten
     with on_device_of(hidden_TC):
         return _FusedLinearCrossEntropy.apply(
             hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
-            labels_T.contiguous(), uniforms_T, temperature, valid,
-        )
+            labels_T.contiguous(), uniforms_T, temperature, valid)
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -227,8 +221,7 @@ def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: T
         # Blocks of rows run first: the weights of an id tile are then read from memory once.
         _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
             hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, 1 / temperature,
-            SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS),
-        )
+            SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS))
     return outputs
 
 
@@ -258,8 +251,7 @@ def loss_gradient(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T
     width = outputs[0].shape[1]
     _gradient_kernel[(width // _GRADIENT_IDS,)](
         hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, *outputs, len(hidden_TC),
-        valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS),
-    )
+        valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS))
     return outputs
 
 
@@ -282,8 +274,7 @@ def sample_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Ten
     if len(tile_T):
         _sample_kernel[(len(tile_T),)](
             hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, 1 / temperature,
-            C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS,
-        )
+            C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS)
     return sampled_T
 
 

@@ -164,8 +164,7 @@ def _norm(sublayer: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsi
     if means.numel():
         _norm_kernel[(means.numel(),)](
             sublayer, residual, weight, bias, summed, out, means, inverses, key, second_key,
-            threshold, keep_scale, epsilon, **_row_constants(residual, threshold),
-        )
+            threshold, keep_scale, epsilon, **_row_constants(residual, threshold))
     return outputs
 
 
@@ -193,8 +192,7 @@ def _norm_gradients(grad: Tensor, other: Tensor | None, summed: Tensor, means: T
         _norm_gradient_kernel[(len(outputs[2]),)](
             grad, grad if other is None else other, summed, means, inverses, weight, *outputs,
             means.numel(), key, second_key, threshold, keep_scale, TWO=other is not None,
-            **_row_constants(summed, threshold),
-        )
+            **_row_constants(summed, threshold))
     return outputs
 
 

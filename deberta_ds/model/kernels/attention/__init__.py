@@ -40,8 +40,7 @@ def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tens
         gathered = query_positions_BQ is not None
         results = ops.fused_attention(
             *qkv, c2p_table, p2c_table, *facts, seed or 0, geometry.reach, scale,
-            float(dropout), gathered, keep_terms,
-        )
+            float(dropout), gathered, keep_terms)
     return results[0][..., :size]
 
 

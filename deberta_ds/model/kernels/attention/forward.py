@@ -75,11 +75,9 @@ def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, 
     K_BITS += wide * NK
     i, in_rows, q, segment_i, position_i, bits_i, base, end, first, last = query_block(
         head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_BITS, b, bh, q_n,
-        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, GATHERED, BM, D,
-    )
+        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, GATHERED, BM, D)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
-        first, last, base, end, BN, FAR and not GATHERED
-    )
+        first, last, base, end, BN, FAR and not GATHERED)
     m_i = tl.full([BM], float("-inf"), tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
@@ -89,12 +87,10 @@ def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, 
         base_j, end_j = band_edges(j0, SPAN, NK)
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base, end, j, base_j, end_j, width,
-            HAS_C2P, HAS_P2C, GATHERED, False,
-        )
+            HAS_C2P, HAS_P2C, GATHERED, False)
         m_i, l_i, acc = _step(
             q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale,
-            threshold, m_i, l_i, acc, HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION,
-        )
+            threshold, m_i, l_i, acc, HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
     if FAR and not GATHERED:
         batch_heads = tl.num_programs(1).to(tl.int64)
         for number in range(low_blocks + high_blocks):
@@ -103,12 +99,10 @@ def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, 
             j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
             bias = far_bias(
                 C2P_EDGES + wide * NQ, P2C_EDGES + wide * NK, is_low, i, NQ, j, NK, batch_heads,
-                HAS_C2P, HAS_P2C,
-            )
+                HAS_C2P, HAS_P2C)
             m_i, l_i, acc = _step(
                 q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale,
-                threshold, m_i, l_i, acc, True, DROPOUT, D, PRECISION,
-            )
+                threshold, m_i, l_i, acc, True, DROPOUT, D, PRECISION)
     seen = l_i > 0
     l_safe = tl.where(seen, l_i, 1.0)
     acc = acc * (keep_scale / l_safe)[:, None]

@@ -54,8 +54,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), out, lse,
         *query_facts, key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout),
-        **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile),
-    )
+        **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile))
     if keep:
         results[4:] = [terms[0].bias, terms[1].bias, terms[0].edges, terms[1].edges]
     return results
@@ -114,20 +113,17 @@ def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: 
     settings = (q, c2p_table, p2c_table, dropout, band, gathered)
     if whole and not band.far:
         backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
-            grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS
-        )
+            grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS)
     else:  # first: it also fills row_dot
         tile = _tile(q, k, "query", gathered, band)
         backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
             *shared, out, dq, d_c2p.bias, d_c2p.edges, *query_facts, *facts,
-            **_constants(*settings, tile),
-        )
+            **_constants(*settings, tile))
     tile = _tile(q, k, "key", gathered, band)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
         *shared, dk, dv, d_c2p.bias, written, d_p2c.edges, *query_facts[:2],
         *key_facts[3:5] if whole else key_facts[1:3], *facts,
-        WHOLE=whole, **_constants(*settings, tile),
-    )
+        WHOLE=whole, **_constants(*settings, tile))
     d_tables = [q.new_empty(0), q.new_empty(0)]
     if c2p_table is not None or whole:
         d_tables[0] = _collect(d_c2p, q, c2p_table, dq, query_facts[1:], k, band, gathered, whole)
@@ -199,8 +195,7 @@ def _term(x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathere
     tile = choose_product_tile(_capability(x.device), x.shape[-1], "bias")
     position_bias.bias_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         x, table, bias, edges, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
-        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile),
-    )
+        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile))
     return _Term(bias, edges)
 
 
@@ -239,8 +234,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     position_bias.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         d_term.bias, k if table is None else table, k, dx, d_term.edges, *facts,
         *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
-        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile),
-    )
+        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile))
     if table is None:
         return x.new_empty(0)
     tile = choose_product_tile(_capability(x.device), size, "table")
@@ -250,8 +244,7 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     parts = torch.empty(splits, *table.shape, dtype=torch.float32, device=x.device)
     position_bias.table_gradient_kernel[(blocks, heads, splits)](
         d_term.bias, x, parts, *facts, *x.stride()[:3], batch, rows, keys, heads, band.span,
-        GATHERED=gathered, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile),
-    )
+        GATHERED=gathered, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile))
     d_table = parts.sum(0)
     if band.far:
         d_table[:: len(table) - 1] += torch.einsum("ebhr,bhrd->ehd", d_term.edges.to(x.dtype), x)
@@ -265,8 +258,7 @@ def _spread(d_scores: Tensor, d_bias: Tensor, positions: Tensor, band: Band) -> 
     position_bias.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
         d_scores, d_bias, positions, queries, keys, heads, band.span,
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )
+        num_warps=tile.warps, num_stages=tile.stages)
 
 
 class Tile(NamedTuple):

@@ -66,11 +66,9 @@ def bias_kernel(X, TABLE, BIAS, EDGES, POSITION, START, STOP, x_b, x_h, x_n, N, 
     bias = BIAS + bh * elements
     x = tl.load(
         X + b.to(tl.int64) * x_b + h * x_h + r[:, None] * x_n + d[None, :],
-        mask=inside[:, None], other=0.0,
-    )
+        mask=inside[:, None], other=0.0)
     position, base, low, high = _row_columns(
-        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
-    )
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED)
     if FAR:
         edges = EDGES + bh.to(tl.int64) * N + r
         wide = x.to(tl.float32) * scale
@@ -83,8 +81,7 @@ def bias_kernel(X, TABLE, BIAS, EDGES, POSITION, START, STOP, x_b, x_h, x_n, N, 
     for c0 in range(first, last, BC):
         c = c0 + tl.arange(0, BC)
         t = tl.load(
-            table + c[None, :] * (H * D) + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0
-        )
+            table + c[None, :] * (H * D) + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0)
         term = tl.dot(x, t, input_precision=PRECISION) * scale
         column = c[None, :] + (position - radius)[:, None]
         tl.store(bias + ((r * width - base + position - radius)[:, None] + c[None, :]),
@@ -118,8 +115,7 @@ def row_gradient_kernel(D_BIAS, TABLE, OTHER, DX, D_EDGES, POSITION, START, STOP
     table = TABLE + h * D
     bias = D_BIAS + bh * elements
     position, base, low, high = _row_columns(
-        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
-    )
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED)
     own_rows = DX + (b.to(tl.int64) * N * H + h) * D + (r[:, None] * (H * D) + d[None, :])
     if CONTENT and not FAR:
         acc = tl.zeros([BR, D], tl.float32)
@@ -132,11 +128,9 @@ def row_gradient_kernel(D_BIAS, TABLE, OTHER, DX, D_EDGES, POSITION, START, STOP
             y = y0 + tl.arange(0, BC)
             gradient = tl.load(
                 bias + ((r * columns - position + radius)[:, None] + y[None, :]),
-                mask=(y[None, :] >= low[:, None]) & (y[None, :] < high[:, None]), other=0.0,
-            )
+                mask=(y[None, :] >= low[:, None]) & (y[None, :] < high[:, None]), other=0.0)
             vectors = tl.load(
-                other + y[:, None] * o_n + d[None, :], mask=(y < NK)[:, None], other=0.0
-            )
+                other + y[:, None] * o_n + d[None, :], mask=(y < NK)[:, None], other=0.0)
             acc = tl.dot(gradient, vectors, acc, input_precision=PRECISION)
     if TERM and FAR:
         edges = D_EDGES + bh.to(tl.int64) * N + r
@@ -186,17 +180,14 @@ def table_gradient_kernel(D_BIAS, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x
             r = r0 + tl.arange(0, BR)
             inside = r < last
             position, base, low, high = _row_columns(
-                POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
-            )
+                POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED)
             low, high = _distance_range(position, low, high, radius)
             gradient = tl.load(
-                bias + (r[:, None] * columns + c[None, :]), mask=inside[:, None], other=0.0
-            )
+                bias + (r[:, None] * columns + c[None, :]), mask=inside[:, None], other=0.0)
             own = (c[None, :] >= low[:, None]) & (c[None, :] < high[:, None])
             gradient = tl.where(own, gradient, 0.0)
             x = tl.load(
-                x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0
-            )
+                x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0)
             acc = tl.dot(tl.trans(gradient), x, acc, input_precision=PRECISION)
     part = D_TABLE + (tl.program_id(2).to(tl.int64) * columns * H + h) * D
     tl.store(part + c[:, None] * (H * D) + d[None, :], acc)
@@ -223,8 +214,7 @@ def spread_kernel(D_SCORES, D_BIAS, POSITION, NQ, NK, H, SPAN, BR: tl.constexpr,
             i = i0 + tl.arange(0, BC)
             gradient = tl.load(
                 scores + (r[:, None] * NQ + i[None, :]),
-                mask=(r < NK)[:, None] & (i < NQ)[None, :], other=0.0,
-            )
+                mask=(r < NK)[:, None] & (i < NQ)[None, :], other=0.0)
             position = tl.load(POSITION + b * NQ + i, mask=i < NQ, other=-1)
             one_hot = (position[:, None] == y[None, :]).to(gradient.dtype)
             acc = tl.dot(gradient, one_hot, acc, input_precision=PRECISION)
