@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def seed(text: str) -> int:
-    """Type of an option: a whole number that leaves room for a million draws in 64 bits."""
+    """Type of an option: a whole number that leaves room for a million samples in 64 bits."""
     value = natural(text)
     if value >= 1 << 43:
         raise argparse.ArgumentTypeError(f"{value} is not below {1 << 43:,}")

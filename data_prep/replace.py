@@ -46,7 +46,7 @@ def main() -> None:
     manifest, content_hash = read_replaced_manifest(args.out)
     size = sum(file[0] for shards in manifest.shards for files in shards.values()
                for file in files.values())
-    print(f"{args.out}: {len(manifest.temperatures)} draws, {size / 1e6:,.1f} MB, "
+    print(f"{args.out}: {len(manifest.temperatures)} samples, {size / 1e6:,.1f} MB, "
           f"sha256 {content_hash[:16]}")
 
 

@@ -82,5 +82,5 @@ def _module(key: str, file: str) -> tuple[ModuleType, str]:
         exec(compile(source, file, "exec"), vars(module))
     except Exception as error:  # whatever a user's code may raise
         raise UserError(f"{key}: {file} cannot be loaded ({type(error).__name__}: {error}); "
-                        "mend it") from error
+                        "fix it") from error
     return module, sha256

@@ -59,7 +59,7 @@ class Found:
     begun_from: str = ""  # the PATH of --resume with which the run's course began
 
     def warnings(self) -> list[str]:
-        return [f"WARNING: checkpoint passed over: {line}" for line in self.passed_over]
+        return [f"WARNING: checkpoint skipped: {line}" for line in self.passed_over]
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
@@ -240,7 +240,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
                  if (problem := _file_problem(path / name, entry))]
     if problems:
         others = [step.name for step in list_finished(path.parent.parent) if step != path]
-        remedy = f"name another one beside it ({listed(others[::-1])})" if others else \
+        remedy = f"name another one next to it ({listed(others[::-1])})" if others else \
             "copy it again from its source"
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
     run = read_run_record(path).run(path / RUN_FILE)

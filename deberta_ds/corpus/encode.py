@@ -184,7 +184,7 @@ class Cleaner:
 def check_problems(problems: list[str], count: int, clean: CleanOptions) -> None:
     """UserError if `count` bad documents, of which `problems` names some, are more than allowed."""
     if count > clean.max_bad:
-        remedy = TO_UTF8 if "invalid UTF-8" in problems[0] else "mend the input"
+        remedy = TO_UTF8 if "invalid UTF-8" in problems[0] else "fix the input"
         raise UserError(
             f"{problems[0]} ({counted(count, 'bad document')}, --max_bad allows {clean.max_bad}); "
             f"{remedy}, or allow more and they are left out and listed")

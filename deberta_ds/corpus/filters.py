@@ -235,7 +235,7 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally) -> None:
 
 
 def mend_report(out: str | Path) -> None:
-    """Write OUT/filters.json anew if it is of a version that left half characters as they were;
+    """Write OUT/filters.json again if it is of a version that left half characters as they were;
     who reads it says what else may be wrong with it.
     """
     path = Path(out) / REPORT

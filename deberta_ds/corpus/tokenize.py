@@ -154,7 +154,7 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
     if len(targets) > 1 and Path(os.path.realpath(targets[0])) in Path(
             os.path.realpath(targets[1])).parents:
         raise UserError(f"{targets[1]}: inside of {targets[0]}, which is a corpus of its own; put "
-                        "the held-out one beside it")
+                        "the held-out one next to it")
     if len(targets) > 1 and drop:
         raise UserError("held-out documents are either written or dropped; choose one")
 

@@ -186,7 +186,7 @@ def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, 
                 num_threads=threads,
                 minloglevel=2)
         except RuntimeError as error:
-            if failed:  # SentencePiece words it anew
+            if failed:  # SentencePiece words it again
                 raise failed[0] from None
             raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
                             f"{_remedy(str(error))}") from error

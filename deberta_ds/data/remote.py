@@ -295,7 +295,7 @@ def _uploaded_before(corpus: Path, system, root: str) -> dict[str, tuple[int, st
     same = _remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
     try:
         return _blocks_of(blocks).files if same and blocks else {}
-    except ValueError:  # half of one, or damaged: written anew
+    except ValueError:  # half of one, or damaged: written again
         return {}
 
 

@@ -2,7 +2,7 @@
 
 A model is asked in the ways its heads allow (`sentence_scores`). An equal score counts one half, so
 a model that answers the same to everything gets 50 %. The overall score is the mean over paradigms,
-as BLiMP's is; an interval is the middle 95 % of bootstrap means over pairs, drawn anew in each
+as BLiMP's is; an interval is the middle 95 % of bootstrap means over pairs, resampled in each
 paradigm. Nothing here is tuned: temperature 1, no threshold.
 """
 
@@ -27,7 +27,7 @@ from deberta_ds.release.pretrained import LoadedModel
 
 PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95
-_FEW_PAIRS = 5  # of a paradigm, whose pairs are drawn anew by themselves
+_FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
 SCORERS = {
     "pll_word": "PLL by word",
@@ -53,7 +53,7 @@ class PairScores:
 def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
     """Return what every head of `model` says of every pair; call on every rank, all get it."""
     if model.tokenizer is None:
-        raise UserError("no tokenizer beside the model; put its files there")
+        raise UserError("no tokenizer next to the model; put its files there")
     if model.masked_lm is None and model.replaced_token_head is None:
         raise UserError("the model has neither a masked-LM head with a position table nor a "
                         "discriminator's head, so it cannot score sentences; give a pretraining "

@@ -2,7 +2,7 @@
 
 Sources: DeBERTa (arXiv 2006.03654) section 3, and where they differ the released code
 (microsoft/DeBERTa bert.py, disentangled_attention.py), so that public checkpoints give the same
-numbers: one index serves c2p and p2c, and the relative table is dropped out anew in every layer.
+numbers: one index serves c2p and p2c, and the relative table has its own dropout in every layer.
 
 What is unusual: sequences may be packed, and a document never sees another one, neither by
 attention nor by the convolution; the enhanced mask decoder (section 3.2.1 of the paper) runs only

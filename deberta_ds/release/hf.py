@@ -104,7 +104,7 @@ def _check_head(network: Network, head: str) -> None:
         found = network.tensors.get(name)
         if name.startswith(_HEAD_OF[head]) and found is not None and found.shape != shape:
             raise UserError(f"{name} has shape {tuple(found.shape)}, but {head} with "
-                            f"{labels or 'its'} labels asks for {shape}; mend id2label of the "
+                            f"{labels or 'its'} labels asks for {shape}; fix id2label of the "
                             "source's config.json, or the file is of another model")
 
 
@@ -117,7 +117,7 @@ def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
     if head == "ForMaskedLM":
         values["legacy"] = False  # the head with microsoft's names
-        # It reads the word table itself; asked to tie, transformers 4.48 to 5.19 cannot load it.
+        # It reads the embedding itself; asked to tie, transformers 4.48 to 5.19 cannot load it.
         values["tie_word_embeddings"] = False
     classes = main["classifier.weight"].size(0) if "classifier.weight" in main else 0
     if head != "ForMultipleChoice" and classes == 1 < _num_labels(network):

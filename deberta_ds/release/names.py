@@ -5,7 +5,7 @@ deberta/bert.py), so one table serves both; Hugging Face's v1 class alone packs 
 of each head into one `in_proj`, which `pack_v1` and `unpack_v1` translate to and from the microsoft
 form.
 
-Our names here are those of one network: a word table, a trunk and whatever heads it has
+Our names here are those of one network: a token embedding, a trunk and whatever heads it has
 (`words.weight`, `trunk.*`, `positions.weight`, `mlm_head.*`, `rtd_head.*`, `words.delta`). Heads of
 fine-tuned models (`pooler.*`, `classifier.*`, ...) keep their names everywhere.
 """

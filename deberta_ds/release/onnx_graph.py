@@ -122,7 +122,7 @@ def build(network: Network, head: str, tied: bool = True) -> onnx.ModelProto:
 
     head: the end of the transformers class. Of "Model" the detection logits are a second output,
     where the network has that head; "ForMaskedLM" runs the enhanced mask decoder.
-    tied: store the word table once for both its uses, which quantization cannot do.
+    tied: store the token embedding once for both its uses, which quantization cannot do.
     """
     graph = Graph()
     with torch.no_grad():

@@ -79,12 +79,12 @@ def check_same(given: Tokenizer, own: Tokenizer, place: str | Path) -> None:
 
 
 def check_table(tokenizer: Tokenizer, release: Release, place: str | Path) -> None:
-    """Raise UserError if a tokenizer has ids without a row in the word table."""
+    """Raise UserError if a tokenizer has ids without a row in the token embedding."""
     rows = release.main.config.vocab_size
     if tokenizer.size > rows:
         raise UserError(f"{place}: the tokenizer {tokenizer.path} has {tokenizer.size} ids, but "
-                        f"the word table only {rows} rows; it is another model's, or tokens were "
-                        "added to it after training")
+                        f"the token embedding only {rows} rows; it is another model's, or tokens "
+                        "were added to it after training")
 
 
 def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
@@ -131,7 +131,7 @@ class _Files:
 def _find_foreign(path: Path) -> dict[str, _Files]:
     """Return the files of a foreign model's networks, "main" and perhaps "generator"."""
     if path.is_file() and not any((path.parent / name).is_file() for name in _CONFIG_NAMES):
-        raise UserError(f"{path}: a file without {' or '.join(_CONFIG_NAMES)} beside it; name a "
+        raise UserError(f"{path}: a file without {' or '.join(_CONFIG_NAMES)} next to it; name a "
                         "model directory, or the weight file in one")
     if path.is_file() and not path.name.endswith(
             (".bin", ".safetensors", ".pt", ".pth", ".index.json")):

@@ -263,9 +263,9 @@ def groups(runs: list[Run]) -> list[Group]:
     found = [
         Group("Learning curves", "One line a run." if several else rows, 2,
               _charts([metric for metric in declared if metric.is_loss], runs)),
-        Group("What was learned", "Measured on held-out rows, beside what needs no learning.", 2,
+        Group("What was learned", "Measured on held-out rows, next to the baseline.", 2,
               _charts([metric for metric in declared if not metric.is_loss], runs)),
-        Group("Course of the run", "What the hardware and the optimizer did.", 3,
+        Group("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
               [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
     ]
     return [group for group in found if group.charts]

@@ -80,7 +80,7 @@ def _state(run: Run) -> tuple[str, str]:
 
 
 def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
-    """Return whether a score is better than what needs no learning; None: not known, or noise."""
+    """Return whether a score is better than the baseline; None: not known, or noise."""
     score, baseline = scores.get(metric.key), metric.beside(scores)
     if score is None or baseline is None:
         return None

@@ -291,9 +291,9 @@ def read_checked(path: Path, form: Any) -> tuple[Any, Any]:
         found = error.errors()
         named = "; ".join(_problem(item) for item in found[:_MOST_NAMED])
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        raise UserError(f"{path}: {named}{more}; write the file anew") from None
+        raise UserError(f"{path}: {named}{more}; write the file again") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}; write the file anew") from None
+        raise UserError(f"{path}: not valid JSON: {error}; write the file again") from None
 
 
 def _problem(item: Any) -> str:

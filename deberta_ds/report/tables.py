@@ -100,7 +100,7 @@ def evaluation(run: Run) -> Table | None:
             for record in records]
     shown = f"{len(records)} of {count} evaluations" if len(records) < count else "All evaluations"
     return Table("Evaluation", f"{shown}, on the same held-out rows and masks every time; in gray, "
-                 "what needs no learning.", [Cell("Step"), *head], rows, groups, True)
+                 "the baseline.", [Cell("Step"), *head], rows, groups, True)
 
 
 def evaluation_by_corpus(run: Run) -> Table | None:

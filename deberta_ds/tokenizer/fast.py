@@ -60,7 +60,7 @@ class FastEngine:
         size = max(ids.values()) + 1
         if size > _LARGEST:
             raise UserError(f"{self.place}: a token has id {size - 1:,}, but at most {_LARGEST:,} "
-                            "are read; mend its added tokens")
+                            "are read; fix its added tokens")
         self.pieces = [""] * size
         for piece, number in ids.items():
             self.pieces[number] = piece

@@ -70,7 +70,7 @@ def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
 
 def _pickle_message(path: Path) -> str:
     return (f"{path}: is a pickle, which can run any program and is not read; put the model's "
-            f"{VOCAB} and {MERGES} (or its {JSON}) beside it: the Hugging Face repository of the "
+            f"{VOCAB} and {MERGES} (or its {JSON}) next to it: the Hugging Face repository of the "
             "model has them")
 
 

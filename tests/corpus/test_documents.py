@@ -255,7 +255,7 @@ def test_files_of_unknown_kinds_are_named(tmp_path, capsys):
     (tmp_path / "b.pdf").write_bytes(b"%PDF")
     (tmp_path / "c").write_bytes(b"?")
     assert texts_of([tmp_path]) == ["text"]
-    assert "2 files of unknown kind passed over" in (note := capsys.readouterr().err)
+    assert "2 files of unknown kind skipped" in (note := capsys.readouterr().err)
     assert "b.pdf" in note and str(tmp_path / "c") in note
 
 

@@ -147,7 +147,7 @@ def test_delta_only_file_takes_its_words_from_the_generator(tmp_path):
     release = rtd_directory(tmp_path / "ms", drop=("word_embeddings.weight",))
     found = read_release(tmp_path / "ms")
     same_networks(release, found)
-    assert any("word table = generator's + delta" in note for note in found.notes)
+    assert any("token embedding = generator's + delta" in note for note in found.notes)
     convert(tmp_path / "ms", tmp_path / "hf", "hf")
     same_networks(release, read_release(tmp_path / "hf"))
 

@@ -25,7 +25,7 @@ from deberta_ds.report.charts import Chart, Series, draw, summarize
 from deberta_ds.report.run_pages import filled_masks
 from deberta_ds.report.rundata import read_run
 
-SECTIONS = ["Learning curves", "What was learned", "Course of the run", "Where the time went",
+SECTIONS = ["Learning curves", "What was learned", "Hardware and optimizer", "Where the time went",
             "Evaluation", "SuperGLUE", "From raw text to scores", "Configuration"]
 
 
