@@ -31,10 +31,10 @@ _FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
 SCORERS = {
     "pll_word": "PLL by word",
-    "pll_piece": "PLL by piece",
+    "pll_piece": "PLL by token",
     "discriminator_sum": "discriminator, sum",
     "discriminator_mean": "discriminator, mean",
-    "discriminator_differing": "discriminator, differing pieces",
+    "discriminator_differing": "discriminator, differing tokens",
 }
 # By reasoning, not by score: both are log-probabilities of the whole sentence.
 HEADLINES = ("pll_word", "discriminator_sum")
@@ -229,7 +229,7 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
                      f"({few[0]}{', ...' if few[1:] else ''}): resampling so few varies too "
                      "little, and intervals are too narrow")
     if result["unknown_pieces"]:
-        notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer: "
+        notes.append(f"WARNING: {result['unknown_pieces']:,} tokens are unknown to the tokenizer: "
                      "likelihoods leave them out, a discriminator judges them as they are")
     return "\n".join([text, *notes])
 

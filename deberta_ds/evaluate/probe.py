@@ -70,7 +70,7 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
               f"{model.model_config.max_position:,} positions", file=sys.stderr, flush=True)
     if empty := [text for text, found in zip(texts, ids, strict=True)
                  if len(found) == 1 + len(text)]:
-        raise UserError(f"the tokenizer has no piece for {empty[0]!r} ({len(empty)} inputs of "
+        raise UserError(f"the tokenizer has no token for {empty[0]!r} ({len(empty)} inputs of "
                         f"{len(texts)}); take such inputs out")
     found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
     for work in cut_work(np.array([len(one) for one in ids])):

@@ -179,7 +179,7 @@ def _dropped(report: _Report) -> Table:
              Cell(f"{size / max(report.characters, 1):.2%}")]
             for reason, (count, size) in _by_size(report.dropped).items()]
     head = [Cell("Reason", kind=""), Cell("Documents"), Cell("of all"), Cell("of all characters")]
-    return Table("Dropped", "Each document under the first rule that refused it.", head, rows)
+    return Table("Dropped", "Each document under the first rule that rejected it.", head, rows)
 
 
 def _changed(report: _Report) -> Table:

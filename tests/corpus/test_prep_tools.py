@@ -170,7 +170,7 @@ def test_stats_count_every_token(text_file, tmp_path):
     assert stats.frequencies.sum() == stats.manifest.counts["tokens"]
     assert stats.lengths.sum() == 300
     text = stats_text(stats, tiny_tokenizer())
-    assert "rows-64" in text and "top 20 pieces" in text and "WARNING" not in text
+    assert "rows-64" in text and "top 20 tokens" in text and "WARNING" not in text
 
 
 def test_show_and_verify_run(text_file, tmp_path):
