@@ -200,12 +200,9 @@ def measure_scaling(args) -> dict:
         assert not any(job.wait() for job in jobs)
         return {"seconds": round(time.perf_counter() - start, 2)}
 
-    kinds = {
-        "1 worker": lambda: run(*command(8, "--out", out, "--workers", 1)),
-        "2 workers": lambda: run(*command(8, "--out", out, "--workers", 2)),
-        "mpirun -n 2": lambda: run(*command(8, "--out", out), mpi=2),
-        "two jobs": two_jobs,
-    }
+    kinds = {"1 worker": lambda: run(*command(8, "--out", out, "--workers", 1)),
+             "2 workers": lambda: run(*command(8, "--out", out, "--workers", 2)),
+             "mpirun -n 2": lambda: run(*command(8, "--out", out), mpi=2), "two jobs": two_jobs}
     runs: dict = {name: [] for name in kinds}
     for _ in range(2):
         for name, work in kinds.items():

@@ -119,10 +119,8 @@ def main() -> None:
         run.data.sources, tokenizer, seq_len=run.data.seq_len,
         seed=run.data.seed, mask=run.objective.mask)
     draws = Draws()
-    ways = {
-        PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),
-        OURS: Trainer(run, "tiled", draws.our_head, tokenizer.size),
-    }
+    ways = {PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),
+            OURS: Trainer(run, "tiled", draws.our_head, tokenizer.size)}
     cpu.use_onednn()  # both as the demo does
     cpu.keep_heap()
     rows, micro = run.train.global_batch_size, run.train.micro_batch_size

@@ -92,13 +92,8 @@ def environment(device: str = "cpu") -> dict[str, object]:
         except PackageNotFoundError:
             versions[name] = None
     processor = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-    return {
-        "device": device,
-        "processor": processor,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "packages": versions,
-    }
+    return {"device": device, "processor": processor, "threads": torch.get_num_threads(),
+            "python": platform.python_version(), "packages": versions}
 
 
 def _cpu_name() -> str:

@@ -223,17 +223,11 @@ def _profiled_tiles(problem: Problem) -> dict[str, object]:
     )
 
     batch, heads, length, size = problem.q_BHLD.shape
-    wanted = {
-        "length_regime": tuning_sequence_length(length),
-        "head_dim": size,
-        "occupancy_regime": tuning_batch_heads(batch * heads),
-        "dtype": "half" if problem.q_BHLD.dtype != torch.float32 else "float32",
-        "has_c2p": True,
-        "has_p2c": True,
-        "layout": "padded",
-        "uses_padding_mask": False,
-        "has_dropout": problem.dropout > 0,
-    }
+    wanted = {"length_regime": tuning_sequence_length(length), "head_dim": size,
+              "occupancy_regime": tuning_batch_heads(batch * heads),
+              "dtype": "half" if problem.q_BHLD.dtype != torch.float32 else "float32",
+              "has_c2p": True, "has_p2c": True, "layout": "padded", "uses_padding_mask": False,
+              "has_dropout": problem.dropout > 0}
     tiles = {}
     for profile in load_bundled_profiles():
         for entry in profile.entries:

@@ -69,9 +69,8 @@ def read_options(args: argparse.Namespace) -> "ReadOptions":
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add --workers; under mpirun the ranks are the workers instead."""
-    parser.add_argument(
-        "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="number of processes"
-    )
+    parser.add_argument("--workers", type=positive, default=len(os.sched_getaffinity(0)),
+                        help="number of processes")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

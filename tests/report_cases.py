@@ -18,22 +18,14 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
         rise = 1 - math.exp(-step / 140)
         if step % log_every == 0:
             records.append(
-                {
-                    "kind": "train",
-                    "step": step,
-                    "sequences_seen": 16 * step,
-                    "tokens_seen": 2040 * step,
-                    "seconds": seconds,
-                    f"{network}_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08),
-                    "loss": 25.0,
-                    "epochs": step / 300,
-                    "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
-                    "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
-                    "tokens_per_second": 2260 + noise.gauss(0, 40),
-                    "flops_per_second": 4.31e10,
-                    "mfu": 0.31,
-                    "eta_seconds": 0.9 * (steps - step),
-                }
+                {"kind": "train", "step": step, "sequences_seen": 16 * step,
+                 "tokens_seen": 2040 * step, "seconds": seconds,
+                 f"{network}_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08), "loss": 25.0,
+                 "epochs": step / 300,
+                 "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
+                 "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
+                 "tokens_per_second": 2260 + noise.gauss(0, 40), "flops_per_second": 4.31e10,
+                 "mfu": 0.31, "eta_seconds": 0.9 * (steps - step)}
                 | time_use(seconds)
                 | kind_only(
                     kind,

@@ -80,16 +80,8 @@ def take(name: str, text: Path, place: Path, pieces: int, shares: list[float]) -
     if name in TRAINED:
         tokenizer = place / "train/whole" / TRAINED[name]
         row["train"] = disturbed(
-            lambda out: [
-                "data_prep/train_tokenizer.py",
-                text,
-                "--kind",
-                name,
-                "--vocab_size",
-                pieces,
-                "--out",
-                out / TRAINED[name],
-            ],
+            lambda out: ["data_prep/train_tokenizer.py", text, "--kind", name, "--vocab_size",
+                         pieces, "--out", out / TRAINED[name]],
             place / "train",
             shares)
     else:

@@ -200,28 +200,12 @@ def run_file(road: Road) -> Path:
     lines = ["[model]", *(f"{key} = {json.dumps(value)}" for key, value in model.items())]
     if road.kind.is_public_v1:
         lines += ["[init]", f'from = "{road.tokenizer}"']
-    lines += [
-        "[objective]",
-        'kind = "mlm"',
-        "[objective.mask]",
-        "max_ngram = 3",
-        "[data]",
-        f'sources = [{{path = "{road.root}/corpus/train"}}]',
-        f'heldout = "{road.root}/corpus/heldout"',
-        f'tokenizer = "{road.tokenizer}"',
-        f"seq_len = {SEQ_LEN}",
-        "workers = 0",
-        "[optim]",
-        "learning_rate = 1e-3",
-        "[train]",
-        f"steps = {STEPS}",
-        "global_batch_size = 4",
-        "micro_batch_size = 4",
-        "log_every = 1",
-        "eval_sequences = 8",
-        f"eval_every = {STEPS}",
-        f"save_every = {SAVED}",
-    ]
+    lines += ["[objective]", 'kind = "mlm"', "[objective.mask]", "max_ngram = 3", "[data]",
+              f'sources = [{{path = "{road.root}/corpus/train"}}]',
+              f'heldout = "{road.root}/corpus/heldout"', f'tokenizer = "{road.tokenizer}"',
+              f"seq_len = {SEQ_LEN}", "workers = 0", "[optim]", "learning_rate = 1e-3", "[train]",
+              f"steps = {STEPS}", "global_batch_size = 4", "micro_batch_size = 4", "log_every = 1",
+              "eval_sequences = 8", f"eval_every = {STEPS}", f"save_every = {SAVED}"]
     path = road.root / "run.toml"
     path.write_text("\n".join(['name = "road"', f'out_dir = "{road.root}/run"', *lines]))
     return path

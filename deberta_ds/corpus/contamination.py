@@ -62,10 +62,9 @@ def find_contamination(units: list[list[Extent]], against: list[str], out: str |
     evaluation = [extent for unit in plan_units(against, ReadOptions()) for extent in unit]
     kinds = {extent.path: extent.kind for extent in evaluation}  # a large file has many extents
     numbers = {source: number for number, source in enumerate(input_files(units))}
-    description = {
-        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
-        "text_rules": TEXT_RULES_VERSION, "against": units_digest([evaluation]), "words": words,
-    }
+    description = {"version": FINDINGS_VERSION, "units": units_digest(units),
+                   "read": read.describe(), "text_rules": TEXT_RULES_VERSION,
+                   "against": units_digest([evaluation]), "words": words}
     with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             names, searched = _save_grams(out, kinds, words)

@@ -156,10 +156,9 @@ def find_duplicates(units: list[list[Extent]], out: str | Path, *, read: ReadOpt
     out = Path(out)
     bands = near_bands(near_threshold) if near_threshold else (0, 0)
     numbers = {source: number for number, source in enumerate(input_files(units))}
-    description = {
-        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
-        "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold, "bands": list(bands),
-    }
+    description = {"version": FINDINGS_VERSION, "units": units_digest(units),
+                   "read": read.describe(), "text_rules": TEXT_RULES_VERSION,
+                   "near_threshold": near_threshold, "bands": list(bands)}
     with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             counts = _search(out, units, numbers, read, near_threshold, bands, workers, part)

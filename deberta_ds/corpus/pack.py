@@ -72,17 +72,11 @@ def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: 
     starts_path = directory / f"{shard.name}.starts.npy"
     save_array(pieces_path, plan.pieces)
     save_array(starts_path, plan.starts)
-    return {
-        "name": shard.name,
-        "rows": len(plan.starts) - 1,
-        "pieces": len(plan.pieces),
-        "tokens": int(plan.pieces[:, 1].sum(dtype=np.int64)),
-        "bytes": pieces_path.stat().st_size,
-        "xxh3": xxh3(pieces_path),
-        "starts_bytes": starts_path.stat().st_size,
-        "starts_xxh3": xxh3(starts_path),
-        "hard_cuts": int(plan.hard_cuts),
-    }
+    return {"name": shard.name, "rows": len(plan.starts) - 1, "pieces": len(plan.pieces),
+            "tokens": int(plan.pieces[:, 1].sum(dtype=np.int64)),
+            "bytes": pieces_path.stat().st_size, "xxh3": xxh3(pieces_path),
+            "starts_bytes": starts_path.stat().st_size, "starts_xxh3": xxh3(starts_path),
+            "hard_cuts": int(plan.hard_cuts)}
 
 
 # All files of a corpus against its manifests.

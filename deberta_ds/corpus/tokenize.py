@@ -193,14 +193,11 @@ def tokenize_unit(number: int, unit: list[Extent], targets: list[str], tokenizer
         if tokenizer.normalizes_itself:
             counts["removed_characters"] = 0  # removed from what was looked at, not from the text
         shards = [writer.finish() for writer in writers]
-    return {
-        "shards": [[asdict(shard) for shard in written] for written in shards],
-        "labels": [writer.labels for writer in writers],
-        "origins": [writer.origins for writer in writers],
-        "counts": counts,
-        "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
-        "problems": cleaner.problems,
-    } | ({"filters": asdict(tally)} if tally else {})
+    return {"shards": [[asdict(shard) for shard in written] for written in shards],
+            "labels": [writer.labels for writer in writers],
+            "origins": [writer.origins for writer in writers], "counts": counts,
+            "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
+            "problems": cleaner.problems} | ({"filters": asdict(tally)} if tally else {})
 
 
 def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[str],

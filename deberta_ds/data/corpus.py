@@ -135,8 +135,7 @@ class Corpus:
                 (paths.tokens, shard.bytes, shard.xxh3, fetch),
                 (paths.ends, shard.ends_bytes, shard.ends_xxh3, fetch),
                 (paths.pieces, rows.bytes, rows.xxh3, remake),
-                (paths.starts, rows.starts_bytes, rows.starts_xxh3, remake),
-            ):
+                (paths.starts, rows.starts_bytes, rows.starts_xxh3, remake)):
                 check_file(path, size, digest if mode == "full" else None, remedy)
             if mode == "full":
                 self._check_rows(number)

@@ -246,9 +246,5 @@ def complete(values: Mapping, *, rows: int, micro_rows: int, accumulation: int, 
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,  # never: our own log speaks
-    } | dict(values) | {
-        "train_batch_size": rows,
-        "train_micro_batch_size_per_gpu": micro_rows,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip_norm,
-    }
+    } | dict(values) | {"train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
+                        "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}

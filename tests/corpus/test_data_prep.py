@@ -289,8 +289,7 @@ def test_commands_print_one_error_line(tmp_path):
     for script, arguments in (
         ("tokenize_corpus.py", ["absent.txt", "--tokenizer", tokenizer_path(), "--out", "x"]),
         ("pack.py", ["absent", "--tokenizer", tokenizer_path(), "--seq_len", "64"]),
-        ("verify.py", ["absent"]),
-    ):
+        ("verify.py", ["absent"])):
         result = subprocess.run([sys.executable, str(SCRIPTS / script), *arguments], cwd=tmp_path,
                                 capture_output=True, text=True)
         assert result.returncode == 2, result

@@ -86,12 +86,10 @@ def test_documents_of_text_files(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("title\nCHAPTER 1\none\n\n\ntwo\nCHAPTER 2\nthree\n", encoding="utf-8")
     assert len(texts_of([path])) == 1
-    assert texts_of([path], documents="blank_line") == [
-        "title\nCHAPTER 1\none", "two\nCHAPTER 2\nthree"
-    ]
-    assert texts_of([path], documents="match:CHAPTER ") == [
-        "title", "CHAPTER 1\none\n\n\ntwo", "CHAPTER 2\nthree"
-    ]
+    assert texts_of([path], documents="blank_line") == ["title\nCHAPTER 1\none",
+                                                        "two\nCHAPTER 2\nthree"]
+    assert texts_of([path], documents="match:CHAPTER ") == ["title", "CHAPTER 1\none\n\n\ntwo",
+                                                            "CHAPTER 2\nthree"]
     with pytest.raises(UserError, match="bad pattern"):
         texts_of([path], documents="match:(")
     with pytest.raises(UserError, match="must be file, line"):

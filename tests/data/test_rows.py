@@ -220,8 +220,7 @@ def test_tokenizer_survives_pickling():
 @pytest.mark.parametrize(("name", "place", "value"), [
     ("00001-000.npy", 128, 4_000_000_000), ("00001-000.npy", 132, 4_000_000_000),
     ("00001-000.npy", 132, 0), ("00001-000.npy", 132, 63), ("00001-000.starts.npy", 136, 7_000_000),
-    ("00001-000.starts.npy", 132, 0), ("00001-000.starts.npy", 128, 4_000_000_000),
-])
+    ("00001-000.starts.npy", 132, 0), ("00001-000.starts.npy", 128, 4_000_000_000)])
 def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name, place, value):
     """Under verify = sizes it passed, gave any tokens, and ended as "loss is nan"."""
     path = corpus / "rows-64" / name

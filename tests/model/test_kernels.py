@@ -86,8 +86,7 @@ def test_on_a_card_triton_runs_where_it_is_right(card):
     ("cross-entropy", {"size": 100}, "hidden size 100 is no multiple of 16"),
     ("LayerNorm", {"size": 9000}, "hidden size 9000 is larger than 8192"),
     ("GELU", {"dtype": torch.float64}, "it takes fp32, bf16 and fp16, not fp64"),
-    ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3"),
-])
+    ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3")])
 def test_what_cannot_run_says_why(card, idea, more, reason):
     pytest.importorskip("triton")
     choice = pick(idea, request(idea, **more))

@@ -97,8 +97,7 @@ def test_help_shows_defaults_and_names_what_to_type(monkeypatch):
     (command_line.natural, "-1", "a whole number from 0 on"),
     (command_line.positive_number, "inf", "a finite number above 0"),
     (command_line.positive_number, "many", "a finite number above 0"),
-    (command_line.fraction, "nan", "in 0 .. 1"),
-])
+    (command_line.fraction, "nan", "in 0 .. 1")])
 def test_a_number_that_an_option_does_not_take_is_told_its_rule(capsys, kind, value, rule):
     """plan.py --tflops 0 said "invalid _positive_number value"."""
     parser = command_line.parser_for("A command.")

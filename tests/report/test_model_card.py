@@ -38,17 +38,12 @@ def make_checkpoint(directory):
     step = directory / "checkpoints" / "step-00000040"
     step.mkdir(parents=True)
     run = {
-        "objective": {
-            "kind": "rtd",
-            "mask": {"rate": 0.3, "final_rate": 0.15},
-            "temperature": 1.0,
-            "final_temperature": None,
-        },
+        "objective": {"kind": "rtd", "mask": {"rate": 0.3, "final_rate": 0.15}, "temperature": 1.0,
+                      "final_temperature": None},
         "train": {"steps": 50, "global_batch_size": 8, "initial_batch_size": 0},
         "data": {
             "seq_len": 64,
-            "sources": [{"path": "gone | <b>", "weight": 3.0}, {"path": "other", "weight": 1.0}],
-        },
+            "sources": [{"path": "gone | <b>", "weight": 3.0}, {"path": "other", "weight": 1.0}]},
         "optim": {"name": "adamw", "learning_rate": 1e-3, "betas": [0.9, 0.999], "schedule": "wsd"},
     }
     (step / "run.json").write_text(json.dumps(RUN_RECORD | {

@@ -108,12 +108,8 @@ def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
     """Previews were the first three keys: "wandb , mlflow" where nothing was set."""
     run = make_run(tmp_path / "run", log={"wandb": "", "mlflow": ""})
     config = json.loads((run / "config.json").read_text())
-    config["origins"] = {
-        "log.wandb": "default",
-        "log.mlflow": "default",
-        "optim.learning_rate": "default",
-        "optim.warmup_steps": "run.toml",
-    }
+    config["origins"] = {"log.wandb": "default", "log.mlflow": "default",
+                         "optim.learning_rate": "default", "optim.warmup_steps": "run.toml"}
     (run / "config.json").write_text(json.dumps(config))
     text, _ = read_page(tmp_path, run)
     assert "<summary>Log<small>all defaults</small>" in text

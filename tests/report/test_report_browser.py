@@ -87,8 +87,7 @@ def pages(tmp_path_factory):
         other = hostile_run(root / f"{number}-mlm", text, "mlm")
         for name, write, inputs in (
             ("run", run_pages.write_runs, [run]), ("both", run_pages.write_runs, [run, other]),
-            ("sweep", run_pages.write_sweep, [run / "superglue", other / "superglue"]),
-        ):
+            ("sweep", run_pages.write_sweep, [run / "superglue", other / "superglue"])):
             found[name, number] = root / f"{name}-{number}.html"
             write(found[name, number], inputs)
     return found

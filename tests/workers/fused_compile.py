@@ -99,17 +99,11 @@ def inspect_machine_code(cubin: bytes) -> dict:
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         code = _run("nvdisasm", "-c", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    patterns = {
-        "tensor_core": r"HGMMA|HMMA|UTCHMMA",
-        "hgmma": "HGMMA",
-        "spills": r"\b(?:STL|LDL)",
-        "two_byte_loads": r"LDG\.E\.U16",
-        "two_byte_stores": r"STG\.E\.U16",
-        "vector_loads": r"LDG\.E\.128|LDGSTS\.E\.BYPASS\.128|LDGSTS\.E\.128",
-        "vector_stores": r"STG\.E\.128",
-        "exponentials": r"MUFU\.EX2",
-        "instructions": r"^\s+/\*[0-9a-f]{4,}\*/",
-    }
+    patterns = {"tensor_core": r"HGMMA|HMMA|UTCHMMA", "hgmma": "HGMMA", "spills": r"\b(?:STL|LDL)",
+                "two_byte_loads": r"LDG\.E\.U16", "two_byte_stores": r"STG\.E\.U16",
+                "vector_loads": r"LDG\.E\.128|LDGSTS\.E\.BYPASS\.128|LDGSTS\.E\.128",
+                "vector_stores": r"STG\.E\.128", "exponentials": r"MUFU\.EX2",
+                "instructions": r"^\s+/\*[0-9a-f]{4,}\*/"}
     counts = {name: len(re.findall(p, code, re.MULTILINE)) for name, p in patterns.items()}
     return {"registers": registers, "stack": stack, **counts}
 

@@ -284,12 +284,6 @@ def _no_ids(hidden_TC, weight_VC, bias_V, tile_T, inside_T, temperature, valid):
 
 
 def _constants(hidden_TC: Tensor, ids: int) -> dict:
-    return {
-        "C": hidden_TC.shape[1],
-        "BK": _DEPTH,
-        "BT": _ROWS,
-        "BN": ids,
-        "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32",
-        "num_warps": 8,
-        "num_stages": 3,
-    }
+    return {"C": hidden_TC.shape[1], "BK": _DEPTH, "BT": _ROWS, "BN": ids,
+            "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32", "num_warps": 8,
+            "num_stages": 3}

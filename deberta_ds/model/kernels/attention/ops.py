@@ -78,11 +78,9 @@ def _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep) -> list[Tens
     sides = (queries, k.shape[2]) if dropout > 0 else (0, 0)
     bits = [q.new_empty(batch, heads, rows, dtype=torch.int32) for rows in sides]
     single = dict(dtype=torch.float32)
-    return [
-        q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
-        *bits, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
-        q.new_empty(0, **single),
-    ]
+    return [q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
+            *bits, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
+            q.new_empty(0, **single)]
 
 
 @torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
@@ -179,10 +177,8 @@ class _Term(NamedTuple):
 def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale):
     """Return the content-to-position and the position-to-content term."""
     keys = k.shape[2]
-    return (
-        _term(q, c2p_table, query_facts[1:], keys, band, gathered, scale),
-        _term(k, p2c_table, key_facts[:3], keys, band, False, scale),
-    )
+    return (_term(q, c2p_table, query_facts[1:], keys, band, gathered, scale),
+            _term(k, p2c_table, key_facts[:3], keys, band, False, scale))
 
 
 def _term(x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool,
@@ -331,27 +327,12 @@ def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
 
 
 def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: Tile) -> dict:
-    return {
-        "HAS_C2P": c2p_table is not None,
-        "HAS_P2C": p2c_table is not None,
-        "DROPOUT": dropout > 0,
-        "FAR": band.far,
-        "GATHERED": gathered,
-        "D": q.shape[-1],
-        "BM": tile.block_m,
-        "BN": tile.block_n,
-        "PRECISION": _precision(q),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+    return {"HAS_C2P": c2p_table is not None, "HAS_P2C": p2c_table is not None,
+            "DROPOUT": dropout > 0, "FAR": band.far, "GATHERED": gathered, "D": q.shape[-1],
+            "BM": tile.block_m, "BN": tile.block_n, "PRECISION": _precision(q),
+            "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _product_constants(x: Tensor, tile: Tile) -> dict:
-    return {
-        "D": x.shape[-1],
-        "BR": tile.block_m,
-        "BC": tile.block_n,
-        "PRECISION": _precision(x),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+    return {"D": x.shape[-1], "BR": tile.block_m, "BC": tile.block_n, "PRECISION": _precision(x),
+            "num_warps": tile.warps, "num_stages": tile.stages}
