@@ -19,6 +19,7 @@ name = "tiny"
 out_dir = "{out}"
 [model]
 preset = "tiny"
+num_layers = 4
 vocab_size = 640
 hidden_dropout = {dropout}
 attention_dropout = {dropout}

@@ -271,19 +271,10 @@ class RunConfig:
 
 # A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
-IDENTITY_FIELDS = (
-    "model",
-    "objective",
-    "data.seq_len",
-    "data.seed",
-    "data.attend_across_documents",
-    "train.seed",
-    "train.global_batch_size",
-    "train.initial_batch_size",
-    "train.batch_warmup_steps",
-    "optim.name",
-    "init.embeddings_only",
-)
+IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed",
+                   "data.attend_across_documents", "train.seed", "train.global_batch_size",
+                   "train.initial_batch_size", "train.batch_warmup_steps", "optim.name",
+                   "init.embeddings_only")
 FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
 
 

@@ -322,10 +322,8 @@ def _is_iban(text: str) -> bool:
     return int("".join(str(int(character, 36)) for character in turned)) % 97 == 1
 
 
-_KINDS = {
-    "email": ("@", _EMAIL, lambda text: True, "name@example.com"),
-    "ip": (".", _IP, _is_public, "192.0.2.1"),
-    "iban": ("", _IBAN, _is_iban, "XX00 0000 0000 0000 0000"),
-    "card": ("", _CARD, _is_card, "0000 0000 0000 0000"),
-    "phone": ("+", _PHONE, lambda text: True, "+1 555 0100"),
-}
+_KINDS = {"email": ("@", _EMAIL, lambda text: True, "name@example.com"),
+          "ip": (".", _IP, _is_public, "192.0.2.1"),
+          "iban": ("", _IBAN, _is_iban, "XX00 0000 0000 0000 0000"),
+          "card": ("", _CARD, _is_card, "0000 0000 0000 0000"),
+          "phone": ("+", _PHONE, lambda text: True, "+1 555 0100")}

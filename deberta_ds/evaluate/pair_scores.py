@@ -29,13 +29,9 @@ PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95
 _FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
-SCORERS = {
-    "pll_word": "PLL by word",
-    "pll_piece": "PLL by token",
-    "discriminator_sum": "discriminator, sum",
-    "discriminator_mean": "discriminator, mean",
-    "discriminator_differing": "discriminator, differing tokens",
-}
+SCORERS = {"pll_word": "PLL by word", "pll_piece": "PLL by token",
+           "discriminator_sum": "discriminator, sum", "discriminator_mean": "discriminator, mean",
+           "discriminator_differing": "discriminator, differing tokens"}
 # By reasoning, not by score: both are log-probabilities of the whole sentence.
 HEADLINES = ("pll_word", "discriminator_sum")
 

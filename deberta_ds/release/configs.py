@@ -31,12 +31,8 @@ _SAME_MEANING = {  # ours: theirs
 }
 _REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
 # Keys whose other values would change what is computed: {key: (default, value we compute)}.
-_FIXED = {
-    "type_vocab_size": (0, 0),
-    "hidden_act": ("gelu", "gelu"),
-    "conv_groups": (1, 1),
-    "talking_head": (False, False),
-}
+_FIXED = {"type_vocab_size": (0, 0), "hidden_act": ("gelu", "gelu"), "conv_groups": (1, 1),
+          "talking_head": (False, False)}
 _UNDERSTOOD = {*_SAME_MEANING.values(), *_FIXED, "position_buckets", "relative_attention",
                "pos_att_type", "share_att_key", "norm_rel_ebd", "position_biased_input",
                "conv_kernel_size", "conv_act", "embedding_size", "attention_head_size",

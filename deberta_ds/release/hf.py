@@ -27,14 +27,10 @@ from deberta_ds.release.tokenizer_files import pad_id_of, write_tokenizer_files
 GENERATOR_DIRECTORY = "generator"
 CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
 # transformers class: the tensors it owns beside the encoder's.
-_HEAD_OF = {
-    "Model": (),
-    "ForMaskedLM": ("lm_predictions.",),
-    "ForSequenceClassification": ("pooler.", "classifier."),
-    "ForMultipleChoice": ("pooler.", "classifier."),
-    "ForTokenClassification": ("classifier.",),
-    "ForQuestionAnswering": ("qa_outputs.",),
-}
+_HEAD_OF = {"Model": (), "ForMaskedLM": ("lm_predictions.",),
+            "ForSequenceClassification": ("pooler.", "classifier."),
+            "ForMultipleChoice": ("pooler.", "classifier."),
+            "ForTokenClassification": ("classifier.",), "ForQuestionAnswering": ("qa_outputs.",)}
 
 
 def write_hugging_face(release: Release, out: Path) -> list[str]:

@@ -237,11 +237,9 @@ def _hover(line: Series, unit: str, x_of: Callable) -> dict:
 
 # Which charts a page of runs has: what the objective declares, then what the machine did.
 # What a run did rather than what it learned: drawn as it is, from zero. The third is its headline.
-COURSE = (
-    (Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
-    (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
-    (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"),
-)
+COURSE = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
+          (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
+          (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"))
 _AGREE = 1e-9  # baselines of runs on the same rows
 
 
