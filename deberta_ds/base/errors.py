@@ -170,9 +170,7 @@ def _end_at_once(code: int | str | None) -> None:
 
 
 def _leave_mpi() -> None:
-    """Say good-bye, if this process has met MPI (DeepSpeed finds the ranks of an MPI launcher with
-    it): mpirun takes a rank that ends without for one that died, and the job for failed.
-    """
+    """Leave MPI, if this process has met it: mpirun counts a rank that ends without as dead."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         with suppress(mpi.Exception):  # a launcher that is gone counts nobody

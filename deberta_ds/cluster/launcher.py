@@ -263,9 +263,7 @@ def _need_mpi4py(what: str) -> None:
 
 
 def meet_mpi() -> None:
-    """Import what DeepSpeed asks for the ranks where `rank_variables` leaves them to MPI; UserError
-    if it finds no library, or that of another MPI.
-    """
+    """Import mpi4py, which DeepSpeed asks for the ranks; UserError without it or its MPI."""
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:

@@ -53,9 +53,7 @@ class Contamination:
 def find_contamination(units: list[list[Extent]], against: list[str], out: str | Path, *,
                        read: ReadOptions, words: int = 13, workers: int = 1, part: Part = None
                       ) -> Contamination | None:
-    """Write the findings of evaluation text in the inputs to `out`; return the report, None after
-    one part of an array of jobs.
-    """
+    """Write the evaluation text found in inputs to `out`; return the report, None for a part."""
     if words < SHORTEST:
         raise UserError(f"--words {words}: shorter n-grams than {SHORTEST} words are in any text")
     out = Path(out)
@@ -88,9 +86,7 @@ def find_contamination(units: list[list[Extent]], against: list[str], out: str |
 
 
 def gram_hashes(words: list[str], lengths: Iterable[int]) -> Iterator[np.ndarray]:
-    """Yield for each of the ascending `lengths` the 64-bit hash of each run of so many words:
-    u64 [len(words) - length + 1].
-    """
+    """Yield for each of the ascending `lengths` the u64 hash of each run of so many words."""
     each = np.fromiter(map(_hash_word, words), np.uint64, len(words))
     total, done = np.zeros(len(words), np.uint64), 0
     for length in lengths:

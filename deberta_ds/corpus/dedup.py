@@ -111,9 +111,7 @@ def similarity(first: np.ndarray, second: np.ndarray) -> float:
 
 
 class Group:
-    """Documents that share a band, one after another; those that stay are remembered, at most
-    1,024 of them.
-    """
+    """Documents that share a band: those that stay are remembered, at most 1,024."""
 
     def __init__(self, threshold: float):
         self._threshold = threshold
@@ -121,9 +119,7 @@ class Group:
         self._sketches: list[np.ndarray] = []
 
     def has(self, signature: np.ndarray, sketch: np.ndarray) -> bool:
-        """Return whether the similarity of this document to one that stays is at least the
-        threshold; if not, it stays too.
-        """
+        """Return whether the document is like one that stays; if not, it stays too."""
         count = len(self._sketches)
         estimates = (self._signatures[:count] == signature).mean(axis=1)
         likely = np.flatnonzero(estimates >= self._threshold - _SIGNATURE_ERROR)
@@ -150,9 +146,7 @@ _BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
 def find_duplicates(units: list[list[Extent]], out: str | Path, *, read: ReadOptions,
                     near_threshold: float = 0.0, workers: int = 1, part: Part = None
                    ) -> dict[str, int]:
-    """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts; {}
-    after one part of an array of jobs, which shares out the reading of the inputs.
-    """
+    """Write the duplicates to `out`; return counts of documents, exact and near; {} for a part."""
     out = Path(out)
     bands = near_bands(near_threshold) if near_threshold else (0, 0)
     numbers = {source: number for number, source in enumerate(input_files(units))}

@@ -73,9 +73,7 @@ def _parts_by_seam(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray
 
 
 def _encode(tokenizer: Tokenizer, text: str, starts_document: bool) -> np.ndarray:
-    """Return the ids of text at the beginning of its document, where normalizers take a space away
-    or put one, or behind other text.
-    """
+    """Return the ids of text at the beginning of its document, or behind other text."""
     if starts_document:
         return tokenizer.encode_array(text)
     return np.array(tokenizer.encode_after(text), dtype=np.int32)

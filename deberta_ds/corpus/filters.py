@@ -190,9 +190,7 @@ _TRY_VERSION = 1
 
 def try_filters(units: list[list[Extent]], out: str | Path, rules: FilterRules, *,
                 read: ReadOptions, workers: int = 1, part: Part = None) -> dict | None:
-    """Write OUT/filters.json, what these filters would do to the inputs, and return it; None after
-    one part of an array of jobs.
-    """
+    """Write what the filters would do to OUT/filters.json and return it; None for a part."""
     filters_of(rules)  # a bad function or language is said before any work
     description = {"version": _TRY_VERSION, "units": units_digest(units), "read": read.describe(),
                    "filters": describe(rules)}
@@ -235,9 +233,7 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally) -> None:
 
 
 def mend_report(out: str | Path) -> None:
-    """Write OUT/filters.json again if it is of a version that left half characters as they were;
-    who reads it says what else may be wrong with it.
-    """
+    """Write OUT/filters.json again if an older version left half characters in it."""
     path = Path(out) / REPORT
     try:
         text = path.read_text("utf-8")

@@ -28,9 +28,7 @@ MIN_SEQ_LEN = 8
 
 def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1,
                 part: Part = None) -> RowsManifest | None:
-    """Write rows-L of `corpus` and return its manifest; does nothing if it is complete. Returns
-    None after one part of an array of jobs.
-    """
+    """Write rows-L of `corpus`, unless they are complete; return its manifest, None for a part."""
     manifest, content_hash = read_manifest(corpus)
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(

@@ -199,9 +199,7 @@ class _Runs:
         return int(times.max()) * (int(self._characters(count)[first]) + count - 1)
 
     def repeated_characters(self, count: int, enough: float) -> int:
-        """Return the characters in runs that came before, without overlaps (at most `enough`
-        characters: some number that is not more).
-        """
+        """Return the characters in runs that came before, no overlaps, counted up to `enough`."""
         runs = self._of(count)
         is_new = np.zeros(len(runs), bool)
         is_new[np.unique(runs, return_index=True)[1]] = True

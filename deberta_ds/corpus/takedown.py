@@ -87,9 +87,7 @@ def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: 
 
 def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
                     plans: dict[int, RowShardInfo], tokenizer_path: str) -> dict:
-    """Link or rewrite one shard and its plans; return the fields of their infos, None for a shard
-    of which nothing is left.
-    """
+    """Link or rewrite a shard and its plans; return the fields of their infos, None if empty."""
     if not gone:
         for path in _files_of(corpus, shard.name, plans):
             _link(path, Path(out) / path.relative_to(corpus))

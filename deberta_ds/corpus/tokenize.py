@@ -109,9 +109,7 @@ def _say_unknown(results: list[dict]) -> None:
 
 
 def _has_files(result: dict, targets: list[str]) -> bool:
-    """Return whether all that a unit wrote is still there: the held-out corpus, or both, may have
-    been removed or be another directory since.
-    """
+    """Return whether all that a unit wrote is still there; corpora may have been removed since."""
     sizes = {}
     for number, target in enumerate(targets):
         for shard in result["shards"][number]:
@@ -313,9 +311,7 @@ class _Rolling:
 
     def _append(self, ids: np.ndarray, lengths: list[int], documents: list[Document],
                 characters: list[int]) -> None:
-        """Add documents, which lie back to back in `ids`, to the shard, and begin another one where
-        it is full.
-        """
+        """Add documents, back to back in `ids`, to the shard; begin another where it is full."""
         ends, begin = list(itertools.accumulate(lengths, initial=0)), 0
         while begin < len(lengths):
             if self._writer is None or self._origins is None:

@@ -263,9 +263,7 @@ class RemoteCorpus:
 
 
 def upload(corpus: str | Path, url: str) -> tuple[int, int]:
-    """Copy a finished corpus to `url` with the checksums of its blocks; return (files, those copied
-    now). A file whose checksums are there already is not copied again; manifests come last.
-    """
+    """Copy a corpus to `url`, manifests last; return (files, those copied just now)."""
     corpus, (system, root) = Path(corpus), file_system(url)
     files, copied, total = _uploaded_before(corpus, system, root), 0, 0
     data_files = sorted(path for directory in ("tokens", "ends", "documents", "rows-*")

@@ -83,9 +83,7 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
 
 
 def _encode(model: LoadedModel, text: tuple) -> tuple[list[int], bool]:
-    """Return [CLS] a [SEP] (b [SEP]), and whether it was cut: pieces are taken off the longer text
-    until it fits.
-    """
+    """Return [CLS] a [SEP] (b [SEP]), the longer text cut until it fits, and whether it was cut."""
     tokenizer = model.tokenizer
     assert tokenizer is not None  # the model was loaded for text
     parts = [tokenizer.encode(part) for part in text]
@@ -98,9 +96,7 @@ def _encode(model: LoadedModel, text: tuple) -> tuple[list[int], bool]:
 
 
 def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: list) -> dict:
-    """Return accuracy, its 95 % interval over test examples, and the majority baseline (of classes
-    as frequent in train, the first by name).
-    """
+    """Return accuracy, its 95 % interval over test examples, and the majority class's accuracy."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV

@@ -106,9 +106,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
 
 
 def check_out(out: str | Path, *sources: str | Path) -> None:
-    """Raise UserError if `out` is a file, holds anything but an older conversion, is where this
-    command runs, or holds a source: what is written takes the place of the whole directory.
-    """
+    """Raise UserError if replacing directory `out` would lose anything but a conversion."""
     out = Path(out)
     if any(Path(source).resolve().is_relative_to(out.resolve()) for source in sources):
         raise UserError(f"{out}: is what is converted, or around it; name another directory")
@@ -249,9 +247,7 @@ def write_microsoft(release: Release, out: Path) -> list[str]:
 
 
 def microsoft_tensors(network: Network, notes: list[str]) -> dict[str, Tensor]:
-    """Return a network's tensors under microsoft's names, with the zero key biases that the
-    official code (HEAD) gives v1 models.
-    """
+    """Return the tensors under microsoft's names, v1's zero key biases (official code) included."""
     config = network.config
     tensors = network.tensors
     if not config.key_bias:

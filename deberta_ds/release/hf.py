@@ -75,9 +75,7 @@ def head_class(network: Network) -> str:
 
 
 def _chooses(network: Network) -> bool:
-    """Return whether a classifier has one score for each of several choices, as a regression with
-    its one label has not; transformers has no such class of v1.
-    """
+    """Return whether a classifier scores each of several choices; there is no such class of v1."""
     return (_num_labels(network) > 1 and network.tensors["classifier.weight"].size(0) == 1
             and model_type(network) == configs.V2)
 

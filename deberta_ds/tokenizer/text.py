@@ -109,9 +109,7 @@ def _normalise_joined(texts: list[str]) -> tuple[list[str], int]:
 
 
 def has_text(text: str) -> bool:
-    """Return whether `normalise` leaves anything of `text`, in a fraction of its time; BadTextError
-    as there.
-    """
+    """Return whether `normalise` leaves any text, in a fraction of its time; as BadTextError."""
     if not text.isascii():
         _refuse_surrogates(text)
     first = text[:1]
@@ -191,9 +189,7 @@ def encodable_parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def letter_share(text: str) -> float:
-    """Return the share of letters among the characters that are neither white space nor the marks
-    on letters (vowel signs, say).
-    """
+    """Return the share of letters among characters that are neither white space nor marks."""
     visible = len(text) - text.count(" ") - (0 if text.isascii() else len(_mark().findall(text)))
     return sum(map(str.isalpha, text)) / visible if visible else 0.0
 

@@ -79,7 +79,7 @@ def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
     """tokens_seen and a line's means count every step since the last line, saves between or not."""
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     run_file = make_run(tmp_path, dropout=0.1, log_every=str(log_every), steps="14",
-                        save_every="3", workers="1", num_layers="2")
+                        save_every="3", workers="1", two_layers=True)
     command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
     rank_helpers.run(1, command, tmp_path / "whole.log")
     whole = train_lines(tmp_path / "out")
@@ -97,7 +97,7 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_the
     """Later checkpoints are of a course that was left: neither kept for new ones nor loaded."""
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     run_file = make_run(tmp_path, dropout=0.1, steps="12", save_every="2", workers="1",
-                        num_layers="2")
+                        two_layers=True)
     command = ["--config", str(run_file), "--deepspeed_config", str(ds), "--train.keep=2"]
     rank_helpers.run(1, [*command, "--train.keep=9"], tmp_path / "whole.log")
     out, whole = tmp_path / "out", train_lines(tmp_path / "out")
@@ -118,7 +118,7 @@ def test_layers_that_keep_their_linear_outputs_go_on_under_zero3(tmp_path):
     ds = deepspeed_json(tmp_path / "zero3.json", 3, zero_optimization={
         "stage": 3, "stage3_param_persistence_threshold": 1000})
     run_file = make_run(tmp_path, dropout=0.1, steps="6", save_every="3", eval_every="6",
-                        num_layers="2")
+                        two_layers=True)
     command = ["--config", str(run_file), "--deepspeed_config", str(ds),
                "--train.activation_checkpointing=selective"]
     rank_helpers.run(1, command, tmp_path / "whole.log")
@@ -140,7 +140,7 @@ def whole(tmp_path_factory):
         save_every="2",
         initial_batch_size="2",
         batch_warmup_steps="9",
-        num_layers="2")  # kills fall into its growth
+        two_layers=True)  # kills fall into its growth
     ds = deepspeed_json(root / "zero3.json", 3)
     torchrun(2, ROOT / "launch/pretrain.py", "--config", run_file, "--deepspeed_config", ds)
     return run_file, ds

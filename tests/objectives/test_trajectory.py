@@ -73,7 +73,7 @@ def plain_trajectory(run, batches=tuple(BATCHES)) -> dict:
 def trajectories(tmp_path_factory):
     root = tmp_path_factory.mktemp("trajectory")
     run_file = make_run(root, steps="10", initial_batch_size="2", batch_warmup_steps="6",
-                        num_layers="2")
+                        two_layers=True)
     run, _ = run_config.load(run_file)
     found = {"plain": plain_trajectory(run)}
     for ranks in (1, 2):
@@ -102,7 +102,7 @@ def test_all_agree_with_plain_pytorch(trajectories):
 def test_a_shared_table_is_clipped_by_its_own_norm_on_three_ranks(tmp_path):
     """With eps = 1 an update is nearly the gradient, so that Adam hides no factor of it."""
     run_file = make_run(tmp_path, steps="3", global_batch_size="12", learning_rate="0.3",
-                        num_layers="2",
+                        two_layers=True,
                         warmup_steps="1\neps = 1.0\nclip_norm = 0.1",
                         kind='"rtd"\nembedding_sharing = "es"')
     run, _ = run_config.load(run_file)

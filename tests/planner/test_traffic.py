@@ -49,7 +49,7 @@ CASES = {
 @pytest.mark.parametrize("ranks", CASES)
 def test_bytes_are_those_counted(tmp_path, ranks):
     """One case; with FULL_TABLE=1 every stage on 2 and 4 ranks, three minutes."""
-    shape = '"tiny"\nhidden_size = 128\nintermediate_size = 512'
+    shape = '"tiny"\nhidden_size = 128\nintermediate_size = 512\nnum_layers = 4'
     run = make_run(tmp_path, preset=shape)
     cases = [json.dumps({"micro_batches": 2} | case) for case in CASES[ranks]]
     rank_helpers.run(ranks, [str(run), str(tmp_path / "out.json"), *cases], tmp_path / "log",

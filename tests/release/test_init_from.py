@@ -15,7 +15,7 @@ TINY_STEP = 1e-9  # learning rate of the one step that makes a checkpoint of the
 def start(root, name, init, **changes):
     """Train one negligible step from `init` on two ranks; return (weights, output)."""
     run = make_run(root / name, steps="1", warmup_steps="0", learning_rate=str(TINY_STEP),
-                   save_every="1", eval_every="1", num_layers="2", **changes)
+                   save_every="1", eval_every="1", two_layers=True, **changes)
     text = run.read_text().replace('preset = "tiny"\nnum_layers = 2\nvocab_size = 640\n', "")
     run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
     ds = deepspeed_json(root / "zero3.json", 3)
@@ -30,7 +30,7 @@ def close(first, second):
 
 def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
     run = make_run(tmp_path / "first", steps="2", warmup_steps="0", save_every="2", eval_every="2",
-                   num_layers="2")
+                   two_layers=True)
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     rank_helpers.run(1, ["--config", str(run), "--deepspeed_config", str(ds)], tmp_path / "log")
     before, _ = load_whole_state(tmp_path / "first/out")

@@ -17,8 +17,6 @@ from deberta_ds.release.ours import write_ours
 from deberta_ds.release.reader import read_release, read_shapes
 from deberta_ds.release.shape import complete, padded_rows
 
-PRESET = 'preset = "tiny"\nnum_layers = 4\n'
-
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
@@ -79,7 +77,7 @@ def test_a_run_goes_on_with_the_vocabulary_of_its_checkpoint(run_file, saved_run
 
 
 def test_a_run_whose_source_is_gone_goes_on_with_the_shape_of_its_checkpoint(run_file, saved_run):
-    text = run_file.read_text().replace(PRESET, "")
+    text = run_file.read_text().replace('preset = "tiny"\n', "")
     other = run_file.with_name("from.toml")
     other.write_text(text + '[init]\nfrom = "models/gone"\n')
     run, _ = load(other)
@@ -101,7 +99,7 @@ def test_a_run_takes_the_shape_of_its_source(tmp_path, run_file, family, to):
     whole = read_release(tmp_path / "source").networks()
     assert {name: network.config for name, network in whole.items()} == read_shapes(
         tmp_path / "source")
-    text = run_file.read_text().replace(PRESET, "")
+    text = run_file.read_text().replace('preset = "tiny"\n', "")
     other = tmp_path / "from.toml"
     other.write_text(text + f'[init]\nfrom = "{tmp_path / "source"}"\n')
     run, origins = load(other, f"--out_dir={tmp_path}/out", "--model.norm_eps=1e-5")
@@ -117,7 +115,7 @@ def test_a_generator_beside_says_its_depth(tmp_path, run_file):
     for name, family, layers in (("source", "v3", 2), ("other", "v3", 3)):
         write_ours(make_release(family, generator_layers=layers), tmp_path / name)
     other = tmp_path / "from.toml"
-    other.write_text(run_file.read_text().replace(PRESET, "") + f"""[init]
+    other.write_text(run_file.read_text().replace('preset = "tiny"\n', "") + f"""[init]
 from = "{tmp_path / 'source'}"
 generator = "{tmp_path / 'other'}"
 """)
