@@ -295,7 +295,6 @@ class Trunk(nn.Module):
         return self.encoder(embedded_BLC, segments_BL, decoder)
 
 
-
 def save_linear_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts of a layer's forward pass and of its recomputation, for `checkpoint`:
     outputs of linear layers are saved, the rest is recomputed.

@@ -334,5 +334,3 @@ def test_save_minutes_saves_between_save_every(runs, tmp_path):
     rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds),
                          "--train.save_minutes=1e-9"], tmp_path / "log", PRETRAIN)
     assert [p.name[-1] for p in find.list_finished(tmp_path / "out")] == ["2", "4"]
-
-
