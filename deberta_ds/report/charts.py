@@ -257,11 +257,11 @@ def groups(runs: list[Run]) -> list[Group]:
     """Return all charts. One run: lines by data set and baseline; several: one line a run."""
     declared = list({metric.key: metric for run in runs for metric in run.metrics}.values())
     several = len(runs) > 1
-    rows = "Every logged training step, and the evaluations on fixed held-out rows."
+    rows = "Every logged training step, and the evaluations on fixed held-out sequences."
     found = [
-        Group("Learning curves", "One line a run." if several else rows, 2,
+        Group("Learning curves", "One line per run." if several else rows, 2,
               _charts([metric for metric in declared if metric.is_loss], runs)),
-        Group("What was learned", "Measured on held-out rows, next to the baseline.", 2,
+        Group("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
               _charts([metric for metric in declared if not metric.is_loss], runs)),
         Group("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
               [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
@@ -312,7 +312,7 @@ def _several(metric: Metric, runs: list[Run]) -> Drawing:
     else:
         series += [Series(f"{baseline_name(metric)}, {runs[n].name}", base, f"run{n}", "baseline")
                    for n, base in bases]
-    rows = "Held-out rows." if kind == "eval" else "Training rows."
+    rows = "Held-out sequences." if kind == "eval" else "Training sequences."
     return draw(Chart(metric.key, metric.title, f"{metric.note} {rows}", metric.unit, series,
                       last_x=max(run.last_step for run in runs), legend=True))
 

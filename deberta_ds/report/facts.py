@@ -91,7 +91,7 @@ def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
 
 def _sentence(run: Run) -> str:
     if not run.evals:
-        return "Not evaluated yet: the curves below show training rows only."
+        return "Not evaluated yet: the curves below show training steps only."
     # A hyphen at which no line breaks, as in ROC-AUC.
     return re.sub(r"(?<=[A-Z])-(?=[A-Z])", "\u2011", run.objective.headline(run.scores))
 
@@ -147,7 +147,7 @@ def _parameters(run: Run) -> Tile:
 
 def _tokens(run: Run) -> Tile:
     tokens, rows, epochs = (run.last(key) for key in ("tokens_seen", "sequences_seen", "epochs"))
-    notes = [f"{rows:,.0f} packed rows"] if rows is not None else []
+    notes = [f"{rows:,.0f} packed sequences"] if rows is not None else []
     if epochs is not None:
         notes.append(f"{epochs:.2f} epochs")
     return Tile("tokens_seen", "Tokens seen", format_value(tokens, "count"), " · ".join(notes),

@@ -1,4 +1,4 @@
-"""The planner's page: memory of each ZeRO stage and way of recomputing, drawn to one scale."""
+"""The pages of plans, minimal pairs and filters: bars to one scale, tables, samples."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
         rows.append([Cell(f"ZeRO-{choice.stage}", kind=f"stage {kind}"),
                      Cell(choice.checkpointing, kind=kind),
                      *(Cell(text, kind=f"n {kind}") for text in texts)])
-    head = [Cell("Stage", kind=""), Cell("Recompute", kind=""), *map(Cell, heads)]
+    head = [Cell("Stage", kind=""), Cell("Checkpointing", kind=""), *map(Cell, heads)]
     note = ("What hides behind computation: under ZeRO-3 all communication, but a step lasts at "
             "least as long as Python takes to gather the weights; under ZeRO-1 and 2 the gradients "
             "but the last bucket, if overlap_comm is true; the new weights never. The rest adds to "
@@ -79,7 +79,7 @@ def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
     return Table("Time", note, head, rows)
 
 
-# The page of minimal_pairs.json: a bar a phenomenon, with published models and chance beside.
+# The page of minimal_pairs.json: a bar per phenomenon, with published models and chance.
 @dataclass(frozen=True)
 class PairBar:
     """One group of pairs: accuracy and interval in percent, and marks of published models."""

@@ -90,7 +90,7 @@ def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
     legends = re.findall(r'<p class="legend">(.*?)</p>', text)
     assert len(legends) == text.count("<figure") + len(runs)
     assert all("</i>" in legend for legend in legends)
-    assert "Held-out rows." in page.text and "Training rows." not in page.text
+    assert "Held-out sequences." in page.text and "Training sequences." not in page.text
     with pytest.raises(UserError, match="1 to 5 runs"):
         run_pages.write_runs(tmp_path / "none.html", [])
 
@@ -100,7 +100,7 @@ def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", young, name="b")]
     loss = next(chart for group in charts.groups([read_run(run) for run in runs])
                 for chart in group.charts if chart.chart.key == "generator_loss").chart
-    assert loss.note.endswith("Training rows.") and [s.style for s in loss.series] == ["trend"] * 2
+    assert loss.note.endswith("Training sequences.") and [s.style for s in loss.series] == ["trend"] * 2
     assert len(loss.series[0].points) == len(loss.series[1].points)
 
 
