@@ -100,7 +100,8 @@ def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", young, name="b")]
     loss = next(chart for group in charts.groups([read_run(run) for run in runs])
                 for chart in group.charts if chart.chart.key == "generator_loss").chart
-    assert loss.note.endswith("Training sequences.") and [s.style for s in loss.series] == ["trend"] * 2
+    assert loss.note.endswith("Training sequences.")
+    assert [s.style for s in loss.series] == ["trend"] * 2
     assert len(loss.series[0].points) == len(loss.series[1].points)
 
 
