@@ -20,7 +20,7 @@ import xxhash
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json, read_json
+from deberta_ds.base.json_files import read_json
 from deberta_ds.base.own_code import load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
@@ -204,7 +204,6 @@ def try_filters(units: list[list[Extent]], out: str | Path, rules: FilterRules, 
             if done is None:
                 return None
             write_report(out, rules, total)
-    mend_report(out)
     return read_json(Path(out) / REPORT)
 
 
@@ -230,18 +229,6 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally) -> None:
               "examples": {name: [found[1:] for found in examples]
                            for name, examples in sorted(total.examples.items())}}
     write_atomic(Path(out) / REPORT, _text_of(report))
-
-
-def mend_report(out: str | Path) -> None:
-    """Write OUT/filters.json again if an older version left half characters in it."""
-    path = Path(out) / REPORT
-    try:
-        text = path.read_text("utf-8")
-        whole = _text_of(parse_json(text, strict=False))
-    except (OSError, ValueError):
-        return
-    if "\\ud" in text and whole != text:
-        write_atomic(path, whole)
 
 
 def _text_of(report: dict) -> str:

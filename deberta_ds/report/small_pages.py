@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.base.files import write_atomic
-from deberta_ds.corpus.filters import REPORT, mend_report
+from deberta_ds.corpus.filters import REPORT
 from deberta_ds.planner.gpus import Gpu
 from deberta_ds.planner.plan import RESERVED_BYTES, Choice, recommended
 from deberta_ds.report.pages import render
@@ -150,7 +150,6 @@ class _Report:
 
 def write_filters_page(directory: str | Path) -> Path:
     """Write DIRECTORY/filters.html from its filters.json; return its path."""
-    mend_report(directory)
     report, _ = read_checked(Path(directory) / REPORT, _Report)
     path = Path(directory) / PAGE
     write_atomic(path, filters_page(report, Path(directory).resolve().name))

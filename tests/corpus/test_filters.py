@@ -256,21 +256,11 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
 
 def test_half_a_character_among_the_examples_does_not_break_the_report(own, tmp_path):
     """The page refused the report, after the corpus was complete and at every run since."""
-    source, whole = tmp_path / "text.jsonl", tmp_path / "out/filters.json"
+    source = tmp_path / "text.jsonl"
     write_json_lines(source, ["a fox \ud800 of \U0001f98a", "a text"])
     units, rules = plan_units([str(source)], READ), read_rules(own)
-
-    def tokenized():
-        tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ,
-                        clean=CleanOptions(), filters=rules)
-        return write_filters_page(tmp_path / "out").read_text()
-
-    assert "a fox \\ud800 of \U0001f98a" in tokenized()
-    expected = whole.read_text()
-    old = expected.replace("\\\\ud800", "\\ud800")
-    assert old != expected
-    whole.write_text(old)  # as it was written before
-    assert "a fox \\ud800 of \U0001f98a" in tokenized() and whole.read_text() == expected
-    tried = try_filters(units, tmp_path / "try", rules, read=READ)
-    (tmp_path / "try/filters.json").write_text(old)
-    assert try_filters(units, tmp_path / "try", rules, read=READ) == tried
+    tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ, clean=CleanOptions(),
+                    filters=rules)
+    try_filters(units, tmp_path / "try", rules, read=READ)
+    for name in ("out", "try"):
+        assert "a fox \\ud800 of \U0001f98a" in write_filters_page(tmp_path / name).read_text()
