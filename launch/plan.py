@@ -119,12 +119,11 @@ def table(choices: list, ranks: int) -> list[str]:
         sizes = [memory.weights + memory.buffers, memory.optimizer, memory.work,
                  memory.update, memory.peak]
         weights, optimizer, work, update, peak = (size / 1e9 for size in sizes)
-        lines.append(
-            f"  {choice.stage:4} {choice.checkpointing:9} {weights:8.2f} {optimizer:7.2f} "
-            f"{work:7.2f} {update:7.2f} {peak:6.1f}  {'yes' if choice.fits else 'NO':4} "
-            f"{choice.step_seconds:8.3f} {choice.communication_seconds:8.3f} "
-            f"{choice.tokens_per_second:7,.0f} {choice.days:6.2f} "
-            f"{choice.days * 24 * ranks:10,.0f}")
+        lines.append(f"  {choice.stage:4} {choice.checkpointing:9} {weights:8.2f} {optimizer:7.2f} "
+                     f"{work:7.2f} {update:7.2f} {peak:6.1f}  {'yes' if choice.fits else 'NO':4} "
+                     f"{choice.step_seconds:8.3f} {choice.communication_seconds:8.3f} "
+                     f"{choice.tokens_per_second:7,.0f} {choice.days:6.2f} "
+                     f"{choice.days * 24 * ranks:10,.0f}")
     return lines
 
 

@@ -305,8 +305,7 @@ def _check_parameters(shapes: dict, state: SavedState) -> None:
         differing = sorted(name for name in shapes.keys() | state.shapes.keys()
                            if shapes.get(name) != state.shapes.get(name))
         raise CheckpointError(f"{state.directory}: its parameters are not the model's: "
-                              f"{', '.join(differing[:5])}"
-                              f"{' ...' if len(differing) > 5 else ''}")
+                              f"{', '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}")
 
 
 def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,

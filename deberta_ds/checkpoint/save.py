@@ -138,9 +138,8 @@ def finish_save(one: Save) -> Path:
             shutil.rmtree(one.path, ignore_errors=True)
     one.problem = dist.broadcast_object(one.problem)
     if one.problem:
-        raise CheckpointError(
-            f"{one.path}: cannot be saved: {one.problem}. Older checkpoints are untouched; fix "
-            "this and run again")
+        raise CheckpointError(f"{one.path}: cannot be saved: {one.problem}. Older checkpoints are "
+                              "untouched; fix this and run again")
     prune(one.path.parent.parent, one.keep)
     return one.path
 

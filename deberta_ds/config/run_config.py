@@ -96,9 +96,8 @@ class DataConfig:
     def __post_init__(self):
         for name in self.heldout_corpora if isinstance(self.heldout, dict) else ():
             if not _EVAL_NAME.fullmatch(name):
-                raise ValueError(
-                    f"heldout: {name!r} names a held-out corpus in charts and files; use "
-                    "letters, digits, _ . and -")
+                raise ValueError(f"heldout: {name!r} names a held-out corpus in charts and files; "
+                                 "use letters, digits, _ . and -")
             if not self.heldout_corpora[name]:
                 raise ValueError(f"heldout: {name} is empty; it must be a directory")
         if (
@@ -343,9 +342,8 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
         name = model.pop("preset")
         origin = origins.pop("model.preset", place)
         if not isinstance(name, str) or name not in MODELS:
-            raise ConfigError(f"{origin}: model.preset = {name!r}: unknown"
-                              f"{nearest(str(name), MODELS)}; "
-                              f"one of {', '.join(MODELS)}")
+            raise ConfigError(f"{origin}: model.preset = {name!r}: "
+                              f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
         _merge_under(values, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
     if not isinstance(objective, dict):  # missing, or what `validate` refuses

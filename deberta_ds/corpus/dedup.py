@@ -60,9 +60,8 @@ def near_bands(threshold: float) -> tuple[int, int]:
     try:
         import datasketch  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            "near-duplicate removal needs the package datasketch: pip install datasketch"
-        ) from error
+        raise UserError("near-duplicate removal needs the package datasketch: pip install "
+                        "datasketch") from error
     for entries in range(PERMUTATIONS, 1, -1):
         bands = PERMUTATIONS // entries
         if 1 - (1 - threshold**entries) ** bands >= _RECALL:

@@ -109,9 +109,8 @@ def write_docstrings(files: list[str], out: str | Path, *, max_bytes: int, heldo
                 break
         counts["files"] = min(counts["files"], len(files))
         if not (counts["train"] and counts["heldout"]):
-            raise UserError(
-                f"only {counts['train']} + {counts['heldout']} docstrings found in {len(files)} "
-                "files of this Python installation; use another corpus")
+            raise UserError(f"only {counts['train']} + {counts['heldout']} docstrings found in "
+                            f"{len(files)} files of this Python installation; use another corpus")
     return counts
 
 

@@ -88,8 +88,7 @@ class Findings:
         for extent in (extent for unit in units for extent in unit):
             if inputs.get(extent.source) != extent.state:
                 what = "changed since" if extent.source in inputs else "not among the inputs of"
-                raise UserError(f"{extent.path}: {what} the search in "
-                                f"{self._directory}; {_AGAIN}")
+                raise UserError(f"{extent.path}: {what} the search in {self._directory}; {_AGAIN}")
 
     def has(self, source: str, where: int) -> bool:
         """Return whether the document at `where` of an input was found."""

@@ -223,9 +223,8 @@ def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
         try:
             _drive(pool, missing, 2 * workers, bar)
         except BrokenProcessPool as error:
-            raise UserError(
-                "a worker process died (killed, or out of memory); run the same command again, "
-                "finished units are kept") from error
+            raise UserError("a worker process died (killed, or out of memory); run the same "
+                            "command again, finished units are kept") from error
 
 
 def _run_mpi(missing: deque, bar: tqdm) -> None:
@@ -300,6 +299,5 @@ class no_space_as_user_error:  # noqa: N801 (reads as a phrase)
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"{self._directory}: no space left on the device; free some and run the same "
-                "command again, finished units are kept") from error
+            raise UserError(f"{self._directory}: no space left on the device; free some and run "
+                            "the same command again, finished units are kept") from error

@@ -77,9 +77,8 @@ class Corpus:
         if not (rows_path / MANIFEST).exists():
             found = sorted(p.parent.name for p in self.row_plans(self.path))
             names = ", ".join(found) or "none"
-            raise UserError(
-                f"{self.path}: no row plan for seq_len {self.seq_len} (found: {names}); "
-                f"run {self._pack()}")
+            raise UserError(f"{self.path}: no row plan for seq_len {self.seq_len} (found: "
+                            f"{names}); run {self._pack()}")
         self.rows_manifest, self.rows_content_hash = read_rows_manifest(rows_path)
         self.content_hash = self.rows_content_hash
         remedy = f"remove the directory and run {self._pack()}"
@@ -281,9 +280,8 @@ def _part_of(shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, fl
         shards[number][0].name.encode()))
     chosen = order[round(low * len(shards)) : round(high * len(shards))]
     if not chosen:
-        raise UserError(
-            f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make smaller "
-            "shards with tokenize_corpus.py --unit_bytes")
+        raise UserError(f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make "
+                        "smaller shards with tokenize_corpus.py --unit_bytes")
     return [shards[number] for number in sorted(chosen)]
 
 

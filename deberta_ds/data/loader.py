@@ -194,7 +194,6 @@ def _why_a_worker_died(batches) -> UserError | None:
     if code is None:
         return None
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return UserError(
-        f"a loader process has died (data.workers = {len(codes)}): it {how}. SIGKILL is usually "
-        "the kernel, for its memory: lower data.workers (0: the rank itself reads); the same "
-        "command goes on from the last checkpoint")
+    return UserError(f"a loader process has died (data.workers = {len(codes)}): it {how}. SIGKILL "
+                     "is usually the kernel, for its memory: lower data.workers (0: the rank "
+                     "itself reads); the same command goes on from the last checkpoint")

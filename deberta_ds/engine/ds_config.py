@@ -223,10 +223,9 @@ def accumulation_steps(run: RunConfig, world_size: int) -> int:
     train = run.train
     at_once, rows = train.micro_batch_size * world_size, train.global_batch_size
     if rows % at_once:
-        raise ConfigError(
-            f"train.global_batch_size = {rows}: not divisible by micro_batch_size x world size = "
-            f"{train.micro_batch_size} x {world_size} = {at_once}; "
-            f"{_what_divides(train.micro_batch_size, rows, world_size)}")
+        raise ConfigError(f"train.global_batch_size = {rows}: not divisible by micro_batch_size x "
+                          f"world size = {train.micro_batch_size} x {world_size} = {at_once}; "
+                          f"{_what_divides(train.micro_batch_size, rows, world_size)}")
     return rows // at_once
 
 

@@ -99,9 +99,8 @@ def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row],
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
-        raise UserError(
-            f"the {len(rows)} held-out rows of data.heldout hold no masked token; raise "
-            "objective.mask.rate or train.eval_sequences, or name another corpus")
+        raise UserError(f"the {len(rows)} held-out rows of data.heldout hold no masked token; "
+                        "raise objective.mask.rate or train.eval_sequences, or name another corpus")
     names = dict.fromkeys(name for _, per_token in parts for name in per_token)
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}

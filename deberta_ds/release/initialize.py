@@ -87,10 +87,9 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
         _check_fit(run.model, main.config, place, "model")
         return {"main": main}
     if generator is None:
-        raise UserError(
-            f"{place}: has no generator, so replaced-token detection cannot go on from it. Give "
-            "one as init.generator, or make one first: a masked-LM run with init.embeddings_only "
-            "(the two stages are in docs/interop.md)")
+        raise UserError(f"{place}: has no generator, so replaced-token detection cannot go on from "
+                        "it. Give one as init.generator, or make one first: a masked-LM run with "
+                        "init.embeddings_only (the two stages are in docs/interop.md)")
     _check_fit(run.model, main.config, place, "model")
     _check_fit(encoders["generator"], generator.config, generator_place, "generator")
     return {"main": main, "generator": generator}

@@ -48,8 +48,7 @@ def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
 
 def _check_number(what: str, directories: list) -> None:
     if not 1 <= len(directories) <= MAX_BESIDE:
-        raise UserError(
-            f"a page shows 1 to {MAX_BESIDE} {what}, {len(directories)} were named")
+        raise UserError(f"a page shows 1 to {MAX_BESIDE} {what}, {len(directories)} were named")
 
 
 def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
