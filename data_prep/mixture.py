@@ -48,10 +48,8 @@ def main() -> None:
     cache = stages[-1].cache if stages else Cache()
     if args.cache:
         cache = replace(cache, directory=args.cache)
-    sources, corpora = zip(*[
-        next_source(path, stages, seq_len=args.seq_len, part=part, cache=cache)
-        for path in args.corpus
-    ], strict=True)
+    sources, corpora = zip(*[next_source(path, stages, seq_len=args.seq_len, part=part, cache=cache)
+                             for path in args.corpus], strict=True)
     for corpus in corpora:  # a run has one tokenizer
         corpus.check_tokenizer(corpora[0].manifest.tokenizer_sha256, f"that of {args.corpus[0]}")
     sizes = [corpus.num_rows for corpus in corpora]

@@ -100,10 +100,8 @@ class DataConfig:
                                  "use letters, digits, _ . and -")
             if not self.heldout_corpora[name]:
                 raise ValueError(f"heldout: {name} is empty; it must be a directory")
-        if (
-            self.heldout_replaced
-            and self.heldout_replacements.keys() != self.heldout_corpora.keys()
-        ):
+        if (self.heldout_replaced
+            and self.heldout_replacements.keys() != self.heldout_corpora.keys()):
             raise ValueError("heldout_replaced must have the names of heldout, "
                              f"{', '.join(self.heldout_corpora) or 'which is empty'}")
 

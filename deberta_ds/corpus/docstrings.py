@@ -84,13 +84,11 @@ def write_docstrings(files: list[str], out: str | Path, *, max_bytes: int, heldo
     tasks = [files[i : i + _FILES_PER_TASK] for i in range(0, len(files), _FILES_PER_TASK)]
     seen: set[int] = set()
     out = Path(out)
-    with (
-        atomic_path(out / "train.jsonl") as train_path,
-        atomic_path(out / "heldout.jsonl") as heldout_path,
-        open(train_path, "w", encoding="utf-8") as train,
-        open(heldout_path, "w", encoding="utf-8") as heldout,
-        tqdm(total=max_bytes, desc="docstrings", unit="B", unit_scale=True, disable=None) as bar,
-    ):
+    with (atomic_path(out / "train.jsonl") as train_path,
+          atomic_path(out / "heldout.jsonl") as heldout_path,
+          open(train_path, "w", encoding="utf-8") as train,
+          open(heldout_path, "w", encoding="utf-8") as heldout,
+          tqdm(total=max_bytes, desc="docstrings", unit="B", unit_scale=True, disable=None) as bar):
         for found in _in_order(tasks, workers):
             counts["files"] += _FILES_PER_TASK
             for name, text in found:

@@ -41,9 +41,8 @@ def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, worke
     with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             word_starts = tokenizer.word_starts()
-            units = {
-                shard.name: (str(corpus), shard, word_starts, seq_len) for shard in manifest.shards
-            }
+            units = {shard.name: (str(corpus), shard, word_starts, seq_len)
+                     for shard in manifest.shards}
             results = run_units(
                 directory, pack_shard, units, workers=workers, label=f"pack {seq_len}",
                 part=part)

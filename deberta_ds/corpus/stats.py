@@ -65,14 +65,11 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     """Return the figures as a table for a terminal."""
     counts = stats.manifest.counts
     documents, tokens = counts["documents"], counts["tokens"]
-    lines = [
-        stats.path,
-        f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
-        f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
-        f"{tokens / max(1, stats.word_starts):.2f} a word",
-        f"  characters  {counts['characters']:>15,}   "
-        f"{counts['characters'] / max(1, tokens):.2f} a token",
-    ]
+    lines = [stats.path, f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
+             f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
+             f"{tokens / max(1, stats.word_starts):.2f} a word",
+             f"  characters  {counts['characters']:>15,}   "
+             f"{counts['characters'] / max(1, tokens):.2f} a token"]
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     left_out = {name: counts[name] for name in counts
                 if name not in ("documents", "tokens", "characters") and counts[name]}

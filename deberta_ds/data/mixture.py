@@ -235,5 +235,4 @@ def _overlap(path: str, part: tuple, seq_len: int, stage: Stage, used: tuple) ->
     return (
         f"{path}: part {list(part)} in rows of {seq_len} would repeat tokens of {stage.place}, "
         f"which took part {list(used)} in rows of {stage.seq_len}; give --stretch outside of that "
-        "(the earlier stage must leave some), or leave out --after if they shall repeat"
-    )
+        "(the earlier stage must leave some), or leave out --after if they shall repeat")

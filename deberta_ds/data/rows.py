@@ -51,12 +51,9 @@ class RowDataset:
         for corpus in self._corpora:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)
-        self._replaced = [
-            Replacements(source.replaced, corpus, attend_across_documents)
-            if source.replaced
-            else None
-            for source, corpus in zip(sources, self._corpora, strict=True)
-        ]
+        self._replaced = [Replacements(source.replaced, corpus, attend_across_documents)
+                          if source.replaced else None
+                          for source, corpus in zip(sources, self._corpora, strict=True)]
         for replaced in self._replaced:
             if replaced and verify_rank == 0:
                 replaced.verify(verify)
@@ -91,10 +88,8 @@ class RowDataset:
     def consumed(self, sequences_seen: int) -> dict[str, int]:
         """Return {source path: index of its next row after rows 0 .. sequences_seen - 1}."""
         counts = self._mixture.consumed(sequences_seen)
-        return {
-            source.path: source.first_sequence + count
-            for source, count in zip(self.sources, counts, strict=True)
-        }
+        return {source.path: source.first_sequence + count
+                for source, count in zip(self.sources, counts, strict=True)}
 
     def _place(self, g: int) -> tuple[int, int, int]:
         """Return (source number, epoch of that source, position in the epoch's order) of row g."""

@@ -152,8 +152,7 @@ def _deberta_linear(optim: OptimConfig, step: int, total_steps: int) -> float:
     if step < optim.warmup_steps:
         return step / optim.warmup_steps
     return (1 - optim.min_learning_rate_share) * (
-        1 - step / total_steps
-    ) + optim.min_learning_rate_share
+        1 - step / total_steps) + optim.min_learning_rate_share
 
 
 def decay_groups(model: nn.Module, weight_decay: float, fixed: Collection[str] = ()

@@ -204,9 +204,7 @@ def offloaded(choices: list[Choice], gpus: int) -> list[str]:
 def _stage(choices: list[Choice], best: Choice) -> str:
     others = [
         f"ZeRO-{other.stage} {other.step_seconds:.3f} s" + ("" if other.fits else " (does not fit)")
-        for other in choices
-        if other.checkpointing == best.checkpointing and other is not best
-    ]
+        for other in choices if other.checkpointing == best.checkpointing and other is not best]
     others = others or ["no other stage goes with the rest of the DeepSpeed JSON"]
     return f"ZeRO-{best.stage}: a step takes {best.step_seconds:.3f} s; {', '.join(others)}"
 
@@ -219,8 +217,7 @@ def _checkpointing(choices: list[Choice], best: Choice, gpu: Gpu) -> str:
     none = next(c for c in choices if c.stage == best.stage and c.checkpointing == "none")
     return (
         f'train.activation_checkpointing = "{best.checkpointing}": {need}; without it '
-        f"{none.memory.peak / 1e9:.1f} GB {'fit, but are slower' if none.fits else 'do not fit'}"
-    )
+        f"{none.memory.peak / 1e9:.1f} GB {'fit, but are slower' if none.fits else 'do not fit'}")
 
 
 def _micro_batch(run: RunConfig, best: Choice, ranks: int, gpu: Gpu) -> list[str]:

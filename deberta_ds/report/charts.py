@@ -195,10 +195,8 @@ def summarize(points: Points) -> tuple[Points, Points, list[tuple[float, float, 
         edges = [len(points) * k // MAX_POINTS for k in range(MAX_POINTS + 1)]
         bins = [points[a:b] for a, b in zip(edges, edges[1:], strict=False)]
         points = [(sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins]
-        band = [
-            (x, min(y for _, y in b), max(y for _, y in b))
-            for (x, _), b in zip(points, bins, strict=True)
-        ]
+        band = [(x, min(y for _, y in b), max(y for _, y in b))
+                for (x, _), b in zip(points, bins, strict=True)]
     trend = []
     for k, (x, _) in enumerate(points):
         # The window shrinks at both ends so that the mean stays centered.

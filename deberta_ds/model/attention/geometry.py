@@ -115,11 +115,8 @@ def _reach(geometry: Geometry) -> int:
     slots = _slots(geometry).tolist()
     limit = geometry.max_relative
     reach = limit
-    while (
-        reach > 1
-        and slots[limit + reach - 1] == slots[2 * limit]
-        and slots[limit - reach + 1] == slots[0]
-    ):
+    while (reach > 1 and slots[limit + reach - 1] == slots[2 * limit]
+           and slots[limit - reach + 1] == slots[0]):
         reach -= 1
     return reach
 

@@ -141,10 +141,8 @@ def _(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
 
 def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return new tensors [B,rows,H,D] for the gradients of q, k and v."""
-    return [
-        torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
-        for x in (q, k, v)
-    ]
+    return [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
+            for x in (q, k, v)]
 
 
 def _save(ctx, inputs, output):
