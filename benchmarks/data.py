@@ -171,12 +171,10 @@ def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
         tokens += sum(map(len, ways["numpy"]()))
         count += len(documents)
     shutil.rmtree(target)
-    return {
-        "tokens": tokens, "documents": count,
-        **{f"{way}_tokens_a_core_second": round(tokens / totals[way]) for way in totals},
-        "stage_over_raw": round(totals["list"] / totals["stage"], 3),
-        "stage_over_raw_to_numpy": round(totals["numpy"] / totals["stage"], 3),
-    }
+    return {"tokens": tokens, "documents": count,
+            **{f"{way}_tokens_a_core_second": round(tokens / totals[way]) for way in totals},
+            "stage_over_raw": round(totals["list"] / totals["stage"], 3),
+            "stage_over_raw_to_numpy": round(totals["numpy"] / totals["stage"], 3)}
 
 
 def measure_scaling(args) -> dict:

@@ -126,10 +126,8 @@ def main() -> None:
     rows, micro = run.train.global_batch_size, run.train.micro_batch_size
     for step in range(options.steps):
         first = step * rows
-        batches = [
-            collate([dataset[number] for number in range(start, start + micro)])
-            for start in range(first, first + rows, micro)
-        ]
+        batches = [collate([dataset[number] for number in range(start, start + micro)])
+                   for start in range(first, first + rows, micro)]
         with cpu.mkl_products():
             ways[PLAIN].step(batches)
         ways[OURS].step(batches)

@@ -46,8 +46,7 @@ def main() -> None:
     shape = json.loads((Path(options.model) / "config.json").read_text())
     about = {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
     about |= {
-        key: getattr(options, key) for key in ("global_batch_size", "epochs", "learning_rate")
-    }
+        key: getattr(options, key) for key in ("global_batch_size", "epochs", "learning_rate")}
     name = options.task
     job, train, val = job_of(name, options)
     if options.profile:

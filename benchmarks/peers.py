@@ -197,9 +197,8 @@ def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
     tiles = _profiled_tiles(problem)
 
     def run():
-        tables = [
-            pad_position_table(x.index_select(1, plan.active_slots)) for x in (pos_key, pos_query)
-        ]
+        tables = [pad_position_table(x.index_select(1, plan.active_slots))
+                  for x in (pos_key, pos_query)]
         context = training_attention(
             q, k, v, *tables, plan.delta_to_local, mask, score_scale=1 / math.sqrt(3 * q.shape[-1]),
             has_padding=False, strict_fp32=True, forward_config=tiles.get("training_forward"),

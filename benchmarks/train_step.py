@@ -250,9 +250,8 @@ def profile(step, device: str) -> list[dict]:
     times = {event.key: getattr(event, which) for event in events}
     total = sum(times.values())
     largest = sorted(times, key=times.get, reverse=True)[:PROFILED]
-    return [
-        {"name": name, "ms": times[name] / 1e3, "share": times[name] / total} for name in largest
-    ]
+    return [{"name": name, "ms": times[name] / 1e3, "share": times[name] / total}
+            for name in largest]
 
 
 def peak(result: dict, kind: str, device: str) -> float | None:

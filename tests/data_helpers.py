@@ -68,10 +68,8 @@ def tiny_tokenizer() -> Tokenizer:
 
 def random_documents(count: int, seed: int = 0, longest: int = 12) -> list[str]:
     generator = random.Random(seed)
-    return [
-        " ".join(generator.choice(SENTENCES) for _ in range(generator.randint(1, longest)))
-        for _ in range(count)
-    ]
+    return [" ".join(generator.choice(SENTENCES) for _ in range(generator.randint(1, longest)))
+            for _ in range(count)]
 
 
 # What every run.json of a checkpoint holds, beside its config.

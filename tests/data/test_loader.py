@@ -51,10 +51,8 @@ def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batc
         assert len(batches) == steps * per_rank
         for index, item in enumerate(batches):
             per_step[index // per_rank].append(item)
-    return {
-        name: torch.cat([getattr(item, name) for step in per_step for item in step])
-        for name in FIELDS
-    }
+    return {name: torch.cat([getattr(item, name) for step in per_step for item in step])
+            for name in FIELDS}
 
 
 def test_batches_for_a_gpu_are_pinned_by_the_rank(dataset, monkeypatch):

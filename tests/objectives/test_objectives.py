@@ -122,8 +122,7 @@ def test_padding_counts_for_nothing(rows, monkeypatch):
 def test_a_headline_says_that_a_discriminator_has_died(gain, area, dead):
     said = rtd.headline({"discriminator_gain": gain, "roc_auc": area})
     assert (
-        "has died; start again with a lower optim.learning_rate" in " ".join(said.split())
-    ) == dead
+        "has died; start again with a lower optim.learning_rate" in " ".join(said.split())) == dead
 
 
 def test_a_headline_needs_both_of_its_numbers():
