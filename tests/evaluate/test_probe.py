@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import export_cases
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
-from launching import ROOT
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
@@ -22,6 +20,7 @@ from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
+from launch import probe as command
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +138,13 @@ def test_bad_examples_are_named(tmp_path, line, message):
         read_examples(path, ["text"], "label")
 
 
-def test_the_command_prints_accuracy_beside_the_majority(model, tmp_path):
+def test_the_command_prints_accuracy_next_to_the_majority(model, tmp_path, monkeypatch, capsys):
     for name, count in (("train", 24), ("test", 12)):
         (tmp_path / f"{name}.jsonl").write_text("".join(
             json.dumps({"sentence": "The lazy dog." if k % 2 else "Numbers like 1917!",
                         "label": k % 2}) + "\n" for k in range(count)))
-    done = subprocess.run(
-        [sys.executable, "launch/probe.py", "--model", str(model), "--text", "sentence",
-         "--train", str(tmp_path / "train.jsonl"), "--test", str(tmp_path / "test.jsonl")],
-        cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["accuracy"] == 1.0
+    monkeypatch.setattr(sys, "argv", [
+        "probe.py", "--model", str(model), "--text", "sentence",
+        "--train", str(tmp_path / "train.jsonl"), "--test", str(tmp_path / "test.jsonl")])
+    command.main()
+    assert json.loads(capsys.readouterr().out)["accuracy"] == 1.0
