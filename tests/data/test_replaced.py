@@ -28,6 +28,7 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking.records import read_metrics
+from launch import evaluate as command
 
 TINY = ROOT / "tests/fixtures/tiny_run"
 GENERATOR = str(TINY / "rtd/export")
@@ -181,7 +182,8 @@ def numbers(out: Path) -> list[dict]:
 
 
 @pytest.mark.multi
-def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path):
+def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path, monkeypatch,
+                                                                capsys):
     rank_helpers.run(2, cached_run(stored, tmp_path / "whole"), tmp_path / "log")
     ranks = rank_helpers.start(2, cached_run(stored, tmp_path / "killed"), tmp_path / "log-killed")
     deadline = time.monotonic() + 300
@@ -199,19 +201,17 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path
     start = load_backbone(GENERATOR).masked_lm[0].weight
     moved = (model.backbone.words.weight - start).abs().max()
     assert 0 < moved < 0.1  # the table began as the generator's
-    evaluated = evaluate("--run", tmp_path / "whole")
-    assert evaluated.returncode == 0, evaluated.stderr
-    scores = json.loads(evaluated.stdout)  # of its stored replacements, not of masked rows
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--run", str(tmp_path / "whole")])
+    capsys.readouterr()
+    command.main()
+    scores = json.loads(capsys.readouterr().out)  # of its stored replacements, not of masked rows
     assert "roc_auc" in scores
     for name, value in scores.items():
         assert value == pytest.approx(found[-1][name], rel=1e-5), name
-    refused = evaluate("--run", tmp_path / "whole", "--data", TINY / "train")
-    assert refused.returncode == 2 and "no stored replacements" in refused.stderr
-
-
-def evaluate(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / "launch/evaluate.py", *map(str, arguments)],
-                          capture_output=True, text=True, cwd=ROOT)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data", str(TINY / "train")])
+    with pytest.raises(UserError, match="no stored replacements"):
+        command.main()
 
 
 def test_what_does_not_fit_is_refused(stored, tmp_path):
