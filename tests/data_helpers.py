@@ -1,13 +1,17 @@
 """A tiny tokenizer and tiny corpora, made in-process for the data tests; what holds of a batch."""
 
+import contextlib
 import functools
 import io
 import json
 import random
+import runpy
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 import sentencepiece
 
 from deberta_ds.corpus.documents import ReadOptions, plan_units
@@ -189,3 +193,13 @@ def _check_segments(row: int, original, segments, positions, tokenizer: Tokenize
 def _check(row: int, holds: bool, invariant: str) -> None:
     if not holds:
         raise AssertionError(f"row {row}: {invariant}")
+
+
+def run_main(script: str, *arguments) -> str:
+    """Return what a script of launch/ or data_prep/ prints, run in this process."""
+    path, printed = Path(__file__).parents[1] / script, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.syspath_prepend(str(path.parent))
+        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        runpy.run_path(str(path), run_name="a_test")["main"]()
+    return printed.getvalue()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import rank_helpers
 import torch
+from data_helpers import run_main
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError
@@ -28,7 +29,6 @@ from deberta_ds.objectives.build import build_model
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tracking.records import read_metrics
-from launch import evaluate as command
 
 TINY = ROOT / "tests/fixtures/tiny_run"
 GENERATOR = str(TINY / "rtd/export")
@@ -182,8 +182,7 @@ def numbers(out: Path) -> list[dict]:
 
 
 @pytest.mark.multi
-def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path, monkeypatch,
-                                                                capsys):
+def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path, monkeypatch):
     rank_helpers.run(2, cached_run(stored, tmp_path / "whole"), tmp_path / "log")
     ranks = rank_helpers.start(2, cached_run(stored, tmp_path / "killed"), tmp_path / "log-killed")
     deadline = time.monotonic() + 300
@@ -202,16 +201,13 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path
     moved = (model.backbone.words.weight - start).abs().max()
     assert 0 < moved < 0.1  # the table began as the generator's
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--run", str(tmp_path / "whole")])
-    capsys.readouterr()
-    command.main()
-    scores = json.loads(capsys.readouterr().out)  # of its stored replacements, not of masked rows
+    # Of its stored replacements, not of masked rows.
+    scores = json.loads(run_main("launch/evaluate.py", "--run", tmp_path / "whole"))
     assert "roc_auc" in scores
     for name, value in scores.items():
         assert value == pytest.approx(found[-1][name], rel=1e-5), name
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data", str(TINY / "train")])
     with pytest.raises(UserError, match="no stored replacements"):
-        command.main()
+        run_main("launch/evaluate.py", "--run", tmp_path / "whole", "--data", TINY / "train")
 
 
 def test_what_does_not_fit_is_refused(stored, tmp_path):

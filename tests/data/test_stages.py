@@ -3,17 +3,21 @@
 import dataclasses
 import json
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import RUN_RECORD, make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+from data_helpers import (
+    RUN_RECORD,
+    make_corpus,
+    random_documents,
+    run_main,
+    tiny_tokenizer,
+    tokenizer_path,
+)
 from tokenizer_cases import directory_of
 
-from data_prep import mixture as mixture_command
-from data_prep import show as show_command
 from deberta_ds.base.errors import UserError
 from deberta_ds.checkpoint import find
 from deberta_ds.checkpoint.run_record import read_run_record
@@ -151,20 +155,14 @@ def test_refuses_what_is_no_checkpoint_and_a_corpus_that_changed(corpora, tmp_pa
         next_source(web, [changed], seq_len=SEQ_LEN)
 
 
-def prepare(monkeypatch, script, *arguments) -> None:
-    monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
-    script.main()
-
-
-def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path, monkeypatch, capsys):
+def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     from deberta_ds.train.setup import _open
 
     web, wiki, _ = corpora
     first = run_of([SourceConfig(path=web), SourceConfig(path=wiki)])
     write_checkpoint(first, tmp_path / "first")
-    capsys.readouterr()  # what DeepSpeed says when it is imported
-    prepare(monkeypatch, mixture_command, wiki, "--seq_len", SEQ_LEN, "--after", tmp_path / "first")
-    printed = capsys.readouterr().out
+    printed = run_main("data_prep/mixture.py", wiki, "--seq_len", SEQ_LEN, "--after",
+                       tmp_path / "first")
     values = run_config.to_dict(run_of([SourceConfig(path=wiki)], seed=9))
     values["data"]["sources"] = tomllib.loads(printed)["data"]["sources"]
     second = run_config.from_dict(values)
@@ -174,13 +172,13 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path, monkeypatch, ca
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
 
 
-def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path, monkeypatch, capsys):
+def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path, capsys):
     """It printed the lines, and the run refused them."""
     tokenizer = Tokenizer(directory_of("bert"))
     documents = [tokenizer.encode(text) for text in random_documents(40)]
     other = make_corpus(tmp_path / "other", documents, tokenizer, (SEQ_LEN,))
     with pytest.raises(UserError) as refused:
-        prepare(monkeypatch, mixture_command, corpora[0], other, "--seq_len", SEQ_LEN)
+        run_main("data_prep/mixture.py", corpora[0], other, "--seq_len", SEQ_LEN)
     assert capsys.readouterr().out == ""
     assert (f"{other}/manifest.json: made with tokenizer sha256 {tokenizer.sha256[:16]}..., "
             f"but that of {corpora[0]} is {tiny_tokenizer().sha256[:16]}") in str(refused.value)
@@ -195,13 +193,13 @@ def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path, m
     monkeypatch.setenv("HOME", str(home))
     write_checkpoint(run, tmp_path / "first")  # opens it in the home directory
     for script, *arguments in (
-            (mixture_command, url, "--seq_len", SEQ_LEN, "--after", tmp_path / "first"),
-            (mixture_command, url, "--seq_len", SEQ_LEN, "--cache", tmp_path / "given"),
-            (show_command, "--config", ROOT / "launch/runs/demo.toml", f"--data.seq_len={SEQ_LEN}",
-             f'--data.sources=[{{path="{url}"}}]', f"--data.tokenizer={tokenizer_path()}",
-             f"--data.cache={kept}")):
+            ("data_prep/mixture.py", url, "--seq_len", SEQ_LEN, "--after", tmp_path / "first"),
+            ("data_prep/mixture.py", url, "--seq_len", SEQ_LEN, "--cache", tmp_path / "given"),
+            ("data_prep/show.py", "--config", ROOT / "launch/runs/demo.toml",
+             f"--data.seq_len={SEQ_LEN}", f'--data.sources=[{{path="{url}"}}]',
+             f"--data.tokenizer={tokenizer_path()}", f"--data.cache={kept}")):
         shutil.rmtree(home, ignore_errors=True)
         shutil.rmtree(kept, ignore_errors=True)
-        prepare(monkeypatch, script, *arguments)
+        run_main(script, *arguments)
         assert (tmp_path / "given" if "--cache" in arguments else kept).is_dir()
         assert not (home / ".cache/deberta_ds").exists()

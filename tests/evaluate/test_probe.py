@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import sys
 
 import export_cases
 import numpy as np
 import pytest
 import torch
-from data_helpers import make_corpus, random_documents, tiny_tokenizer
+from data_helpers import make_corpus, random_documents, run_main, tiny_tokenizer
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
@@ -20,7 +19,6 @@ from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
-from launch import probe as command
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +136,11 @@ def test_bad_examples_are_named(tmp_path, line, message):
         read_examples(path, ["text"], "label")
 
 
-def test_the_command_prints_accuracy_next_to_the_majority(model, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_accuracy_next_to_the_majority(model, tmp_path):
     for name, count in (("train", 24), ("test", 12)):
         (tmp_path / f"{name}.jsonl").write_text("".join(
             json.dumps({"sentence": "The lazy dog." if k % 2 else "Numbers like 1917!",
                         "label": k % 2}) + "\n" for k in range(count)))
-    monkeypatch.setattr(sys, "argv", [
-        "probe.py", "--model", str(model), "--text", "sentence",
-        "--train", str(tmp_path / "train.jsonl"), "--test", str(tmp_path / "test.jsonl")])
-    command.main()
-    assert json.loads(capsys.readouterr().out)["accuracy"] == 1.0
+    printed = run_main("launch/probe.py", "--model", model, "--text", "sentence",
+                       "--train", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl")
+    assert json.loads(printed)["accuracy"] == 1.0
