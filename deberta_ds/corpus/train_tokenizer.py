@@ -151,18 +151,9 @@ _LEAST_PIECES = re.compile(r"required_chars\. \d+ vs (\d+)")
 _SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2**20
 
 
-def train_tokenizer(
-    units: list[list[Extent]],
-    out: str | Path,
-    *,
-    pieces: int,
-    sample_bytes: int,
-    read: ReadOptions,
-    character_coverage: float = 0.9995,
-    threads: int = 2,
-    languages: Languages | None = None,
-    max_bad: int = 0,
-) -> Tokenizer:
+def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, sample_bytes: int,
+                    read: ReadOptions, character_coverage: float = 0.9995, threads: int = 2,
+                    languages: Languages | None = None, max_bad: int = 0) -> Tokenizer:
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
@@ -194,10 +185,9 @@ def train_tokenizer(
                 pad_id=0, bos_id=1, eos_id=2, unk_id=3,
                 pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
                 num_threads=threads,
-                minloglevel=2,
-            )
+                minloglevel=2)
         except RuntimeError as error:
-            if failed:  # SentencePiece words it anew
+            if failed:  # SentencePiece words it again
                 raise failed[0] from None
             raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
                             f"{_remedy(str(error))}") from error
@@ -267,11 +257,9 @@ _UNSPACED = rf"(?:[{UNSPACED}]\p{{M}}*){{1,40}}"
 _LONGEST_WORD = 200  # characters
 
 
-def train_fast(
-    units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int, sample_bytes: int,
-    read: ReadOptions, character_coverage: float = 0.9995, languages: Languages | None = None,
-    max_bad: int = 0,
-) -> Tokenizer:
+def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int,
+               sample_bytes: int, read: ReadOptions, character_coverage: float = 0.9995,
+               languages: Languages | None = None, max_bad: int = 0) -> Tokenizer:
     """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
 
     Memory is bounded by `sample_bytes`, taken evenly from the start of every unit, or as

@@ -65,7 +65,7 @@ def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
 
 def _pickle_message(path: Path) -> str:
     return (f"{path}: is a pickle, which can run any program and is not read; put the model's "
-            f"vocab.json and merges.txt (or its {JSON}) beside it: the Hugging Face repository of "
+            f"vocab.json and merges.txt (or its {JSON}) next to it: the Hugging Face repository of "
             "the model has them")
 
 

@@ -217,8 +217,7 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
     weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. The kernels
     are checked as in the first step.
     """
-    from deberta_ds.model.attention.band import make_band
-    from deberta_ds.model.attention.geometry import Geometry
+    from deberta_ds.model.attention.geometry import Geometry, make_band
 
     reach = Geometry(model.largest_distance, model.position_buckets).reach
     long = length > LONGEST_SHORT or make_band(reach, length).far
