@@ -39,7 +39,6 @@ def test_a_torch_that_cannot_tell_gives_fp32(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.skipif("FULL_TABLE" not in os.environ, reason="make demo DEMO_ARGS=--short does it")
 def test_every_command_of_the_demo_runs(tmp_path):
     """In a directory of its own: it moves what the demo before left in runs/."""
     for name in ("constraints.txt", "data_prep", "ds_configs", "launch", "tests"):
