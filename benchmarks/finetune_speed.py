@@ -46,8 +46,7 @@ def main() -> None:
     shape = json.loads((Path(options.model) / "config.json").read_text())
     about = {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
     about |= {
-        key: getattr(options, key) for key in ("global_batch_size", "epochs", "learning_rate")
-    }
+        key: getattr(options, key) for key in ("global_batch_size", "epochs", "learning_rate")}
     name = options.task
     job, train, val = job_of(name, options)
     if options.profile:
@@ -136,22 +135,11 @@ def run_trainer(options, job, train, val, sampling: str) -> dict:
         options.model, num_labels=len(job.task.labels))
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
-            out,
-            per_device_train_batch_size=options.global_batch_size,
-            num_train_epochs=options.epochs,
-            use_cpu=True,
-            bf16=options.bf16,
-            learning_rate=options.learning_rate,
-            warmup_steps=0.06,
-            weight_decay=0.01,
-            adam_epsilon=1e-6,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            train_sampling_strategy=sampling,
-            disable_tqdm=True,
-            seed=options.seed,
-        )
+            out, per_device_train_batch_size=options.global_batch_size,
+            num_train_epochs=options.epochs, use_cpu=True, bf16=options.bf16,
+            learning_rate=options.learning_rate, warmup_steps=0.06, weight_decay=0.01,
+            adam_epsilon=1e-6, report_to=[], save_strategy="no", logging_strategy="no",
+            train_sampling_strategy=sampling, disable_tqdm=True, seed=options.seed)
         collator = DataCollatorWithPadding(AutoTokenizer.from_pretrained(options.model))
         trainer = Trainer(network, arguments, data_collator=collator, train_dataset=rows(train))
         began = time.process_time()

@@ -23,8 +23,7 @@ def main() -> None:
     parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
                         help="columns of the table to copy next to the predictions")
     parser.add_argument(
-        "--global_batch_size", type=positive, default=32, help="rows per forward pass"
-    )
+        "--global_batch_size", type=positive, default=32, help="rows per forward pass")
     parser.add_argument("--max_length", type=_row_length, metavar="N",
                         help="maximum length in tokens (default: as trained)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -40,15 +39,9 @@ def main() -> None:
     if dist.is_main() and saved.failure:
         print(f"warning: the run that trained {given.model} failed: {saved.failure}",
               file=sys.stderr)
-    count = predict_file(
-        saved,
-        given.data,
-        given.out,
-        device,
-        global_batch_size=given.global_batch_size,
-        keep=given.keep,
-        max_length=given.max_length or saved.settings.max_length,
-    )
+    count = predict_file(saved, given.data, given.out, device,
+                         global_batch_size=given.global_batch_size, keep=given.keep,
+                         max_length=given.max_length or saved.settings.max_length)
     if dist.is_main():
         print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)
     dist.destroy()

@@ -38,11 +38,11 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     options.add_options(parser)
     given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
 
-    from deberta_ds import report  # heavy imports after the options are known good
     from deberta_ds.base.files import write_atomic
     from deberta_ds.cluster import dist
     from deberta_ds.finetune import sweep
     from deberta_ds.finetune.tasks import SUITES
+    from deberta_ds.report import run_pages  # heavy imports after the options are known good
 
     compare = read_results(given.compare) if given.compare else None
     tasks = tuple(map(options.open_task, given.tasks))
@@ -55,8 +55,8 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     if dist.is_main():
         whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
         write_atomic(given.out / "results.json", json.dumps(whole, indent=1) + "\n")
-        page = given.out / report.PAGE
-        report.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
+        page = given.out / run_pages.PAGE
+        run_pages.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
         print(f"\nwrote {given.out / 'results.json'} and {page}")
     dist.destroy()
 
@@ -76,7 +76,7 @@ def pairs(texts: list[str], tasks: list[str]) -> dict[str, str]:
 def read_results(out: Path) -> dict:
     """Return another sweep's results.json."""
     from deberta_ds.base.json_files import read_json
-    from deberta_ds.report import read_sweep
+    from deberta_ds.report.rundata import read_sweep
 
     path = out / "results.json"
     if not path.is_file():

@@ -33,6 +33,7 @@ from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.scores import FILE, as_text, scores_of
 from deberta_ds.finetune.submission import render
 from deberta_ds.finetune.tasks import Task, diagnostics_of
+from deberta_ds.model.precision import DTYPES
 from deberta_ds.tokenizer import unknown_pieces
 
 
@@ -256,8 +257,7 @@ def finetuned_model(
     plain = dataclasses.replace(saved.settings, dropout=-1.0)
     model = build_model(saved.task, shape, plain, 0)
     model.load_state_dict(saved.weights)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision_name]
-    return model.to(device, kind).eval()
+    return model.to(device, DTYPES[precision_name]).eval()
 
 
 def _write_predictions(

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from deberta_ds import __version__
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
@@ -30,6 +28,7 @@ from deberta_ds.evaluate.held_out import Pairs, open_pairs
 from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import kernel_table
+from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
@@ -40,7 +39,6 @@ from deberta_ds.train.check import check_identity, check_run
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 # Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
 FEW_EPOCHS, MANY_EPOCHS = 4, 40
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
@@ -166,8 +164,8 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
 
 def kernel_choices(run: RunConfig, ds: dict) -> dict[str, dict[str, str]]:
     """Return which implementation of each part of the model this rank takes, and why."""
-    weights = _DTYPES[ds_config.precision(ds)]
-    matmuls = _DTYPES[ds_config.product_precision(ds)]
+    weights = DTYPES[ds_config.precision(ds)]
+    matmuls = DTYPES[ds_config.product_precision(ds)]
     return kernel_table.choices(run.model, local_device(), weights, matmuls, run.data.seq_len,
                            ds_config.zero_stage(ds))
 
