@@ -34,7 +34,7 @@ from deberta_ds.checkpoint.find import (
     path_of,
     step_of,
 )
-from deberta_ds.checkpoint.run_record import RUN_FILE, RunRecord
+from deberta_ds.checkpoint.run_record import RUN_FILE, Record
 from deberta_ds.checkpoint.saved_state import (
     RANK_FILE,
     describe_engine,
@@ -80,12 +80,12 @@ class Save:
             log.error("while a checkpoint was written", exc_info=True)
 
 
-def save(engine, out_dir: str | Path, record: RunRecord, keep: int) -> Path:
+def save(engine, out_dir: str | Path, record: Record, keep: int) -> Path:
     """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
     return finish_save(begin_save(engine, out_dir, record, keep))
 
 
-def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
+def begin_save(engine, out_dir: str | Path, record: Record, keep: int,
                tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
                is_best: bool = False) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
