@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deberta_ds.base.errors import UserError, listed, naming
 from deberta_ds.base.files import xxh3
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.json_files import parse_json, read_json
 from deberta_ds.base.numbers import counted
 from deberta_ds.checkpoint.run_record import RUN_FILE, RunRecord, read_run_record
 from deberta_ds.checkpoint.saved_state import LAYOUT_FILE, SavedState, rank_file
@@ -195,7 +195,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
 def _recorded(path: Path, field: str) -> Any:
     """Return what run.json says; None if it cannot be read, which its checksum will say."""
     try:
-        return getattr(read_run_record(path), field)
+        return read_json(path / RUN_FILE).get(field)
     except UserError:
         return None
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from deberta_ds.base.errors import user_message
 from deberta_ds.base.files import sync_directory, write_atomic, xxh3
 from deberta_ds.checkpoint import find
-from deberta_ds.checkpoint.run_record import RUN_FILE, RunRecord
+from deberta_ds.checkpoint.run_record import RUN_FILE, Record
 from deberta_ds.checkpoint.saved_state import (
     RANK_FILE,
     describe_engine,
@@ -67,18 +67,18 @@ class Save:
             self.problem = user_message(error) or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self.problem += ("; a save needs space for one checkpoint more than train.keep, "
-                                 "for two more with train.best_metric")
+                                 "for two more with train.best_metric (in fine-tuning for two)")
         except Exception as error:  # a bug of ours, in a thread that nobody would hear
             self.problem = f"{type(error).__name__}: {error}"
             log.error("while a checkpoint was written", exc_info=True)
 
 
-def save(engine, out_dir: str | Path, record: RunRecord, keep: int) -> Path:
+def save(engine, out_dir: str | Path, record: Record, keep: int) -> Path:
     """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
     return finish_save(begin_save(engine, out_dir, record, keep))
 
 
-def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
+def begin_save(engine, out_dir: str | Path, record: Record, keep: int,
                tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
                is_best: bool = False) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.

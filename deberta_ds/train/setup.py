@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,11 +15,12 @@ from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.checkpoint.find import Found, find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.cluster import dist
-from deberta_ds.config import own_parts, run_config
-from deberta_ds.config.batch_schedule import problems_with_ranks, rows_before, rows_of_run
+from deberta_ds.config import batch_schedule, own_parts, run_config
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.config.toml_files import flatten
+from deberta_ds.data.batch import Batch
+from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import Row, RowDataset, eval_sequences
 from deberta_ds.engine import ds_config, engine
@@ -63,8 +65,8 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     """
     found = find(run.out_dir, resume)
     record = read_record(found.path) if found.path else None
-    raise_problems(place, problems_with_ranks(run.train, dist.world_size(),
-                                              record.step if record else 0))
+    raise_problems(place, batch_schedule.problems_with_ranks(
+        run.train, dist.world_size(), record.step if record else 0))
     dist.together(lambda: check_link(run))
     inputs = _open_inputs(run, ds_values, place)
     if record:
@@ -118,7 +120,7 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
         verify_rank=dist.rank(),
         verify_world_size=dist.world_size(),
         sample_by=run.objective.sample_by,
-        rows_of_run=rows_of_run(run.train),
+        rows_of_run=batch_schedule.rows_of_run(run.train),
         cache=cache,
     )
     held_out = {
@@ -141,6 +143,20 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     return tokenizer, dataset, held_out
 
 
+def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
+    """Return an iterator over this rank's micro-batches of each of the steps `start` .. `end` - 1.
+    """
+    stretches = batch_schedule.stretches(run.train, start, end)
+    loader = build_loader(
+        inputs.dataset, stretches=stretches, micro_batch_size=run.train.micro_batch_size,
+        rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers)
+    for one in stretches:
+        count = batch_schedule.micro_batches(one.rows, dist.world_size(),
+                                             run.train.micro_batch_size)
+        for _ in range(one.steps):
+            yield [next(loader) for _ in range(count)]
+
+
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: the model, the data, non-default values."""
     lines = _non_default_lines(run, origins)
@@ -148,7 +164,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     products = ds_config.product_precision(inputs.ds)
     if products != precision:
         precision += f" weights with {products} matmuls"
-    rows = rows_of_run(run.train)
+    rows = batch_schedule.rows_of_run(run.train)
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
@@ -172,7 +188,7 @@ def kernel_choices(run: RunConfig, ds: dict) -> dict[str, dict[str, str]]:
 
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     """Return what is allowed and rarely meant: rows nobody uses, rows seen very often."""
-    lines, rows = [], rows_of_run(run.train)
+    lines, rows = [], batch_schedule.rows_of_run(run.train)
     fitting = padded_rows(inputs.tokenizer.size)
     unused = run.model.vocab_size - fitting
     if unused > fitting // 10:
@@ -184,7 +200,7 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     for path, epochs in inputs.dataset.epochs(rows).items():
         if epochs > MANY_EPOCHS:
             fewer = bisect(range(run.train.steps), rows * FEW_EPOCHS / epochs,
-                           key=lambda step: rows_before(run.train, step + 1)) or 1
+                           key=lambda step: batch_schedule.rows_before(run.train, step + 1)) or 1
             warmup = max(run.optim.warmup_steps, run.train.batch_warmup_steps)
             shorter = " with a shorter warm-up" if fewer < warmup else ""
             lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; after a few epochs new "

@@ -30,8 +30,7 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.engine.state import MASTER
-from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import join_group, open_run
+from deberta_ds.train.setup import batches_of, join_group, open_run
 from deberta_ds.train.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
