@@ -75,7 +75,8 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
         return Traffic(0.0, 0.0)
     width = weight_width(ds)
     share = (ranks - 1) / ranks  # of what is gathered or scattered
-    gradients = parameters * share * _gradient_width(ds, width)
+    sent = {"fp32": 4, "fp16": 2, "bf16": 2}.get(ds.get("communication_data_type", ""), width)
+    gradients = parameters * share * sent
     bucket = min(int(zero.get("reduce_bucket_size", BUCKET)), parameters)
     buckets = math.ceil(parameters / bucket)
     if stage == 3:
@@ -94,11 +95,6 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
 def weight_width(ds: dict) -> int:
     """Return the bytes of an element of the weights that run forward."""
     return 4 if ds_config.precision(ds) == "fp32" else 2
-
-
-def _gradient_width(ds: dict, width: int) -> int:
-    """Return the bytes of a gradient's element on its way."""
-    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(ds.get("communication_data_type", ""), width)
 
 
 def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:
