@@ -251,14 +251,7 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
         labels=dict(sorted(labels.items())), shards=shards)
 
 
-@cache
-def _findings(directory: str) -> Findings:
-    return Findings(directory)
-
-
-@cache
-def _tokenizer(path: str) -> Tokenizer:
-    return Tokenizer(path)
+_findings, _tokenizer = cache(Findings), cache(Tokenizer)
 
 
 class _Rolling:

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import deepspeed
 import torch
@@ -95,7 +96,7 @@ def build_pretraining_engine(run: RunConfig, ds: dict, valid_vocab: int | None,
     stage3 = ds_config.zero_stage(ds) == 3
     with deepspeed.zero.Init(config_dict_or_path=ds) if stage3 else nullcontext():
         model = build_model(run, valid_vocab)
-    gather = _gather_for_writing if stage3 else nullcontext
+    gather = partial(deepspeed.zero.GatheredParameters, modifier_rank=0) if stage3 else nullcontext
     init_parameters(model, run.model.init_std, run.train.seed, gather)
     set_parameters(model, initial or {}, gather)
     return build_engine(model, run.optim, ds, fixed_parameters(run),
@@ -169,7 +170,3 @@ def gathered(parameters: list[nn.Parameter]):
     if any(hasattr(p, "ds_id") for p in parameters):
         return deepspeed.zero.GatheredParameters(parameters)
     return nullcontext()
-
-
-def _gather_for_writing(parameter: nn.Parameter):
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)

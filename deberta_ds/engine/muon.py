@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.cluster import dist
-from deberta_ds.engine.layout import Layout, Piece
+from deberta_ds.engine.layout import Piece
 from deberta_ds.engine.state import buffers, layout_of
 
 _AT_ONCE = 1 << 25  # elements of the matrices that are worked on together
@@ -67,7 +67,8 @@ class Muon(torch.optim.AdamW):
         for number, buffer in enumerate(buffers(engine, layout)):
             mine = dict(buffer.held)
             self._held[buffer.weights] = [
-                _Matrix(layout.shapes[name], mine.get(name), _is_cut(layout, name))
+                _Matrix(layout.shapes[name], mine.get(name),
+                        next(layout.pieces(name)).count < math.prod(layout.shapes[name]))
                 for name in layout.groups[number].names]
 
     @torch.no_grad()
@@ -105,10 +106,6 @@ class Muon(torch.optim.AdamW):
                 if piece := part.matrix.piece:
                     part.weights[piece.offset:piece.offset + piece.count].add_(
                         update.reshape(-1)[piece.start:piece.start + piece.count], alpha=rate)
-
-
-def _is_cut(layout: Layout, name: str) -> bool:
-    return next(layout.pieces(name)).count < math.prod(layout.shapes[name])
 
 
 def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:

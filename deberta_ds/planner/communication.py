@@ -76,7 +76,8 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
         return Traffic(0.0, 0.0)
     width = weight_width(ds)
     share = (ranks - 1) / ranks  # of what is gathered or scattered
-    gradients = parameters * share * _gradient_width(ds, width)
+    sent = ds.get("communication_data_type")
+    gradients = parameters * share * (DTYPES[sent].itemsize if sent else width)
     bucket = min(int(zero.get("reduce_bucket_size", BUCKET)), parameters)
     buckets = math.ceil(parameters / bucket)
     if stage == 3:
@@ -95,12 +96,6 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
 def weight_width(ds: dict) -> int:
     """Return the bytes of an element of the weights that run forward."""
     return DTYPES[ds_config.precision(ds)].itemsize
-
-
-def _gradient_width(ds: dict, width: int) -> int:
-    """Return the bytes of a gradient's element on its way."""
-    sent = ds.get("communication_data_type")
-    return DTYPES[sent].itemsize if sent else width
 
 
 def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:

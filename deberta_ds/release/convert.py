@@ -74,7 +74,8 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     _clean_up_after_killed(out)
     before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    described = _describe(release)
+    described = [f"read: {name}: {_shape(network)}"
+                 for name, network in release.networks().items()]
     if to == "hf":
         release = _with_readable_tables(release)
     try:
@@ -193,10 +194,6 @@ def _with_readable_tables(release: Release) -> Release:
         networks[name], more = with_a_row_a_distance(network, name)
         notes += more
     return replace(release, main=networks["main"], generator=networks.get("generator"), notes=notes)
-
-
-def _describe(release: Release) -> list[str]:
-    return [f"read: {name}: {_shape(network)}" for name, network in release.networks().items()]
 
 
 def _shape(network: Network) -> str:

@@ -5,6 +5,7 @@ network that users load (discriminator, masked LM or classifier), the generator 
 is one, and the tokenizer's files. Tensors keep the dtype of the file, so a round trip is exact.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,7 +131,7 @@ def build_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
     words.load_state_dict({"weight": network.tensors["words.weight"].float()}, assign=True)
     masked_lm = on_meta(MaskedLm, config)
     masked_lm.load_state_dict(
-        {name: network.tensors[_inside_network(name)].float()
+        {name: network.tensors[re.sub(r"^head\.", "mlm_head.", name)].float()
          for name, _ in masked_lm.named_parameters()}, assign=True)
     return words.eval(), masked_lm.eval()
 
@@ -141,11 +142,6 @@ def build_replaced_token_head(network: Network) -> ReplacedTokenHead:
     head.load_state_dict({name: network.tensors["rtd_head." + name].float()
                           for name, _ in head.named_parameters()}, assign=True)
     return head.eval()
-
-
-def _inside_network(name: str) -> str:
-    """Return the Network's name of a MaskedLm parameter."""
-    return "mlm_head." + name[5:] if name.startswith("head.") else name
 
 
 def derive_words(release: Release) -> None:

@@ -170,7 +170,8 @@ def _costs(run: Run) -> list[Tile]:
     seconds, sizes = run.training_seconds(), run.world_sizes()
     of = "GPU" if run.saved.device == "cuda" else "rank"
     ranks = (f"{sizes[0]:,} to " if len(sizes) > 1 else "") + counted(sizes[-1], of)
-    note = f"{ranks} · {_hours(run.rank_seconds() / 3600)} {of}-hours"
+    hours = run.rank_seconds() / 3600
+    note = f"{ranks} · {hours:,.{2 if hours < 10 else 0}f} {of}-hours"
     found = [Tile("seconds", "Training time", format_duration(seconds), note, seconds)]
     if run.saved.hardware:
         source = f"source at {run.saved.commit[:7]}" if run.saved.commit else ""
@@ -192,7 +193,3 @@ def _kernels(chosen: dict[str, dict[str, str]]) -> Tile:
     others = ", ".join(f"{idea} {one.get('kernel', '')}" for idea, one in chosen.items()
                        if idea != "attention")
     return Tile("kernels", "Kernels", f"attention {name}", others, is_name=True)
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.2f}" if hours < 10 else f"{hours:,.0f}"

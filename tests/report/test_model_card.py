@@ -62,7 +62,7 @@ def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
     assert metadata == {"library_name": "transformers", "pipeline_tag": "feature-extraction",
                         "tags": ["deberta_ds", "deberta-v2", "replaced-token-detection"]}
     assert "| gone \\| &lt;b> | 75.0% | – | – | `ab12` |" in text
-    assert "20,480 tokens in 320 rows" in text and "| sha256 of the tokenizer | ef56 |" in text
+    assert "20,480 tokens in 320 sequences" in text and "| sha256 of the tokenizer | ef56 |" in text
     assert "| masked share of the tokens | 0.3 to 0.15, linearly |" in text
     assert "| learning rate | 0.001, schedule wsd |" in text
     assert "On held-out sequences at step 40." in text and "0.444" in text and "0.556" not in text
