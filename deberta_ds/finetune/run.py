@@ -123,7 +123,7 @@ def finished(job: Job) -> dict | None:
     _check_result(job, result)
     _check_same(job, result, job.out / RESULT)
     for name, found in _digests(job).items():
-        if (result.get("tests") or {}).get(name, found) != found:
+        if result.get("tests", {}).get(name, found) != found:
             raise UserError(f"{job.out / RESULT}: {job.tests[name].source} has changed since it "
                             f"was predicted; delete {job.out / RESULT} to run it again")
     return result
@@ -152,6 +152,7 @@ class _Result:
     metrics: dict[str, float]
     diagnostics: dict[str, dict[str, float]]
     history: list[dict[str, float]]
+    tests: dict[str, str] = dataclasses.field(default_factory=dict)  # none of a diverged run
 
 
 def _check_result(job: Job, result: dict) -> None:

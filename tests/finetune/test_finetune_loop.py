@@ -178,6 +178,9 @@ def test_another_start_or_test_table_is_not_taken_for_the_same(process_group, tm
     result.write_text(json.dumps(values | {"tests": {"CB": "0"}}))
     with pytest.raises(UserError, match="test.jsonl has changed since it was predicted"):
         sweep.run_all(plan(tmp_path / "out", num_seeds=1))
+    result.write_text(json.dumps(values | {"tests": [values["tests"]]}))  # an AttributeError
+    with pytest.raises(UserError, match="damaged .tests: .*to run this seed again"):
+        sweep.run_all(plan(tmp_path / "out", num_seeds=1))
     result.write_text(json.dumps(values))
     shutil.rmtree(result.parent / "model")
     said = []

@@ -16,7 +16,7 @@ from launching import ROOT, deepspeed_json, make_run
 from deberta_ds.base.errors import EXIT_REQUEUE, UserError
 from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import EXIT_STUCK
-from deberta_ds.config.run_config import DataConfig
+from deberta_ds.config.run_config import DataConfig, TrainConfig
 from deberta_ds.tracking.records import read_metrics
 from deberta_ds.train import bad_steps, setup
 from deberta_ds.train import step as train_step
@@ -107,8 +107,8 @@ def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeyp
     monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
     monkeypatch.setattr(bad_steps.find, "load", lambda engine, path: loaded.append(path))
     monkeypatch.setattr(bad_steps, "read_record", lambda path: SimpleNamespace(recent_losses=[]))
-    train = SimpleNamespace(on_spike="rollback", spike_sigmas=0.0, global_batch_size=8,
-                            initial_batch_size=0, batch_warmup_steps=0, steps=1000)
+    train = TrainConfig(on_spike="rollback", global_batch_size=8, micro_batch_size=8, steps=1000,
+                        initial_batch_size=0, batch_warmup_steps=0)
     found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None)
     for _ in range(3):
         for _ in range(3):  # in a row: nothing is thrown away but the bad rows
