@@ -18,6 +18,7 @@ from deberta_ds.finetune.tasks import Task
 FILE = "scores.json"
 _SAMPLES, _MOST_DRAWN, _LEAST_SAMPLES = 1000, 20_000_000, 100
 _MOST_GROUPS = 50  # with intervals, which take about 0.1 s each
+_MOST_LABELS = 200  # with a confusion matrix: one of 1,000 labels has a million numbers
 _WIDTH, _MOST_ROWS, _HEAD_WIDTH, _LEAST_NAME = 80, 40, 12, 8  # of a printed table
 
 
@@ -43,7 +44,7 @@ def scores_of(
             name: {"precision": hits / max(guessed, 1), "recall": hits / max(right, 1),
                    "f1": 2 * hits / max(right + guessed, 1), "support": right}
             for name, (hits, right, guessed) in metrics.class_counts(task, gold, guesses).items()}
-        if task.head != "multilabel":
+        if task.head != "multilabel" and len(task.labels) <= _MOST_LABELS:
             found |= {"labels": list(task.labels),
                       "confusion": metrics.confusion(task, gold, guesses)}
     found["groups"] = {column: _by_group(task, pairs, [example.group for example in gold])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import shutil
+import unicodedata
 
 import numpy as np
 import pytest
@@ -85,6 +86,8 @@ def test_groups_and_questions_without_an_answer_are_scored_apart():
     answer = scores_of(task_named("SQuAD-v2.0"), questions, ["x", "", ""])["groups"]["answer"]
     assert answer["there is one"]["score"]["value"] == 0.5 and answer["none"]["examples"] == 1
     assert scores_of(task, [Example((0,), (("a",),))], [0]) == {}
+    many = task_of("accuracy", labels=map(str, range(201)))
+    assert "confusion" not in scores_of(many, examples, [0, 0, 1, 0])
 
 
 @pytest.mark.parametrize("labels", [
@@ -98,7 +101,8 @@ def test_tables_fit_80_columns(labels):
     examples = [dataclasses.replace(example, group=labels[k % 2])
                 for k, example in enumerate(labelled(gold))]
     text = as_text("val", scores_of(task, examples, guess))
-    assert max(len(line.encode("utf-16-le")) // 2 for line in text.splitlines()) <= 80
+    for line in text.splitlines():
+        assert sum(1 + (unicodedata.east_asian_width(x) in "WF") for x in line) <= 80, line
     assert "95 % interval" in text and "precision" in text and "language" in text
     assert ("... and 20 more in the JSON" in text) == (len(labels) == 60)
     assert ("60 columns do not fit here" in text) == (len(labels) == 60)
