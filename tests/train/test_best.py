@@ -23,7 +23,7 @@ def evaluations(out) -> dict[int, float]:
 @pytest.mark.multi
 def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
     """At a learning rate that ruins the model; two ranks, one checkpoint kept besides the best."""
-    run_file = make_run(tmp_path, learning_rate="0.5", warmup_steps="0", steps="120",
+    run_file = make_run(tmp_path, learning_rate="1.0", warmup_steps="0", steps="120",
                         eval_every="2", save_every="3", keep="1")
     command = ["--config", str(run_file), "--deepspeed_config",
                str(deepspeed_json(tmp_path / "ds.json", 1)), "--train.best_metric=generator_loss"]
