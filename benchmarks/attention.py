@@ -1,4 +1,4 @@
-"""Attention forward + backward: ours beside every peer, same inputs, one interleaved run.
+"""Attention forward + backward: ours and every peer, same inputs, one interleaved run.
 
 Prints milliseconds, the ratio to Hugging Face eager and the largest relative error of the context
 and all gradients against float64, the forward alone, and the useful TF/s: products of queries and
@@ -31,7 +31,7 @@ HEADS, SIZE = 12, 64
 _ERROR_SCORES = {"cpu": 1 << 25, "cuda": 1 << 28}
 _BASE, ONEDNN = "Hugging Face eager", ", oneDNN"
 _ORACLE = "ours, reference"  # not timed on a GPU: it needs tens of GiB there
-# One compiles anew for half a minute a shape, the other loops over rows in Python.
+# One compiles again for half a minute a shape, the other loops over rows in Python.
 _ONLY_SHORT_ON_GPU = ("FlexAttention", "ours, tiled")
 
 

@@ -3,7 +3,7 @@
     python benchmarks/data.py speed --text DIR_OF_TXT --scratch DIR   # and: loader, scaling, shards
 
 Times are wall and CPU seconds; on a machine with other load only the CPU seconds mean much, so the
-load average stands beside them. benchmarks/studies/data_memory.py measures memory,
+load average stands next to them. benchmarks/studies/data_memory.py measures memory,
 benchmarks/studies/data_checks.py checks what the pipeline writes.
 """
 
@@ -125,7 +125,7 @@ def novels(args) -> tuple[Path, Path]:
 
 
 def measure_speed(args) -> dict:
-    """Tokens a core second of the tokenize stage beside raw SentencePiece, on long and short
+    """Tokens a core second of the tokenize stage and raw SentencePiece, on long and short
     documents: novels by chapter, and the same text in JSON lines of about 1,300 characters.
     """
     text, model = novels(args)
@@ -285,7 +285,7 @@ def measure_shards(args) -> dict:
                 dataset[g]
             rate = round(512 * 2000 / (time.process_time() - start))
             best[shards] = max(best.get(shards, 0), rate)
-    # each time anew from the last, of 7,451 shards: no plan of them is kept yet
+    # each time again from the last, of 7,451 shards: no plan of them is kept yet
     slow_rates = _rates_where_files_are_slow(lambda: open_rows(path))
     return {"tokens_a_core_second_by_shards": best,
             "over_10_shards": {shards: round(rate / best[10], 3) for shards, rate in best.items()},

@@ -1,4 +1,4 @@
-"""Fine-tuning beside the Hugging Face Trainer: the same model, rows, batch, epochs and settings.
+"""Fine-tuning next to the Hugging Face Trainer: the same model, rows, batch, epochs, settings.
 
     python benchmarks/finetune_speed.py --model HF_DIRECTORY --data DIR --task RTE
 

@@ -1,4 +1,4 @@
-"""What an update costs: Muon beside AdamW on the networks of a run, one rank.
+"""What an update costs: Muon compared with AdamW on the networks of a run, one rank.
 
     python -m benchmarks.optimizer_step --config launch/runs/small_mlm.toml
     python -m benchmarks.optimizer_step --config launch/runs/v3_base.toml --device cuda

@@ -1,4 +1,4 @@
-"""The tokenize stage beside the raw library on the same documents, in one run.
+"""The tokenize stage compared with the raw library on the same documents, in one run.
 
     python benchmarks/tokenizer_speed.py --text novels/ --tokenizers DIR_OR_MODEL ...
 

@@ -1,4 +1,4 @@
-"""A whole training step: forward, backward, optimizer. Ours beside Hugging Face's modules.
+"""A whole training step: forward, backward, optimizer. Ours next to Hugging Face's modules.
 
 Same random rows, all tokens real, 15 percent masked, dropout 0.1 everywhere. Ours runs the enhanced
 mask decoder, predicts masked rows only and uses fused AdamW; Hugging Face's model has no decoder

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/recipes.md"
 RECIPES = ROOT / "launch/runs/lab"
 PIECES = 32_000  # of the tokenizer in README.md
-ROWS = -(-(PIECES + 1) // 64) * 64  # of the word table
+ROWS = -(-(PIECES + 1) // 64) * 64  # of the token embedding
 BYTES_A_TOKEN = 4.0  # of English text with that many pieces
 # Shares of peak. Assumed, not measured: narrow models wait for memory and launches.
 MFU = {"deberta-v3-xsmall": 0.1, "deberta-v3-small": 0.2, "deberta-v3-base": 0.2, "cpu": 0.3}

@@ -1,4 +1,4 @@
-"""Measure the filters on novels and on pages as the web has them, beside datatrove's rules.
+"""Measure the filters on novels and on pages as the web has them, compared with datatrove's rules.
 
     python -m benchmarks.studies.data_filters filters --text DIR_OF_TXT --scratch DIR
     python -m benchmarks.studies.data_filters pages --text DIR_OF_TXT --scratch DIR

@@ -1,4 +1,4 @@
-"""Kinds of tokenizers beside each other on one text, each trained on the same sample of it.
+"""Kinds of tokenizers compared on one text, each trained on the same sample of it.
 
     python -m benchmarks.studies.tokenizer_kinds --text novels/ --scratch DIR [--kinds bpe] \
         [--vocab_size 8000]

@@ -219,7 +219,7 @@ class InitConfig:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class LogConfig:
-    """Services that get the numbers of a run beside metrics.jsonl and TensorBoard."""
+    """Services that get the numbers of a run besides metrics.jsonl and TensorBoard."""
 
     wandb: str = option("project of Weights & Biases (pip install wandb); empty: none", "")
     mlflow: str = option("experiment of MLflow (pip install mlflow); empty: none", "")
@@ -227,7 +227,7 @@ class LogConfig:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class EvaluateConfig:
-    """What an evaluation measures beside the objective's own scores."""
+    """What an evaluation measures besides the objective's own scores."""
 
     minimal_pairs: str = option("minimal pairs to score: a file, directory or archive as "
                                 "launch/minimal_pairs.py reads it; empty: none", "")

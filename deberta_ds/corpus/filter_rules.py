@@ -151,7 +151,7 @@ class FilterRules:
 
 
 def read_rules(path: str | Path) -> FilterRules:
-    """Return the rules of a TOML file; functions are found beside it. UserError for a bad one."""
+    """Return the rules of a TOML file; functions are found next to it. UserError for a bad one."""
     values = read_toml(path, "filters file", "data_prep/filters/web_en.toml")
     rules = validate(FilterRules, values, str(path))
     if "language" in rules.use:

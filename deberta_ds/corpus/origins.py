@@ -1,4 +1,4 @@
-"""Where each document of a corpus came from, kept beside its shards.
+"""Where each document of a corpus came from, kept next to its shards.
 
     corpus/
       documents/NAME.parquet   row i is document i of tokens/NAME.npy: its source (input file), its

@@ -259,7 +259,7 @@ def _why(line: str, rules: filter_rules.LineRules, seen: set[str]) -> str:
 # address reserved for documentation (RFC 2606, RFC 5737), zeros. Card numbers must pass Luhn's
 # check (ISO/IEC 7812-1) and account numbers the one of ISO 13616 (mod 97), so that other long
 # numbers stay.
-# What stands beside them is looked at in ASCII: Han, Kana or Thai letters follow without a space.
+# What stands next to them is looked at in ASCII: Han, Kana or Thai letters follow without a space.
 _EMAIL = re.compile(r"(?<![A-Za-z0-9_.+-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.)+"
                     r"[A-Za-z]{2,24}(?![A-Za-z0-9_-])")
 _IP = re.compile(r"(?<![A-Za-z0-9_.])(?:\d{1,3}\.){3}\d{1,3}(?![A-Za-z0-9_.]*\d)")

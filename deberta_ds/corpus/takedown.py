@@ -1,6 +1,6 @@
 """Documents taken out of a finished corpus by id, without redoing the rest.
 
-The result is a new corpus beside the old one: shards without these documents are hard links to the
+The result is a new corpus next to the old one: shards without these documents are hard links to the
 old files (copies on another file system), the others are written and planned again. Its content
 differs, so a run notices that its rows have changed.
 """

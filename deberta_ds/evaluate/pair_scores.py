@@ -163,7 +163,7 @@ def _summary(outcome: np.ndarray, pairs: list[MinimalPair]) -> dict:
 def resampled_means(by_paradigm: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the means [paradigms] and bootstrap means [draws, paradigms] of outcomes.
 
-    An outcome is 0, 0.5 or 1, so drawing its pairs anew is drawing the three counts anew.
+    An outcome is 0, 0.5 or 1, so sampling its pairs again is sampling the three counts.
     """
     generator = np.random.default_rng(0)
     levels = np.array([0.0, 0.5, 1.0])
@@ -198,7 +198,7 @@ def phenomena_of(result: dict) -> dict[str, str]:
 
 
 def table(result: dict, published: dict[str, dict[str, float]]) -> str:
-    """Return the scores by phenomenon as text, beside those of `published` models."""
+    """Return the scores by phenomenon as text, next to those of `published` models."""
     scorers = result["scorers"]
     titles = ["pairs of phenomenon", *(SCORERS[name] for name in scorers), *published]
     groups = {"overall": scorers} | {

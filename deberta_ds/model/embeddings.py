@@ -79,7 +79,7 @@ class InputBlock(nn.Module):
 
 
 class _InputNorm(nn.LayerNorm):
-    """LayerNorm that takes fp32 sums beside 16-bit parameters: computed in fp32, then rounded.
+    """LayerNorm that takes fp32 sums and 16-bit parameters: computed in fp32, then rounded.
 
     Adversarial fine-tuning moves sums by less than 16 bits resolve.
     """

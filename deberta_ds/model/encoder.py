@@ -189,7 +189,7 @@ class Layer(nn.Module):
 
 
 class Convolution(nn.Module):
-    """The v2 convolution beside the first layer (`ConvLayer`), confined to each document segment.
+    """The v2 convolution next to the first layer (`ConvLayer`), confined to each document segment.
 
     Equal to Conv1d over each segment alone; a tap that would cross into another one reads zero.
     """

@@ -5,8 +5,8 @@ What the method needs, not what an implementation happens to do: a multiply-add 
 different documents of a packed sequence count as computed, padding too: figures are for full
 sequences. tests/model/test_flops.py compares every part with torch.utils.flop_counter.
 
-Projections of the relative table are per step, not per token: beside a batch of thousands of tokens
-they vanish, and they are left out.
+Projections of the relative table are per step, not per token: in a batch of thousands
+of tokens they vanish, and they are left out.
 """
 
 from deberta_ds.config.run_config import ModelConfig

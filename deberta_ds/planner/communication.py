@@ -128,7 +128,7 @@ def step_seconds(sent: Traffic, compute: float, rate: float, ds: dict, micro_bat
                  host: float = 0.0, latency: float = 0.0) -> float:
     """Return the seconds of a step: computing, and sending that computing does not hide.
 
-    Stage 3 prefetches weights and reduces beside the passes, and `host` is its `host_seconds`.
+    Stage 3 prefetches weights and reduces during the passes, and `host` is its `host_seconds`.
     Stages 1 and 2 hide the reduction behind the backward pass that brings the gradients if
     `overlap_comm` is true, all but its last bucket; else nothing.
     """

@@ -193,7 +193,7 @@ def advise(run: RunConfig, ds: dict, choices: list[Choice], best: Choice, parame
 
 
 def offloaded(choices: list[Choice], gpus: int) -> list[str]:
-    """Return what a host needs beside its GPUs, and what the times lack; [] without offload."""
+    """Return what a host needs besides its GPUs, and what the times lack; [] without offload."""
     most = max(choice.memory.offloaded for choice in choices)
     return [f"offload: {gpus * most / 1e9:,.1f} GB of each host's memory (or disk, where the JSON "
             "says nvme); the CPU's Adam and the transfers are not in the times"] if most else []

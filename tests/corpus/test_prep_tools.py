@@ -83,7 +83,7 @@ def test_a_word_has_the_same_ids_wherever_it_stands(tmp_path):
 
 
 def test_a_bad_document_of_the_sample_is_named_as_elsewhere(tmp_path):
-    """SentencePiece worded the error anew, with a stack, as if --vocab_size were at fault."""
+    """SentencePiece worded the error again, with a stack, as if --vocab_size were at fault."""
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a b c"}\n{"texd": "x"}\n')
     with pytest.raises(UserError, match=r"^\S*bad.jsonl:2: no string under 'text' .found: texd."):

@@ -73,7 +73,7 @@ def test_two_jobs_in_one_directory_are_one_error(text_file, tmp_path):
 
 
 def test_a_first_try_that_ended_on_an_error_does_not_block_a_second(tmp_path):
-    """With another option, or a mended input, it was refused as the output of others."""
+    """With another option, or a corrected input, it was refused as the output of others."""
     text, out, held = tmp_path / "text.jsonl", tmp_path / "out", tmp_path / "held"
     good = "".join(json.dumps({"text": line}) + "\n" for line in random_documents(3000))
 

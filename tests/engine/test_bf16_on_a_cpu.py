@@ -59,7 +59,7 @@ def error(gradients: dict, kind: str, names=None) -> float:
 
 def test_autocast_keeps_the_gradients_that_bf16_weights_lose(gradients):
     biases = [name for name in gradients["fp32"] if name.endswith("norm.bias")]
-    assert error(gradients, "bf16", biases) > 0.1  # if not, torch has mended it: drop the warning
+    assert error(gradients, "bf16", biases) > 0.1  # if not, torch has fixed it: drop the warning
     assert error(gradients, "autocast", biases) < 0.02
     assert error(gradients, "autocast") < 0.01 < 0.04 < error(gradients, "bf16")
 

@@ -52,7 +52,7 @@ def test_page_has_every_section_and_its_numbers_equal_the_input(tmp_path):
     assert page.tiles["tokens_seen"] == 2040 * 400
     assert "attention tiled" in page.text and "cross-entropy chunked" in page.text
     # 0.9 s a step, of which 2 % are saves and 5 % evaluations, and 20 s of restarts. The clock of
-    # this run begins anew at its resume, so its newest record has seen half of its steps.
+    # this run begins again at its resume, so its newest record has seen half of its steps.
     assert page.tiles["goodput"] == pytest.approx(0.93 * 180 / 200)
     assert "steps 83.7%, 2m 47s" in page.text and "saves 1.8%, 4s" in page.text
     assert "starts and repeated steps 10.0%, 20s" in page.text

@@ -1,4 +1,4 @@
-"""A tokenizer of each kind down its roads: trained, given [MASK], corpus, rows, export."""
+"""A tokenizer of each kind through its pipeline: trained, given [MASK], corpus, rows, export."""
 
 import json
 import re

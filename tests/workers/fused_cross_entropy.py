@@ -1,4 +1,4 @@
-"""Run the fused linear cross-entropy in Triton's interpreter beside the chunked one in float64.
+"""Run the fused linear cross-entropy in Triton's interpreter next to the chunked one in float64.
 
 Prints one JSON line a case. A process of its own, because TRITON_INTERPRET must be set before
 Triton is first imported.

@@ -1,4 +1,4 @@
-"""Train and evaluate a tiny model through all Triton kernels in the interpreter, beside the CPU's.
+"""Train and evaluate a tiny model through all Triton kernels in the interpreter, next to the CPU's.
 
 Dropout is on: every path drops the same elements. Prints one JSON line a case: the largest relative
 distance of losses and gradients. A process of its own, because TRITON_INTERPRET must be set before

@@ -1,4 +1,4 @@
-"""Run the fused LayerNorm and GELU in Triton's interpreter beside torch's operators in fp32.
+"""Run the fused LayerNorm and GELU in Triton's interpreter compared with torch's operators in fp32.
 
 Prints one JSON line a case. A process of its own, because TRITON_INTERPRET must be set before
 Triton is first imported.

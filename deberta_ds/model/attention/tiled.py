@@ -49,7 +49,7 @@ def tiled_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What forward and backward share beside tensors."""
+    """What forward and backward share besides tensors."""
 
     geometry: Geometry
     spans: list[KeySpan]

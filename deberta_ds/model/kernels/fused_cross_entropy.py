@@ -7,7 +7,7 @@ their gradient, in the input's dtype, for some ids at a time; two matrix product
 No atomics: one writer per element and a fixed order of every sum.
 
 `kernels` decides who takes it. It has not been timed yet: `benchmarks/cross_entropy.py`
-sets it beside the chunked function, on a GPU. What Triton runs are torch operators with fake
+compares it with the chunked function, on a GPU. What Triton runs are torch operators with fake
 kernels, so that a step can be counted without a card.
 
 Shape legend: T target rows, C hidden size, V vocabulary, K vocabulary tiles, N ids of one chunk.
