@@ -9,10 +9,13 @@ optional.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from deberta_ds.base.command_line import checked, parser_for, positive
+from deberta_ds.base.command_line import checked, not_negative, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
+
+TRUNCATIONS = ("first", "second", "longest_first", "head_tail")
 
 
 def main() -> None:
@@ -27,15 +30,25 @@ def main() -> None:
     )
     parser.add_argument("--max_length", type=_row_length, metavar="N",
                         help="maximum length in tokens (default: as trained)")
+    parser.add_argument("--truncation", choices=TRUNCATIONS,
+                        help="what is cut of longer texts (default: as trained)")
+    parser.add_argument("--max_bad", type=not_negative, default=0, metavar="N",
+                        help="go on after up to N rows that cannot be used; their lines say why")
+    parser.add_argument("--encoding", default="",
+                        help="of a table of text (default: UTF-8, or UTF-16 if found)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
 
     from deberta_ds.cluster import dist
+    from deberta_ds.corpus.tables import check_encoding
     from deberta_ds.engine.engine import init_distributed
     from deberta_ds.finetune.directory import find_finetuned, load_finetuned
     from deberta_ds.finetune.predict_file import predict_file
 
+    check_encoding(given.encoding, "--encoding")
     saved = load_finetuned(find_finetuned(given.model))
+    if given.truncation:
+        saved = replace(saved, settings=replace(saved.settings, truncation=given.truncation))
     device = init_distributed()
     count = predict_file(
         saved,
@@ -45,6 +58,8 @@ def main() -> None:
         global_batch_size=given.global_batch_size,
         keep=given.keep,
         max_length=given.max_length or saved.settings.max_length,
+        max_bad=given.max_bad,
+        encoding=given.encoding,
     )
     if dist.is_main():
         print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Examples -> token ids, token spans and padded batches.
 
-What is unusual: only one text of a sequence is ever cut, the first (of SQuAD the second), always
-from its end; MultiRC, ReCoRD and SQuAD passages are not cut but read in overlapping windows, all
+What is unusual: of texts that are too long, one is cut at its end, the first, unless `truncation`
+says otherwise; MultiRC, ReCoRD and SQuAD passages are not cut but read in overlapping windows, all
 of which stay in one batch, so the model is trained on the same scores that it predicts with. Spans
 go from characters to tokens by the tokenizer's offsets.
 
@@ -55,20 +55,30 @@ def encode(
     *,
     max_length: int,
     window_overlap: int,
+    truncation: str = "first",
+    faults: dict[int, UserError] | None = None,
 ) -> list[Feature]:
-    """Return one Feature per example, in order.
+    """Return one Feature per example, in order; what cannot be encoded goes to `faults` by its
+    place among the examples, if these are given.
 
     Raises TooLongError, for all examples at once, if the part that must not be cut (question and
     answer, WiC and WSC texts) does not fit into `max_length` tokens.
     """
-    encoder = _Encoder(task, tokenizer, max_length, window_overlap)
+    encoder = _Encoder(task, tokenizer, max_length, window_overlap, truncation)
     features, too_long = [], []
     for position, example in enumerate(examples):
-        needed = encoder.needed(example)
-        if needed > max_length:
-            too_long.append((needed, example.place or f"example {example.key}"))
-        elif not too_long:
-            features.append(encoder.feature(position, example))
+        needed, place = encoder.needed(example), example.place or f"example {example.key}"
+        try:
+            if needed > max_length and faults is not None:
+                raise TooLongError(place, needed, 1, 1, max_length)
+            if needed > max_length:
+                too_long.append((needed, place))
+            elif not too_long:
+                features.append(encoder.feature(position, example))
+        except UserError as error:
+            if faults is None:
+                raise
+            faults[position] = error
     if too_long:
         longest, place = max(too_long)
         raise TooLongError(place, longest, len(too_long), len(examples), max_length)
@@ -85,18 +95,19 @@ class TooLongError(UserError):
     """Texts do not fit into max_length; `needed` is the length at which all of them would."""
 
     def __init__(self, place: str, needed: int, count: int, total: int, max_length: int):
-        super().__init__(
-            f"{place}: {needed} tokens must be seen together, but max_length is {max_length}; "
-            f"{count} of {total} examples do not fit"
-        )
+        others = f"; {count} of {total} examples do not fit" if total > 1 else ""
+        super().__init__(f"{place}: {needed} tokens must be seen together, but max_length is "
+                         f"{max_length}{others}")
         self.needed = needed
 
 
 class _Encoder:
     """Encodes examples of one task; keeps the tokens of passages that many examples share."""
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int):
+    def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int,
+                 truncation: str):
         self.task, self.tokenizer = task, tokenizer
+        self.truncation = "first" if task.layout in (*_WINDOWED, *_UNCUT) else truncation
         self.max_length, self.window_overlap = max_length, window_overlap
         self.known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
 
@@ -139,12 +150,14 @@ class _Encoder:
         """Return the least max_length at which nothing is lost that must be seen together."""
         lengths = []
         for texts in example.sequences:
-            long = len(self.tokens(texts[self.task.long_text])[0])
+            long = self.task.long_text + (self.truncation == "second")
+            sizes = [len(self.tokens(text)[0] if i == self.task.long_text else self.plain(text))
+                     for i, text in enumerate(texts)]
             if self.task.layout not in _UNCUT:
-                long = min(long, _MIN_LONG_TOKENS)
-            others = (text for i, text in enumerate(texts) if i != self.task.long_text)
-            rest = sum(len(self.plain(text)) for text in others)
-            lengths.append(1 + long + rest + len(texts))
+                sizes = [min(size, _MIN_LONG_TOKENS)
+                         if i == long or self.truncation == "longest_first" else size
+                         for i, size in enumerate(sizes)]
+            lengths.append(1 + sum(sizes) + len(texts))
         return max(lengths)
 
     def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -162,6 +175,11 @@ class _Encoder:
         """Return (rows of ids, spans (row, slot, start, end), tokens cut off) of one sequence."""
         first, _ = self.tokens(texts[0])
         rest = [self.plain(text) for text in texts[1:]]
+        if self.truncation != "first":  # none of these has spans or windows
+            whole = [first, *rest]
+            kept = shortened(whole, self.max_length - 1 - len(texts), self.truncation)
+            return ([_join(self.tokenizer, kept)], [],
+                    sum(map(len, whole)) - sum(map(len, kept)))
         room = self.max_length - 2 - len(rest) - sum(map(len, rest))
         starts = [0]
         if self.task.layout in _WINDOWED:
@@ -227,6 +245,29 @@ class _Encoder:
                 high = min(end - starts[window], room) if span.text == 0 else end
                 found.append((window, slot, before + low, before + high))
         return found
+
+
+def shortened(texts: Sequence[Sequence[int]], room: int, how: str) -> list[Sequence[int]]:
+    """Return texts that have `room` tokens together.
+
+    longest_first: texts longer than others are cut to one length (as `tokenizers` does it, with an
+    odd token for the longest); second: the second is cut at its end; head_tail: the first keeps a
+    quarter of its tokens from its head and the others from its tail (128 + 382 of Sun et al. 2019,
+    arXiv:1905.05583).
+    """
+    sizes = list(map(len, texts))
+    if how == "longest_first":
+        for done, number in enumerate(sorted(range(len(texts)), key=lambda i: len(texts[i]))):
+            sizes[number] = min(sizes[number], room // (len(texts) - done))
+            room -= sizes[number]
+    else:
+        cut = int(how == "second")
+        sizes[cut] = min(sizes[cut], max(0, room - sum(sizes) + sizes[cut]))
+    kept = [text[:size] for text, size in zip(texts, sizes, strict=True)]
+    if how == "head_tail":
+        head = sizes[0] // 4
+        kept[0] = [*texts[0][:head], *texts[0][len(texts[0]) - sizes[0] + head:]]
+    return kept
 
 
 def _join(tokenizer: Tokenizer, texts: Sequence[Sequence[int]]) -> list[int]:

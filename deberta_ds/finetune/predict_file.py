@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +21,35 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path
 from deberta_ds.cluster import dist
 from deberta_ds.finetune.answers import MARGIN, answer_place
+from deberta_ds.finetune.column_files import PREFIXED
 from deberta_ds.finetune.directory import Finetuned
-from deberta_ds.finetune.features import Feature, TooLongError, count_unknown, encode
+from deberta_ds.finetune.faults import left_out
+from deberta_ds.finetune.features import Feature, count_unknown, encode
 from deberta_ds.finetune.layouts import Example, examples_of
+from deberta_ds.finetune.metrics import spans_of
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.submission import as_written
-from deberta_ds.finetune.tables import Row, read_table, to_line
+from deberta_ds.finetune.tables import each_row, to_line
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import unknown_pieces
 
 BLOCK_ROWS = 4096
-_OURS = ("idx", "prediction", "probabilities", "start", "end", "no_answer_margin")
+Row = tuple[str, dict[str, Any] | UserError]
+_OURS = ("idx", "error", "prediction", "probabilities", "start", "end", "no_answer_margin")
 _OWN_LINES = ("copa", "multirc", "record", "wic", "wsc")  # layouts that are no plain table
 
 
 def predict_file(
     saved: Finetuned, data: Path, out: Path, device: torch.device, *, global_batch_size: int,
-    max_length: int, keep: Sequence[str] = (),
+    max_length: int, keep: Sequence[str] = (), max_bad: int = 0, encoding: str = "",
 ) -> int:
     """Write a JSON line for each row of `data` to `out`; return how many.
 
     A line holds "idx", the columns in `keep`, "prediction" and, where there are classes, their
-    probabilities; of answers, their characters [start, end) and the margin of no answer. Raises
-    UserError naming the row that cannot be read; then `out` is not written.
+    probabilities; of answers, their characters [start, end) and the margin of no answer; of tags in
+    a text, the entities. A row that cannot be used has "error" instead. Raises UserError naming
+    these rows where they are more than `max_bad`; then `out` is not written.
     """
     if taken := [name for name in keep if name in _OURS]:
         raise UserError(f"--keep {taken[0]}: predictions have a value of that name; rename the "
@@ -53,36 +59,68 @@ def predict_file(
     if out.exists() and data.exists() and out.samefile(data):
         raise UserError(f"--out {out}: is the table that is predicted; name another file")
     model = finetuned_model(saved, device)
-    rows = read_table(data)
+    task = replace(saved.task, form=replace(saved.task.form, encoding=encoding))
+    saved = replace(saved, task=task)
+    bad = _Bad(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))
+    given = (saved, model, data, each_row(data, form=task.form), global_batch_size, max_length,
+             keep, bad)
     if not dist.is_main():
-        return _on_all_ranks(saved, model, data, rows, global_batch_size, max_length, keep, None)
+        return _on_all_ranks(*given, None)
     with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        return _on_all_ranks(saved, model, data, rows, global_batch_size, max_length, keep, file)
+        return _on_all_ranks(*given, file)
+
+
+@dataclass
+class _Bad:
+    """Rows that cannot be used: how many may be left out, and what is wrong with each."""
+
+    most: int
+    file: Path
+    errors: dict[str, str] = field(default_factory=dict)  # by file and line
+    needed: int = 0  # tokens of the longest that is too long
+
+    def add(self, place: str, error: UserError) -> None:
+        self.errors[place] = str(error)
+        self.needed = max(self.needed, getattr(error, "needed", 0))
+
+    def check(self, count: int) -> str:
+        """Return what is said of them; UserError if they are too many."""
+        try:
+            return left_out(list(self.errors.values()), count, self.most, self.file)
+        except UserError as error:
+            more = f". Set --max_length {self.needed} or --truncation" if self.needed else ""
+            raise UserError(f"{error}{more}") from None
 
 
 def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) -> None:
     """Raise UserError where a row is longer than the model's absolute positions."""
-    longest = max(len(row) for feature in features for row in feature.sequences)
+    longest = max((len(row) for feature in features for row in feature.sequences), default=0)
     if saved.config.absolute_input and longest > (limit := saved.config.max_position):
         raise UserError(f"{data}: the longest row has {longest} tokens, but the model has {limit} "
                         f"absolute positions. Set --max_length {limit} to cut it")
 
 
-def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, max_length, keep, file
-                  ) -> int:
+def _on_all_ranks(saved, model, data, rows: Iterable[Row], global_batch_size, max_length, keep,
+                  bad: _Bad, file) -> int:
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
     device = next(model.parameters()).device
+    rows = iter(rows)
     while block := list(itertools.islice(rows, BLOCK_ROWS)):
         for place, row in block:
-            if missing := [name for name in keep if name not in row]:
+            if isinstance(row, dict) and (missing := [name for name in keep if name not in row]):
                 raise UserError(f"{place}: --keep {missing[0]}: no such column; there are "
                                 f"{', '.join(map(str, row))}")
-        examples = list(_examples(saved.task, block, count))
-        try:
-            features = encode(saved.task, examples, saved.tokenizer, max_length=max_length,
-                              window_overlap=saved.settings.window_overlap)
-        except TooLongError as error:
-            raise UserError(f"{error}. Set --max_length {error.needed}") from None
+        examples = list(_examples(saved.task, block, count, bad))
+        count += len(block)
+        faults: dict[int, UserError] = {}
+        features = encode(saved.task, examples, saved.tokenizer, max_length=max_length,
+                          window_overlap=saved.settings.window_overlap,
+                          truncation=saved.settings.truncation, faults=faults)
+        for position, error in faults.items():
+            bad.add(examples[position].place, error)
+        if len(bad.errors) > bad.most:
+            continue  # nothing is written, but all of them are to be named
+        examples = [example for n, example in enumerate(examples) if n not in faults]
         _check_positions(saved, features, data)
         cut += sum(feature.cut_tokens > 0 for feature in features)
         unknown += count_unknown(features, saved.tokenizer)
@@ -90,13 +128,16 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, ma
         scores = score_split(
             model, features, sizes, global_batch_size=global_batch_size, device=device
         )
-        count += len(block)
         if file:
             lines = _lines(saved, examples, scores, block, keep)
-            for line in lines:  # a kept column may hold a date, or another thing JSON has not
+            # A kept column may hold a date, or another thing JSON has not.
+            for line in _with_errors(block, count - len(block), list(lines), keep, bad):
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             rate = count / (time.monotonic() - began)
             print(f"  {count:,} rows, {rate:,.0f} a second", file=sys.stderr, flush=True)
+    said = bad.check(count)
+    if file and said:
+        print(f"  {said}", file=sys.stderr)
     if file and cut:
         print(f"  {cut:,} of {count:,} texts were cut at {max_length} tokens", file=sys.stderr)
     if file and (lost := unknown_pieces(*unknown)):
@@ -104,27 +145,49 @@ def _on_all_ranks(saved, model, data, rows: Iterator[Row], global_batch_size, ma
     return count
 
 
-def _examples(task: Task, block: Iterable[Row], first: int) -> Iterator[Example]:
+def _examples(task: Task, block: Iterable[Row], first: int, bad: _Bad) -> Iterator[Example]:
     for number, (place, row) in enumerate(block, start=first):
-        line = dict(row) if task.layout in _OWN_LINES else to_line(task, place, row, number)
-        for field in ("label", "start"):  # not needed, so not checked either
-            line.pop(field, None)
-        yield from examples_of(task, place, line, "test")
+        try:
+            if isinstance(row, UserError):
+                raise row
+            line = dict(row) if task.layout in _OWN_LINES else to_line(task, place, row, number)
+            for name in ("label", "start"):  # not needed, so not checked either
+                line.pop(name, None)
+            yield from examples_of(task, place, line, "test")
+        except UserError as error:
+            bad.add(place, error)
+
+
+def _with_errors(block: Sequence[Row], first: int, lines: list[tuple[str, dict]],
+                 keep: Sequence[str], bad: _Bad) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a block's rows, in the order of the rows, with those of bad ones."""
+    by_place: dict[str, list[dict]] = {}
+    for place, line in lines:
+        by_place.setdefault(place, []).append(line)
+    for number, (place, row) in enumerate(block, start=first):
+        if place in bad.errors:
+            kept = {name: row[name] for name in keep} if isinstance(row, dict) else {}
+            yield {"idx": number, **kept, "error": bad.errors[place].partition("\n")[0]}
+        else:
+            yield from by_place[place]
 
 
 def _lines(
     saved: Finetuned, examples: Sequence[Example], scores: Sequence[np.ndarray],
     block: Sequence[Row], keep: Sequence[str],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (file and line, what is written) of every example."""
     task = saved.task
     guesses = predictions_of(task, examples, scores, saved.threshold)
-    rows = dict(block)
+    rows = {place: row for place, row in block if isinstance(row, dict)}
     for example, guess, values in zip(examples, guesses, scores, strict=True):
         line: dict[str, Any] = {"idx": example.key[0] if len(example.key) == 1 else example.key}
         row = rows[example.place]
         for name in keep:
             line[name] = row[name]
         line["prediction"] = as_written(task, guess)
+        if task.head == "tags" and task.words != "text" and isinstance(row.get(task.texts[0]), str):
+            line["prediction"] = entities_in(task, example, line["prediction"], values)
         if task.head == "answer":
             start, end = answer_place(example, values) if guess else (-1, -1)
             line |= {"start": start, "end": end}
@@ -133,7 +196,20 @@ def _lines(
             line["probabilities"] = dict(zip(task.labels, _rounded(expit(values)), strict=True))
         elif task.head not in ("regress", "tags", "mentions"):
             line["probabilities"] = dict(zip(task.labels, _rounded(softmax(values)), strict=True))
-        yield line
+        yield example.place, line
+
+
+def entities_in(task: Task, example: Example, tags: list[str], scores: np.ndarray) -> list[dict]:
+    """Return the entities that tags mark in a text, with the mean probability of their tags; of
+    tags that mark no spans, every word."""
+    text, words = example.sequences[0][0], example.spans
+    best = softmax(scores.reshape(len(words), -1), -1).max(-1)
+    spans = spans_of(tags) if any(map(PREFIXED.fullmatch, task.labels)) else [
+        (tag, number, number + 1) for number, tag in enumerate(tags)]
+    return [{"start": words[first].start, "end": words[end - 1].end, "label": name,
+             "text": text[words[first].start : words[end - 1].end],
+             "probability": round(float(best[first:end].mean()), 5)}
+            for name, first, end in spans]
 
 
 def _rounded(values: np.ndarray) -> list[float]:

@@ -153,6 +153,8 @@ def check_splits(jobs: Sequence[Job]) -> None:
             except TooLongError as error:
                 fits = positions is None or error.needed <= positions
                 remedy = f"{option}{error.needed}" if fits else f"{too_few}: take another model"
+                if split.task.layout in ("texts", "choices", "copa"):
+                    remedy += f", or --{job.task.name}.truncation=longest_first to cut any text"
                 problems.append(f"{error}. {remedy}")
             else:
                 if positions is not None and longest > positions:
@@ -182,6 +184,7 @@ def encode_split(job: Job, split: Split) -> list[Feature]:
     return encode(
         split.task, split.examples, job.start.tokenizer,
         max_length=settings.max_length, window_overlap=settings.window_overlap,
+        truncation=settings.truncation,
     )
 
 

@@ -7,7 +7,7 @@ better than the majority, or diverged). Never the best seed alone.
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +16,18 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.cluster import dist
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
+from deberta_ds.finetune.faults import left_out
+from deberta_ds.finetune.features import encode
 from deberta_ds.finetune.loop import DivergedError, Job
 from deberta_ds.finetune.models import Start, start_from
-from deberta_ds.finetune.readers import Split, carve, check_targets, has_split, read_split
+from deberta_ds.finetune.readers import (
+    Split,
+    carve,
+    check_targets,
+    count_shared,
+    has_split,
+    read_split,
+)
 from deberta_ds.finetune.run import RESULT, check_splits, finished, run
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, Task, diagnostics_of, suite_of
@@ -44,6 +53,7 @@ class Sweep:
     carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
     val_share: float = 0.0  # of the train split of an own task without a val split
     any_size: bool = False
+    max_bad: int = 0  # rows of a table that may be left out because they cannot be used
     predict_test: bool = True
     keep_models: bool = True
     say: Callable[[str], None] = print
@@ -56,9 +66,15 @@ def run_all(sweep: Sweep) -> list[dict]:
             raise UserError(f"{option} {min(unknown)}: is none of the tasks of this run, "
                             f"{', '.join(task.name for task in sweep.tasks)}")
     splits = {task.name: read_task(sweep, task) for task in sweep.tasks}
-    for train, val, *_ in splits.values():
+    for train, val, tests, _ in splits.values():
         check_targets(train)
         check_targets(val)
+        for other in (val, *tests.values()):
+            shared, place = count_shared(train, other)
+            if shared:
+                sweep.say(f"WARNING: {shared:,} of {len(other.examples):,} examples of "
+                          f"{other.source} are in {train.source} too (such as {place}); their "
+                          "scores say nothing about new texts")
     settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
     jobs = []
     for task in sweep.tasks:
@@ -109,7 +125,11 @@ def read_task(
     Both dictionaries are by task name; the diagnostics of RTE are AX-b and AX-g.
     """
     def read(name: Task, split: str) -> Split:
-        return read_split(name, sweep.data, split, any_size=sweep.any_size)
+        found = read_split(name, sweep.data, split, any_size=sweep.any_size, max_bad=sweep.max_bad,
+                           faults_file=_faults_file(sweep, name, split))
+        if found.left_out:
+            sweep.say(f"{found.source}: {found.left_out}")
+        return _that_fit(sweep, found) if sweep.max_bad else found
 
     if sweep.val_share and "val" not in task.files:
         train, val = carve(read(task, "train"), 1 - sweep.val_share, _CARVE_SEED)
@@ -132,6 +152,25 @@ def read_task(
         if test.predicted_by and all(e.label is not None for e in tests[test.name].examples):
             diagnostics[test.name] = tests[test.name]
     return train, val, tests, diagnostics
+
+
+def _faults_file(sweep: Sweep, task: Task, split: str) -> Path:
+    return sweep.out / f"{task.name}.{split}.bad_rows.txt"
+
+
+def _that_fit(sweep: Sweep, split: Split) -> Split:
+    """Return a split without the examples that do not fit into max_length, if they are few."""
+    task, faults = split.task, dict[int, UserError]()
+    settings = resolve(task, sweep.settings)
+    encode(task, split.examples, sweep.start.tokenizer, max_length=settings.max_length,
+           window_overlap=settings.window_overlap, truncation=settings.truncation, faults=faults)
+    if not faults:
+        return split
+    sweep.say(f"{split.source}: " + left_out(
+        [str(fault) for fault in faults.values()], len(split.examples),
+        sweep.max_bad - split.num_bad, _faults_file(sweep, task, f"{split.split}.too_long")))
+    kept = (example for number, example in enumerate(split.examples) if number not in faults)
+    return replace(split, examples=tuple(kept))
 
 
 def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:
