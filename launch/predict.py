@@ -40,12 +40,10 @@ def main() -> None:
     given = parser.parse_args()
 
     from deberta_ds.cluster import dist
-    from deberta_ds.corpus.tables import check_encoding
     from deberta_ds.engine.engine import init_distributed
     from deberta_ds.finetune.directory import find_finetuned, load_finetuned
     from deberta_ds.finetune.predict_file import predict_file
 
-    check_encoding(given.encoding, "--encoding")
     saved = load_finetuned(find_finetuned(given.model))
     if given.truncation:
         saved = replace(saved, settings=replace(saved.settings, truncation=given.truncation))

@@ -129,18 +129,10 @@ def as_utf8(path: str | Path, file: BinaryIO, encoding: str = "") -> BinaryIO:
         return file
     try:
         return io.BytesIO(file.read().decode(encoding).encode())
-    except UnicodeError as error:
+    except (UnicodeError, LookupError) as error:
         raise UserError(f"{path}: is not of the encoding {encoding} ({error}); name the one it was "
-                        "saved in") from None
-
-
-def check_encoding(name: str, place: str) -> None:
-    """UserError for an encoding that Python does not know."""
-    try:
-        codecs.lookup(name or "utf-8")
-    except LookupError:
-        raise UserError(f"{place} = {name!r} is unknown; Windows saves cp1252 (cp1251, cp932 ... "
-                        "elsewhere), Excel's Unicode text is utf-16") from None
+                        "saved in, such as cp1252 (Windows) or utf-16 (Excel's Unicode text)"
+                        ) from None
 
 
 def is_quoted(path: str | Path, **options) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.layouts import PLACEHOLDER, Example, Label, classes_of
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
@@ -56,10 +57,9 @@ def encode(
     max_length: int,
     window_overlap: int,
     truncation: str = "first",
-    faults: dict[int, UserError] | None = None,
+    faults: Faults | None = None,
 ) -> list[Feature]:
-    """Return one Feature per example, in order; what cannot be encoded goes to `faults` by its
-    place among the examples, if these are given.
+    """Return one Feature per example, in order; without those that go to `faults`, if given.
 
     Raises TooLongError, for all examples at once, if the part that must not be cut (question and
     answer, WiC and WSC texts) does not fit into `max_length` tokens.
@@ -78,7 +78,7 @@ def encode(
         except UserError as error:
             if faults is None:
                 raise
-            faults[position] = error
+            faults.add(place, error)
     if too_long:
         longest, place = max(too_long)
         raise TooLongError(place, longest, len(too_long), len(examples), max_length)
@@ -107,7 +107,7 @@ class _Encoder:
     def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int,
                  truncation: str):
         self.task, self.tokenizer = task, tokenizer
-        self.truncation = "first" if task.layout in (*_WINDOWED, *_UNCUT) else truncation
+        self.truncation = truncation if task.is_cut else "first"
         self.max_length, self.window_overlap = max_length, window_overlap
         self.known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
 

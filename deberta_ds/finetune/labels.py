@@ -15,6 +15,7 @@ from deberta_ds.base.json_files import parse_json
 from deberta_ds.finetune.tasks import Task
 
 NO_LABEL = ("-", "-1", "-100", "nan", "?")  # what tables write where there is none
+_QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(\s+(?=['"]))?""")
 _ONE = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 
 
@@ -28,7 +29,8 @@ def read_list(value: Any) -> Any:
     except ValueError:
         pass
     text = re.sub(r"array\((.*?)(?:, dtype=\w+)?\)", r"\1", text, flags=re.DOTALL)
-    text = re.sub(r"(?<=['\"\d.])\s+(?=['\"\d.])", ", ", text) if "," not in text else text
+    text = _QUOTED.sub(lambda match: match[1] + "," * bool(match[2]), text)  # NumPy has no commas
+    text = re.sub(r"(?<=[\d.])\s+(?=[\d.])", ", ", text) if not _QUOTED.search(text) else text
     try:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -26,7 +26,6 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import STRICT, nearest, option, validate
 from deberta_ds.config.toml_files import read_toml
-from deberta_ds.corpus.tables import check_encoding
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.own_labels import with_labels
 from deberta_ds.finetune.settings import Settings
@@ -167,7 +166,6 @@ def _check(own: OwnTask, path: Path) -> None:
     if 0 in own.columns.values() or (own.columns and own.kind != "tags"):
         raise UserError(f'{path}: columns are for kind = "tags" and counted from 1, or from the '
                         "end as -1, -2, ...")
-    check_encoding(own.encoding, f"{path}: encoding")
     if len(set(own.labels)) < len(own.labels):
         raise UserError(f"{path}: labels names a label twice: {', '.join(own.labels)}")
     validate(Settings, dict(own.settings), f"{path}, [settings]")

@@ -178,7 +178,7 @@ def _with_names(task: Task, own: Any, path: Path) -> tuple[Task, str]:
             pass  # a row that cannot be read may be the reason
         raise UserError(f"{task.files['train']}: column {own.label!r} has {len(labels)} labels; at "
                         "least two are needed to learn from")
-    listed = tuple(counts) if task.words == "raw" else labels
+    listed = tuple(sorted(counts)) if task.words == "raw" else labels
     shown = [f"{label} ({counts[label]})" if counts else label for label in listed[:20]]
     more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
     what = "kinds of entities" if task.words == "raw" else "labels"

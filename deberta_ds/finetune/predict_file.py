@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from deberta_ds.cluster import dist
 from deberta_ds.finetune.answers import MARGIN, answer_place
 from deberta_ds.finetune.column_files import PREFIXED
 from deberta_ds.finetune.directory import Finetuned
-from deberta_ds.finetune.faults import left_out
+from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.features import Feature, count_unknown, encode
 from deberta_ds.finetune.layouts import Example, examples_of
 from deberta_ds.finetune.metrics import spans_of
@@ -61,35 +61,13 @@ def predict_file(
     model = finetuned_model(saved, device)
     task = replace(saved.task, form=replace(saved.task.form, encoding=encoding))
     saved = replace(saved, task=task)
-    bad = _Bad(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))
+    bad = Faults(max_bad, out.with_name(f"{out.name}.bad_rows.txt"))
     given = (saved, model, data, each_row(data, form=task.form), global_batch_size, max_length,
              keep, bad)
     if not dist.is_main():
         return _on_all_ranks(*given, None)
     with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
         return _on_all_ranks(*given, file)
-
-
-@dataclass
-class _Bad:
-    """Rows that cannot be used: how many may be left out, and what is wrong with each."""
-
-    most: int
-    file: Path
-    errors: dict[str, str] = field(default_factory=dict)  # by file and line
-    needed: int = 0  # tokens of the longest that is too long
-
-    def add(self, place: str, error: UserError) -> None:
-        self.errors[place] = str(error)
-        self.needed = max(self.needed, getattr(error, "needed", 0))
-
-    def check(self, count: int) -> str:
-        """Return what is said of them; UserError if they are too many."""
-        try:
-            return left_out(list(self.errors.values()), count, self.most, self.file)
-        except UserError as error:
-            more = f". Set --max_length {self.needed} or --truncation" if self.needed else ""
-            raise UserError(f"{error}{more}") from None
 
 
 def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) -> None:
@@ -101,7 +79,7 @@ def _check_positions(saved: Finetuned, features: Iterable[Feature], data: Path) 
 
 
 def _on_all_ranks(saved, model, data, rows: Iterable[Row], global_batch_size, max_length, keep,
-                  bad: _Bad, file) -> int:
+                  bad: Faults, file) -> int:
     count, cut, unknown, began = 0, 0, np.zeros(2, int), time.monotonic()
     device = next(model.parameters()).device
     rows = iter(rows)
@@ -112,15 +90,12 @@ def _on_all_ranks(saved, model, data, rows: Iterable[Row], global_batch_size, ma
                                 f"{', '.join(map(str, row))}")
         examples = list(_examples(saved.task, block, count, bad))
         count += len(block)
-        faults: dict[int, UserError] = {}
         features = encode(saved.task, examples, saved.tokenizer, max_length=max_length,
                           window_overlap=saved.settings.window_overlap,
-                          truncation=saved.settings.truncation, faults=faults)
-        for position, error in faults.items():
-            bad.add(examples[position].place, error)
+                          truncation=saved.settings.truncation, faults=bad)
         if len(bad.errors) > bad.most:
             continue  # nothing is written, but all of them are to be named
-        examples = [example for n, example in enumerate(examples) if n not in faults]
+        examples = [examples[feature.position] for feature in features]
         _check_positions(saved, features, data)
         cut += sum(feature.cut_tokens > 0 for feature in features)
         unknown += count_unknown(features, saved.tokenizer)
@@ -135,7 +110,7 @@ def _on_all_ranks(saved, model, data, rows: Iterable[Row], global_batch_size, ma
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             rate = count / (time.monotonic() - began)
             print(f"  {count:,} rows, {rate:,.0f} a second", file=sys.stderr, flush=True)
-    said = bad.check(count)
+    said = bad.check(count, bad.fit(saved.task, "--"))
     if file and said:
         print(f"  {said}", file=sys.stderr)
     if file and cut:
@@ -145,7 +120,7 @@ def _on_all_ranks(saved, model, data, rows: Iterable[Row], global_batch_size, ma
     return count
 
 
-def _examples(task: Task, block: Iterable[Row], first: int, bad: _Bad) -> Iterator[Example]:
+def _examples(task: Task, block: Iterable[Row], first: int, bad: Faults) -> Iterator[Example]:
     for number, (place, row) in enumerate(block, start=first):
         try:
             if isinstance(row, UserError):
@@ -159,7 +134,7 @@ def _examples(task: Task, block: Iterable[Row], first: int, bad: _Bad) -> Iterat
 
 
 def _with_errors(block: Sequence[Row], first: int, lines: list[tuple[str, dict]],
-                 keep: Sequence[str], bad: _Bad) -> Iterator[dict[str, Any]]:
+                 keep: Sequence[str], bad: Faults) -> Iterator[dict[str, Any]]:
     """Yield the lines of a block's rows, in the order of the rows, with those of bad ones."""
     by_place: dict[str, list[dict]] = {}
     for place, line in lines:

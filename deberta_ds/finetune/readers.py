@@ -18,7 +18,7 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import tables
-from deberta_ds.finetune.faults import left_out
+from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.labels import is_ignored
 from deberta_ds.finetune.layouts import Example, classes_of, examples_of
 from deberta_ds.finetune.line import line_format
@@ -150,22 +150,21 @@ class Split:
     source: str
     examples: tuple[Example, ...]
     left_out: str = ""  # what is said of rows that are not among the examples
-    num_bad: int = 0  # rows that could not be used
 
 
 def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = False,
-               max_bad: int = 0, faults_file: Path | None = None) -> Split:
+               faults: Faults | None = None) -> Split:
     """Return `split` ("train", "val" or "test") of `task` under `data`.
 
     `data` is a directory with TASK/split.jsonl, TASK.zip, combined.zip or CONFIG/split-*.parquet,
     a zip, or "hub". Raises UserError naming the files, lines and the expected format of all rows
-    that cannot be used, if they are more than `max_bad`; and, unless `any_size`, when the number of
+    that cannot be used, unless `faults` allows them; and, unless `any_size`, when the number of
     predictions is not the official one.
     """
     source, lines = _open(task, data, split)
     examples: list[Example] = []
     seen: dict[int | str | tuple[int, ...], str] = {}
-    faults: list[str] = []
+    faults = faults or Faults()
     total = ignored = 0
     for place, value in lines:
         total += 1
@@ -185,11 +184,11 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
                 seen[name] = place
             examples += found
         except UserError as error:
-            faults.append(str(error))
+            faults.add(place, error)
     labelled = [example for example in examples if example.label is not None]
     if split == "test" and task.ignore_labels and labelled:
         ignored, examples = ignored + len(examples) - len(labelled), labelled
-    notes = [left_out(faults, total, max_bad, faults_file)]
+    notes = [faults.check(total)]
     notes += [f"{ignored:,} of {total:,} rows are left out by ignore_labels"] if ignored else []
     official = task.count(split)
     if not examples:
@@ -203,8 +202,7 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
         )
     if "gender_parity" in task.metrics:
         _check_pairs(examples)
-    return Split(task, split, source, tuple(examples), "; ".join(filter(None, notes)),
-                 len(faults))
+    return Split(task, split, source, tuple(examples), "; ".join(filter(None, notes)))
 
 
 def _name(task: Task, example: Example, split: str) -> int | str | tuple[int, ...]:

@@ -16,7 +16,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.cluster import dist
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
-from deberta_ds.finetune.faults import left_out
+from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.features import encode
 from deberta_ds.finetune.loop import DivergedError, Job
 from deberta_ds.finetune.models import Start, start_from
@@ -125,11 +125,13 @@ def read_task(
     Both dictionaries are by task name; the diagnostics of RTE are AX-b and AX-g.
     """
     def read(name: Task, split: str) -> Split:
-        found = read_split(name, sweep.data, split, any_size=sweep.any_size, max_bad=sweep.max_bad,
-                           faults_file=_faults_file(sweep, name, split))
+        faults = Faults(sweep.max_bad, sweep.out / f"{name.name}.{split}.bad_rows.txt")
+        found = read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        if sweep.max_bad:
+            found = _that_fit(sweep, found, faults)
         if found.left_out:
             sweep.say(f"{found.source}: {found.left_out}")
-        return _that_fit(sweep, found) if sweep.max_bad else found
+        return found
 
     if sweep.val_share and "val" not in task.files:
         train, val = carve(read(task, "train"), 1 - sweep.val_share, _CARVE_SEED)
@@ -154,23 +156,17 @@ def read_task(
     return train, val, tests, diagnostics
 
 
-def _faults_file(sweep: Sweep, task: Task, split: str) -> Path:
-    return sweep.out / f"{task.name}.{split}.bad_rows.txt"
-
-
-def _that_fit(sweep: Sweep, split: Split) -> Split:
-    """Return a split without the examples that do not fit into max_length, if they are few."""
-    task, faults = split.task, dict[int, UserError]()
-    settings = resolve(task, sweep.settings)
-    encode(task, split.examples, sweep.start.tokenizer, max_length=settings.max_length,
-           window_overlap=settings.window_overlap, truncation=settings.truncation, faults=faults)
-    if not faults:
+def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
+    """Return a split without the examples that cannot be encoded, such as texts too long."""
+    settings, before = resolve(split.task, sweep.settings), len(faults.errors)
+    features = encode(split.task, split.examples, sweep.start.tokenizer,
+                      max_length=settings.max_length, window_overlap=settings.window_overlap,
+                      truncation=settings.truncation, faults=faults)
+    if len(faults.errors) == before:
         return split
-    sweep.say(f"{split.source}: " + left_out(
-        [str(fault) for fault in faults.values()], len(split.examples),
-        sweep.max_bad - split.num_bad, _faults_file(sweep, task, f"{split.split}.too_long")))
-    kept = (example for number, example in enumerate(split.examples) if number not in faults)
-    return replace(split, examples=tuple(kept))
+    return replace(split, examples=tuple(split.examples[f.position] for f in features),
+                   left_out=faults.check(before + len(split.examples),
+                                         faults.fit(split.task, f"--{split.task.name}.")))
 
 
 def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:

@@ -81,6 +81,11 @@ class Task:
         """Which of the texts may be cut or read in windows: a passage that many examples share."""
         return 1 if self.layout == "answers" else 0
 
+    @property
+    def is_cut(self) -> bool:
+        """Return whether texts that are too long are cut: not read in windows, nor needed whole."""
+        return self.layout in ("texts", "choices", "copa")
+
     def count(self, split: str) -> int | None:
         """Return how many predictions the official `split` asks for, None if there is none."""
         return dict(self.counts).get(split)

@@ -78,14 +78,12 @@ def test_rejected_and_unlabelled_texts_are_left_out_by_name(tmp_path):
 @pytest.mark.parametrize(("text", "words"), [
     ("Frau Müller-Lüdenscheidt aß 3,5 kg.", "Frau Müller - Lüdenscheidt aß 3 , 5 kg ."),
     ("हिन्दी में", "हिन्दी में"), ("كتابٌ جديد", "كتابٌ جديد"),
-    ("東京へABC行く。", "東 京 へ ABC 行 く 。"), ("ที่นี่ดี", "ที่ นี่ ดี".replace("ที่", "ที่")),
+    ("東京へABC行く。", "東 京 へ ABC 行 く 。"), ("ที่นี่", "ที่ นี่"),
     ("안녕하세요 세계", "안녕하세요 세계"), ("don't", "don ' t"),
 ])
 def test_words_of_a_text_in_every_script(text, words):
     found = [text[start:end] for start, end in words_in(text)]
-    if "ดี" not in words:
-        assert found == words.split()
-    assert "".join(found) == text.replace(" ", "") and all(found)
+    assert found == words.split()
 
 
 def test_an_entity_inside_a_word_parts_it():
@@ -99,7 +97,7 @@ LANGUAGES = {"de": ("Heute kam {} an.", ["Anna", "Jürgen"]),
              "hi": ("आज {} आया", ["मोहन", "राम"]), "zh": ("昨天{}来了。", ["王明", "李华"])}
 
 
-def test_raw_text_gives_entities_with_characters_as_transformers_does(process_group, tmp_path):
+def test_raw_text_gives_entities_with_their_characters(process_group, tmp_path):
     rows = []
     for pattern, names in LANGUAGES.values():
         for name in names:
@@ -108,26 +106,14 @@ def test_raw_text_gives_entities_with_characters_as_transformers_does(process_gr
                          "label": [[start, start + len(name), "PER"]]})
     path = write_task(tmp_path, "tags", rows, BY_HEART, texts=["text"])
     result = train(path, tmp_path / "out")
-    assert result["score"] > 0.5, result["history"][-1]
+    assert result["score"] == 1, result["history"][-1]
     model = tmp_path / "out" / "mine" / "seed-1" / "model"
     table, out = tmp_path / "new.jsonl", tmp_path / "predictions.jsonl"
     table.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in rows))
     predict_file(load_finetuned(model), table, out, torch.device("cpu"), global_batch_size=4,
                  max_length=64)
     lines = [json.loads(line)["prediction"] for line in out.read_text().splitlines()]
-    right = [[(found["start"], found["end"], found["label"]) for found in line] == [
-        tuple(part) for part in row["label"]] for line, row in zip(lines, rows, strict=True)]
-    assert sum(right) > 6, lines
     for line, row in zip(lines, rows, strict=True):
-        for found in line:
-            assert found["text"] == row["text"][found["start"] : found["end"]]
-            assert 0.2 < found["probability"] <= 1
-    from transformers import pipeline
-
-    for how in ("simple", "first"):
-        ask = pipeline("token-classification", str(model), aggregation_strategy=how)
-        for row, line, is_right in zip(rows, lines, right, strict=True):
-            theirs = [(found["start"], found["end"], found["entity_group"])
-                      for found in ask(row["text"])]
-            ours = [(found["start"], found["end"], found["label"]) for found in line]
-            print(how, row["text"], theirs, ours, is_right)
+        (found,), ((start, end, name),) = line, row["label"]
+        assert found.pop("probability") > 0.5
+        assert found == {"start": start, "end": end, "label": name, "text": row["text"][start:end]}
