@@ -17,6 +17,7 @@ from deberta_ds.tokenizer.words import UNSPACED_SCRIPTS, is_unspaced
 
 _WIDE = (*UNSPACED_SCRIPTS, (0x3001, 0x303F), (0xFF01, 0xFFEF))
 Entity = tuple[int, int, str]
+BAD_ENTITIES = (ValueError, TypeError, AttributeError, KeyError, IndexError)  # of `entities_of`
 
 
 def flat(row: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def flat(row: dict[str, Any]) -> dict[str, Any]:
                 if isinstance(part, dict) and not part.get("was_cancelled")]
         entries = done[0].get("result") if done else None
         if isinstance(entries, list):
-            entries = [entry for entry in entries if entry.get("type", "labels") == "labels"]
+            entries = [entry for entry in entries if not isinstance(entry, dict)
+                       or entry.get("type", "labels") == "labels"]
         return {"id": row.get("id"), **row["data"], "label": entries}
     if isinstance(row.get("spans"), list) and row.get("answer") in ("reject", "ignore"):
         return row | {"spans": None}
@@ -43,7 +45,7 @@ def is_entities(value: Any) -> bool:
 
 
 def entities_of(text: str, value: list) -> list[Entity]:
-    """Return the entities of a text in order, without spaces at their ends; else ValueError."""
+    """Return the entities of a text in order, without spaces at their ends."""
     found = sorted(_entity(text, part) for part in value)
     for (_, end, name), (start, _, other) in zip(found, found[1:], strict=False):
         if start < end:

@@ -19,7 +19,7 @@ from deberta_ds.corpus.tables import suffix_of, text_lines
 COLUMN_SUFFIXES = (".conll", ".conllu", ".txt", ".bio", ".bioes", ".bmes", ".iob", ".iob2",
                    ".train", ".testa", ".testb")
 PREFIXED = re.compile(r"[BIESLUM]-.+")
-_WIKIANN = re.compile(r"[a-z]{2,3}(-[a-z]+)*:[^\t]+\t[^\t]+")
+_WIKIANN = re.compile(r"([a-z]{2,3}(-[a-z]+)*|simple):[^\t]+\t[^\t]+")
 _LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
 _BRACKET = re.compile(r"(?:\(([^()*]+))?\*?(\)?)")  # CoNLL-2012: (PERSON*, *, *), (GPE)
 _NO_WORD = re.compile(r"\d+[-.]\d+")  # CoNLL-U: the range of a contraction, an empty node
@@ -70,6 +70,7 @@ def _blocks(lines: Iterable[tuple[str, str]]) -> Iterator[list[Line]]:
     block: list[Line] = []
     for place, line in lines:
         if line.strip() and not line.startswith("-DOCSTART-"):
+            line = line.rstrip("\t")
             cells = line.split("\t") if "\t" in line else [p for p in line.split(" ") if p]
             block.append((place, line, cells))
         elif block:

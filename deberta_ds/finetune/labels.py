@@ -7,7 +7,7 @@ A cell of text may hold a list as JSON, pandas or NumPy write one: ["a"], ['a', 
 import ast
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deberta_ds.base.errors import UserError
@@ -33,7 +33,7 @@ def read_list(value: Any) -> Any:
     text = re.sub(r"(?<=[\d.])\s+(?=[\d.])", ", ", text) if not _QUOTED.search(text) else text
     try:
         found = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return value
     return sorted(found, key=str) if isinstance(found, set) else (
         list(found) if isinstance(found, tuple) else found)
@@ -53,11 +53,22 @@ def is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-def is_ignored(task: Task, row: Mapping[str, Any]) -> bool:
+def is_sentence(task: Task, row: Iterable) -> bool:
+    """Return whether a row is of a file with a word per line, whose columns have no names."""
+    return task.head == "tags" and set(row) in ({"tokens"}, {"tokens", "tags"})
+
+
+def label_cell(task: Task, row: dict[str, Any]) -> Any:
+    """Return the value of a row's label; None where it has no such column."""
+    column = task.columns.get("label", "label")
+    return row.get("tags" if column not in row and is_sentence(task, row) else column)
+
+
+def is_ignored(task: Task, row: dict[str, Any]) -> bool:
     """Return whether the task file says that rows of this label are left out."""
     if not task.ignore_labels:
         return False
-    cells = [row.get(name) for name in task.label_columns or [task.columns.get("label", "label")]]
+    cells = list(map(row.get, task.label_columns)) or [label_cell(task, row)]
     return any(not set(task.ignore_labels).isdisjoint(("", "-1") if is_missing(cell) else
                                                       (label_text(cell),))
                for cell in cells if not isinstance(cell, list | dict))

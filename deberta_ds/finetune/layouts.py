@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.annotations import entities_of, glued, tagged_words
+from deberta_ds.finetune.annotations import BAD_ENTITIES, entities_of, glued, tagged_words
 from deberta_ds.finetune.line import Line, show
 from deberta_ds.finetune.tasks import Task
 
@@ -158,7 +158,7 @@ def _tagged_text(line: Line, text: str, labelled: bool) -> Example:
     if has_label := labelled or "label" in line.value:
         try:
             entities = entities_of(text, line.get("label", list))
-        except (TypeError, AttributeError, ValueError) as error:
+        except BAD_ENTITIES as error:
             if isinstance(error, UserError):
                 raise
             line.fail(f'field "{line.named("label")}": {error}')

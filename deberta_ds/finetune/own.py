@@ -150,27 +150,25 @@ def _check(own: OwnTask, path: Path) -> None:
         if name not in _METRICS[own.kind]:
             raise UserError(f"{path}: metrics: {name!r} is not of kind = {own.kind!r}, which has "
                             f"{', '.join(_METRICS[own.kind])}")
-    if own.kind != "multilabel" and (own.separator or not isinstance(own.label, str)):
-        raise UserError(f'{path}: a separator, and label columns of their own, are for kind = '
-                        '"multilabel" only')
-    if not isinstance(own.label, str) and (own.labels or len(own.label) < 2):
-        raise UserError(f"{path}: label = [...] names two columns or more, which are the labels; "
-                        "leave labels out")
-    if own.first_answer is not None and own.kind != "choice":
-        raise UserError(f'{path}: first_answer is for kind = "choice" only')
-    if own.decimal and own.kind != "regression":
-        raise UserError(f'{path}: decimal is for kind = "regression" only')
+    for name, kind in _KINDS_OF.items():
+        if getattr(own, name) not in ("", None, {}) and own.kind != kind:
+            raise UserError(f'{path}: {name} is for kind = "{kind}" only')
+    if not isinstance(own.label, str) and (
+            own.labels or len(own.label) < 2 or own.kind != "multilabel"):
+        raise UserError(f'{path}: label = [...] names two columns or more, which are the labels, '
+                        'for kind = "multilabel" only; leave labels out')
     if own.ignore_labels and own.kind in ("tags", "spans") and own.ignore_labels != ("",):
         raise UserError(f'{path}: ignore_labels of kind = "{own.kind}" can only be [""], rows '
                         "without a label")
-    if 0 in own.columns.values() or (own.columns and own.kind != "tags"):
-        raise UserError(f'{path}: columns are for kind = "tags" and counted from 1, or from the '
-                        "end as -1, -2, ...")
+    if 0 in own.columns.values():
+        raise UserError(f"{path}: columns are counted from 1, or from the end as -1, -2, ...")
     if len(set(own.labels)) < len(own.labels):
         raise UserError(f"{path}: labels names a label twice: {', '.join(own.labels)}")
     validate(Settings, dict(own.settings), f"{path}, [settings]")
 
 
+_KINDS_OF = {"separator": "multilabel", "first_answer": "choice", "decimal": "regression",
+             "columns": "tags"}
 _PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
 _TAKEN = ("idx", "id", "label", "start")
 

@@ -11,17 +11,16 @@ from typing import Any, Literal
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.tables import suffix_of
-from deberta_ds.finetune.annotations import entities_of, hold_spaces, is_entities
+from deberta_ds.finetune.annotations import BAD_ENTITIES, entities_of, hold_spaces, is_entities
 from deberta_ds.finetune.column_files import PREFIXED
 from deberta_ds.finetune.labels import (
     NO_LABEL,
     has_decimal_commas,
     is_ignored,
     is_missing,
+    is_sentence,
     is_vector,
-    label_text,
-    names_of,
-    names_of_columns,
+    label_cell,
     read_list,
 )
 from deberta_ds.finetune.layouts import chosen, examples_of
@@ -30,8 +29,6 @@ from deberta_ds.finetune.tables import (
     as_shown,
     choice_label,
     each_row,
-    is_sentence,
-    label_cell,
     no_column,
     read_table,
     to_line,
@@ -190,19 +187,13 @@ def _with_names(task: Task, own: Any, path: Path) -> tuple[Task, str]:
 
 def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:
     """Return the names in the label of a row; none where it has none."""
-    if task.label_columns:
-        return names_of_columns(task, row, place) or []
-    value = label_cell(task, row)
-    if is_missing(value):
-        return []
+    label = to_line(task, place, row, 0).get("label", [])
     if task.words == "raw":
         try:
-            return [name for *_, name in entities_of(row[task.texts[0]], read_list(value))]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            return [name for *_, name in entities_of(row[task.texts[0]], label)]
+        except BAD_ENTITIES as error:
             raise UserError(f"{place}: {error}") from None
-    several = task.head in ("tags", "multilabel")
-    value = names_of(task, value, place) if several else label_text(value)
-    names = value if isinstance(value, list) else [value]
+    names = label if isinstance(label, list) else [label]
     for name in names:
         if not isinstance(name, str) or not name:
             raise UserError(f"{place}: label {name!r} is no name; labels are text, whole numbers "

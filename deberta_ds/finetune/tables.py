@@ -23,6 +23,8 @@ from deberta_ds.finetune.annotations import flat
 from deberta_ds.finetune.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
 from deberta_ds.finetune.labels import (
     is_missing,
+    is_sentence,
+    label_cell,
     label_text,
     names_of,
     names_of_columns,
@@ -215,17 +217,6 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
     if not is_missing(value):
         line["label"] = _label(task, value, place)
     return line
-
-
-def is_sentence(task: Task, row: Iterable) -> bool:
-    """Return whether a row is of a file with a word per line, whose columns have no names."""
-    return task.head == "tags" and set(row) in ({"tokens"}, {"tokens", "tags"})
-
-
-def label_cell(task: Task, row: dict[str, Any]) -> Any:
-    """Return the value of a row's label; None where it has no such column."""
-    column = task.columns.get("label", "label")
-    return row.get("tags" if column not in row and is_sentence(task, row) else column)
 
 
 def _label(task: Task, value: Any, place: str) -> Any:

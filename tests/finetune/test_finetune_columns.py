@@ -98,6 +98,7 @@ CASES = {
     "words alone": ("new.txt", "# text = Hi #you\nHi\n#you\n", {}, [(["Hi", "#you"], None)]),
     "GermEval without tags": ("new.tsv", "1\tIn\n2\tRom\n", {"word": 2, "tag": 3}, [
         (["In", "Rom"], None)]),
+    "tabs at the end": ("a.conll", "a\tO\t\nb\tB-X\t\n", {}, [(["a", "b"], ["O", "B-X"])]),
     "a blank word": ("ko.txt", "나 O\n  O\n너 B-PS\n", {}, [(["나", " ", "너"],
                                                            ["O", "O", "B-PS"])]),
 }
@@ -146,6 +147,15 @@ def test_tags_without_prefix_are_scored_by_accuracy(tmp_path, file, text, metric
     task, _, _ = load_own_task(path)  # a file with a word per line has no names of columns
     assert task.metrics == metrics and set(task.labels) == labels
     assert read_split(task, ".", "val").examples[0].label
+
+
+def test_sentences_without_tags_are_left_out_by_name(tmp_path):
+    (tmp_path / "a.conll").write_text("a O\nb B-X\n\nc _\nd _\n")
+    path = write_task(tmp_path, "tags", [], train="a.conll", val="a.conll", texts=["x"], label="y",
+                      ignore_labels=[""])
+    split = read_split(load_own_task(path)[0], ".", "train")
+    assert [example.sequences for example in split.examples] == [(("a b",),)]
+    assert split.left_out == "1 of 2 rows are left out by ignore_labels"
 
 
 def test_columns_in_a_task_file(tmp_path):
