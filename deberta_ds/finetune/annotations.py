@@ -5,12 +5,12 @@
     Label Studio      {"data": {"text": "..."}, "annotations": [{"result": [{"value": {...}}]}]},
                       or JSON_MIN: {"text": "...", "label": [{"start", "end", "labels": ["PER"]}]}
 
-A word is a run of letters, digits and marks; of scripts without spaces each character is one. An
-entity that begins or ends inside a word parts it.
+Every character of such a text has a tag: that of its token, of which the model learns one
+(features.py). So entities may begin and end inside words, as Korean and German ones do.
 """
 
 import unicodedata
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deberta_ds.tokenizer.words import UNSPACED_SCRIPTS, is_unspaced
@@ -78,34 +78,29 @@ def _entity(text: str, part: Any) -> Entity:
     return start, start + len(piece.strip()), name
 
 
-def words_in(text: str, cuts: Collection[int] = ()) -> list[tuple[int, int]]:
-    """Return the characters [start, end) of every word; one also ends at each of `cuts`."""
+def words_in(text: str) -> list[tuple[int, int]]:
+    """Return the characters [start, end) of every word: a run of letters, digits and marks, another
+    character, or one of a script without spaces."""
     found: list[tuple[int, int]] = []
     goes_on = False  # the last word takes letters
     for place, character in enumerate(text):
         kind = unicodedata.category(character)
-        if character.isspace():
-            goes_on = False
-            continue
-        joins = kind[0] == "M" or kind == "Cf"
-        letter = kind[0] in "LN" or character == "_"
-        touches = bool(found) and found[-1][1] == place and place not in cuts
-        if touches and (joins or (letter and goes_on and not is_unspaced(character))):
+        letter = (kind[0] in "LN" or character == "_") and not is_unspaced(character)
+        touches = bool(found) and found[-1][1] == place
+        if touches and (kind[0] == "M" or kind == "Cf" or (letter and goes_on)):
             found[-1] = (found[-1][0], place + 1)
-        else:
+        elif not character.isspace():
             found.append((place, place + 1))
-            goes_on = letter and not is_unspaced(character)
+            goes_on = letter
     return found
 
 
-def tagged_words(text: str, entities: list[Entity]) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return (words as `words_in` has them, the IOB2 tag of each)."""
-    words = words_in(text, {place for start, end, _ in entities for place in (start, end)})
-    tags = []
-    for low, high in words:
-        inside = [(start, name) for start, end, name in entities if start <= low and high <= end]
-        tags.append(f"{'B' if low == inside[0][0] else 'I'}-{inside[0][1]}" if inside else "O")
-    return words, tags
+def tagged_characters(text: str, entities: list[Entity]) -> tuple[list[tuple[int, int]], list[str]]:
+    """Return ([start, end) of every character, the IOB2 tag of each)."""
+    tags = ["O"] * len(text)
+    for start, end, name in entities:
+        tags[start:end] = [f"B-{name}"] + [f"I-{name}"] * (end - start - 1)
+    return [(place, place + 1) for place in range(len(text))], tags
 
 
 def glued(words: list[str], spaces: bool) -> tuple[str, list[tuple[int, int]]]:

@@ -10,6 +10,7 @@ K slots (what spans are pooled for: two words, or the mentions of every example;
 start and the end in every row).
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -42,6 +43,8 @@ class Feature:
     slot_labels: tuple[float, ...]
     cut_tokens: int  # tokens of the text that may be cut which the model never sees
     offsets: tuple[np.ndarray, ...] = ()  # answers: characters [tokens, 2] of each row's window
+    inner: tuple[int, ...] = ()  # tags: words whose token is that of the word before
+    lost: tuple[int, ...] = ()  # tags: words without a token, such as a space
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +127,11 @@ class _Encoder:
             sequences += rows
             cut += lost
         label, slot_labels = self.labels(example)
+        inner, lost = self.tokenless(example) if self.task.head == "tags" else ((), ())
+        if inner or lost:
+            unlearned = {*inner, *lost}
+            slot_labels = tuple(-1.0 if slot in unlearned else value
+                                for slot, value in enumerate(slot_labels))
         return Feature(
             position=position,
             sequences=tuple(map(tuple, sequences)),
@@ -132,7 +140,24 @@ class _Encoder:
             label=label,
             slot_labels=slot_labels,
             cut_tokens=cut,
+            inner=inner,
+            lost=lost,
         )
+
+    def tokenless(self, example: Example) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return Feature.inner and .lost: where each character is a word, many share a token."""
+        _, offsets = self.tokens(example.sequences[0][0])
+        inner, lost, before = [], [], -1
+        for slot, span in enumerate(example.spans):
+            first, _ = token_range(offsets, span.start, span.end)
+            low, high = offsets[first]
+            if not (low < span.end and span.start < high):
+                lost.append(slot)
+            elif first == before:
+                inner.append(slot)
+            else:
+                before = first
+        return tuple(inner), tuple(lost)
 
     def labels(self, example: Example):
         """Return (label, label of every slot); where the file has none, what stands for that."""
@@ -290,15 +315,16 @@ def window_starts(length: int, room: int, overlap: int) -> list[int]:
 
 
 def token_range(offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
-    """Return tokens [first, end) that overlap characters [start, end).
+    """Return tokens [first, end) that overlap characters [start, end); `offsets` are in order.
 
     Characters that give no token of their own (normalized away) take the next token.
     """
-    inside = [i for i, (low, high) in enumerate(offsets) if low < end and high > start]
-    if not inside:
-        after = [i for i, (low, _) in enumerate(offsets) if low >= start]
-        inside = after[:1] or [len(offsets) - 1]
-    return inside[0], inside[-1] + 1
+    first = bisect_right(offsets, start, key=lambda place: place[1])
+    last = bisect_left(offsets, end, key=lambda place: place[0])
+    if first < last:
+        return first, last
+    first = min(bisect_left(offsets, start, key=lambda place: place[0]), len(offsets) - 1)
+    return first, first + 1
 
 
 @dataclass

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.annotations import BAD_ENTITIES, entities_of, glued, tagged_words
+from deberta_ds.finetune.annotations import (
+    BAD_ENTITIES,
+    entities_of,
+    glued,
+    tagged_characters,
+    words_in,
+)
 from deberta_ds.finetune.line import Line, show
 from deberta_ds.finetune.tasks import Task
 
@@ -154,16 +160,18 @@ def _tags(line: Line, labelled: bool) -> list[Example]:
 
 def _tagged_text(line: Line, text: str, labelled: bool) -> Example:
     """A text whose entities are characters [start, end) with a name."""
-    entities = []
-    if has_label := labelled or "label" in line.value:
+    task, label = line.task, None
+    places, _ = tagged_characters(text, [])
+    if labelled or "label" in line.value:
         try:
-            entities = entities_of(text, line.get("label", list))
+            places, tags = tagged_characters(text, entities_of(text, line.get("label", list)))
         except BAD_ENTITIES as error:
             if isinstance(error, UserError):
                 raise
             line.fail(f'field "{line.named("label")}": {error}')
-    places, tags = tagged_words(text, entities)
-    label = tuple(line.class_index(tag) for tag in tags) if has_label else None
+        label = tuple(line.class_index(tag) for tag in tags)
+    elif task.words == "list" and task.spaces:  # of a word, such a model knows the first token
+        places = words_in(text)
     spans = tuple(TextSpan(0, start, end) for start, end in places)
     return Example((line.index(),), ((text,),), label, spans)
 

@@ -21,13 +21,11 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path
 from deberta_ds.cluster import dist
 from deberta_ds.finetune.answers import MARGIN, answer_place
-from deberta_ds.finetune.column_files import PREFIXED
 from deberta_ds.finetune.directory import Finetuned
 from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.features import Feature, count_unknown, encode
 from deberta_ds.finetune.layouts import Example, examples_of
-from deberta_ds.finetune.metrics import spans_of
-from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
+from deberta_ds.finetune.predict import entities_in, num_scores, predictions_of, score_split
 from deberta_ds.finetune.run import finetuned_model
 from deberta_ds.finetune.submission import as_written
 from deberta_ds.finetune.tables import each_row, to_line
@@ -172,19 +170,6 @@ def _lines(
         elif task.head not in ("regress", "tags", "mentions"):
             line["probabilities"] = dict(zip(task.labels, _rounded(softmax(values)), strict=True))
         yield example.place, line
-
-
-def entities_in(task: Task, example: Example, tags: list[str], scores: np.ndarray) -> list[dict]:
-    """Return the entities that tags mark in a text, with the mean probability of their tags; of
-    tags that mark no spans, every word."""
-    text, words = example.sequences[0][0], example.spans
-    best = softmax(scores.reshape(len(words), -1), -1).max(-1)
-    spans = spans_of(tags) if any(map(PREFIXED.fullmatch, task.labels)) else [
-        (tag, number, number + 1) for number, tag in enumerate(tags)]
-    return [{"start": words[first].start, "end": words[end - 1].end, "label": name,
-             "text": text[words[first].start : words[end - 1].end],
-             "probability": round(float(best[first:end].mean()), 5)}
-            for name, first, end in spans]
 
 
 def _rounded(values: np.ndarray) -> list[float]:
