@@ -34,6 +34,8 @@ class Faults:
         `total`: rows that were read. `remedy`: another one than to leave them out.
         """
         lines = [error.partition("\n")[0] for error in self.errors.values()]
+        if self.file and dist.is_main():
+            self.file.unlink(missing_ok=True)  # of another run
         if not lines:
             return ""
         remedy = f". {remedy}" if remedy else ""
