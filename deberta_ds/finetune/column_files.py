@@ -103,7 +103,7 @@ def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int
     width = widths.most_common(1)[0][0] if widths else 1
     for number, what in ((counting, "counts the words (1, 2, 3 ...)"),
                          (constant, "is the same in all lines of a sentence")):
-        if "word" not in asked and number > 0.9 * long:
+        if word == 0 and number > 0.9 * long:
             example = _CONLLU if width >= 10 else {"word": 2, "tag": min(3, width)}
             raise UserError(
                 f"{path}: column 1 {what}, so it is not the word; name the columns of word and tag "

@@ -62,8 +62,8 @@ def _rows(task: Task, path: Path) -> Iterator[Row]:
     if is_empty and not fault:
         raise UserError(f"{task.files['train']}: not a single row in it")
     if is_empty:
-        words = "; if it has a word per line, say in the task file which columns hold word and " \
-            "tag: columns = {word = 1, tag = -1}" if task.head == "tags" and (
+        words = "; if it has a word per line, name its columns in the task file, counted from 1 " \
+            "or from the end: columns = {word = 1, tag = -1}" if task.head == "tags" and (
                 suffix_of(task.files["train"]) in (".tsv", ".csv")) else ""
         raise UserError(f"{fault}{words}")
 

@@ -114,8 +114,8 @@ def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: Ta
                         f"{_KINDS}")
     if suffix not in TABLE_KINDS:
         raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}, or the"
-                        " task file say the columns of a file with a word per line: columns = "
-                        "{word = 1, tag = -1}")
+                        " task file name the columns of a file with a word per line: columns = "
+                        "{word = 1, tag = -1}, counted from 1 or from the end")
     how: dict[str, Any] = {"delimiter": form.delimiter, "encoding": form.encoding}
     how["quoted"] = is_quoted(path, **how) if form.quoted is None and suffix == ".tsv" and (
         not headless) else form.quoted

@@ -163,13 +163,14 @@ def test_columns_in_a_task_file(tmp_path):
     table = {"train": "NER-de-train.tsv", "val": "NER-de-train.tsv", "texts": ["tokens"],
              "label": "tags"}
     path = write_task(tmp_path, "tags", [], **table)
-    with pytest.raises(UserError, match="has 3; if it has a word per line, .*columns = "):
+    with pytest.raises(UserError, match="has 3; if it has a word per line, .*columns = {word"):
         load_own_task(path)
     path.write_text("columns = {word = 2, tag = 3}\n" + path.read_text())
     task, _, said = load_own_task(path)
     assert said == "mine: 3 labels: O (3), B-LOC (1), B-ORG (1)"
     assert read_split(task, ".", "train").examples[0].sequences == (("Aufgrund seiner DFB",),)
     for wrong, message in (("{word = 0}", "counted from 1"), ("{words = 1}", "columns.words"),
+                           ("{word = 1, tag = -1}", "column 1 counts the words"),
                            ("{word = 9}", "has no word in column 9")):
         path.write_text(path.read_text().partition("\n")[2])
         path.write_text(f"columns = {wrong}\n" + path.read_text())
