@@ -35,9 +35,8 @@ _ORACLE = "ours, reference"  # not timed on a GPU: it needs tens of GiB there
 _ONLY_SHORT_ON_GPU = ("FlexAttention", "ours, tiled")
 
 
-def measure(
-    shape, dtype: torch.dtype, device: str, dropout: float, rounds: int, ways: dict[str, Callable]
-) -> dict:
+def measure(shape, dtype: torch.dtype, device: str, dropout: float, rounds: int,
+            ways: dict[str, Callable]) -> dict:
     """Return seconds, error and reason of absence of each implementation.
 
     ways: what to add to an implementation's name, and what decides who computes its products.
@@ -141,8 +140,7 @@ def show(result: dict) -> None:
     base = rows[_BASE].get("seconds")
     print(
         f"\n{result['batch']} x {result['length']} tokens, {HEADS} heads x {SIZE}, "
-        f"{result['dtype']}, dropout {result['dropout']}: forward + backward"
-    )
+        f"{result['dtype']}, dropout {result['dropout']}: forward + backward")
     titles = ("ms", "x HF", "x equal", "error", "peak MB", "fwd ms", "fwd TF/s", "TF/s")
     print(f"  {'':32}" + "".join(f"{title:>9}" for title in titles))
     for name, row in rows.items():
@@ -182,8 +180,7 @@ def main() -> None:
             for dropout in options.dropout:
                 chosen = ways if dtype == torch.float32 else plain  # bf16 is oneDNN's anyway
                 results.append(
-                    measure(shape, dtype, options.device, dropout, options.rounds, chosen)
-                )
+                    measure(shape, dtype, options.device, dropout, options.rounds, chosen))
                 show(results[-1])
                 path = save("attention", options.device, results)  # a time limit may come
     print(f"\nwrote {path}")

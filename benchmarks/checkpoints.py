@@ -29,8 +29,7 @@ from deberta_ds.checkpoint import (
 from deberta_ds.checkpoint.run_record import RunRecord  # noqa: E402
 from deberta_ds.config import run_config  # noqa: E402
 from deberta_ds.engine import engine  # noqa: E402
-from deberta_ds.train.loop import batches_of  # noqa: E402
-from deberta_ds.train.setup import join_group, open_run  # noqa: E402
+from deberta_ds.train.setup import batches_of, join_group, open_run  # noqa: E402
 from deberta_ds.train.step import train_step  # noqa: E402
 
 SIZES = {

@@ -171,12 +171,10 @@ def _stage_speed(args, text: Path, model: Path, documents_are: str) -> dict:
         tokens += sum(map(len, ways["numpy"]()))
         count += len(documents)
     shutil.rmtree(target)
-    return {
-        "tokens": tokens, "documents": count,
-        **{f"{way}_tokens_a_core_second": round(tokens / totals[way]) for way in totals},
-        "stage_over_raw": round(totals["list"] / totals["stage"], 3),
-        "stage_over_raw_to_numpy": round(totals["numpy"] / totals["stage"], 3),
-    }
+    return {"tokens": tokens, "documents": count,
+            **{f"{way}_tokens_a_core_second": round(tokens / totals[way]) for way in totals},
+            "stage_over_raw": round(totals["list"] / totals["stage"], 3),
+            "stage_over_raw_to_numpy": round(totals["numpy"] / totals["stage"], 3)}
 
 
 def measure_scaling(args) -> dict:
@@ -200,12 +198,9 @@ def measure_scaling(args) -> dict:
         assert not any(job.wait() for job in jobs)
         return {"seconds": round(time.perf_counter() - start, 2)}
 
-    kinds = {
-        "1 worker": lambda: run(*command(8, "--out", out, "--workers", 1)),
-        "2 workers": lambda: run(*command(8, "--out", out, "--workers", 2)),
-        "mpirun -n 2": lambda: run(*command(8, "--out", out), mpi=2),
-        "two jobs": two_jobs,
-    }
+    kinds = {"1 worker": lambda: run(*command(8, "--out", out, "--workers", 1)),
+             "2 workers": lambda: run(*command(8, "--out", out, "--workers", 2)),
+             "mpirun -n 2": lambda: run(*command(8, "--out", out), mpi=2), "two jobs": two_jobs}
     runs: dict = {name: [] for name in kinds}
     for _ in range(2):
         for name, work in kinds.items():

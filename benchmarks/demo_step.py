@@ -36,10 +36,8 @@ TOLERANCE = 1e-5  # of the loss, relative, at every step
 PLAIN, OURS = "reference attention, whole logits", "ours"
 
 
-def whole_logits(
-    hidden_TC, weight_VC, bias_V, labels_T, uniforms_T=None, temperature=1.0, valid_vocab=None,
-    gradient=None,
-):
+def whole_logits(hidden_TC, weight_VC, bias_V, labels_T, uniforms_T=None, temperature=1.0,
+                 valid_vocab=None, gradient=None):
     """Return what `linear_cross_entropy` does, the plain way; `gradient` is left alone."""
     logits_TV = hidden_TC @ weight_VC[:valid_vocab].t() + bias_V[:valid_vocab]
     loss_sum = F.cross_entropy(logits_TV, labels_T, reduction="sum")
@@ -119,22 +117,17 @@ def main() -> None:
     tokenizer = Tokenizer(run.data.tokenizer)
     dataset = RowDataset(
         run.data.sources, tokenizer, seq_len=run.data.seq_len,
-        seed=run.data.seed, mask=run.objective.mask,
-    )
+        seed=run.data.seed, mask=run.objective.mask)
     draws = Draws()
-    ways = {
-        PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),
-        OURS: Trainer(run, "tiled", draws.our_head, tokenizer.size),
-    }
+    ways = {PLAIN: Trainer(run, "reference", draws.plain_head, tokenizer.size),
+            OURS: Trainer(run, "tiled", draws.our_head, tokenizer.size)}
     cpu.use_onednn()  # both as the demo does
     cpu.keep_heap()
     rows, micro = run.train.global_batch_size, run.train.micro_batch_size
     for step in range(options.steps):
         first = step * rows
-        batches = [
-            collate([dataset[number] for number in range(start, start + micro)])
-            for start in range(first, first + rows, micro)
-        ]
+        batches = [collate([dataset[number] for number in range(start, start + micro)])
+                   for start in range(first, first + rows, micro)]
         with cpu.mkl_products():
             ways[PLAIN].step(batches)
         ways[OURS].step(batches)

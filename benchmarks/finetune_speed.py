@@ -46,19 +46,18 @@ def main() -> None:
     shape = json.loads((Path(options.model) / "config.json").read_text())
     about = {key: shape[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
     about |= {
-        key: getattr(options, key) for key in ("global_batch_size", "epochs", "learning_rate")
-    }
+        key: getattr(options, key) for key in ("global_batch_size", "epochs", "learning_rate")}
     name = options.task
     job, train, val = job_of(name, options)
     if options.profile:
-        return print(profiled(job, train, val))
+        return print(profiled(job, train))
     about |= {"train_rows": len(train), "val_rows": len(val),
               "precision": "bf16 autocast" if options.bf16 else "fp32"}
     record = json.loads(out.read_text()) if out.exists() else {}
     runs = record.get(options.label or name, {}).get("runs", {})
     for way, sampling in WAYS.items():
         runs.setdefault(way, []).append(run_trainer(options, job, train, val, sampling))
-    runs.setdefault("ours", []).append(run_ours(job, train, val))
+    runs.setdefault("ours", []).append(run_ours(job, train))
     print(name, {way: rows[-1] for way, rows in runs.items()}, flush=True)
     least = {way: min(row["cpu_seconds"] for row in rows) for way, rows in runs.items()}
     ratios = {way: round(least[way] / least["ours"], 2) for way in WAYS}
@@ -68,10 +67,9 @@ def main() -> None:
 
 def job_of(name: str, options):
     """Return (job, train features, val features) of a task in our own terms."""
-    from deberta_ds.finetune.loop import Job
+    from deberta_ds.finetune.job import Job
     from deberta_ds.finetune.models import open_start
     from deberta_ds.finetune.readers import read_split
-    from deberta_ds.finetune.run import encode_split
     from deberta_ds.finetune.settings import load, resolve
     from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
@@ -84,36 +82,38 @@ def job_of(name: str, options):
     job = Job(task=task, seed=options.seed, settings=resolve(task, load(None, given, TASK_NAMES)),
               start=open_start(options.model), train=train, val=val, tests={}, out=Path("."),
               deepspeed=AUTOCAST if options.bf16 else {}, device=torch.device("cpu"))
-    rows = encode_split(job, train)
-    return job, rows[: options.train_rows or len(rows)], encode_split(job, val)
+    rows = job.features(train)
+    return job, rows[: options.train_rows or len(rows)], job.features(val)
 
 
-def run_ours(job, train, val) -> dict:
+def run_ours(job, train) -> dict:
     from deberta_ds.engine.engine import init_distributed, set_learning_rate
     from deberta_ds.engine.optim import learning_rate
     from deberta_ds.finetune import loop
+    from deberta_ds.train.step import train_step
 
     init_distributed()  # not before the Trainer's runs: it would wrap the model for many ranks
     settings, seed = job.settings, job.seed
     updates = settings.epochs * -(-len(train) // settings.global_batch_size)
     optim = settings.optim(updates)
-    engine, shape = loop._engine(job, optim)
+    engine, training = loop.build(job, optim), loop.training_of(job)
     lengths = np.array([feature.num_tokens for feature in train])
     began = time.process_time()
     for step in range(updates):
         set_learning_rate(engine, learning_rate(optim, step, updates))
         rows = loop.stream(lengths, seed, step, settings.global_batch_size, settings.group_updates)
-        loop._step(engine, [train[i] for i in rows], shape, seed, step)
+        train_step(engine, loop.micro_batches([train[i] for i in rows], settings), step=step,
+                   seed=seed, training=training)
     seconds = time.process_time() - began
-    values, _ = loop._evaluate(job, engine, val)
+    values, _ = loop._evaluate(job, engine)
     engine.destroy()
     return {"cpu_seconds": round(seconds, 2), "accuracy": round(values["accuracy"], 4)}
 
 
-def profiled(job, train, val) -> str:
+def profiled(job, train) -> str:
     """Return the operators of our epoch, those with most time of their own first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        run_ours(job, train, val)
+        run_ours(job, train)
     return profiler.key_averages().table("self_cpu_time_total", row_limit=40,
                                          max_name_column_width=60)
 
@@ -136,22 +136,11 @@ def run_trainer(options, job, train, val, sampling: str) -> dict:
         options.model, num_labels=len(job.task.labels))
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
-            out,
-            per_device_train_batch_size=options.global_batch_size,
-            num_train_epochs=options.epochs,
-            use_cpu=True,
-            bf16=options.bf16,
-            learning_rate=options.learning_rate,
-            warmup_steps=0.06,
-            weight_decay=0.01,
-            adam_epsilon=1e-6,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            train_sampling_strategy=sampling,
-            disable_tqdm=True,
-            seed=options.seed,
-        )
+            out, per_device_train_batch_size=options.global_batch_size,
+            num_train_epochs=options.epochs, use_cpu=True, bf16=options.bf16,
+            learning_rate=options.learning_rate, warmup_steps=0.06, weight_decay=0.01,
+            adam_epsilon=1e-6, report_to=[], save_strategy="no", logging_strategy="no",
+            train_sampling_strategy=sampling, disable_tqdm=True, seed=options.seed)
         collator = DataCollatorWithPadding(AutoTokenizer.from_pretrained(options.model))
         trainer = Trainer(network, arguments, data_collator=collator, train_dataset=rows(train))
         began = time.process_time()

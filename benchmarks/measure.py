@@ -18,9 +18,8 @@ _PACKAGES = ("torch", "transformers", "deepspeed", "triton", "flashdeberta", "di
              "onnxruntime")
 
 
-def interleaved_minimum(
-    variants: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
-) -> dict[str, float]:
+def interleaved_minimum(variants: dict[str, Callable[[], object]], rounds: int, device: str = "cpu"
+                       ) -> dict[str, float]:
     """Return the least seconds of each variant over `rounds` rounds, after warming up.
 
     CPU: process time, which other processes on the machine do not add to. CUDA: event time of as
@@ -93,13 +92,8 @@ def environment(device: str = "cpu") -> dict[str, object]:
         except PackageNotFoundError:
             versions[name] = None
     processor = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-    return {
-        "device": device,
-        "processor": processor,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "packages": versions,
-    }
+    return {"device": device, "processor": processor, "threads": torch.get_num_threads(),
+            "python": platform.python_version(), "packages": versions}
 
 
 def _cpu_name() -> str:

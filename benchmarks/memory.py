@@ -50,12 +50,8 @@ def head(name: str, device: str) -> None:
 
 
 def cases() -> list[list[str]]:
-    found = [
-        ["attention", name, str(length)]
-        for length in LENGTHS
-        for name in ATTENTION
-        if not (name == "Hugging Face eager" and length > HF_LIMIT)
-    ]
+    found = [["attention", name, str(length)] for length in LENGTHS for name in ATTENTION
+             if not (name == "Hugging Face eager" and length > HF_LIMIT)]
     return found + [["head", "full logits", "0"], ["head", "chunked", "0"]]
 
 

@@ -57,15 +57,8 @@ class Problem:
         return self.q_BHLD.device
 
 
-def make_problem(
-    batch: int,
-    length: int,
-    heads: int,
-    size: int,
-    dtype: torch.dtype,
-    device: str,
-    dropout: float,
-) -> Problem:
+def make_problem(batch: int, length: int, heads: int, size: int, dtype: torch.dtype, device: str,
+                 dropout: float) -> Problem:
     """Return random tensors laid out as a linear projection leaves them."""
     generator = torch.Generator().manual_seed(length)
 
@@ -92,15 +85,9 @@ def ours(mode: str, explicit_columns: bool = False) -> Callable[[Problem], Calla
         batch, _, length, _ = problem.q_BHLD.shape
         segments = torch.ones(batch, length, dtype=torch.int32, device=problem.device)
         columns = torch.arange(length, device=problem.device).expand(batch, length)
-        return lambda: attend(
-            *problem.leaves,
-            geometry=GEOMETRY,
-            segments=segments,
-            query_positions_BQ=columns if explicit_columns else None,
-            dropout=problem.dropout,
-            seed=1,
-            mode=mode,
-        )
+        return lambda: attend(*problem.leaves, geometry=GEOMETRY, segments=segments,
+                              query_positions_BQ=columns if explicit_columns else None,
+                              dropout=problem.dropout, seed=1, mode=mode)
 
     return build
 
@@ -108,17 +95,11 @@ def ours(mode: str, explicit_columns: bool = False) -> Callable[[Problem], Calla
 def hugging_face(problem: Problem) -> Callable[[], Tensor]:
     """Return transformers' DisentangledSelfAttention, its projections replaced by our tensors."""
     batch, heads, length, size = problem.q_BHLD.shape
-    config = DebertaV2Config(
-        hidden_size=heads * size,
-        num_attention_heads=heads,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        position_buckets=GEOMETRY.position_buckets,
-        max_relative_positions=GEOMETRY.max_relative,
-        share_att_key=True,
-        attention_probs_dropout_prob=problem.dropout,
-        hidden_dropout_prob=0.0,
-    )
+    config = DebertaV2Config(hidden_size=heads * size, num_attention_heads=heads,
+                             relative_attention=True, pos_att_type=["c2p", "p2c"],
+                             position_buckets=GEOMETRY.position_buckets,
+                             max_relative_positions=GEOMETRY.max_relative, share_att_key=True,
+                             attention_probs_dropout_prob=problem.dropout, hidden_dropout_prob=0.0)
     module = DisentangledSelfAttention(config)
     q, k, v = (x.transpose(1, 2).flatten(2) for x in problem.leaves[:3])
     pos_key, pos_query = (x.transpose(0, 1).flatten(1)[None] for x in problem.leaves[3:])
@@ -198,8 +179,7 @@ def flashdeberta(problem: Problem) -> Callable[[], Tensor]:
     q, k, v, pos_key, pos_query = problem.leaves
     scale = 1 / math.sqrt(3 * q.shape[-1])
     return lambda: flash_attention_with_disentangled(
-        q, k, v, None, pos_key[None], pos_query[None], False, scale, 256, 512
-    ).transpose(1, 2)
+        q, k, v, None, pos_key[None], pos_query[None], False, scale, 256, 512).transpose(1, 2)
 
 
 def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
@@ -211,32 +191,19 @@ def disentangled_flash(problem: Problem) -> Callable[[], Tensor]:
     q, k, v, pos_key, pos_query = problem.leaves
     length = q.shape[2]
     plans = SharedPositionPlanCache(
-        position_buckets=256, max_relative_positions=512, position_embedding_size=256
-    )
+        position_buckets=256, max_relative_positions=512, position_embedding_size=256)
     plan = plans.compact(length, problem.device)
     mask = torch.ones(q.shape[0], length, dtype=torch.bool, device=problem.device)
     tiles = _profiled_tiles(problem)
 
     def run():
-        tables = [
-            pad_position_table(x.index_select(1, plan.active_slots)) for x in (pos_key, pos_query)
-        ]
+        tables = [pad_position_table(x.index_select(1, plan.active_slots))
+                  for x in (pos_key, pos_query)]
         context = training_attention(
-            q,
-            k,
-            v,
-            *tables,
-            plan.delta_to_local,
-            mask,
-            score_scale=1 / math.sqrt(3 * q.shape[-1]),
-            has_padding=False,
-            strict_fp32=True,
-            forward_config=tiles.get("training_forward"),
-            dq_config=tiles.get("backward_dq"),
-            dkv_config=tiles.get("backward_dkv"),
-            dropout_p=problem.dropout,
-            gradient_band=plan.gradient_band,
-        )
+            q, k, v, *tables, plan.delta_to_local, mask, score_scale=1 / math.sqrt(3 * q.shape[-1]),
+            has_padding=False, strict_fp32=True, forward_config=tiles.get("training_forward"),
+            dq_config=tiles.get("backward_dq"), dkv_config=tiles.get("backward_dkv"),
+            dropout_p=problem.dropout, gradient_band=plan.gradient_band)
         return context.unflatten(-1, q.shape[1::2])
 
     return run
@@ -255,17 +222,11 @@ def _profiled_tiles(problem: Problem) -> dict[str, object]:
     )
 
     batch, heads, length, size = problem.q_BHLD.shape
-    wanted = {
-        "length_regime": tuning_sequence_length(length),
-        "head_dim": size,
-        "occupancy_regime": tuning_batch_heads(batch * heads),
-        "dtype": "half" if problem.q_BHLD.dtype != torch.float32 else "float32",
-        "has_c2p": True,
-        "has_p2c": True,
-        "layout": "padded",
-        "uses_padding_mask": False,
-        "has_dropout": problem.dropout > 0,
-    }
+    wanted = {"length_regime": tuning_sequence_length(length), "head_dim": size,
+              "occupancy_regime": tuning_batch_heads(batch * heads),
+              "dtype": "half" if problem.q_BHLD.dtype != torch.float32 else "float32",
+              "has_c2p": True, "has_p2c": True, "layout": "padded", "uses_padding_mask": False,
+              "has_dropout": problem.dropout > 0}
     tiles = {}
     for profile in load_bundled_profiles():
         for entry in profile.entries:

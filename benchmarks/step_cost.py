@@ -31,9 +31,9 @@ from deberta_ds.config import run_config
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.model import dropout, encoder
 from deberta_ds.model import linear_cross_entropy as chunked
-from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band, padded
+from deberta_ds.model.attention.geometry import GROUP_COLUMNS, make_band, padded
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.model.dropout_mask import DropoutMask
+from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.model.kernels import attention, kernel_table
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.planner import activations

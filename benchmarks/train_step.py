@@ -100,22 +100,12 @@ def _values(config: ModelConfig) -> dict:
 def hugging_face_config(config: ModelConfig, layers: int) -> DebertaV2Config:
     """Return the same shape for transformers."""
     return DebertaV2Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=config.num_heads,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_position,
-        max_relative_positions=config.largest_distance,
-        position_buckets=config.position_buckets,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-        position_biased_input=False,
-        type_vocab_size=0,
-        layer_norm_eps=1e-7,
-    )
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=layers,
+        num_attention_heads=config.num_heads, intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position, max_relative_positions=config.largest_distance,
+        position_buckets=config.position_buckets, relative_attention=True,
+        pos_att_type=["c2p", "p2c"], share_att_key=True, norm_rel_ebd="layer_norm",
+        position_biased_input=False, type_vocab_size=0, layer_norm_eps=1e-7)
 
 
 class HuggingFaceRtd(torch.nn.Module):
@@ -260,9 +250,8 @@ def profile(step, device: str) -> list[dict]:
     times = {event.key: getattr(event, which) for event in events}
     total = sum(times.values())
     largest = sorted(times, key=times.get, reverse=True)[:PROFILED]
-    return [
-        {"name": name, "ms": times[name] / 1e3, "share": times[name] / total} for name in largest
-    ]
+    return [{"name": name, "ms": times[name] / 1e3, "share": times[name] / total}
+            for name in largest]
 
 
 def peak(result: dict, kind: str, device: str) -> float | None:

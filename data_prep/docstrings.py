@@ -35,13 +35,10 @@ def main() -> None:
         print(f"WARNING: {note}: the corpus differs from that of the pinned packages")
     counts = write_docstrings(
         files, args.out, max_bytes=args.max_bytes,
-        heldout_share=args.heldout_share, workers=args.workers,
-    )
-    print(
-        f"{args.out}: {counts['train']:,} training and {counts['heldout']:,} held-out documents, "
-        f"{counts['characters'] / 1e6:.1f} M characters from {counts['files']:,} files, "
-        f"{counts['duplicates']:,} duplicates left out"
-    )
+        heldout_share=args.heldout_share, workers=args.workers)
+    print(f"{args.out}: {counts['train']:,} training and {counts['heldout']:,} held-out documents, "
+          f"{counts['characters'] / 1e6:.1f} M characters from {counts['files']:,} files, "
+          f"{counts['duplicates']:,} duplicates left out")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from deberta_ds.base.errors import UserError, exit_cleanly
 
 if TYPE_CHECKING:
     from deberta_ds.config.run_config import SourceConfig
-    from deberta_ds.data.stages import Stage
+    from deberta_ds.data.mixture import Stage
 
 
 def main() -> None:
@@ -38,9 +38,8 @@ def main() -> None:
                         "last run of --after, else ~/.cache/deberta_ds")
     args = parser.parse_args()
 
-    from deberta_ds.data.mixture import build_mixture, temperature_weights
+    from deberta_ds.data.mixture import build_mixture, next_source, temperature_weights
     from deberta_ds.data.remote import Cache
-    from deberta_ds.data.stages import next_source
 
     stages = [_read_stage(path) for path in args.after]
     part = tuple(args.stretch) if args.stretch else None
@@ -49,10 +48,8 @@ def main() -> None:
     cache = stages[-1].cache if stages else Cache()
     if args.cache:
         cache = replace(cache, directory=args.cache)
-    sources, corpora = zip(*[
-        next_source(path, stages, seq_len=args.seq_len, part=part, cache=cache)
-        for path in args.corpus
-    ], strict=True)
+    sources, corpora = zip(*[next_source(path, stages, seq_len=args.seq_len, part=part, cache=cache)
+                             for path in args.corpus], strict=True)
     for corpus in corpora:  # a run has one tokenizer
         corpus.check_tokenizer(corpora[0].manifest.tokenizer_sha256, f"that of {args.corpus[0]}")
     sizes = [corpus.num_rows for corpus in corpora]
@@ -63,8 +60,7 @@ def main() -> None:
     rows = args.rows or sum(sizes)
     used = mixture.consumed(rows)
     for source, size, share, weight, taken in zip(
-        sources, sizes, mixture.shares(), weights, used, strict=True
-    ):
+        sources, sizes, mixture.shares(), weights, used, strict=True):
         first, last = source.first_sequence / size, (source.first_sequence + taken) / size
         print(f"[[data.sources]]  # {size:,} rows, {share:.2%} of the run, "
               f"epochs {first:.2f} to {last:.2f} in {rows:,} rows")
@@ -74,7 +70,7 @@ def main() -> None:
 def _read_stage(directory: str) -> "Stage":
     from deberta_ds.checkpoint import find  # imports torch, which a mixture alone does not need
     from deberta_ds.checkpoint.run_record import read_run_record
-    from deberta_ds.data.stages import stage_of
+    from deberta_ds.data.mixture import stage_of
 
     path = find.newest(directory)
     record = read_run_record(path)
@@ -84,7 +80,7 @@ def _read_stage(directory: str) -> "Stage":
 
 def source_lines(source: "SourceConfig", weight: float) -> list[str]:
     """Return the TOML lines of a source, without those that are defaults."""
-    from deberta_ds.data.stages import WHOLE
+    from deberta_ds.data.mixture import WHOLE
 
     lines = [f"path = {json.dumps(source.path, ensure_ascii=False)}", f"weight = {weight:.9g}"]
     lines += [f"first_sequence = {source.first_sequence}"] if source.first_sequence else []

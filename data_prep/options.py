@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def seed(text: str) -> int:
-    """Type of an option: a whole number that leaves room for a million draws in 64 bits."""
+    """Type of an option: a whole number that leaves room for a million samples in 64 bits."""
     value = natural(text)
     if value >= 1 << 43:
         raise argparse.ArgumentTypeError(f"{value} is not below {1 << 43:,}")
@@ -36,12 +36,10 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
         "inputs", nargs=needed,
         help="files, directories, patterns, remote URLs or hub:NAME[@CONFIG][#SPLIT]; .txt .md "
         ".jsonl .csv .tsv .warc .wet (also .gz .zst .xz .bz2 .lz4), .parquet, .arrow, directories "
-        "of datasets",
-    )
+        "of datasets")
     parser.add_argument(
         "--documents", default="file",
-        help="what a document is in a text file: file, line, blank_line or match:PATTERN",
-    )
+        help="what a document is in a text file: file, line, blank_line or match:PATTERN")
     parser.add_argument("--text_key", default="text", help="key or column of the text")
     parser.add_argument("--id_key", default="",
                         help="key or column of the document's id, kept with the shards")
@@ -49,19 +47,15 @@ def add_input_options(parser: argparse.ArgumentParser, needed: str = "+") -> Non
                                                         "(language)")
     parser.add_argument(
         "--label_from_directory", action="store_true", help="use the name of the directory as the "
-                                                            "label"
-    )
+                                                            "label")
     parser.add_argument(
         "--max_document_bytes", type=positive, default=1 << 26,
-        help="a longer document counts as unreadable"
-    )
+        help="a longer document counts as unreadable")
     parser.add_argument(
         "--extract_html", action="store_true",
-        help="take the main text of the pages in .warc files (needs resiliparse)",
-    )
+        help="take the main text of the pages in .warc files (needs resiliparse)")
     parser.add_argument(
-        "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: automatic"
-    )
+        "--unit_bytes", type=natural, default=0, help="size of a work unit; 0: automatic")
 
 
 def read_options(args: argparse.Namespace) -> "ReadOptions":
@@ -70,23 +64,20 @@ def read_options(args: argparse.Namespace) -> "ReadOptions":
 
     return ReadOptions(
         args.documents, args.text_key, args.label_key, args.label_from_directory,
-        args.max_document_bytes, args.id_key, args.extract_html,
-    )
+        args.max_document_bytes, args.id_key, args.extract_html)
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add --workers; under mpirun the ranks are the workers instead."""
-    parser.add_argument(
-        "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="number of processes"
-    )
+    parser.add_argument("--workers", type=positive, default=len(os.sched_getaffinity(0)),
+                        help="number of processes")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """Add --cache, for outputs at a URL."""
     parser.add_argument(
         "--cache", default="~/.cache/deberta_ds", metavar="DIRECTORY",
-        help="working directory for outputs at a URL: they are made here, then copied",
-    )
+        help="working directory for outputs at a URL: they are made here, then copied")
 
 
 def add_part(parser: argparse.ArgumentParser) -> None:
@@ -94,8 +85,7 @@ def add_part(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", type=part_of_array, metavar="I/N",
         help="do only the I-th of N parts of the work, as job I of a job array (Slurm: "
-        "$SLURM_ARRAY_TASK_ID/N from 1); then run the same command without --part",
-    )
+        "$SLURM_ARRAY_TASK_ID/N from 1); then run the same command without --part")
 
 
 def part_of_array(text: str) -> tuple[int, int]:

@@ -39,20 +39,14 @@ def main() -> None:
     from deberta_ds.data.replaced import read_replaced_manifest
     from deberta_ds.evaluate.replacements import Recipe, replace_corpus
 
-    recipe = Recipe(
-        args.corpus,
-        args.generator,
-        args.seq_len,
-        tuple(args.temperatures),
-        args.seed,
-        MaskConfig(rate=args.rate, max_ngram=args.max_ngram),
-        args.attend_across_documents,
-    )
+    recipe = Recipe(args.corpus, args.generator, args.seq_len, tuple(args.temperatures), args.seed,
+                    MaskConfig(rate=args.rate, max_ngram=args.max_ngram),
+                    args.attend_across_documents)
     replace_corpus(recipe, args.out, workers=args.workers)
     manifest, content_hash = read_replaced_manifest(args.out)
     size = sum(file[0] for shards in manifest.shards for files in shards.values()
                for file in files.values())
-    print(f"{args.out}: {len(manifest.temperatures)} draws, {size / 1e6:,.1f} MB, "
+    print(f"{args.out}: {len(manifest.temperatures)} samples, {size / 1e6:,.1f} MB, "
           f"sha256 {content_hash[:16]}")
 
 

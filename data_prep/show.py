@@ -54,7 +54,7 @@ def main() -> None:
         source, number = dataset.locate(g)
         real, targets = int((row.segments > 0).sum()), int((row.labels >= 0).sum())
         print(f"row {g} (row {number} of {data.sources[source].path}): {real} of {data.seq_len} "
-              f"tokens, {int(row.segments.max())} pieces, {targets} targets "
+              f"tokens, {int(row.segments.max())} document segments, {targets} targets "
               f"({targets / real:.1%})")
         print(render(row, tokenizer, color), end="\n\n")
     if color:

@@ -42,7 +42,7 @@ def main() -> None:
         done = take_down(fetch(args.corpus, cache=args.cache), names, out, tokenizer,
                          workers=args.workers)
     print(f"{args.out}: {done['documents']:,} documents taken out, {done['shards']:,} shards "
-          "written anew")
+          "written again")
 
 
 if __name__ == "__main__":

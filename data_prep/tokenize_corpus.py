@@ -104,8 +104,7 @@ def tokenize(args, out: str, heldout_out: str | None = None) -> dict:
         heldout_out=heldout_out, heldout_share=args.heldout_share, drop_heldout=args.drop_heldout,
         leave_out=[fetch(found, cache=args.cache) for found in args.leave_out],
         filters=read_rules(args.filters) if args.filters else None,
-        workers=args.workers, part=args.part,
-    )
+        workers=args.workers, part=args.part)
     if args.filters and not args.part:
         from deberta_ds.report.small_pages import write_filters_page
 

@@ -55,7 +55,7 @@ def main() -> None:
 
         with output(args.out, cache=args.cache, first=()) as out:
             tokenizer = train(args, out)
-        print(f"{args.out}: {tokenizer.mask_id:,} pieces, [MASK] = {tokenizer.mask_id}, "
+        print(f"{args.out}: {tokenizer.mask_id:,} subwords, [MASK] = {tokenizer.mask_id}, "
               f"sha256 {tokenizer.sha256[:16]}")
     print(f"a model's vocabulary follows it: {padded_rows(tokenizer.size):,} rows")
 

@@ -148,7 +148,7 @@ def prepare_data(demo: Demo) -> None:
     demo.note("corpus", "docstrings of six pinned packages", f"{megabytes:.1f} MB", seconds)
     seconds = demo.run("python", "data_prep/train_tokenizer.py", text / "train.jsonl",
                        "--out", model, "--vocab_size", "8000")
-    demo.note("tokenizer", "SentencePiece unigram", "8,000 pieces", seconds)
+    demo.note("tokenizer", "SentencePiece unigram", "8,000 tokens", seconds)
     seconds = 0.0
     for part in ("train", "heldout"):
         seconds += demo.run("python", "data_prep/tokenize_corpus.py", text / f"{part}.jsonl",
@@ -180,7 +180,7 @@ def pretrain(demo: Demo, launcher: tuple[str, ...], ds_config: str, short: bool,
     demo.note("resume", resumed[-1]["detail"], f"step {resumed[-1]['step']} to {steps}", seconds)
     scores = [r for r in records if r["kind"] == "eval"][-1]
     demo.note("generator", "masked accuracy on held-out rows",
-              f"{scores['generator_accuracy']:.1%} (most frequent piece: "
+              f"{scores['generator_accuracy']:.1%} (most frequent token: "
               f"{scores['unigram_accuracy']:.1%})", 0.0)
     demo.note("discriminator", "on held-out rows",
               f"ROC-AUC {scores['roc_auc']:.3f}, gain over prior "

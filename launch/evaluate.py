@@ -57,7 +57,7 @@ def main() -> None:
                             cache=Cache(run.data.cache, run.data.cache_gigabytes))
             for name, path in corpora.items()}
     if options.generator:
-        from deberta_ds.evaluate.common_generator import score_discriminator
+        from deberta_ds.evaluate.held_out import score_discriminator
 
         together = [row for found in rows.values() for row in found]
         scores = score_discriminator(options.run, options.generator, together)

@@ -50,7 +50,7 @@ def main() -> None:
     from deberta_ds.base.files import write_atomic
     from deberta_ds.cluster import dist
     from deberta_ds.cluster.launcher import rank_variables
-    from deberta_ds.evaluate import pair_scores, published
+    from deberta_ds.evaluate import pair_scores
     from deberta_ds.evaluate.pairs import read_pairs, sample_pairs
     from deberta_ds.report.small_pages import pairs_page
 
@@ -64,7 +64,7 @@ def main() -> None:
     scored = dist.together(lambda: pair_scores.score_pairs(model, pairs))
     result = pair_scores.describe(scored, pairs, options.model, options.data)
     if dist.is_main():
-        beside = published.columns(pair_scores.phenomena_of(result))
+        beside = pair_scores.published_scores(pair_scores.phenomena_of(result))
         print(pair_scores.table(result, beside))
         if options.out:
             path = options.out / "minimal_pairs.json"

@@ -57,9 +57,8 @@ def main() -> None:
     from deberta_ds.config.batch_schedule import rows_of_run
     from deberta_ds.model.backbone import count_parameters, on_meta
     from deberta_ds.objectives.build import build_model, objective_of
-    from deberta_ds.planner.advice import advise, offloaded
     from deberta_ds.planner.gpus import card_of
-    from deberta_ds.planner.plan import make_plan, recommended
+    from deberta_ds.planner.plan import advise, make_plan, offloaded, recommended
     from deberta_ds.report.small_pages import plan_page
 
     gpu = card_of(options.gpu, options.tflops, options.memory_gb, options.link_gb_s,
@@ -91,8 +90,7 @@ def main() -> None:
     print(
         f"fastest that fits: ZeRO-{best.stage}, activation checkpointing {best.checkpointing}"
         if best
-        else "nothing fits: use more GPUs, a smaller train.micro_batch_size, or offload"
-    )
+        else "nothing fits: use more GPUs, a smaller train.micro_batch_size, or offload")
     for line in advise(run, ds, choices, best, parameters, gpu=gpu, gpus=options.gpus,
                        nodes=options.nodes) if best else []:
         print(f"  {line}")
@@ -121,12 +119,11 @@ def table(choices: list, ranks: int) -> list[str]:
         sizes = [memory.weights + memory.buffers, memory.optimizer, memory.work,
                  memory.update, memory.peak]
         weights, optimizer, work, update, peak = (size / 1e9 for size in sizes)
-        lines.append(
-            f"  {choice.stage:4} {choice.checkpointing:9} {weights:8.2f} {optimizer:7.2f} "
-            f"{work:7.2f} {update:7.2f} {peak:6.1f}  {'yes' if choice.fits else 'NO':4} "
-            f"{choice.step_seconds:8.3f} {choice.communication_seconds:8.3f} "
-            f"{choice.tokens_per_second:7,.0f} {choice.days:6.2f} "
-            f"{choice.days * 24 * ranks:10,.0f}")
+        lines.append(f"  {choice.stage:4} {choice.checkpointing:9} {weights:8.2f} {optimizer:7.2f} "
+                     f"{work:7.2f} {update:7.2f} {peak:6.1f}  {'yes' if choice.fits else 'NO':4} "
+                     f"{choice.step_seconds:8.3f} {choice.communication_seconds:8.3f} "
+                     f"{choice.tokens_per_second:7,.0f} {choice.days:6.2f} "
+                     f"{choice.days * 24 * ranks:10,.0f}")
     return lines
 
 

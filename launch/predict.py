@@ -26,8 +26,7 @@ def main() -> None:
     parser.add_argument("--keep", nargs="+", default=[], metavar="COLUMN",
                         help="columns of the table to copy next to the predictions")
     parser.add_argument(
-        "--global_batch_size", type=positive, default=32, help="rows per forward pass"
-    )
+        "--global_batch_size", type=positive, default=32, help="rows per forward pass")
     parser.add_argument("--max_length", type=_row_length, metavar="N",
                         help="maximum length in tokens (default: as trained)")
     parser.add_argument("--truncation", choices=TRUNCATIONS,
@@ -48,17 +47,10 @@ def main() -> None:
     if given.truncation:
         saved = replace(saved, settings=replace(saved.settings, truncation=given.truncation))
     device = init_distributed()
-    count = predict_file(
-        saved,
-        given.data,
-        given.out,
-        device,
-        global_batch_size=given.global_batch_size,
-        keep=given.keep,
-        max_length=given.max_length or saved.settings.max_length,
-        max_bad=given.max_bad,
-        encoding=given.encoding,
-    )
+    count = predict_file(saved, given.data, given.out, device,
+                         global_batch_size=given.global_batch_size, keep=given.keep,
+                         max_length=given.max_length or saved.settings.max_length,
+                         max_bad=given.max_bad, encoding=given.encoding)
     if dist.is_main():
         print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)
     dist.destroy()

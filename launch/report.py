@@ -26,16 +26,16 @@ def main() -> None:
                         help="default: report.html in the first directory")
     options = parser.parse_args()
 
-    from deberta_ds import report  # imports torch: not for --help
+    from deberta_ds.report import run_pages  # imports torch: not for --help
 
     directories = options.run or options.superglue
-    out = options.out or directories[0] / report.PAGE
+    out = options.out or directories[0] / run_pages.PAGE
     if options.run:
-        report.write_runs(out, directories, options.fill_mask)
+        run_pages.write_runs(out, directories, options.fill_mask)
     elif options.fill_mask:
         raise UserError("--fill_mask is for --run: a fine-tuned model has no masked-LM head")
     else:
-        report.write_sweep(out, directories)
+        run_pages.write_sweep(out, directories)
     print(f"page: {out} ({out.stat().st_size / 1024:.0f} KiB)")
 
 

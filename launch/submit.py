@@ -41,11 +41,8 @@ def main() -> None:
     unknown = set(args.leave_out) - {task.name for task in tasks}
     if unknown:
         raise UserError(f"--leave_out: no task is called {', '.join(sorted(unknown))}")
-    tests = {
-        task.name: read_split(task, args.data, "test", any_size=args.any_size).examples
-        for task in tasks
-        if task.name not in args.leave_out
-    }
+    tests = {task.name: read_split(task, args.data, "test", any_size=args.any_size).examples
+             for task in tasks if task.name not in args.leave_out}
     write_zip, check_zip = submission.write_zip, submission.check_zip
     if args.suite == "GLUE":
         write_zip, check_zip = submission.write_glue_zip, submission.check_glue_zip

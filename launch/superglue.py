@@ -35,26 +35,25 @@ def main() -> None:
     options.add_options(parser)
     given, overrides = options.parse(parser)
 
-    from deberta_ds import report  # heavy imports after the options are known good
     from deberta_ds.base.files import write_atomic
     from deberta_ds.cluster import dist
     from deberta_ds.finetune import sweep
     from deberta_ds.finetune.tasks import SUITES, task_named
+    from deberta_ds.report import run_pages  # heavy imports after the options are known good
 
     compare = read_results(given.compare) if given.compare else None
     tasks = tuple(task_named(name) for name in given.tasks)
     tasks = tasks or tuple(task for task in SUITES[given.suite] if task.predicted_by is None)
     plan = options.build_sweep(
-        given, overrides, tasks, pairs(given.init_from), given.save_models,
-    )
+        given, overrides, tasks, pairs(given.init_from), given.save_models)
     results = sweep.run_all(plan)
     summary = sweep.summarize(plan.tasks, results)
     options.say("\n" + sweep.table(summary, compare))
     if dist.is_main():
         whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
         write_atomic(given.out / "results.json", json.dumps(whole, indent=1) + "\n")
-        page = given.out / report.PAGE
-        report.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
+        page = given.out / run_pages.PAGE
+        run_pages.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
         print(f"\nwrote {given.out / 'results.json'} and {page}")
     dist.destroy()
 
@@ -75,7 +74,7 @@ def pairs(texts: list[str]) -> dict[str, str]:
 def read_results(out: Path) -> dict:
     """Return another sweep's results.json."""
     from deberta_ds.base.json_files import read_json
-    from deberta_ds.report import read_sweep
+    from deberta_ds.report.rundata import read_sweep
 
     path = out / "results.json"
     if not path.is_file():

@@ -71,16 +71,9 @@ def run(case: Case, mode: str, dtype: torch.dtype, device: str = "cpu", keep_ter
     *inputs, grad = [None if x is None else x.to(device, dtype) for x in case.tensors()]
     leaves = [None if x is None else x.requires_grad_() for x in inputs]
     columns = case.columns()
-    context = attend(
-        *leaves,
-        geometry=case.geometry,
-        segments=case.segments_BL.to(device),
-        query_positions_BQ=None if columns is None else columns.to(device),
-        dropout=case.dropout,
-        seed=5,
-        mode=mode,
-        keep_terms=keep_terms,
-    )
+    context = attend(*leaves, geometry=case.geometry, segments=case.segments_BL.to(device),
+                     query_positions_BQ=None if columns is None else columns.to(device),
+                     dropout=case.dropout, seed=5, mode=mode, keep_terms=keep_terms)
     return [context, *torch.autograd.grad(context, [x for x in leaves if x is not None], grad)]
 
 

@@ -1,13 +1,17 @@
 """A tiny tokenizer and tiny corpora, made in-process for the data tests; what holds of a batch."""
 
+import contextlib
 import functools
 import io
 import json
 import random
+import runpy
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 import sentencepiece
 
 from deberta_ds.corpus.documents import ReadOptions, plan_units
@@ -54,8 +58,7 @@ def tokenizer_path() -> str:
         input=str(text), model_writer=model, vocab_size=620, minloglevel=2,
         model_type="unigram", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
         bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", byte_fallback=True,
-        normalization_rule_tsv=str(rules), num_threads=1, hard_vocab_limit=False,
-    )
+        normalization_rule_tsv=str(rules), num_threads=1, hard_vocab_limit=False)
     proto = model_proto(model.getvalue(), path)
     proto.normalizer_spec.name = RULES_NAME
     path.write_bytes(proto.SerializeToString(deterministic=True))
@@ -69,10 +72,8 @@ def tiny_tokenizer() -> Tokenizer:
 
 def random_documents(count: int, seed: int = 0, longest: int = 12) -> list[str]:
     generator = random.Random(seed)
-    return [
-        " ".join(generator.choice(SENTENCES) for _ in range(generator.randint(1, longest)))
-        for _ in range(count)
-    ]
+    return [" ".join(generator.choice(SENTENCES) for _ in range(generator.randint(1, longest)))
+            for _ in range(count)]
 
 
 # What every run.json of a checkpoint holds, beside its config.
@@ -82,9 +83,8 @@ RUN_RECORD = {"step": 100, "world_size": 1, "sequences_seen": 0, "tokens_seen": 
               "best": {"score": "", "scored": ""}, "versions": {}}
 
 
-def make_corpus(
-    path: Path, documents: list[list[int]], tokenizer: Tokenizer, seq_lens=(64,), shards: int = 3
-) -> Path:
+def make_corpus(path: Path, documents: list[list[int]], tokenizer: Tokenizer, seq_lens=(64,),
+                shards: int = 3) -> Path:
     """Write a finished corpus of token-id documents, split over `shards` shards."""
     infos = []
     dtype = token_dtype(tokenizer.size)
@@ -193,3 +193,13 @@ def _check_segments(row: int, original, segments, positions, tokenizer: Tokenize
 def _check(row: int, holds: bool, invariant: str) -> None:
     if not holds:
         raise AssertionError(f"row {row}: {invariant}")
+
+
+def run_main(script: str, *arguments) -> str:
+    """Return what a script of launch/ or data_prep/ prints, run in this process."""
+    path, printed = Path(__file__).parents[1] / script, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.syspath_prepend(str(path.parent))
+        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        runpy.run_path(str(path), run_name="a_test")["main"]()
+    return printed.getvalue()

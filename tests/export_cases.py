@@ -36,13 +36,11 @@ def random_state(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def run_config(family: str, kind: str = "rtd", **objective) -> RunConfig:
     """Return a run of a tiny model of `family`."""
-    return from_dict({
-        "name": "tiny", "out_dir": "unused", "model": FAMILIES[family],
-        "objective": {"kind": kind} | objective,
-        "data": {"sources": [{"path": "unused"}], "tokenizer": tokenizer_path()},
-        "optim": {"learning_rate": 1e-3},
-        "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
-    })
+    return from_dict({"name": "tiny", "out_dir": "unused", "model": FAMILIES[family],
+                      "objective": {"kind": kind} | objective,
+                      "data": {"sources": [{"path": "unused"}], "tokenizer": tokenizer_path()},
+                      "optim": {"learning_rate": 1e-3},
+                      "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1}})
 
 
 def make_release(family: str, kind: str = "rtd", **objective) -> Release:

@@ -19,12 +19,12 @@ name = "tiny"
 out_dir = "{out}"
 [model]
 preset = "tiny"
-vocab_size = 640
+{layers}vocab_size = 640
 hidden_dropout = {dropout}
 attention_dropout = {dropout}
 [objective]
 kind = "rtd"
-[data]
+{generator}[data]
 sources = [{{path = "{root}/train"}}]
 heldout = "{root}/heldout"
 tokenizer = "{root}/spm.model"
@@ -48,9 +48,10 @@ keep = 10
 """
 
 
-def make_run(root: Path, dropout: float = 0.0, **extra: str) -> Path:
+def make_run(root: Path, dropout: float = 0.0, two_layers: bool = False, **extra: str) -> Path:
     """Write tokenizer, corpora and run.toml under `root`; return the run file.
 
+    `two_layers`: in both networks, as few as the enhanced mask decoder takes.
     `extra` maps a line of the template's key to another value, such as steps="10".
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,9 @@ def make_run(root: Path, dropout: float = 0.0, **extra: str) -> Path:
     for name, count, seed in (("train", 200, 0), ("heldout", 40, 9)):
         documents = [tokenizer.encode(text) for text in random_documents(count, seed)]
         make_corpus(root / name, documents, tokenizer)
-    text = RUN.format(root=root, out=root / "out", dropout=dropout)
+    text = RUN.format(root=root, out=root / "out", dropout=dropout,
+                      layers="num_layers = 2\n" * two_layers,
+                      generator="generator_layers = 2\n" * two_layers)
     for key, value in extra.items():
         lines = [f"{key} = {value}" if line.startswith(f"{key} =") else line
                  for line in text.splitlines()]

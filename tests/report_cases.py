@@ -18,22 +18,14 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
         rise = 1 - math.exp(-step / 140)
         if step % log_every == 0:
             records.append(
-                {
-                    "kind": "train",
-                    "step": step,
-                    "sequences_seen": 16 * step,
-                    "tokens_seen": 2040 * step,
-                    "seconds": seconds,
-                    f"{network}_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08),
-                    "loss": 25.0,
-                    "epochs": step / 300,
-                    "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
-                    "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
-                    "tokens_per_second": 2260 + noise.gauss(0, 40),
-                    "flops_per_second": 4.31e10,
-                    "mfu": 0.31,
-                    "eta_seconds": 0.9 * (steps - step),
-                }
+                {"kind": "train", "step": step, "sequences_seen": 16 * step,
+                 "tokens_seen": 2040 * step, "seconds": seconds,
+                 f"{network}_loss": 9.0 - 4.2 * rise + noise.gauss(0, 0.08), "loss": 25.0,
+                 "epochs": step / 300,
+                 "learning_rate": 5e-4 * min(step / 40, (steps - step) / (steps - 40)),
+                 "grad_norm": 1 + 3 * math.exp(-step / 30) + noise.random(),
+                 "tokens_per_second": 2260 + noise.gauss(0, 40), "flops_per_second": 4.31e10,
+                 "mfu": 0.31, "eta_seconds": 0.9 * (steps - step)}
                 | time_use(seconds)
                 | kind_only(
                     kind,
@@ -45,9 +37,7 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
                         "discriminator_gain": 0.07 * rise
                         - 0.4 * math.exp(-step / 12)
                         + noise.gauss(0, 0.006),
-                    },
-                )
-            )
+                    }))
         if step % eval_every == 0:
             records.append(
                 {"kind": "eval", "step": step, "seconds": seconds,
@@ -58,8 +48,7 @@ def make_records(steps=400, log_every=5, eval_every=50, resume=200, kind="rtd"):
                     "discriminator_loss": 0.365 + 0.4 * math.exp(-step / 12) - 0.07 * rise,
                     "discriminator_accuracy": 0.881 + 0.0173 * rise, "prior_accuracy": 0.881,
                     "discriminator_gain": 0.07 * rise - 0.4 * math.exp(-step / 12),
-                    "roc_auc": 0.5 + 0.27 * rise, "average_precision": 0.119 + 0.24 * rise})
-            )
+                    "roc_auc": 0.5 + 0.27 * rise, "average_precision": 0.119 + 0.24 * rise}))
         if step % 100 == 0:
             records.append(event(step, seconds, "save"))
         if step == resume:

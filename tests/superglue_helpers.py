@@ -36,8 +36,7 @@ SHAPES = {"v3": {}, "v2 convolution": {"conv_kernel": 3}, "v1": V1,
           "bert": {"relative_attention": False, "absolute_input": True},
           "a row a distance": {"position_buckets": 128}}  # of 64: more than transformers can read
 needs_real = pytest.mark.skipif(
-    not REAL.is_dir(), reason=f"the official SuperGLUE files are not at {REAL}"
-)
+    not REAL.is_dir(), reason=f"the official SuperGLUE files are not at {REAL}")
 
 
 def sample(name: str, split: str = "train"):
@@ -55,8 +54,7 @@ def tokenizer_path() -> str:
         input=str(text), model_prefix=str(directory / "spm"), vocab_size=700, minloglevel=2,
         model_type="unigram", pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]",
         bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]", byte_fallback=True,
-        num_threads=1, hard_vocab_limit=False,
-    )
+        num_threads=1, hard_vocab_limit=False)
     return str(directory / "spm.model")
 
 
@@ -82,8 +80,7 @@ def tiny_start() -> Start:
     tokenizer = Tokenizer(tokenizer_path())
     config = ModelConfig(
         vocab_size=tokenizer.size, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64,
-        position_buckets=16, max_position=64,
-    )
+        position_buckets=16, max_position=64)
     return Start("random:tiny", config, tokenizer, None)
 
 

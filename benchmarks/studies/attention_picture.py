@@ -18,7 +18,7 @@ from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 from deberta_ds.base.errors import exit_cleanly  # noqa: E402
 from deberta_ds.model.attention import Geometry  # noqa: E402
-from deberta_ds.model.attention.band import GROUP_COLUMNS, make_band  # noqa: E402
+from deberta_ds.model.attention.geometry import GROUP_COLUMNS, make_band  # noqa: E402
 
 REACH = Geometry(512, 256).reach
 LENGTHS = (512, 1024, 2048, 4096, 8192)

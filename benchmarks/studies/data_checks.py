@@ -97,24 +97,19 @@ def measure_open(args) -> dict:
     manifest = Manifest("<u2", 32001, "0" * 64, special, {}, {}, tuple(shards))
     content_hash = write_manifest(corpus, manifest)
     write_manifest(corpus / "rows-512", RowsManifest(512, 1, content_hash, 0, tuple(plans)))
-    code = (
-        "import time, resource, json, sys\n"
-        "from deberta_ds.data.corpus import Corpus\n"
-        "from deberta_ds.data.mixture import Permutation\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
-        "base, start, cpu = peak(), time.perf_counter(), time.process_time()\n"
-        "corpus = Corpus(sys.argv[1], seq_len=512)\n"
-        "opened = time.perf_counter() - start\n"
-        "files = corpus.verify('sizes')\n"
-        "verified = time.perf_counter() - start\n"
-        "order = Permutation(corpus.num_rows, (0, 0, 0))\n"
-        "rows = [order[i] for i in range(1000)]\n"
-        "print(json.dumps({'shards': len(corpus.manifest.shards), 'rows': corpus.num_rows,\n"
-        " 'files_verified': files, 'open_seconds': round(opened, 2),\n"
-        " 'open_and_verify_sizes_seconds': round(verified, 2),\n"
-        " 'cpu_seconds': round(time.process_time() - cpu, 2), 'peak_mib': round(peak()),\n"
-        " 'of_which_imports_mib': round(base)}))\n"
-    )
+    code = ("import time, resource, json, sys\n" "from deberta_ds.data.corpus import Corpus\n"
+            "from deberta_ds.data.mixture import Permutation\n"
+            "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+            "base, start, cpu = peak(), time.perf_counter(), time.process_time()\n"
+            "corpus = Corpus(sys.argv[1], seq_len=512)\n" "opened = time.perf_counter() - start\n"
+            "files = corpus.verify('sizes')\n" "verified = time.perf_counter() - start\n"
+            "order = Permutation(corpus.num_rows, (0, 0, 0))\n"
+            "rows = [order[i] for i in range(1000)]\n"
+            "print(json.dumps({'shards': len(corpus.manifest.shards), 'rows': corpus.num_rows,\n"
+            " 'files_verified': files, 'open_seconds': round(opened, 2),\n"
+            " 'open_and_verify_sizes_seconds': round(verified, 2),\n"
+            " 'cpu_seconds': round(time.process_time() - cpu, 2), 'peak_mib': round(peak()),\n"
+            " 'of_which_imports_mib': round(base)}))\n")
     done = subprocess.run([sys.executable, "-c", code, str(corpus)], check=True,
                           capture_output=True, text=True)
     shutil.rmtree(corpus)

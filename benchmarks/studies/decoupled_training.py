@@ -42,14 +42,9 @@ def train(run: run_config.RunConfig, mode: str, seed: int) -> dict[str, float]:
     data, rows = run.data, run.train.global_batch_size
     dataset = RowDataset(data.sources[:1], tokenizer, seq_len=data.seq_len, seed=seed,
                          mask=run.objective.mask)
-    held_out = eval_sequences(
-        data.heldout,
-        tokenizer,
-        seq_len=data.seq_len,
-        mask=run.objective.mask,
-        eval_seed=1,
-        num_rows=run.train.eval_sequences,
-    )
+    held_out = eval_sequences(data.heldout, tokenizer, seq_len=data.seq_len,
+                              mask=run.objective.mask, eval_seed=1,
+                              num_rows=run.train.eval_sequences)
     model = build_model(run, tokenizer.size)
     init_parameters(model, run.model.init_std, seed)
     optimizer = build_optimizer(model, run.optim)

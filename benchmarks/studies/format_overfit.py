@@ -197,10 +197,9 @@ def measure(name: str, scratch: Path) -> dict:
         task = task_named(name)
     given = settings.load(None, [f"--all.{text}" for text in SETTINGS], (*TASK_NAMES, task.name))
     (result,) = sweep.run_all(sweep.Sweep(
-        tasks=(task,), num_seeds=1, start=open_start(f"random:{scratch / 'shape'}"),
-        data=str(data), out=scratch / "out" / name, deepspeed={}, device=init_distributed(),
-        settings=given, any_size=True, predict_test=False, keep_models=False, say=lambda text: None,
-    ))
+        tasks=(task,), num_seeds=1, start=open_start(f"random:{scratch / 'shape'}"), data=str(data),
+        out=scratch / "out" / name, deepspeed={}, device=init_distributed(), settings=given,
+        any_size=True, predict_test=False, keep_models=False, say=lambda text: None))
     return {"rows": result["train"][1], "score": result["score"], "metrics": result["metrics"],
             "baseline": result["baseline"], "best_step": result["best_step"]}
 

@@ -45,15 +45,14 @@ def nasty_texts(count: int, seed: int) -> list[str]:
     marks = [chr(code) for code in range(0x300, 0x1200) if unicodedata.combining(chr(code))]
     pools = [
         lambda: chr(generator.randrange(0x20)), lambda: generator.choice(spaces),
-        lambda: generator.choice(marks), lambda: generator.choice("\u200b\u200c\u200d\ufeff\u00ad"
-                                                                  "\u202e\u2066\u2581\ufffd\0"),
-        lambda: chr(generator.randrange(0x1F300, 0x1FAFF)), lambda: chr(generator.randrange(0xE000,
-                                                                                            0xF900)),
+        lambda: generator.choice(marks),
+        lambda: generator.choice("\u200b\u200c\u200d\ufeff\u00ad" "\u202e\u2066\u2581\ufffd\0"),
+        lambda: chr(generator.randrange(0x1F300, 0x1FAFF)),
+        lambda: chr(generator.randrange(0xE000, 0xF900)),
         lambda: chr(generator.randrange(0x10000, 0x110000)),
         lambda: chr(generator.randrange(0x80, 0xD800)),
         lambda: generator.choice("abcXYZ019.,_-<>[]#'\"\\/ĠĊ▁"),
-        lambda: generator.choice(["##ing", "<0x0A>", "don't", "https://a.b/c?d=1", "\r\n", "  "]),
-    ]
+        lambda: generator.choice(["##ing", "<0x0A>", "don't", "https://a.b/c?d=1", "\r\n", "  "])]
     texts = []
     for _ in range(count):
         some = generator.sample(pools, generator.randint(1, len(pools)))

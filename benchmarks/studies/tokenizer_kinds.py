@@ -132,8 +132,7 @@ def learn(tokenizer: Tokenizer, train_text: Path, held_out: Path, scratch: Path)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     rows = eval_sequences(
-        str(corpora["heldout"]), tokenizer, seq_len=SEQ_LEN, mask=mask, eval_seed=1
-    )
+        str(corpora["heldout"]), tokenizer, seq_len=SEQ_LEN, mask=mask, eval_seed=1)
     scores = evaluate(model, objective_of(run), torch.device("cpu"), {"heldout": rows}, ROWS)
     texts = [normalise(path.read_text(encoding="utf-8")) for path in sorted(held_out.iterdir())]
     tokens_a_byte = facts["heldout"]["tokens"] / sum(len(text.encode()) for text in texts)

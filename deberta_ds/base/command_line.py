@@ -1,6 +1,6 @@
 """The parser of every command: its help fits the terminal, shows defaults, and names what to type.
 
-A description is a script's docstring. Its paragraphs are filled anew to the terminal's width, as
+A description is a script's docstring. Its paragraphs are filled again to the terminal's width, as
 wide as lines are easily read; indented lines are commands, and stay as they are.
 """
 

@@ -39,7 +39,7 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of this path is a file: choose another path",
     errno.EIO: "the disk or the network file system has a fault",
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "mend the symbolic link",
+    errno.ELOOP: "fix the symbolic link",
 }
 # How readers refuse a file that is cut short, altered or of another kind. ValueError covers JSON,
 # TOML, Unicode, NumPy, Arrow and pydantic; an OSError without a number is gzip's or Arrow's.
@@ -66,7 +66,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and (error.filename or error.errno in _REMEDIES):
         return _system_message(error, error.filename)
     if isinstance(error, RuntimeError) and str(error).startswith(_LOOP):  # of Path.resolve
-        return f"{str(error).removeprefix(_LOOP)}: a loop of symbolic links; mend it"
+        return f"{str(error).removeprefix(_LOOP)}: a loop of symbolic links; fix it"
     if isinstance(error, MemoryError) or _is_named(error, _NO_MEMORY_NAMES) or (
             isinstance(error, RuntimeError) and any(t in str(error) for t in _NO_MEMORY_TEXTS)):
         return (f"out of memory ({first_line(error)}); use smaller batches, a smaller model, "
@@ -170,9 +170,7 @@ def _end_at_once(code: int | str | None) -> None:
 
 
 def _leave_mpi() -> None:
-    """Say good-bye, if this process has met MPI (DeepSpeed finds the ranks of an MPI launcher with
-    it): mpirun takes a rank that ends without for one that died, and the job for failed.
-    """
+    """Leave MPI, if this process has met it: mpirun counts a rank that ends without as dead."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         with suppress(mpi.Exception):  # a launcher that is gone counts nobody

@@ -58,8 +58,7 @@ def load(key: str, value: str, takes: tuple[str, ...] = ()) -> Any:
             inspect.signature(found).bind(*takes)
         except TypeError as error:
             raise UserError(f"{key}: {name} of {file} is called as {wanted}, and takes "
-                            f"{inspect.signature(found)} ({error}); change its arguments"
-                            ) from None
+                            f"{inspect.signature(found)} ({error}); change its arguments") from None
     return found
 
 
@@ -83,5 +82,5 @@ def _module(key: str, file: str) -> tuple[ModuleType, str]:
         exec(compile(source, file, "exec"), vars(module))
     except Exception as error:  # whatever a user's code may raise
         raise UserError(f"{key}: {file} cannot be loaded ({type(error).__name__}: {error}); "
-                        "mend it") from error
+                        "fix it") from error
     return module, sha256

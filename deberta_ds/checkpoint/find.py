@@ -19,19 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deberta_ds.base.errors import UserError, listed, naming
 from deberta_ds.base.files import xxh3
-from deberta_ds.base.json_files import parse_json
+from deberta_ds.base.json_files import parse_json, read_json
 from deberta_ds.base.numbers import counted
-from deberta_ds.checkpoint.restore import restore
 from deberta_ds.checkpoint.run_record import RUN_FILE, RunRecord, read_run_record
 from deberta_ds.checkpoint.saved_state import LAYOUT_FILE, SavedState, rank_file
 from deberta_ds.cluster import dist
 from deberta_ds.config.model import computed_anywhere
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.engine.ds_config import precision, zero_stage
-from deberta_ds.engine.layout import CheckpointError
+from deberta_ds.engine.layout import CheckpointError, Layout
+from deberta_ds.engine.state import (
+    MASTER,
+    Buffer,
+    base_optimizer,
+    buffers,
+    layout_of,
+    write_loss_scale,
+)
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.objectives.build import build_model
 from deberta_ds.tracking.records import METRICS_FILE
@@ -51,7 +59,7 @@ class Found:
     begun_from: str = ""  # the PATH of --resume with which the run's course began
 
     def warnings(self) -> list[str]:
-        return [f"WARNING: checkpoint passed over: {line}" for line in self.passed_over]
+        return [f"WARNING: checkpoint skipped: {line}" for line in self.passed_over]
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
@@ -187,7 +195,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict], list[str]]:
 def _recorded(path: Path, field: str) -> Any:
     """Return what run.json says; None if it cannot be read, which its checksum will say."""
     try:
-        return getattr(read_run_record(path), field)
+        return read_json(path / RUN_FILE).get(field)
     except UserError:
         return None
 
@@ -232,7 +240,7 @@ def load_whole_state(path: str | Path) -> tuple[dict[str, torch.Tensor], RunConf
                  if (problem := _file_problem(path / name, entry))]
     if problems:
         others = [step.name for step in list_finished(path.parent.parent) if step != path]
-        remedy = f"name another one beside it ({listed(others[::-1])})" if others else \
+        remedy = f"name another one next to it ({listed(others[::-1])})" if others else \
             "copy it again from its source"
         raise CheckpointError(f"{path}: not a whole checkpoint: {listed(problems)}; {remedy}")
     run = read_run_record(path).run(path / RUN_FILE)
@@ -254,3 +262,72 @@ def _check_model(run: RunConfig, state: SavedState, path: Path) -> None:
     if differing:
         raise CheckpointError(f"{path}: its tensors are not those of the model in {RUN_FILE}: "
                               f"{', '.join(differing[:5])}; use an older checkpoint")
+
+
+@torch.no_grad()
+def restore(engine, state: SavedState) -> None:
+    """Write `state` into a freshly built engine: weights, moments, counters, loss scale, buffers.
+
+    Call on every rank. Raises CheckpointError if the engine has other parameters. Each rank reads
+    the slices that it owns, one buffer in memory at a time, so world size and stage may differ.
+    DeepSpeed's own loaders unpickle, and 0.19.8's go wrong silently (docs/reliability.md).
+    """
+    layout = layout_of(engine)
+    # What may fail comes first, on all ranks together: writing into an engine has collectives.
+    dist.together(lambda: _open_files(layout, state))
+    optimizer = base_optimizer(engine)
+    for number, buffer in enumerate(buffers(engine, layout, writing=True)):
+        names = [name for name, _ in buffer.held] or layout.groups[number].names
+        # A parameter that never had a gradient may lack what the others of its buffer have.
+        _fill(buffer, max(names, key=lambda name: len(state.state_keys(name))), optimizer, state)
+    write_loss_scale(engine, state.loss_scale())
+    for name, value in state.counters.items():
+        setattr(engine, name, value)
+    for name, value in engine.module.named_buffers():
+        if name in state.buffers:
+            value.copy_(state.buffers[name])
+
+
+def _open_files(layout: Layout, state: SavedState) -> None:
+    """Check the parameters, and open the files that hold what this rank will own."""
+    _check_parameters(layout.shapes, state)
+    everything = [(name, 0, None) for name in layout.shapes]
+    mine = [(name, piece.start, piece.count) for number in range(len(layout.groups))
+            for name, piece in layout.held_by(dist.rank(), number)]
+    ranks = {piece.rank for wanted in (everything if layout.is_replicated else mine)
+             for piece in state.layout.pieces(*wanted)}
+    for rank in sorted(ranks):
+        state.open(rank)
+
+
+def _check_parameters(shapes: dict, state: SavedState) -> None:
+    if shapes != state.shapes:
+        differing = sorted(name for name in shapes.keys() | state.shapes.keys()
+                           if shapes.get(name) != state.shapes.get(name))
+        raise CheckpointError(f"{state.directory}: its parameters are not the model's: "
+                              f"{', '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}")
+
+
+def _fill(buffer: Buffer, name: str, optimizer: torch.optim.Optimizer,
+          state: SavedState) -> None:
+    """Write a buffer's weights and its entry in the optimizer's state, which is that of `name`."""
+    target = buffer.weights
+    _copy(target.data, MASTER, buffer, state)
+    entry = {}
+    for key in state.state_keys(name):
+        entry[key] = torch.zeros_like(target.data)
+        _copy(entry[key], key, buffer, state)
+    on_device = any(group.get("fused") or group.get("capturable")
+                    for group in optimizer.param_groups)
+    for key, value in state.scalars(name).items():
+        if torch.is_tensor(value):  # a tensor of its own: the optimizer counts in place
+            value = value.clone().to(target.device if on_device else "cpu")
+        entry[key] = value
+    optimizer.state[target] = entry
+
+
+def _copy(target: Tensor, key: str, buffer: Buffer, state: SavedState) -> None:
+    flat = target.view(-1)
+    for name, piece in buffer.held:
+        flat[piece.offset:piece.offset + piece.count] = state.read(
+            name, key, piece.start, piece.count)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
@@ -15,6 +15,15 @@ from deberta_ds.engine.layout import CheckpointError
 
 RUN_FILE = "run.json"
 _Count = Annotated[int, Field(ge=0)]
+
+
+class Record(Protocol):
+    """What a checkpoint's run.json is made from: a `RunRecord`, or fine-tuning's `Progress`."""
+
+    @property
+    def step(self) -> int: ...
+
+    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -15,26 +15,20 @@ import json
 import logging
 import os
 import shutil
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+import xxhash
 from torch import Tensor
 
 from deberta_ds.base.errors import user_message
 from deberta_ds.base.files import sync_directory, write_atomic, xxh3
-from deberta_ds.checkpoint.find import (
-    BEST,
-    LAYOUT_FILE,
-    MANIFEST,
-    VERSION,
-    list_finished,
-    list_steps,
-    path_of,
-    step_of,
-)
-from deberta_ds.checkpoint.run_record import RUN_FILE, RunRecord
+from deberta_ds.checkpoint import find
+from deberta_ds.checkpoint.run_record import RUN_FILE, Record
 from deberta_ds.checkpoint.saved_state import (
     RANK_FILE,
     describe_engine,
@@ -42,7 +36,6 @@ from deberta_ds.checkpoint.saved_state import (
     rank_file,
     tensors_of_rank,
 )
-from deberta_ds.checkpoint.stream import write_stream
 from deberta_ds.cluster import dist
 from deberta_ds.engine.layout import CheckpointError
 from deberta_ds.engine.state import is_on_disk, layout_of
@@ -74,18 +67,18 @@ class Save:
             self.problem = user_message(error) or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self.problem += ("; a save needs space for one checkpoint more than train.keep, "
-                                 "for two more with train.best_metric")
+                                 "for two more with train.best_metric (in fine-tuning for two)")
         except Exception as error:  # a bug of ours, in a thread that nobody would hear
             self.problem = f"{type(error).__name__}: {error}"
             log.error("while a checkpoint was written", exc_info=True)
 
 
-def save(engine, out_dir: str | Path, record: RunRecord, keep: int) -> Path:
+def save(engine, out_dir: str | Path, record: Record, keep: int) -> Path:
     """Write a checkpoint and return its directory, when it is whole; see `begin_save`."""
     return finish_save(begin_save(engine, out_dir, record, keep))
 
 
-def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
+def begin_save(engine, out_dir: str | Path, record: Record, keep: int,
                tokenizer: dict[str, Path] | None = None, *, in_background: bool = False,
                is_best: bool = False) -> Save:
     """Begin a checkpoint of the engine's state; call on every rank, between two steps.
@@ -94,7 +87,7 @@ def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
     the newest `keep` checkpoints and the best one will be deleted. An optimizer on NVMe is always
     written in the foreground.
     """
-    one = Save(path_of(out_dir, record.step), record.step, keep, is_best)
+    one = Save(find.path_of(out_dir, record.step), record.step, keep, is_best)
     if dist.is_main():
         one.attempt(lambda: _empty(one.path))
     one.problem = dist.broadcast_object(one.problem)
@@ -105,7 +98,7 @@ def begin_save(engine, out_dir: str | Path, record: RunRecord, keep: int,
     small: dict[str, str] = {}
     if dist.is_main():
         small = {RUN_FILE: record.to_json(),
-                 LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
+                 find.LAYOUT_FILE: json.dumps(describe_engine(engine, layout)) + "\n"}
     in_background = in_background and not is_on_disk(engine)
     copies: list[tuple[str, Tensor]] = []
     if in_background:
@@ -145,9 +138,8 @@ def finish_save(one: Save) -> Path:
             shutil.rmtree(one.path, ignore_errors=True)
     one.problem = dist.broadcast_object(one.problem)
     if one.problem:
-        raise CheckpointError(
-            f"{one.path}: cannot be saved: {one.problem}. Older checkpoints are untouched; mend "
-            "this and run again")
+        raise CheckpointError(f"{one.path}: cannot be saved: {one.problem}. Older checkpoints are "
+                              "untouched; fix this and run again")
     prune(one.path.parent.parent, one.keep)
     return one.path
 
@@ -174,19 +166,19 @@ def _write_my_files(one: Save, described: list, tensors, small: dict[str, str],
 def _write_manifest(one: Save, parts: list[dict[str, dict]]) -> None:
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
     assert {rank_file(rank) for rank in range(dist.world_size())} <= files.keys()
-    manifest = {"version": VERSION, "step": one.step, "world_size": dist.world_size(),
+    manifest = {"version": find.VERSION, "step": one.step, "world_size": dist.world_size(),
                 "files": files}
     sync_directory(one.path)
-    write_atomic(one.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_atomic(one.path / find.MANIFEST, json.dumps(manifest, indent=1) + "\n")
     sync_directory(one.path.parent)
 
 
 def point_best(path: Path) -> None:
     """Have OUT/best point to a whole checkpoint, so that every command takes it for one."""
-    if not (path / MANIFEST).exists():
+    if not (path / find.MANIFEST).exists():
         return
-    link = path.parent.parent / BEST
-    fresh = link.with_name(f".{BEST}.tmp")
+    link = path.parent.parent / find.BEST
+    fresh = link.with_name(f".{find.BEST}.tmp")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(path.relative_to(link.parent))
     fresh.replace(link)
@@ -199,14 +191,14 @@ def set_aside(out_dir: str | Path, step: int) -> list[str]:
     and what the next start or a rollback takes. Rank 0 alone calls it.
     """
     lines = []
-    for path in list_finished(out_dir):
-        if step_of(path) > step:
+    for path in find.list_finished(out_dir):
+        if find.step_of(path) > step:
             aside = path.with_name(path.name.replace("step-", "left-"))
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             lines.append(f"{path} is later than step {step}, from which this run goes on, and is "
                          f"named {aside.name} now; delete it when it is of no use")
-    best = Path(out_dir) / BEST
+    best = Path(out_dir) / find.BEST
     if best.is_symlink() and not best.exists():
         best.unlink()
     return lines
@@ -233,12 +225,48 @@ def _take_manifests(out_dir: str | Path, keep: int) -> list[tuple[Path, int]]:
 
     Files are counted in a listing: so all share also the remains of a save that was killed.
     """
-    steps, whole, doomed = list_steps(out_dir), list_finished(out_dir), []
-    best = (Path(out_dir) / BEST).resolve()
+    steps, whole, doomed = find.list_steps(out_dir), find.list_finished(out_dir), []
+    best = (Path(out_dir) / find.BEST).resolve()
     for path in steps[:steps.index(whole[-1])]:
         if path not in whole[-keep:] and path.resolve() != best:
-            (path / MANIFEST).unlink(missing_ok=True)
+            (path / find.MANIFEST).unlink(missing_ok=True)
             numbers = [int(found[1]) for name in os.listdir(path)
                        if (found := RANK_FILE.fullmatch(name))]
             doomed.append((path, max(numbers, default=-1) + 1))
     return doomed
+
+
+_SAFETENSORS_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+                      torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
+                      torch.uint8: "U8", torch.bool: "BOOL"}
+
+
+def write_stream(path: Path, described: list[tuple[str, torch.dtype, int]],
+                 tensors: Iterable[tuple[str, Tensor]]) -> dict:
+    """Write flat tensors to a safetensors file, one in memory at a time; return bytes and xxh3.
+
+    `described`: (name, dtype, elements) of each, in the order in which `tensors` gives them. The
+    file is hashed while it is written, and flushed to the disk. OSError where that fails.
+    """
+    header, end = {}, 0
+    for name, dtype, count in described:
+        start, end = end, end + count * dtype.itemsize
+        header[name] = {"dtype": _SAFETENSORS_TYPES[dtype], "shape": [count],
+                        "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    digest, size = xxhash.xxh3_128(), 0
+    with open(path, "wb") as file:
+        def write(data) -> None:
+            nonlocal size
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+
+        write(struct.pack("<Q", len(text)) + text)
+        for (name, dtype, count), (found, tensor) in zip(described, tensors, strict=True):
+            assert (name, dtype, count) == (found, tensor.dtype, tensor.numel()), name
+            write(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "xxh3": digest.hexdigest()}

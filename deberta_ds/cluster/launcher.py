@@ -197,9 +197,8 @@ def _agreeing(environ: Mapping[str, str], found: dict[str, str]) -> dict[str, st
     """Return what a launcher says; UserError if WORLD_SIZE is there and says otherwise."""
     size = environ.get("WORLD_SIZE")
     if size is not None and found.get("WORLD_SIZE", size) != size:
-        raise UserError("the launcher of this process says otherwise: WORLD_SIZE = "
-                        f"{size}, not {found['WORLD_SIZE']}; it is left over from another job: "
-                        "unset it")
+        raise UserError(f"the launcher of this process says otherwise: WORLD_SIZE = {size}, not "
+                        f"{found['WORLD_SIZE']}; it is left over from another job: unset it")
     return found
 
 
@@ -263,14 +262,11 @@ def _need_mpi4py(what: str) -> None:
 
 
 def meet_mpi() -> None:
-    """Import what DeepSpeed asks for the ranks where `rank_variables` leaves them to MPI; UserError
-    if it finds no library, or that of another MPI.
-    """
+    """Import mpi4py, which DeepSpeed asks for the ranks; UserError without it or its MPI."""
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:
-        raise UserError(
-            "this launcher leaves the ranks to MPI, and mpi4py cannot be used "
-            f"({first_line(error)}); build one for the MPI that starts them (pip install "
-            "--no-binary=mpi4py mpi4py), or start the ranks with deepspeed, torchrun or srun"
-        ) from error
+        raise UserError("this launcher leaves the ranks to MPI, and mpi4py cannot be used "
+                        f"({first_line(error)}); build one for the MPI that starts them (pip "
+                        "install --no-binary=mpi4py mpi4py), or start the ranks with deepspeed, "
+                        "torchrun or srun") from error

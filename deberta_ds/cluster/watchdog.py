@@ -44,7 +44,7 @@ _SILENT_AFTER_ERROR = 0.15  # when the collective of another rank has failed
 _ROOT_LATER = 1.2  # times that for rank 0, which judges first where it can
 _TOGETHER = 1.2  # times that, within which ranks that fall silent together are named together
 _STORE = 3  # times what an exchange with the store takes, at least
-_AFTER_ERROR_TICKS = 6  # that a failed rank waits for the verdict
+_AFTER_ERROR_TICKS = 12  # that a failed rank waits for the verdict, which may need eight
 _LIMIT = 0.9  # of train.watchdog_seconds without a step
 _SLOW_STEPS = 4  # times the slowest ordinary step
 _ALIVE = 10  # times the limit, while every rank lives
@@ -224,6 +224,8 @@ class Watchdog:
         failed = self._state == FAILED or any(peer.state == FAILED for peer in peers.values())
         named, undecided, longest = {}, False, 0.0
         for rank, peer in peers.items():
+            if peer.state == FAILED == self._state:
+                continue  # its error is ours, and both are shown
             share = _SILENT[BUSY if BUSY in (self._state, peer.state) else STEPPING]
             if failed and peer.state != FAILED:
                 share = _SILENT_AFTER_ERROR
@@ -273,7 +275,8 @@ class Watchdog:
         recorder = threading.Thread(target=record, daemon=True)  # a file system may be gone, too
         recorder.start()
         if self._rank == 0 or hosts is None:  # else the store is silent
-            self._leave(self._seconds / 4)
+            slowest = max((peer.seconds for peer in self._peers.values()), default=0.0)
+            self._leave(self._seconds / 4 + _STORE * slowest)
         recorder.join(2 * self._interval)
         self._exit()
 

@@ -80,6 +80,5 @@ def problems_with_ranks(train: TrainConfig, world_size: int, start: int) -> list
             return [
                 f"train.initial_batch_size = {train.initial_batch_size}: {world_size} ranks cannot "
                 f"share an update of {one.rows} equally; take a multiple of the ranks, or, "
-                f"in a run that has begun, fewer ranks until step {train.batch_warmup_steps:,}"
-            ]
+                f"in a run that has begun, fewer ranks until step {train.batch_warmup_steps:,}"]
     return []

@@ -68,9 +68,8 @@ class ModelConfig:
     def __post_init__(self):
         problems = []
         if self.hidden_size % self.num_heads:
-            problems.append(
-                f"hidden_size = {self.hidden_size} is not divisible by num_heads = {self.num_heads}"
-            )
+            problems.append(f"hidden_size = {self.hidden_size} is not divisible by num_heads = "
+                            f"{self.num_heads}")
         if self.conv_kernel and self.conv_kernel % 2 == 0:
             problems.append(f"conv_kernel = {self.conv_kernel} must be odd, or 0 for none")
         if len(set(self.position_terms)) != len(self.position_terms):

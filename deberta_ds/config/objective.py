@@ -46,11 +46,9 @@ class MaskConfig:
 
 # The published masks (microsoft/DeBERTa apps/tasks): v3 hides every target, v1/v2 use n-grams and
 # 80/10/10.
-MASK_DEFAULTS = {
-    "rtd": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
-    "rtd_cached": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
-    "mlm": {"max_ngram": 3, "mask_share": 0.8, "random_share": 0.1},
-}
+MASK_DEFAULTS = {"rtd": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
+                 "rtd_cached": {"max_ngram": 1, "mask_share": 1.0, "random_share": 0.0},
+                 "mlm": {"max_ngram": 3, "mask_share": 0.8, "random_share": 0.1}}
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

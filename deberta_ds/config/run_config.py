@@ -96,16 +96,12 @@ class DataConfig:
     def __post_init__(self):
         for name in self.heldout_corpora if isinstance(self.heldout, dict) else ():
             if not _EVAL_NAME.fullmatch(name):
-                raise ValueError(
-                    f"heldout: {name!r} names a held-out corpus in charts and files; use "
-                    "letters, digits, _ . and -"
-                )
+                raise ValueError(f"heldout: {name!r} names a held-out corpus in charts and files; "
+                                 "use letters, digits, _ . and -")
             if not self.heldout_corpora[name]:
                 raise ValueError(f"heldout: {name} is empty; it must be a directory")
-        if (
-            self.heldout_replaced
-            and self.heldout_replacements.keys() != self.heldout_corpora.keys()
-        ):
+        if (self.heldout_replaced
+            and self.heldout_replacements.keys() != self.heldout_corpora.keys()):
             raise ValueError("heldout_replaced must have the names of heldout, "
                              f"{', '.join(self.heldout_corpora) or 'which is empty'}")
 
@@ -272,19 +268,10 @@ class RunConfig:
 
 # A resumed run must agree with its checkpoint in these, but for FREE_FIELDS, and in the content of
 # its corpora and tokenizer (train/check.py); the rest may change and is logged.
-IDENTITY_FIELDS = (
-    "model",
-    "objective",
-    "data.seq_len",
-    "data.seed",
-    "data.attend_across_documents",
-    "train.seed",
-    "train.global_batch_size",
-    "train.initial_batch_size",
-    "train.batch_warmup_steps",
-    "optim.name",
-    "init.embeddings_only",
-)
+IDENTITY_FIELDS = ("model", "objective", "data.seq_len", "data.seed",
+                   "data.attend_across_documents", "train.seed", "train.global_batch_size",
+                   "train.initial_batch_size", "train.batch_warmup_steps", "optim.name",
+                   "init.embeddings_only")
 FREE_FIELDS = tuple(f"model.{name}" for name in HOW_COMPUTED)
 
 
@@ -353,9 +340,8 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
         name = model.pop("preset")
         origin = origins.pop("model.preset", place)
         if not isinstance(name, str) or name not in MODELS:
-            raise ConfigError(f"{origin}: model.preset = {name!r}: unknown"
-                              f"{nearest(str(name), MODELS)}; "
-                              f"one of {', '.join(MODELS)}")
+            raise ConfigError(f"{origin}: model.preset = {name!r}: "
+                              f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
         _merge_under(values, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
     if not isinstance(objective, dict):  # missing, or what `validate` refuses

@@ -50,23 +50,19 @@ class Contamination:
     samples: list[dict]
 
 
-def find_contamination(
-    units: list[list[Extent]], against: list[str], out: str | Path, *, read: ReadOptions,
-    words: int = 13, workers: int = 1, part: Part = None,
-) -> Contamination | None:
-    """Write the findings of evaluation text in the inputs to `out`; return the report, None after
-    one part of an array of jobs.
-    """
+def find_contamination(units: list[list[Extent]], against: list[str], out: str | Path, *,
+                       read: ReadOptions, words: int = 13, workers: int = 1, part: Part = None
+                      ) -> Contamination | None:
+    """Write the evaluation text found in inputs to `out`; return the report, None for a part."""
     if words < SHORTEST:
         raise UserError(f"--words {words}: shorter n-grams than {SHORTEST} words are in any text")
     out = Path(out)
     evaluation = [extent for unit in plan_units(against, ReadOptions()) for extent in unit]
     kinds = {extent.path: extent.kind for extent in evaluation}  # a large file has many extents
     numbers = {source: number for number, source in enumerate(input_files(units))}
-    description = {
-        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
-        "text_rules": TEXT_RULES_VERSION, "against": units_digest([evaluation]), "words": words,
-    }
+    description = {"version": FINDINGS_VERSION, "units": units_digest(units),
+                   "read": read.describe(), "text_rules": TEXT_RULES_VERSION,
+                   "against": units_digest([evaluation]), "words": words}
     with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             names, searched = _save_grams(out, kinds, words)
@@ -90,9 +86,7 @@ def find_contamination(
 
 
 def gram_hashes(words: list[str], lengths: Iterable[int]) -> Iterator[np.ndarray]:
-    """Yield for each of the ascending `lengths` the 64-bit hash of each run of so many words:
-    u64 [len(words) - length + 1].
-    """
+    """Yield for each of the ascending `lengths` the u64 hash of each run of so many words."""
     each = np.fromiter(map(_hash_word, words), np.uint64, len(words))
     total, done = np.zeros(len(words), np.uint64), 0
     for length in lengths:
@@ -178,9 +172,8 @@ def _example_grams(texts: Iterable[str], count: int) -> Iterator[tuple[int, int]
             yield from {(length, gram) for gram in hashes.tolist()}
 
 
-def search_unit(
-    out: str, number: int, unit: list[Extent], read: ReadOptions, numbers: dict[str, int]
-) -> dict:
+def search_unit(out: str, number: int, unit: list[Extent], read: ReadOptions,
+                numbers: dict[str, int]) -> dict:
     """Write the contaminated documents of one unit; return counts, examples met and samples."""
     directory = Path(out)
     tables = [_Grams(directory, length) for length in np.load(directory / "lengths.npy").tolist()]

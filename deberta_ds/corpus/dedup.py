@@ -60,9 +60,8 @@ def near_bands(threshold: float) -> tuple[int, int]:
     try:
         import datasketch  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            "near-duplicate removal needs the package datasketch: pip install datasketch"
-        ) from error
+        raise UserError("near-duplicate removal needs the package datasketch: pip install "
+                        "datasketch") from error
     for entries in range(PERMUTATIONS, 1, -1):
         bands = PERMUTATIONS // entries
         if 1 - (1 - threshold**entries) ** bands >= _RECALL:
@@ -111,9 +110,7 @@ def similarity(first: np.ndarray, second: np.ndarray) -> float:
 
 
 class Group:
-    """Documents that share a band, one after another; those that stay are remembered, at most
-    1,024 of them.
-    """
+    """Documents that share a band: those that stay are remembered, at most 1,024."""
 
     def __init__(self, threshold: float):
         self._threshold = threshold
@@ -121,9 +118,7 @@ class Group:
         self._sketches: list[np.ndarray] = []
 
     def has(self, signature: np.ndarray, sketch: np.ndarray) -> bool:
-        """Return whether the similarity of this document to one that stays is at least the
-        threshold; if not, it stays too.
-        """
+        """Return whether the document is like one that stays; if not, it stays too."""
         count = len(self._sketches)
         estimates = (self._signatures[:count] == signature).mean(axis=1)
         likely = np.flatnonzero(estimates >= self._threshold - _SIGNATURE_ERROR)
@@ -147,25 +142,16 @@ _HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<u4"), ("where", "<
 _BAND = np.dtype([("high", "<u8"), ("low", "<u4"), ("row", "<u4")])
 
 
-def find_duplicates(
-    units: list[list[Extent]],
-    out: str | Path,
-    *,
-    read: ReadOptions,
-    near_threshold: float = 0.0,
-    workers: int = 1,
-    part: Part = None,
-) -> dict[str, int]:
-    """Write the directory `out` of duplicates and return {"documents", "exact", "near"} counts; {}
-    after one part of an array of jobs, which shares out the reading of the inputs.
-    """
+def find_duplicates(units: list[list[Extent]], out: str | Path, *, read: ReadOptions,
+                    near_threshold: float = 0.0, workers: int = 1, part: Part = None
+                   ) -> dict[str, int]:
+    """Write the duplicates to `out`; return counts of documents, exact and near; {} for a part."""
     out = Path(out)
     bands = near_bands(near_threshold) if near_threshold else (0, 0)
     numbers = {source: number for number, source in enumerate(input_files(units))}
-    description = {
-        "version": FINDINGS_VERSION, "units": units_digest(units), "read": read.describe(),
-        "text_rules": TEXT_RULES_VERSION, "near_threshold": near_threshold, "bands": list(bands),
-    }
+    description = {"version": FINDINGS_VERSION, "units": units_digest(units),
+                   "read": read.describe(), "text_rules": TEXT_RULES_VERSION,
+                   "near_threshold": near_threshold, "bands": list(bands)}
     with job(out, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             counts = _search(out, units, numbers, read, near_threshold, bands, workers, part)
@@ -175,10 +161,8 @@ def find_duplicates(
     return Findings(out).counts
 
 
-def _search(
-    out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
-    threshold: float, bands: tuple[int, int], workers: int, part: Part,
-) -> dict[str, int]:
+def _search(out: Path, units: list[list[Extent]], numbers: dict[str, int], read: ReadOptions,
+            threshold: float, bands: tuple[int, int], workers: int, part: Part) -> dict[str, int]:
     """Run all stages and return the counts, {} after a part; `numbers`: {source: its number}."""
     jobs: dict[str, tuple] = {
         f"hash-{number:05d}": (str(out), number, unit, read, bands,
@@ -201,10 +185,8 @@ def _search(
     return {"documents": documents, "exact": exact_count, "near": total - exact_count}
 
 
-def hash_unit(
-    out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int],
-    numbers: dict[str, int],
-) -> dict:
+def hash_unit(out: str, number: int, unit: list[Extent], read: ReadOptions, bands: tuple[int, int],
+              numbers: dict[str, int]) -> dict:
     """Write the tables of one unit's documents; return their names and how many documents."""
     sign = signer() if bands[0] else None
     rows: list[tuple[int, int, int, int]] = []
@@ -335,9 +317,8 @@ def _texts(unit: list[Extent], read: ReadOptions) -> Iterator[tuple[str, int, st
             yield extent.source, document.where, text
 
 
-def _bucket_parts(
-    out: str, kind: str, tables: list[str], bucket: int, count: int
-) -> Iterator[tuple[int, np.ndarray]]:
+def _bucket_parts(out: str, kind: str, tables: list[str], bucket: int, count: int
+                 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (table number, its rows whose hash lies in the bucket's range)."""
     low_edge, high_edge = bucket * 2**64 // count, (bucket + 1) * 2**64 // count
     for number, name in enumerate(tables):

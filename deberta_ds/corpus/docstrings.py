@@ -73,9 +73,8 @@ def pinned_python_files(constraints: str | Path) -> tuple[list[str], list[str]]:
     return files, notes
 
 
-def write_docstrings(
-    files: list[str], out: str | Path, *, max_bytes: int, heldout_share: float, workers: int
-) -> dict[str, int]:
+def write_docstrings(files: list[str], out: str | Path, *, max_bytes: int, heldout_share: float,
+                     workers: int) -> dict[str, int]:
     """Write OUT/train.jsonl and OUT/heldout.jsonl of {"id", "text"}; return counts.
 
     Stops after about `max_bytes` of text. Exact duplicates are left out. UserError if nothing is
@@ -85,13 +84,11 @@ def write_docstrings(
     tasks = [files[i : i + _FILES_PER_TASK] for i in range(0, len(files), _FILES_PER_TASK)]
     seen: set[int] = set()
     out = Path(out)
-    with (
-        atomic_path(out / "train.jsonl") as train_path,
-        atomic_path(out / "heldout.jsonl") as heldout_path,
-        open(train_path, "w", encoding="utf-8") as train,
-        open(heldout_path, "w", encoding="utf-8") as heldout,
-        tqdm(total=max_bytes, desc="docstrings", unit="B", unit_scale=True, disable=None) as bar,
-    ):
+    with (atomic_path(out / "train.jsonl") as train_path,
+          atomic_path(out / "heldout.jsonl") as heldout_path,
+          open(train_path, "w", encoding="utf-8") as train,
+          open(heldout_path, "w", encoding="utf-8") as heldout,
+          tqdm(total=max_bytes, desc="docstrings", unit="B", unit_scale=True, disable=None) as bar):
         for found in _in_order(tasks, workers):
             counts["files"] += _FILES_PER_TASK
             for name, text in found:
@@ -110,10 +107,8 @@ def write_docstrings(
                 break
         counts["files"] = min(counts["files"], len(files))
         if not (counts["train"] and counts["heldout"]):
-            raise UserError(
-                f"only {counts['train']} + {counts['heldout']} docstrings found in {len(files)} "
-                "files of this Python installation; use another corpus"
-            )
+            raise UserError(f"only {counts['train']} + {counts['heldout']} docstrings found in "
+                            f"{len(files)} files of this Python installation; use another corpus")
     return counts
 
 

@@ -27,6 +27,7 @@ from deberta_ds.data.remote import file_system
 
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 WARC_SUFFIXES = (".warc", ".wet")
+_KNOWN = " ".join((*TEXT_SUFFIXES, *WARC_SUFFIXES, *TABLE_KINDS))
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 22, 1 << 28
 
 
@@ -97,7 +98,7 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
 
     `unit_bytes` 0 chooses a 64th of the input, between 4 and 256 MiB. The result depends on the
     inputs and options alone. UserError for a missing, empty or unknown input; files of unknown
-    kinds in a directory are passed over and named on stderr.
+    kinds in a directory are skipped and named on stderr.
     """
     if unit_bytes < 0 or options.max_document_bytes < 1:
         raise UserError(f"--unit_bytes {unit_bytes} and --max_document_bytes "
@@ -108,7 +109,7 @@ def plan_units(inputs: list[str], options: ReadOptions, unit_bytes: int = 0) -> 
     extents = list(itertools.chain.from_iterable(given))
     if passed_over:
         more = ", ..." if len(passed_over) > 5 else ""
-        print(f"note: {len(passed_over)} files of unknown kind passed over: "
+        print(f"note: {len(passed_over)} files of unknown kind skipped: "
               f"{', '.join(passed_over[:5])}{more}", file=sys.stderr, flush=True)
     _check_named_once(given)
     if not extents:
@@ -150,9 +151,8 @@ def units_digest(units: list[list[Extent]]) -> str:
     return digest.hexdigest()
 
 
-def _whole_inputs(
-    name: str, options: ReadOptions, passed_over: list[str]
-) -> Iterator[tuple[Extent, int]]:
+def _whole_inputs(name: str, options: ReadOptions, passed_over: list[str]
+                 ) -> Iterator[tuple[Extent, int]]:
     if name.startswith("hub:"):
         if options.label_from_directory:
             raise UserError(f"{name}: a Hub dataset has no directories to count by; give "
@@ -165,10 +165,8 @@ def _whole_inputs(
     for path, size, state in found:
         kind = input_kind(path)
         if kind is None and path == name:
-            raise UserError(
-                f"{path}: unknown kind of file; known are .txt .md .jsonl .csv .tsv (each also .gz "
-                ".zst .xz .bz2 .lz4), .warc, .wet, .parquet, .arrow and .feather"
-            )
+            raise UserError(f"{path}: unknown kind of file; known are {_KNOWN}, each also with "
+                            f"{' '.join(COMPRESSED_SUFFIXES)}")
         if kind is None:
             passed_over.append(path)
         else:
@@ -266,9 +264,8 @@ def input_kind(path: str) -> str | None:
     return TABLE_KINDS.get(suffix)
 
 
-def _split(
-    extent: Extent, size: int, limit: int, options: ReadOptions
-) -> Iterator[tuple[Extent, int]]:
+def _split(extent: Extent, size: int, limit: int, options: ReadOptions
+          ) -> Iterator[tuple[Extent, int]]:
     if extent.kind == "parquet":
         yield from _split_parquet(extent)
         return

@@ -73,9 +73,7 @@ def _parts_by_seam(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray
 
 
 def _encode(tokenizer: Tokenizer, text: str, starts_document: bool) -> np.ndarray:
-    """Return the ids of text at the beginning of its document, where normalizers take a space away
-    or put one, or behind other text.
-    """
+    """Return the ids of text at the beginning of its document, or behind other text."""
     if starts_document:
         return tokenizer.encode_array(text)
     return np.array(tokenizer.encode_after(text), dtype=np.int32)
@@ -184,8 +182,7 @@ class Cleaner:
 def check_problems(problems: list[str], count: int, clean: CleanOptions) -> None:
     """UserError if `count` bad documents, of which `problems` names some, are more than allowed."""
     if count > clean.max_bad:
-        remedy = TO_UTF8 if "invalid UTF-8" in problems[0] else "mend the input"
+        remedy = TO_UTF8 if "invalid UTF-8" in problems[0] else "fix the input"
         raise UserError(
             f"{problems[0]} ({counted(count, 'bad document')}, --max_bad allows {clean.max_bad}); "
-            f"{remedy}, or allow more and they are left out and listed"
-        )
+            f"{remedy}, or allow more and they are left out and listed")

@@ -5,15 +5,16 @@ A.1.1), C4 (Raffel et al. 2020, arXiv 1910.10683, section 2.2) and FineWeb (Pene
 arXiv 2406.17557, section 3.6). They were chosen on English pages.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic.dataclasses import dataclass
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.own_code import digest, is_own, split
 from deberta_ds.config.options import STRICT, ConfigError, option, validate
 from deberta_ds.config.toml_files import read_toml
-from deberta_ds.corpus.language import check_languages
 
 Rule = Literal["language", "lines", "c4", "gopher", "repetition", "fineweb", "personal"]
 PersonalKind = Literal["email", "ip", "phone", "card", "iban"]
@@ -171,3 +172,26 @@ def function_digests(rules: FilterRules) -> list[str]:
     """Return name and sha256 of each function's file: a job is of other filters once one changes.
     """
     return [f"{Path(name).name} {digest('functions', name)}" for name in rules.functions]
+
+
+def language_of(text: str) -> tuple[str, float]:
+    """Return (ISO 639-1 code, probability); UserError where py3langid is not installed."""
+    code, probability = _identifier().classify(text)
+    return code, float(probability)
+
+
+def check_languages(codes: tuple[str, ...], place: str) -> None:
+    """UserError, which begins with `place`, unless all codes are known."""
+    unknown = sorted(set(codes) - set(_identifier().labels))
+    if unknown:
+        raise UserError(f"{place}: {', '.join(map(repr, unknown))}: not known; known are "
+                        f"{' '.join(sorted(_identifier().labels))}")
+
+
+@cache
+def _identifier():
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError as error:
+        raise UserError("the language rule needs py3langid: pip install py3langid") from error
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -20,12 +20,11 @@ import xxhash
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
-from deberta_ds.base.json_files import parse_json, read_json
+from deberta_ds.base.json_files import read_json
 from deberta_ds.base.own_code import load, short_name
 from deberta_ds.corpus import quality
 from deberta_ds.corpus.documents import Document, Extent, ReadOptions, units_digest
-from deberta_ds.corpus.filter_rules import FilterRules, function_digests
-from deberta_ds.corpus.language import language_of
+from deberta_ds.corpus.filter_rules import FilterRules, function_digests, language_of
 from deberta_ds.corpus.quality import Text, find_personal, without_lines
 from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import Part, job, run_units
@@ -189,13 +188,9 @@ class Tally:
 _TRY_VERSION = 1
 
 
-def try_filters(
-    units: list[list[Extent]], out: str | Path, rules: FilterRules, *, read: ReadOptions,
-    workers: int = 1, part: Part = None,
-) -> dict | None:
-    """Write OUT/filters.json, what these filters would do to the inputs, and return it; None after
-    one part of an array of jobs.
-    """
+def try_filters(units: list[list[Extent]], out: str | Path, rules: FilterRules, *,
+                read: ReadOptions, workers: int = 1, part: Part = None) -> dict | None:
+    """Write what the filters would do to OUT/filters.json and return it; None for a part."""
     filters_of(rules)  # a bad function or language is said before any work
     description = {"version": _TRY_VERSION, "units": units_digest(units), "read": read.describe(),
                    "filters": describe(rules)}
@@ -209,7 +204,6 @@ def try_filters(
             if done is None:
                 return None
             write_report(out, rules, total)
-    mend_report(out)
     return read_json(Path(out) / REPORT)
 
 
@@ -235,20 +229,6 @@ def write_report(out: str | Path, rules: FilterRules, total: Tally) -> None:
               "examples": {name: [found[1:] for found in examples]
                            for name, examples in sorted(total.examples.items())}}
     write_atomic(Path(out) / REPORT, _text_of(report))
-
-
-def mend_report(out: str | Path) -> None:
-    """Write OUT/filters.json anew if it is of a version that left half characters as they were;
-    who reads it says what else may be wrong with it.
-    """
-    path = Path(out) / REPORT
-    try:
-        text = path.read_text("utf-8")
-        whole = _text_of(parse_json(text, strict=False))
-    except (OSError, ValueError):
-        return
-    if "\\ud" in text and whole != text:
-        write_atomic(path, whole)
 
 
 def _text_of(report: dict) -> str:

@@ -88,8 +88,7 @@ class Findings:
         for extent in (extent for unit in units for extent in unit):
             if inputs.get(extent.source) != extent.state:
                 what = "changed since" if extent.source in inputs else "not among the inputs of"
-                raise UserError(f"{extent.path}: {what} the search in "
-                                f"{self._directory}; {_AGAIN}")
+                raise UserError(f"{extent.path}: {what} the search in {self._directory}; {_AGAIN}")
 
     def has(self, source: str, where: int) -> bool:
         """Return whether the document at `where` of an input was found."""
@@ -111,9 +110,8 @@ def input_files(units: list[list[Extent]]) -> dict[str, str]:
     return states
 
 
-def finish_findings(
-    out: Path, units: list[list[Extent]], read: ReadOptions, reason: str, counts: dict
-) -> None:
+def finish_findings(out: Path, units: list[list[Extent]], read: ReadOptions, reason: str,
+                    counts: dict) -> None:
     """Merge what the units have saved and write the manifest, which completes the findings."""
     files = input_files(units)
     merge_found(out, "", len(files))

@@ -17,31 +17,22 @@ import xxhash
 from deberta_ds.base.errors import UserError, first_line
 from deberta_ds.base.files import atomic_path
 from deberta_ds.corpus.units import PLAN, Part, under_mpi
-from deberta_ds.data.remote import (
-    BLOCKS,
-    DEFAULT_CACHE,
-    file_system,
-    is_remote,
-    put,
-    tried,
-    upload,
-)
+from deberta_ds.data import remote
 from deberta_ds.data.shards import MANIFEST
 
-CACHE = DEFAULT_CACHE.directory
+CACHE = remote.DEFAULT_CACHE.directory
 JOB = (PLAN, MANIFEST, "filters.*")  # what says which job a corpus is the output of
 
 
 @contextmanager
-def output(
-    out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), part: Part = None
-) -> Iterator[str]:
+def output(out: str, *, cache: str = CACHE, first: tuple[str, ...] = ("*",), part: Part = None
+          ) -> Iterator[str]:
     """Context that yields where to write what `out` names: there, or locally if it is a URL.
 
     `first`: patterns of the files that are fetched from the URL before. UserError for jobs that
     share a directory.
     """
-    if not is_remote(out):
+    if not remote.is_remote(out):
         yield out
         return
     if part or under_mpi():
@@ -56,16 +47,16 @@ def fetch(url: str, *, cache: str = CACHE, names: tuple[str, ...] = ("*",)) -> s
     """Return the local copy of what is at a URL (a local path is its own), with those of its files
     whose names match one of the patterns; nothing there is an empty directory.
     """
-    if not is_remote(url):
+    if not remote.is_remote(url):
         return url
     url = url.rstrip("/")
     key = xxhash.xxh3_64_hexdigest(url.encode())
     local = Path(cache).expanduser() / "prepared" / key / url.rpartition("/")[2]
-    system, root = file_system(url)
+    system, root = remote.file_system(url)
     for path, size in _sizes(system, root, url).items():
         name = path[len(root) + 1 :]
         target = local / name if name else local
-        if name.startswith(f"{BLOCKS}/") or not any(fnmatch(name, one) for one in names):
+        if name.startswith(f"{remote.BLOCKS}/") or not any(fnmatch(name, one) for one in names):
             continue
         if not target.is_file() or target.stat().st_size != size or target.name == MANIFEST:
             _get(system, path, target, size, url)
@@ -89,18 +80,18 @@ def _get(system, path: str, target: Path, size: int, url: str) -> None:
             system.get_file(path, str(temporary))
             return os.path.getsize(temporary)
 
-        tried(get, f"{url}: {path}", lambda found: found == size)
+        remote.tried(get, f"{url}: {path}", lambda found: found == size)
 
 
 def _send(local: Path, url: str) -> None:
     if (local / "tokens").is_dir():
-        upload(local, url)
+        remote.upload(local, url)
         return
-    system, root = file_system(url)
+    system, root = remote.file_system(url)
     if local.is_file():
-        put(system, root, local)
+        remote.put(system, root, local)
         return
     files = [path for path in local.iterdir() if path.is_file()
              and (path.name == PLAN or not path.name.startswith("."))]
     for path in sorted(files, key=lambda path: (path.name == MANIFEST, path.name)):
-        put(system, f"{root}/{path.name}", path)
+        remote.put(system, f"{root}/{path.name}", path)

@@ -26,18 +26,14 @@ from deberta_ds.tokenizer import Tokenizer
 MIN_SEQ_LEN = 8
 
 
-def pack_corpus(
-    corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1, part: Part = None
-) -> RowsManifest | None:
-    """Write rows-L of `corpus` and return its manifest; does nothing if it is complete. Returns
-    None after one part of an array of jobs.
-    """
+def pack_corpus(corpus: str | Path, tokenizer: Tokenizer, seq_len: int, *, workers: int = 1,
+                part: Part = None) -> RowsManifest | None:
+    """Write rows-L of `corpus`, unless they are complete; return its manifest, None for a part."""
     manifest, content_hash = read_manifest(corpus)
     if manifest.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
             f"{corpus}: made with tokenizer {manifest.tokenizer_sha256[:16]}..., not with "
-            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer"
-        )
+            f"{tokenizer.path} ({tokenizer.sha256[:16]}...); give the corpus's own tokenizer")
     if seq_len < MIN_SEQ_LEN:
         raise UserError(f"seq_len {seq_len} is too short; it must be at least {MIN_SEQ_LEN}")
     directory = rows_directory(corpus, seq_len)
@@ -45,13 +41,11 @@ def pack_corpus(
     with job(directory, description, finished=MANIFEST, part=part) as is_done:
         if not is_done:
             word_starts = tokenizer.word_starts()
-            units = {
-                shard.name: (str(corpus), shard, word_starts, seq_len) for shard in manifest.shards
-            }
+            units = {shard.name: (str(corpus), shard, word_starts, seq_len)
+                     for shard in manifest.shards}
             results = run_units(
                 directory, pack_shard, units, workers=workers, label=f"pack {seq_len}",
-                part=part,
-            )
+                part=part)
             if results is None:
                 return None
             hard_cuts = sum(result.pop("hard_cuts") for result in results)
@@ -75,17 +69,11 @@ def pack_shard(corpus: str, shard: ShardInfo, word_starts: np.ndarray, seq_len: 
     starts_path = directory / f"{shard.name}.starts.npy"
     save_array(pieces_path, plan.pieces)
     save_array(starts_path, plan.starts)
-    return {
-        "name": shard.name,
-        "rows": len(plan.starts) - 1,
-        "pieces": len(plan.pieces),
-        "tokens": int(plan.pieces[:, 1].sum(dtype=np.int64)),
-        "bytes": pieces_path.stat().st_size,
-        "xxh3": xxh3(pieces_path),
-        "starts_bytes": starts_path.stat().st_size,
-        "starts_xxh3": xxh3(starts_path),
-        "hard_cuts": int(plan.hard_cuts),
-    }
+    return {"name": shard.name, "rows": len(plan.starts) - 1, "pieces": len(plan.pieces),
+            "tokens": int(plan.pieces[:, 1].sum(dtype=np.int64)),
+            "bytes": pieces_path.stat().st_size, "xxh3": xxh3(pieces_path),
+            "starts_bytes": starts_path.stat().st_size, "starts_xxh3": xxh3(starts_path),
+            "hard_cuts": int(plan.hard_cuts)}
 
 
 # All files of a corpus against its manifests.

@@ -7,13 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from deberta_ds.corpus.filter_rules import (
-    C4Rules,
-    FinewebRules,
-    GopherRules,
-    LineRules,
-    RepetitionRules,
-)
+from deberta_ds.corpus import filter_rules
 from deberta_ds.tokenizer.text import LETTERS, UNSPACED, UNSPACED_LETTER
 
 # A document's words, lines and sentences, as the filters count them.
@@ -73,7 +67,7 @@ _UNSPACED_WORD_LETTERS = 2  # of a mean Chinese or Japanese word: runs of 5 lett
 _BULLETS = ("•", "-", "*", "‣", "●")
 
 
-def gopher(text: Text, rules: GopherRules) -> str:
+def gopher(text: Text, rules: filter_rules.GopherRules) -> str:
     """Gopher, section A.1.1."""
     words, spaced = text.words, not text.is_unspaced
     if len(words) < max(rules.min_words, 1):
@@ -109,7 +103,7 @@ def gopher(text: Text, rules: GopherRules) -> str:
     return ""
 
 
-def c4(text: Text, rules: C4Rules) -> str:
+def c4(text: Text, rules: filter_rules.C4Rules) -> str:
     """C4, section 2.2; the rules for its lines are in `lines.py`."""
     lowered = text.text.lower()
     for phrase in rules.phrases:
@@ -118,7 +112,7 @@ def c4(text: Text, rules: C4Rules) -> str:
     return "few sentences" if text.sentences() < rules.min_sentences else ""
 
 
-def fineweb(text: Text, rules: FinewebRules) -> str:
+def fineweb(text: Text, rules: filter_rules.FinewebRules) -> str:
     """FineWeb, section 3.6."""
     lines = text.lines
     if not lines:
@@ -136,7 +130,7 @@ def fineweb(text: Text, rules: FinewebRules) -> str:
     return ""
 
 
-def repetition(text: Text, rules: RepetitionRules) -> str:
+def repetition(text: Text, rules: filter_rules.RepetitionRules) -> str:
     """Gopher, table A1. In scripts without spaces a run of n words is one of 2 n letters."""
     size = max(len(text.text), 1)
     for parts, name, share, characters in (
@@ -199,9 +193,7 @@ class _Runs:
         return int(times.max()) * (int(self._characters(count)[first]) + count - 1)
 
     def repeated_characters(self, count: int, enough: float) -> int:
-        """Return the characters in runs that came before, without overlaps (at most `enough`
-        characters: some number that is not more).
-        """
+        """Return the characters in runs that came before, no overlaps, counted up to `enough`."""
         runs = self._of(count)
         is_new = np.zeros(len(runs), bool)
         is_new[np.unique(runs, return_index=True)[1]] = True
@@ -224,7 +216,7 @@ class _Runs:
 _CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
 
 
-def without_lines(text: str, rules: LineRules) -> tuple[str, dict[str, int]]:
+def without_lines(text: str, rules: filter_rules.LineRules) -> tuple[str, dict[str, int]]:
     """Return (the text that is left, {why lines went: how many})."""
     kept = []
     gone: dict[str, int] = {}
@@ -240,7 +232,7 @@ def without_lines(text: str, rules: LineRules) -> tuple[str, dict[str, int]]:
     return "\n".join(kept), gone
 
 
-def _why(line: str, rules: LineRules, seen: set[str]) -> str:
+def _why(line: str, rules: filter_rules.LineRules, seen: set[str]) -> str:
     words = line.split()
     if rules.max_word_characters and max(map(len, words)) > rules.max_word_characters:
         return "a very long word"
@@ -322,10 +314,8 @@ def _is_iban(text: str) -> bool:
     return int("".join(str(int(character, 36)) for character in turned)) % 97 == 1
 
 
-_KINDS = {
-    "email": ("@", _EMAIL, lambda text: True, "name@example.com"),
-    "ip": (".", _IP, _is_public, "192.0.2.1"),
-    "iban": ("", _IBAN, _is_iban, "XX00 0000 0000 0000 0000"),
-    "card": ("", _CARD, _is_card, "0000 0000 0000 0000"),
-    "phone": ("+", _PHONE, lambda text: True, "+1 555 0100"),
-}
+_KINDS = {"email": ("@", _EMAIL, lambda text: True, "name@example.com"),
+          "ip": (".", _IP, _is_public, "192.0.2.1"),
+          "iban": ("", _IBAN, _is_iban, "XX00 0000 0000 0000 0000"),
+          "card": ("", _CARD, _is_card, "0000 0000 0000 0000"),
+          "phone": ("+", _PHONE, lambda text: True, "+1 555 0100")}

@@ -68,7 +68,7 @@ def _line_blocks(
 ) -> Iterator[tuple[int, list[bytes], str]]:
     """Yield (offset, lines, problem): the lines that start in [start, end), many at a time.
 
-    A line over the size limit is passed over in pieces; it comes alone, as b"" with a problem.
+    A line over the size limit is skipped in pieces; it comes alone, as b"" with a problem.
     """
     limit = options.max_document_bytes
     position = start

@@ -1,4 +1,4 @@
-"""What a corpus holds: counts, lengths, fill, labels and the most frequent pieces."""
+"""What a corpus holds: counts, lengths, fill, labels and the most frequent tokens."""
 
 import re
 from dataclasses import dataclass
@@ -65,14 +65,11 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     """Return the figures as a table for a terminal."""
     counts = stats.manifest.counts
     documents, tokens = counts["documents"], counts["tokens"]
-    lines = [
-        stats.path,
-        f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
-        f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
-        f"{tokens / max(1, stats.word_starts):.2f} a word",
-        f"  characters  {counts['characters']:>15,}   "
-        f"{counts['characters'] / max(1, tokens):.2f} a token",
-    ]
+    lines = [stats.path, f"  documents   {documents:>15,}   longest {stats.longest:,} tokens",
+             f"  tokens      {tokens:>15,}   {tokens / max(1, documents):,.1f} a document, "
+             f"{tokens / max(1, stats.word_starts):.2f} a word",
+             f"  characters  {counts['characters']:>15,}   "
+             f"{counts['characters'] / max(1, tokens):.2f} a token"]
     lines += [f"  WARNING: {text}" for text in _unfit(stats, tokenizer)]
     left_out = {name: counts[name] for name in counts
                 if name not in ("documents", "tokens", "characters") and counts[name]}
@@ -80,7 +77,7 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
         lines.append("  left out    " + ", ".join(f"{k} {v:,}" for k, v in left_out.items()))
     for seq_len, rows, fill, pieces, hard_cuts in stats.plans:
         lines.append(f"  rows-{seq_len:<6} {rows:>15,}   {fill:.2%} full, "
-                     f"{pieces:.2f} pieces a row, {hard_cuts:,} cuts inside a word")
+                     f"{pieces:.2f} document segments each, {hard_cuts:,} cuts inside a word")
     if set(stats.manifest.labels) - {""}:
         lines += ["", "  label        documents         tokens   share  characters a token"]
         for label, (docs, characters, label_tokens) in stats.manifest.labels.items():
@@ -95,7 +92,7 @@ def stats_text(stats: CorpusStats, tokenizer: Tokenizer, top: int = 20) -> str:
     order = np.argsort(-stats.frequencies, kind="stable")[:top].tolist()
     pairs = zip(tokenizer.pieces(order), stats.frequencies[order].tolist(), strict=True)
     frequent = "  ".join(f"{piece} {count / max(1, tokens):.2%}" for piece, count in pairs)
-    lines += ["", f"  top {top} pieces: {frequent}"]
+    lines += ["", f"  top {top} tokens: {frequent}"]
     return "\n".join(lines)
 
 
@@ -117,7 +114,7 @@ def _unfit(stats: CorpusStats, tokenizer: Tokenizer) -> list[str]:
 
 
 def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> None:
-    """Write a PNG: document lengths, rank-frequency of pieces, labels or top pieces."""
+    """Write a PNG: document lengths, rank-frequency of tokens, labels or top tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,7 +144,7 @@ def stats_picture(stats: CorpusStats, tokenizer: Tokenizer, out: str | Path) -> 
     else:
         order = np.argsort(-stats.frequencies, kind="stable")[:20][::-1].tolist()
         names = [piece.replace(" ", "_") for piece in tokenizer.readable(order)]
-        sizes, title, unit = stats.frequencies[order], "Top pieces", "count"
+        sizes, title, unit = stats.frequencies[order], "Most frequent tokens", "count"
     axes[2].barh(range(len(names)), sizes, color=blue)
     axes[2].set_yticks(range(len(names)), names, fontsize=7)
     axes[2].set(title=title, xlabel=unit)

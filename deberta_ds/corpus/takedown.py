@@ -1,7 +1,7 @@
 """Documents taken out of a finished corpus by id, without redoing the rest.
 
 The result is a new corpus beside the old one: shards without these documents are hard links to the
-old files (copies on another file system), the others are written and planned anew. Its content_hash
+old files (copies on another file system), the others are written and planned again. Its content
 differs, so a run notices that its rows have changed.
 """
 
@@ -46,12 +46,10 @@ _VERSION = 1
 _BATCH_DOCUMENTS = 1 << 12
 
 
-def take_down(
-    corpus: str | Path, names: list[str], out: str | Path, tokenizer: Tokenizer, *,
-    workers: int = 1,
-) -> dict[str, int]:
+def take_down(corpus: str | Path, names: list[str], out: str | Path, tokenizer: Tokenizer, *,
+              workers: int = 1) -> dict[str, int]:
     """Write the corpus `out`: `corpus` without the documents called `names` (ids, or
-    SOURCE@PLACE). Return {"documents": taken out, "shards": written anew}.
+    SOURCE@PLACE). Return {"documents": taken out, "shards": written again}.
 
     UserError if a name is unknown, if the tokenizer is another one, or if `out` holds anything
     else; nothing is written then.
@@ -87,13 +85,9 @@ def take_down(
     return {"documents": next(taken) - next(taken), "shards": len(found)}
 
 
-def take_down_shard(
-    corpus: str, out: str, shard: ShardInfo, gone: list[int], plans: dict[int, RowShardInfo],
-    tokenizer_path: str,
-) -> dict:
-    """Link or rewrite one shard and its plans; return the fields of their infos, None for a shard
-    of which nothing is left.
-    """
+def take_down_shard(corpus: str, out: str, shard: ShardInfo, gone: list[int],
+                    plans: dict[int, RowShardInfo], tokenizer_path: str) -> dict:
+    """Link or rewrite a shard and its plans; return the fields of their infos, None if empty."""
     if not gone:
         for path in _files_of(corpus, shard.name, plans):
             _link(path, Path(out) / path.relative_to(corpus))

@@ -47,21 +47,11 @@ SHARD_TOKENS = 1 << 27
 JOB_VERSION = 2
 
 
-def tokenize_corpus(
-    units: list[list[Extent]],
-    out: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    read: ReadOptions,
-    clean: CleanOptions,
-    heldout_out: str | Path | None = None,
-    heldout_share: float = 0.0,
-    drop_heldout: bool = False,
-    leave_out: Sequence[str] = (),
-    filters: FilterRules | None = None,
-    workers: int = 1,
-    part: Part = None,
-) -> dict[str, Manifest]:
+def tokenize_corpus(units: list[list[Extent]], out: str | Path, tokenizer: Tokenizer, *,
+                    read: ReadOptions, clean: CleanOptions, heldout_out: str | Path | None = None,
+                    heldout_share: float = 0.0, drop_heldout: bool = False,
+                    leave_out: Sequence[str] = (), filters: FilterRules | None = None,
+                    workers: int = 1, part: Part = None) -> dict[str, Manifest]:
     """Write the corpus `out` (and the held-out one) and return {directory: manifest}; {} after one
     part of an array of jobs.
 
@@ -119,9 +109,7 @@ def _say_unknown(results: list[dict]) -> None:
 
 
 def _has_files(result: dict, targets: list[str]) -> bool:
-    """Return whether all that a unit wrote is still there: the held-out corpus, or both, may have
-    been removed or be another directory since.
-    """
+    """Return whether all that a unit wrote is still there; corpora may have been removed since."""
     sizes = {}
     for number, target in enumerate(targets):
         for shard in result["shards"][number]:
@@ -164,16 +152,14 @@ def _check_heldout(targets: list[str], share: float, drop: bool) -> None:
     if len(targets) > 1 and Path(os.path.realpath(targets[0])) in Path(
             os.path.realpath(targets[1])).parents:
         raise UserError(f"{targets[1]}: inside of {targets[0]}, which is a corpus of its own; put "
-                        "the held-out one beside it")
+                        "the held-out one next to it")
     if len(targets) > 1 and drop:
         raise UserError("held-out documents are either written or dropped; choose one")
 
 
-def tokenize_unit(
-    number: int, unit: list[Extent], targets: list[str], tokenizer_path: str, read: ReadOptions,
-    clean: CleanOptions, heldout_share: float, leave_out: list[str],
-    filters: FilterRules | None = None,
-) -> dict:
+def tokenize_unit(number: int, unit: list[Extent], targets: list[str], tokenizer_path: str,
+                  read: ReadOptions, clean: CleanOptions, heldout_share: float,
+                  leave_out: list[str], filters: FilterRules | None = None) -> dict:
     """Write the shards of one unit; return their ShardInfos, counts and named problems."""
     tokenizer = _tokenizer(tokenizer_path)
     tally = Tally(filters.examples) if filters else None
@@ -205,20 +191,16 @@ def tokenize_unit(
         if tokenizer.normalizes_itself:
             counts["removed_characters"] = 0  # removed from what was looked at, not from the text
         shards = [writer.finish() for writer in writers]
-    return {
-        "shards": [[asdict(shard) for shard in written] for written in shards],
-        "labels": [writer.labels for writer in writers],
-        "origins": [writer.origins for writer in writers],
-        "counts": counts,
-        "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
-        "problems": cleaner.problems,
-    } | ({"filters": asdict(tally)} if tally else {})
+    return {"shards": [[asdict(shard) for shard in written] for written in shards],
+            "labels": [writer.labels for writer in writers],
+            "origins": [writer.origins for writer in writers], "counts": counts,
+            "unknown_tokens": sum(writer.unknown_tokens for writer in writers),
+            "problems": cleaner.problems} | ({"filters": asdict(tally)} if tally else {})
 
 
-def _wanted(
-    unit: list[Extent], read: ReadOptions, leave_out: list[str], filters: FilterRules | None,
-    tally: Tally | None, counts: dict[str, int],
-) -> Iterator[Document]:
+def _wanted(unit: list[Extent], read: ReadOptions, leave_out: list[str],
+            filters: FilterRules | None, tally: Tally | None, counts: dict[str, int]
+           ) -> Iterator[Document]:
     """Yield the documents of one unit but those that searches found or filters drop."""
     searches = [_findings(directory) for directory in leave_out]
     for extent in joined(unit):
@@ -266,8 +248,7 @@ def _manifest(results: list[dict], is_main: bool, tokenizer: Tokenizer) -> Manif
     return Manifest(
         dtype=token_dtype(tokenizer.size).str, vocab_size=tokenizer.size,
         tokenizer_sha256=tokenizer.sha256, special_ids=tokenizer.special_ids, counts=counts,
-        labels=dict(sorted(labels.items())), shards=shards,
-    )
+        labels=dict(sorted(labels.items())), shards=shards)
 
 
 @cache
@@ -330,9 +311,7 @@ class _Rolling:
 
     def _append(self, ids: np.ndarray, lengths: list[int], documents: list[Document],
                 characters: list[int]) -> None:
-        """Add documents, which lie back to back in `ids`, to the shard, and begin another one where
-        it is full.
-        """
+        """Add documents, back to back in `ids`, to the shard; begin another where it is full."""
         ends, begin = list(itertools.accumulate(lengths, initial=0)), 0
         while begin < len(lengths):
             if self._writer is None or self._origins is None:

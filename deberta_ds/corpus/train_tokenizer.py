@@ -1,6 +1,7 @@
 """Train a SentencePiece unigram model with DeBERTa's special ids on a bounded sample."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from deberta_ds.corpus.readers import read_unit
 from deberta_ds.corpus.units import FORK
 from deberta_ds.data.mixture import temperature_weights
 from deberta_ds.tokenizer import MASK_PIECE, SPACE_MARK, SPECIAL_PIECES, Tokenizer, normalization
-from deberta_ds.tokenizer.files import JSON, MERGES, OTHER_MODELS, SPM, VOCAB, WORDPIECES
+from deberta_ds.tokenizer.files import FORMS, JSON, OTHER_MODELS, SPM
 from deberta_ds.tokenizer.normalization import normalizer_tsv
 from deberta_ds.tokenizer.publish import special_token, write_tokenizer_json
 from deberta_ds.tokenizer.spm import RULES_NAME
@@ -150,18 +151,9 @@ _LEAST_PIECES = re.compile(r"required_chars\. \d+ vs (\d+)")
 _SCORE_UNIT = 1 / 16  # nats: sums of its multiples are exact in float32 up to 2**20
 
 
-def train_tokenizer(
-    units: list[list[Extent]],
-    out: str | Path,
-    *,
-    pieces: int,
-    sample_bytes: int,
-    read: ReadOptions,
-    character_coverage: float = 0.9995,
-    threads: int = 2,
-    languages: Languages | None = None,
-    max_bad: int = 0,
-) -> Tokenizer:
+def train_tokenizer(units: list[list[Extent]], out: str | Path, *, pieces: int, sample_bytes: int,
+                    read: ReadOptions, character_coverage: float = 0.9995, threads: int = 2,
+                    languages: Languages | None = None, max_bad: int = 0) -> Tokenizer:
     """Write the model to `out` and return it: `pieces` pieces, byte fallback, our text rules.
 
     The rules are SentencePiece's normalizer in the file (spm_rules.py), beside which it keeps case
@@ -193,10 +185,9 @@ def train_tokenizer(
                 pad_id=0, bos_id=1, eos_id=2, unk_id=3,
                 pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
                 num_threads=threads,
-                minloglevel=2,
-            )
+                minloglevel=2)
         except RuntimeError as error:
-            if failed:  # SentencePiece words it anew
+            if failed:  # SentencePiece words it again
                 raise failed[0] from None
             raise UserError(f"SentencePiece cannot make {pieces:,} pieces from this sample; "
                             f"{_remedy(str(error))}") from error
@@ -266,11 +257,9 @@ _UNSPACED = rf"(?:[{UNSPACED}]\p{{M}}*){{1,40}}"
 _LONGEST_WORD = 200  # characters
 
 
-def train_fast(
-    units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int, sample_bytes: int,
-    read: ReadOptions, character_coverage: float = 0.9995, languages: Languages | None = None,
-    max_bad: int = 0,
-) -> Tokenizer:
+def train_fast(units: list[list[Extent]], out: str | Path, *, kind: str, pieces: int,
+               sample_bytes: int, read: ReadOptions, character_coverage: float = 0.9995,
+               languages: Languages | None = None, max_bad: int = 0) -> Tokenizer:
     """Write the tokenizer to directory `out` and return it: `pieces` pieces and [MASK].
 
     Memory is bounded by `sample_bytes`, taken evenly from the start of every unit, or as
@@ -279,8 +268,8 @@ def train_fast(
     out = Path(out)
     if out.suffix in (".model", ".json") or out.is_file():
         raise UserError(f"{out}: --kind {kind} writes a directory; give the name of one")
-    other = [name for name in (SPM, VOCAB, MERGES, WORDPIECES, *OTHER_MODELS)
-             if (out / name).exists()]
+    other = [name for name in (*itertools.chain(*FORMS), *OTHER_MODELS)
+             if name != JSON and (out / name).exists()]
     if other:  # that one would be read, or the two be mixed
         raise UserError(f"{out}: holds another tokenizer ({other[0]}); give another directory")
     fast, trainer = _untrained(kind, pieces)

@@ -43,10 +43,8 @@ FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
-def job(
-    directory: str | Path, description: dict, *, finished: str, part: Part = None,
-    beside: Path | None = None,
-) -> Iterator[bool]:
+def job(directory: str | Path, description: dict, *, finished: str, part: Part = None,
+        beside: Path | None = None) -> Iterator[bool]:
     """Context in which this process alone (or the parts of an array together) works in `directory`;
     yields whether the job is done.
 
@@ -124,12 +122,10 @@ def _check_description(directory: Path, text: str) -> None:
         if version != json.loads(text).get("version"):
             raise UserError(
                 f"{directory}: the output of another version of this program (see {path}); what "
-                "is finished can be used, but to go on or make it again, give another directory"
-            )
+                "is finished can be used, but to go on or make it again, give another directory")
         raise UserError(
             f"{directory}: holds the output of other inputs or options, or of inputs that have "
-            f"changed since (see {path}); remove it or give another directory"
-        )
+            f"changed since (see {path}); remove it or give another directory")
     if any(not entry.name.startswith(LOCK) and not entry.match(_TEMPORARY)
            for entry in directory.iterdir()):
         if path.exists():  # since another part of the array has begun, a moment ago
@@ -161,8 +157,7 @@ def _take_lock(path: Path, kind: int) -> int:
             os.close(descriptor)
             raise UserError(
                 f"{path.parent}: another command is at work here ({owner or 'just started'}); let "
-                "it end, or give another directory"
-            ) from None
+                "it end, or give another directory") from None
         except OSError as error:  # a file system without locks
             print(f"note: {path.parent}: cannot be locked ({error.strerror}); run one command at a "
                   "time here", file=sys.stderr)
@@ -176,17 +171,10 @@ def _take_lock(path: Path, kind: int) -> int:
         os.close(descriptor)  # its owner has just ended and removed the file: take a new one
 
 
-def run_units(
-    directory: str | Path,
-    function: Callable[..., dict],
-    units: dict[str, tuple],
-    *,
-    workers: int,
-    label: str,
-    part: Part = None,
-    keep: Callable[[dict], Any] = lambda result: result,
-    is_whole: Callable[[dict], bool] | None = None,
-) -> list | None:
+def run_units(directory: str | Path, function: Callable[..., dict], units: dict[str, tuple], *,
+              workers: int, label: str, part: Part = None,
+              keep: Callable[[dict], Any] = lambda result: result,
+              is_whole: Callable[[dict], bool] | None = None) -> list | None:
     """Return `keep(function(*units[name]))` for each name, in the order of `units`; None for a
     part, of which only its units are done.
 
@@ -235,10 +223,8 @@ def _run_processes(missing: deque, workers: int, bar: tqdm) -> None:
         try:
             _drive(pool, missing, 2 * workers, bar)
         except BrokenProcessPool as error:
-            raise UserError(
-                "a worker process died (killed, or out of memory); run the same command again, "
-                "finished units are kept"
-            ) from error
+            raise UserError("a worker process died (killed, or out of memory); run the same "
+                            "command again, finished units are kept") from error
 
 
 def _run_mpi(missing: deque, bar: tqdm) -> None:
@@ -313,7 +299,5 @@ class no_space_as_user_error:  # noqa: N801 (reads as a phrase)
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"{self._directory}: no space left on the device; free some and run the same "
-                "command again, finished units are kept"
-            ) from error
+            raise UserError(f"{self._directory}: no space left on the device; free some and run "
+                            "the same command again, finished units are kept") from error

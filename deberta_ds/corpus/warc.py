@@ -2,7 +2,7 @@
 
 A record of type `conversion` is text, as Common Crawl's .wet files hold it. Pages as they were
 fetched (`response` records: HTTP 200, HTML) become documents if `extract_html` asks for it: their
-main text, by resiliparse. All other records are no text, and are passed over.
+main text, by resiliparse. All other records are no text, and are skipped.
 """
 
 from collections.abc import Iterator

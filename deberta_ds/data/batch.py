@@ -83,11 +83,8 @@ def collate(rows: list[Row]) -> Batch:
     return Batch(
         rows=torch.tensor([row.row for row in rows], dtype=torch.int64),
         input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
-        labels=torch.from_numpy(labels_BL),
-        segments=torch.from_numpy(segments_BL),
+        labels=torch.from_numpy(labels_BL), segments=torch.from_numpy(segments_BL),
         positions=torch.from_numpy(np.stack([row.positions for row in rows]).astype(np.int64)),
         target_positions=torch.from_numpy(target_positions_BM),
-        target_index=torch.from_numpy(row_T * slots + slot_T),
-        num_targets=len(row_T),
-        num_tokens=int(np.count_nonzero(segments_BL)),
-    )
+        target_index=torch.from_numpy(row_T * slots + slot_T), num_targets=len(row_T),
+        num_tokens=int(np.count_nonzero(segments_BL)))

@@ -40,10 +40,8 @@ class Corpus:
     every byte through the checksums in both manifests).
     """
 
-    def __init__(
-        self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0),
-        cache: Cache = DEFAULT_CACHE,
-    ):
+    def __init__(self, path: str | Path, *, seq_len: int, part: tuple[float, float] = (0.0, 1.0),
+                 cache: Cache = DEFAULT_CACHE):
         """Open a finished corpus; UserError if it or its plan for `seq_len` is missing or stale.
 
         `part` (from, to) in [0, 1] opens only that stretch of the shards: stages of other lengths
@@ -61,8 +59,7 @@ class Corpus:
             self._read_manifests(rows_path)
         self._shards = _part_of(
             list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part,
-            self.path,
-        )
+            self.path)
         if part != (0.0, 1.0):
             self.content_hash += f"[{part[0]}:{part[1]}]"
         counts = [rows.rows for _, rows in self._shards]
@@ -80,10 +77,8 @@ class Corpus:
         if not (rows_path / MANIFEST).exists():
             found = sorted(p.parent.name for p in self.row_plans(self.path))
             names = ", ".join(found) or "none"
-            raise UserError(
-                f"{self.path}: no row plan for seq_len {self.seq_len} (found: {names}); "
-                f"run {self._pack()}"
-            )
+            raise UserError(f"{self.path}: no row plan for seq_len {self.seq_len} (found: "
+                            f"{names}); run {self._pack()}")
         self.rows_manifest, self.rows_content_hash = read_rows_manifest(rows_path)
         self.content_hash = self.rows_content_hash
         remedy = f"remove the directory and run {self._pack()}"
@@ -117,8 +112,7 @@ class Corpus:
             raise UserError(
                 f"{place}/{MANIFEST}: made with tokenizer sha256 "
                 f"{self.manifest.tokenizer_sha256[:16]}..., but {whose} is "
-                f"{sha256[:16]}...; give the corpus's own tokenizer or tokenize the text again"
-            )
+                f"{sha256[:16]}...; give the corpus's own tokenizer or tokenize the text again")
 
     def verify(self, mode: str = "sizes", *, rank: int = 0, world_size: int = 1) -> int:
         """Check the files of shards rank::world_size and return how many files were checked.
@@ -140,8 +134,7 @@ class Corpus:
                 (paths.tokens, shard.bytes, shard.xxh3, fetch),
                 (paths.ends, shard.ends_bytes, shard.ends_xxh3, fetch),
                 (paths.pieces, rows.bytes, rows.xxh3, remake),
-                (paths.starts, rows.starts_bytes, rows.starts_xxh3, remake),
-            ):
+                (paths.starts, rows.starts_bytes, rows.starts_xxh3, remake)):
                 check_file(path, size, digest if mode == "full" else None, remedy)
             if mode == "full":
                 self._check_rows(number)
@@ -225,8 +218,7 @@ class Corpus:
             name, rows_path = self._shards[number][0].name, rows_directory(self.path, self.seq_len)
             found = _Paths(*(str(path) for path in (
                 self.path / "tokens" / f"{name}.npy", self.path / "ends" / f"{name}.npy",
-                rows_path / f"{name}.npy", rows_path / f"{name}.starts.npy",
-            )))
+                rows_path / f"{name}.npy", rows_path / f"{name}.starts.npy")))
             self._known_paths[number] = found
         return found
 
@@ -276,9 +268,8 @@ class _Paths(NamedTuple):
     starts: str
 
 
-def _part_of(
-    shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, float], path: Path,
-) -> list[tuple[ShardInfo, RowShardInfo]]:
+def _part_of(shards: list[tuple[ShardInfo, RowShardInfo]], part: tuple[float, float], path: Path
+            ) -> list[tuple[ShardInfo, RowShardInfo]]:
     low, high = part
     if not 0.0 <= low < high <= 1.0:
         raise UserError(f"{path}: part {part} must be 0 <= from < to <= 1")
@@ -289,10 +280,8 @@ def _part_of(
         shards[number][0].name.encode()))
     chosen = order[round(low * len(shards)) : round(high * len(shards))]
     if not chosen:
-        raise UserError(
-            f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make smaller "
-            "shards with tokenize_corpus.py --unit_bytes"
-        )
+        raise UserError(f"{path}: part {part} of {len(shards)} shards is empty; widen it, or make "
+                        "smaller shards with tokenize_corpus.py --unit_bytes")
     return [shards[number] for number in sorted(chosen)]
 
 
@@ -323,5 +312,4 @@ def map_array(path: str | Path) -> np.ndarray:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
         raise UserError(
-            f"{path}: cannot be mapped ({error}); run data_prep/verify.py --verify full"
-        ) from error
+            f"{path}: cannot be mapped ({error}); run data_prep/verify.py --verify full") from error

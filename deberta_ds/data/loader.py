@@ -38,15 +38,8 @@ _READ_THREADS = 16
 _ROWS_AHEAD = 64
 
 
-def build_loader(
-    dataset: RowDataset,
-    *,
-    stretches: list[Stretch],
-    micro_batch_size: int,
-    rank: int,
-    world_size: int,
-    num_workers: int,
-) -> Iterator[Batch]:
+def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_size: int, rank: int,
+                 world_size: int, num_workers: int) -> Iterator[Batch]:
     """Return an iterator over one rank's micro-batches of the updates in `stretches`, in order.
 
     Of each update `batch_schedule.micro_batches`. UserError if the ranks cannot share one equally.
@@ -65,8 +58,7 @@ def build_loader(
         worker_init_fn=_live_with_the_rank,
         # Workers share the end of the rank, whose children they are; Python 3.14's default is a
         # server that starts them.
-        multiprocessing_context="fork" if num_workers else None,
-    )
+        multiprocessing_context="fork" if num_workers else None)
     return _unwrap(loader)
 
 
@@ -202,7 +194,6 @@ def _why_a_worker_died(batches) -> UserError | None:
     if code is None:
         return None
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return UserError(
-        f"a loader process has died (data.workers = {len(codes)}): it {how}. SIGKILL is usually "
-        "the kernel, for its memory: lower data.workers (0: the rank itself reads); the same "
-        "command goes on from the last checkpoint")
+    return UserError(f"a loader process has died (data.workers = {len(codes)}): it {how}. SIGKILL "
+                     "is usually the kernel, for its memory: lower data.workers (0: the rank "
+                     "itself reads); the same command goes on from the last checkpoint")

@@ -2,7 +2,7 @@
 
 "uniform" (default): whole words in random order until exactly round(rate * real tokens) tokens are
 chosen; n-grams extend over the following words of the piece with P(n) ~ 1/n. Words that would
-overshoot are passed over, so long words are chosen a little less often, and with n-grams the first
+overshoot are skipped, so long words are chosen a little less often, and with n-grams the first
 words of a piece too (docs/data.md has the figures); tenths of a row are alike.
 
 What has no word starts (hexadecimal, base64, DNA, digits, scripts spelled in bytes) would be one
@@ -31,17 +31,9 @@ IGNORE = -100
 LONGEST_WORD = 16  # tokens
 
 
-def mask_row(
-    ids: np.ndarray,
-    word_start: np.ndarray,
-    character_start: np.ndarray,
-    special: np.ndarray,
-    mask: MaskConfig,
-    mask_id: int,
-    rng: np.random.Generator,
-    pad_id: int = 0,
-    rate: float | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+def mask_row(ids: np.ndarray, word_start: np.ndarray, character_start: np.ndarray,
+             special: np.ndarray, mask: MaskConfig, mask_id: int, rng: np.random.Generator,
+             pad_id: int = 0, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return (input_ids i64[L], labels i64[L]) for the framed and padded row `ids` i64[L].
 
     `word_start`, `character_start` (ids that begin a character) and `special` (pad, cls, sep, unk
@@ -80,9 +72,8 @@ def mask_row(
     return output, labels
 
 
-def word_spans(
-    ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def word_spans(ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray
+              ) -> tuple[np.ndarray, np.ndarray]:
     """Return (starts, lengths) of the words of a row; special tokens belong to no word.
 
     A token after a special one starts a word even if its id would continue one.
@@ -99,9 +90,8 @@ def word_spans(
     return edges[ordinary], lengths[ordinary]
 
 
-def cut_long_words(
-    starts: np.ndarray, lengths: np.ndarray, budget: int, begins_L: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def cut_long_words(starts: np.ndarray, lengths: np.ndarray, budget: int, begins_L: np.ndarray
+                  ) -> tuple[np.ndarray, np.ndarray]:
     """Return the words, with each character of one that is too long as a word of its own.
 
     `begins_L` says which tokens begin a character; the others go on inside it.
@@ -120,10 +110,8 @@ def cut_long_words(
     return starts[first], np.add.reduceat(lengths, first)
 
 
-def _choose_by(
-    selection: str, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, budget: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def _choose_by(selection: str, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray,
+               budget: int, rng: np.random.Generator) -> np.ndarray:
     """Return the words that a function of one's own chooses, in order, each once."""
     if not len(starts):
         return starts
@@ -156,9 +144,8 @@ def _choose_words(lengths: np.ndarray, budget: int, rng: np.random.Generator) ->
     return taken.nonzero()[0]
 
 
-def _choose_ngrams(
-    starts: np.ndarray, lengths: np.ndarray, budget: int, max_ngram: int, rng: np.random.Generator
-) -> np.ndarray:
+def _choose_ngrams(starts: np.ndarray, lengths: np.ndarray, budget: int, max_ngram: int,
+                   rng: np.random.Generator) -> np.ndarray:
     """Return chosen words: n-grams start at words in random order, n drawn with P(n) ~ 1/n.
 
     An n-gram ends early at the end of its piece, at a word already chosen, or when the budget has
@@ -202,10 +189,9 @@ def _expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return (starts - after + lengths).repeat(lengths) + np.arange(int(after[-1]))
 
 
-def _deberta_window(
-    ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray, mask: MaskConfig, rate: float,
-    budget: int, mask_id: int, rng: random.Random,
-) -> tuple[np.ndarray, np.ndarray]:
+def _deberta_window(ids: np.ndarray, word_start: np.ndarray, special_L: np.ndarray,
+                    mask: MaskConfig, rate: float, budget: int, mask_id: int, rng: random.Random
+                   ) -> tuple[np.ndarray, np.ndarray]:
     """The official sampler, draw for draw."""
     units: list[list[int]] = []
     for position in np.flatnonzero(~special_L).tolist():

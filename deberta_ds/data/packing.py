@@ -27,9 +27,8 @@ class RowPlan:
     hard_cuts: int
 
 
-def plan_rows(
-    ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, seq_len: int
-) -> RowPlan:
+def plan_rows(ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, seq_len: int
+             ) -> RowPlan:
     """Return the rows of one shard: `ends` i64[documents], `tokens` [n], `word_starts` bool[V]."""
     starts, lengths, hard_cuts = cut_documents(ends, tokens, word_starts, seq_len - FRAME_TOKENS)
     row_of_piece, num_rows = best_fit(lengths + FRAME_TOKENS, seq_len)
@@ -40,9 +39,8 @@ def plan_rows(
     return RowPlan(pieces, row_starts, hard_cuts)
 
 
-def cut_documents(
-    ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, room: int
-) -> tuple[np.ndarray, np.ndarray, int]:
+def cut_documents(ends: np.ndarray, tokens: np.ndarray, word_starts: np.ndarray, room: int
+                 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return (starts i64, lengths i64, hard cuts): pieces of at most `room` tokens, in order."""
     ends = np.asarray(ends, dtype=np.int64)
     begins = np.concatenate([[0], ends])[:-1].astype(np.int64)
@@ -61,9 +59,8 @@ def cut_documents(
     return starts, lengths, hard_cuts
 
 
-def _cut_one(
-    begin: int, end: int, tokens: np.ndarray, word_starts: np.ndarray, room: int
-) -> tuple[list[int], int]:
+def _cut_one(begin: int, end: int, tokens: np.ndarray, word_starts: np.ndarray, room: int
+            ) -> tuple[list[int], int]:
     cuts, hard = [begin], 0
     while end - begin > room:
         low = begin + room - room // 2

@@ -101,9 +101,7 @@ class SmallFiles:
         self._kept: dict[str, bytes] = {}
 
     def part(self, path: str, size: int, offset: int, count: int) -> tuple[bytes, int]:
-        """Return (bytes, where among them lies byte `offset` of the file of `size` bytes); errors
-        are those of `read`.
-        """
+        """Return (bytes, place of byte `offset` of the file among them); errors as of `read`."""
         data = self._kept.get(path)
         if data is None:
             if size > min(self.most_bytes, SmallFiles.room_bytes):

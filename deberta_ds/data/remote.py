@@ -263,9 +263,7 @@ class RemoteCorpus:
 
 
 def upload(corpus: str | Path, url: str) -> tuple[int, int]:
-    """Copy a finished corpus to `url` with the checksums of its blocks; return (files, those copied
-    now). A file whose checksums are there already is not copied again; manifests come last.
-    """
+    """Copy a corpus to `url`, manifests last; return (files, those copied just now)."""
     corpus, (system, root) = Path(corpus), file_system(url)
     files, copied, total = _uploaded_before(corpus, system, root), 0, 0
     data_files = sorted(path for directory in ("tokens", "ends", "documents", "rows-*")
@@ -295,7 +293,7 @@ def _uploaded_before(corpus: Path, system, root: str) -> dict[str, tuple[int, st
     same = _remote_bytes(system, f"{root}/{MANIFEST}") == (corpus / MANIFEST).read_bytes()
     try:
         return _blocks_of(blocks).files if same and blocks else {}
-    except ValueError:  # half of one, or damaged: written anew
+    except ValueError:  # half of one, or damaged: written again
         return {}
 
 

@@ -92,8 +92,7 @@ class Replacements:
         if self.manifest.attend_across_documents != attend_across_documents:
             raise UserError(
                 f"{directory}: made with attend_across_documents = "
-                f"{self.manifest.attend_across_documents}, the run has {attend_across_documents}"
-            )
+                f"{self.manifest.attend_across_documents}, the run has {attend_across_documents}")
         self._files: dict[tuple[int, str], list[_Stored]] = {}
 
     @property

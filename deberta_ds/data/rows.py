@@ -30,22 +30,10 @@ class RowDataset:
     Attributes: content_hashes {path: hex}, num_rows {path: rows in one epoch}, seq_len, seed.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[SourceConfig],
-        tokenizer,
-        *,
-        seq_len: int,
-        seed: int,
-        mask: MaskConfig,
-        attend_across_documents: bool = False,
-        verify: str = "sizes",
-        verify_rank: int = 0,
-        verify_world_size: int = 1,
-        sample_by: str = "epoch",
-        rows_of_run: int = 0,
-        cache: Cache = DEFAULT_CACHE,
-    ):
+    def __init__(self, sources: Sequence[SourceConfig], tokenizer, *, seq_len: int, seed: int,
+                 mask: MaskConfig, attend_across_documents: bool = False, verify: str = "sizes",
+                 verify_rank: int = 0, verify_world_size: int = 1, sample_by: str = "epoch",
+                 rows_of_run: int = 0, cache: Cache = DEFAULT_CACHE):
         """Open and check every source.
 
         UserError for a missing, damaged or stale corpus and for one of another tokenizer.
@@ -63,12 +51,9 @@ class RowDataset:
         for corpus in self._corpora:
             corpus.check_tokenizer(tokenizer.sha256)
             corpus.verify(verify, rank=verify_rank, world_size=verify_world_size)
-        self._replaced = [
-            Replacements(source.replaced, corpus, attend_across_documents)
-            if source.replaced
-            else None
-            for source, corpus in zip(sources, self._corpora, strict=True)
-        ]
+        self._replaced = [Replacements(source.replaced, corpus, attend_across_documents)
+                          if source.replaced else None
+                          for source, corpus in zip(sources, self._corpora, strict=True)]
         for replaced in self._replaced:
             if replaced and verify_rank == 0:
                 replaced.verify(verify)
@@ -103,10 +88,8 @@ class RowDataset:
     def consumed(self, sequences_seen: int) -> dict[str, int]:
         """Return {source path: index of its next row after rows 0 .. sequences_seen - 1}."""
         counts = self._mixture.consumed(sequences_seen)
-        return {
-            source.path: source.first_sequence + count
-            for source, count in zip(self.sources, counts, strict=True)
-        }
+        return {source.path: source.first_sequence + count
+                for source, count in zip(self.sources, counts, strict=True)}
 
     def _place(self, g: int) -> tuple[int, int, int]:
         """Return (source number, epoch of that source, position in the epoch's order) of row g."""
@@ -161,22 +144,15 @@ class RowDataset:
 
     def _build(self, pieces: list[np.ndarray], g: int, seed: int, place: tuple[int, int],
                rate: float, draw: int = 0) -> Row:
-        ids, segments, positions = frame_pieces(
-            pieces,
-            self.seq_len,
-            self._cls_id,
-            self._sep_id,
-            self.attend_across_documents,
-            self._pad_id,
-        )
+        ids, segments, positions = frame_pieces(pieces, self.seq_len, self._cls_id, self._sep_id,
+                                                self.attend_across_documents, self._pad_id)
         if int(ids.max()) >= len(self._special) or (ids == self._mask_id).any():
             corpus, worst = self._corpora[place[0]], int(ids.max())
             worst = worst if worst >= len(self._special) else self._mask_id
             raise UserError(
                 f"{corpus.place(place[1])}: token id {worst} is outside the pieces of the "
                 f"tokenizer, which has {len(self._special)} ids (row {g} of the run); run "
-                f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again"
-            )
+                f"data_prep/verify.py {corpus.path} --verify full and copy the damaged shard again")
         replaced = self._replaced[place[0]]
         if replaced:
             shard, row = self._corpora[place[0]].shard_row(place[1])
@@ -184,15 +160,13 @@ class RowDataset:
         rng = np.random.Generator(np.random.Philox(key=[seed, g]))
         input_ids, labels = mask_row(
             ids, self._word_start, self._character_start, self._special, self.mask, self._mask_id,
-            rng, pad_id=self._pad_id, rate=rate
-        )
+            rng, pad_id=self._pad_id, rate=rate)
         return Row(g, input_ids, labels, segments, positions)
 
 
-def frame_pieces(
-    pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int, attend_across_documents: bool,
-    pad_id: int = 0,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def frame_pieces(pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: int,
+                 attend_across_documents: bool, pad_id: int = 0
+                ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (ids i64[L], segments i32[L], positions i32[L]) of [CLS] piece [SEP] [CLS] ...
 
     Segments number the pieces and positions restart in each, unless `attend_across_documents`: then
@@ -216,36 +190,25 @@ def frame_pieces(
     return ids, segments, positions
 
 
-def eval_sequences(
-    path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
-    num_rows: int | None = None, attend_across_documents: bool = False, verify: str = "sizes",
-    verify_rank: int = 0, verify_world_size: int = 1, replaced: str = "",
-    cache: Cache = DEFAULT_CACHE,
-) -> list[Row]:
+def eval_sequences(path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
+                   num_rows: int | None = None, attend_across_documents: bool = False,
+                   verify: str = "sizes", verify_rank: int = 0, verify_world_size: int = 1,
+                   replaced: str = "", cache: Cache = DEFAULT_CACHE) -> list[Row]:
     """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
     They are the same for every checkpoint and world size. None means all; UserError if the corpus
     has fewer than `num_rows`.
     """
-    dataset = RowDataset(
-        [SourceConfig(path=path, replaced=replaced)],
-        tokenizer,
-        seq_len=seq_len,
-        seed=eval_seed,
-        mask=mask,
-        attend_across_documents=attend_across_documents,
-        verify=verify,
-        verify_rank=verify_rank,
-        verify_world_size=verify_world_size,
-        cache=cache,
-    )
+    dataset = RowDataset([SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len,
+                         seed=eval_seed, mask=mask, attend_across_documents=attend_across_documents,
+                         verify=verify, verify_rank=verify_rank,
+                         verify_world_size=verify_world_size, cache=cache)
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows
     if count > available:
         raise UserError(
             f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
             f"{seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
-            "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)"
-        )
+            "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row, eval_seed) for row in rows]

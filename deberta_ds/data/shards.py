@@ -236,15 +236,9 @@ class ShardWriter:
         ends = np.array(self._ends, dtype="<i8")
         save_array(self._ends_path, ends)
         self._context.__exit__(None, None, None)
-        return ShardInfo(
-            name=self.name,
-            tokens=self.tokens,
-            documents=len(ends),
-            bytes=size,
-            xxh3=digest,
-            ends_bytes=self._ends_path.stat().st_size,
-            ends_xxh3=xxh3(self._ends_path),
-        )
+        return ShardInfo(name=self.name, tokens=self.tokens, documents=len(ends), bytes=size,
+                         xxh3=digest, ends_bytes=self._ends_path.stat().st_size,
+                         ends_xxh3=xxh3(self._ends_path))
 
     def abandon(self) -> None:
         """Remove the unfinished file."""

@@ -223,10 +223,9 @@ def accumulation_steps(run: RunConfig, world_size: int) -> int:
     train = run.train
     at_once, rows = train.micro_batch_size * world_size, train.global_batch_size
     if rows % at_once:
-        raise ConfigError(
-            f"train.global_batch_size = {rows}: not divisible by micro_batch_size x world size = "
-            f"{train.micro_batch_size} x {world_size} = {at_once}; "
-            f"{_what_divides(train.micro_batch_size, rows, world_size)}")
+        raise ConfigError(f"train.global_batch_size = {rows}: not divisible by micro_batch_size x "
+                          f"world size = {train.micro_batch_size} x {world_size} = {at_once}; "
+                          f"{_what_divides(train.micro_batch_size, rows, world_size)}")
     return rows // at_once
 
 
@@ -246,9 +245,5 @@ def complete(values: Mapping, *, rows: int, micro_rows: int, accumulation: int, 
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,  # never: our own log speaks
-    } | dict(values) | {
-        "train_batch_size": rows,
-        "train_micro_batch_size_per_gpu": micro_rows,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip_norm,
-    }
+    } | dict(values) | {"train_batch_size": rows, "train_micro_batch_size_per_gpu": micro_rows,
+                        "gradient_accumulation_steps": accumulation, "gradient_clipping": clip_norm}

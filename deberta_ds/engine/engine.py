@@ -64,11 +64,15 @@ def init_distributed() -> torch.device:
     try:
         deepspeed.init_distributed(verbose=False)
     except (RuntimeError, ValueError) as error:  # torch's: a port in use, ranks that did not come
+        remedy = ("choose a free port (--master_port of deepspeed and torchrun, else MASTER_PORT), "
+                  "and start every rank")
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            remedy = ("start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which "
+                      "torch 2.13 gives restarted ranks the addresses of those before")
         raise UserError(
             f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} cannot join the "
             f"others at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
-            f"({first_line(error)}); choose a free port (--master_port of deepspeed and torchrun, "
-            "else MASTER_PORT), and start every rank"
+            f"({first_line(error)}); {remedy}"
         ) from error
     if dist.is_main():
         log.show_choices()

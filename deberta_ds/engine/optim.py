@@ -17,7 +17,6 @@ from deberta_ds.base.own_code import is_own
 from deberta_ds.config import own_parts
 from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine.muon import Muon
-from deberta_ds.model.decay import decay_groups
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, fixed: Collection[str] = (),
@@ -153,5 +152,25 @@ def _deberta_linear(optim: OptimConfig, step: int, total_steps: int) -> float:
     if step < optim.warmup_steps:
         return step / optim.warmup_steps
     return (1 - optim.min_learning_rate_share) * (
-        1 - step / total_steps
-    ) + optim.min_learning_rate_share
+        1 - step / total_steps) + optim.min_learning_rate_share
+
+
+def decay_groups(model: nn.Module, weight_decay: float, fixed: Collection[str] = ()
+                 ) -> list[dict]:
+    """Return the parameter groups: decayed weights, biases with LayerNorm weights, fixed ones.
+
+    The parameters named by `fixed` stay in the optimizer, at a learning rate of 0: a parameter
+    without gradient is a special case in every ZeRO stage and checkpoint.
+    """
+    still = [p for name, p in model.named_parameters() if name in fixed]
+    plain, seen = [], {id(p) for p in still}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, nn.LayerNorm) or name == "bias":
+                plain.append(parameter)
+                seen.add(id(parameter))
+    decayed = [p for p in model.parameters() if id(p) not in seen]
+    groups = [{"params": decayed, "weight_decay": weight_decay},
+              {"params": plain, "weight_decay": 0.0},
+              {"params": still, "weight_decay": 0.0, "fixed": True}]
+    return [group for group in groups if group["params"]]

@@ -6,6 +6,7 @@ The same rows, masks and samples for every checkpoint and world size, dropout of
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,9 +19,14 @@ from deberta_ds.config import own_parts
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch, Row, collate
 from deberta_ds.evaluate.pairs import encode_sentences, outcomes, read_pairs, sample_pairs
+from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import Objective
+from deberta_ds.release.pretrained import LoadedModel, load_backbone
 from deberta_ds.tokenizer import Tokenizer
 
+_SEED = 0  # of samples: the same for every run and discriminator, so scores compare
+_ROWS_AT_ONCE = 16  # of `score_rows`
+Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
 _ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 
@@ -93,10 +99,8 @@ def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row],
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
-        raise UserError(
-            f"the {len(rows)} held-out rows of data.heldout hold no masked token; raise "
-            "objective.mask.rate or train.eval_sequences, or name another corpus"
-        )
+        raise UserError(f"the {len(rows)} held-out rows of data.heldout hold no masked token; "
+                        "raise objective.mask.rate or train.eval_sequences, or name another corpus")
     names = dict.fromkeys(name for _, per_token in parts for name in per_token)
     per_token = {name: torch.cat([torch.from_numpy(one[name]) for _, one in parts if name in one])
             for name in names}
@@ -116,12 +120,6 @@ def unigram_accuracy(rows: list[Row]) -> float:
     """Return the accuracy of always predicting these rows' most frequent target: the baseline."""
     labels = torch.cat([torch.from_numpy(row.labels[row.labels >= 0]) for row in rows])
     return float(labels.bincount().max() / labels.numel())
-
-
-# Minimal pairs scored while a run trains: the same pairs at every evaluation of every run.
-_SEED = 0  # of the sample: the same for every run, so scores compare
-
-Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
 
 
 def open_pairs(run: RunConfig, tokenizer: Tokenizer) -> tuple[Pairs, list[str]]:
@@ -160,3 +158,53 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     names = np.array(paradigms)
     means = [float(won[names == name].mean()) for name in dict.fromkeys(paradigms)]
     return {"minimal_pairs": sum(means) / len(means)}
+
+
+def score_discriminator(discriminator: str | Path, generator: str | Path, rows: list[Row]
+                        ) -> dict[str, float]:
+    """Return the scores of `objectives.rtd` over `rows`, whose targets `generator` replaces.
+
+    A better generator sets its discriminator a harder task; one common frozen generator gives
+    several discriminators the same task.
+    """
+    judge, writer = load_backbone(discriminator), load_backbone(generator)
+    if judge.replaced_token_head is None:
+        raise UserError(f"{discriminator}: has no discriminator's head; give a run of "
+                        "replaced-token detection")
+    if writer.masked_lm is None:
+        raise UserError(f"{generator}: has no masked LM with an absolute position table; give a "
+                        "masked-LM run, or one of replaced-token detection with its generator")
+    if not (judge.tokenizer and writer.tokenizer
+            and judge.tokenizer.sha256 == writer.tokenizer.sha256):
+        raise UserError(f"{generator}: its tokenizer is not that of {discriminator}, so its "
+                        "replacements mean nothing to it")
+    longest = max(len(row.input_ids) for row in rows)
+    judge.check_length(longest, discriminator)
+    writer.check_length(longest, generator)
+    return score_rows(judge, writer, rows)
+
+
+@torch.no_grad()
+def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict[str, float]:
+    """Return the scores of `judge` on `rows` with `writer`'s samples at their targets."""
+    assert writer.masked_lm is not None and writer.tokenizer is not None
+    assert judge.replaced_token_head is not None
+    total = dict.fromkeys(("targets", "tokens"), 0.0)
+    views: dict[str, list[torch.Tensor]] = {"logits": [], "replaced": []}
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        batch = collate(rows[start:start + _ROWS_AT_ONCE])
+        loss_sum, correct, ids_BL = rtd.replace_targets(
+            *writer.masked_lm, batch, seed=_SEED, temperature=1.0,
+            valid_vocab=writer.tokenizer.size)
+        original_BL = torch.where(batch.labels >= 0, batch.labels, batch.input_ids)
+        replaced_BL, real_BL = ids_BL != original_BL, batch.segments > 0
+        logits_BL = judge.replaced_token_head(
+            judge.backbone(ids_BL, batch.segments, batch.positions), batch.positions)
+        sums = {"targets": batch.num_targets, "tokens": batch.num_tokens,
+                "generator_loss": loss_sum, "generator_correct": correct,
+                **rtd.detection_sums(logits_BL, replaced_BL, real_BL)}
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + float(value)
+        views["logits"].append(logits_BL[real_BL])
+        views["replaced"].append(replaced_BL[real_BL])
+    return rtd.scores(total, {name: torch.cat(parts) for name, parts in views.items()})

@@ -2,15 +2,17 @@
 
 A model is asked in the ways its heads allow (`sentence_scores`). An equal score counts one half, so
 a model that answers the same to everything gets 50 %. The overall score is the mean over paradigms,
-as BLiMP's is; an interval is the middle 95 % of bootstrap means over pairs, drawn anew in each
+as BLiMP's is; an interval is the middle 95 % of bootstrap means over pairs, resampled in each
 paradigm. Nothing here is tuned: temperature 1, no threshold.
 """
 
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -23,16 +25,13 @@ from deberta_ds.evaluate.sentence_scores import Work, cut_work, masked_scores, o
 from deberta_ds.objectives.sentences import queries_of
 from deberta_ds.release.pretrained import LoadedModel
 
+PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95
-_FEW_PAIRS = 5  # of a paradigm, whose pairs are drawn anew by themselves
+_FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
-SCORERS = {
-    "pll_word": "PLL by word",
-    "pll_piece": "PLL by piece",
-    "discriminator_sum": "discriminator, sum",
-    "discriminator_mean": "discriminator, mean",
-    "discriminator_differing": "discriminator, differing pieces",
-}
+SCORERS = {"pll_word": "PLL by word", "pll_piece": "PLL by token",
+           "discriminator_sum": "discriminator, sum", "discriminator_mean": "discriminator, mean",
+           "discriminator_differing": "discriminator, differing tokens"}
 # By reasoning, not by score: both are log-probabilities of the whole sentence.
 HEADLINES = ("pll_word", "discriminator_sum")
 
@@ -50,7 +49,7 @@ class PairScores:
 def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
     """Return what every head of `model` says of every pair; call on every rank, all get it."""
     if model.tokenizer is None:
-        raise UserError("no tokenizer beside the model; put its files there")
+        raise UserError("no tokenizer next to the model; put its files there")
     if model.masked_lm is None and model.replaced_token_head is None:
         raise UserError("the model has neither a masked-LM head with a position table nor a "
                         "discriminator's head, so it cannot score sentences; give a pretraining "
@@ -226,6 +225,29 @@ def table(result: dict, published: dict[str, dict[str, float]]) -> str:
                      f"({few[0]}{', ...' if few[1:] else ''}): resampling so few varies too "
                      "little, and intervals are too narrow")
     if result["unknown_pieces"]:
-        notes.append(f"WARNING: {result['unknown_pieces']:,} pieces are unknown to the tokenizer: "
+        notes.append(f"WARNING: {result['unknown_pieces']:,} tokens are unknown to the tokenizer: "
                      "likelihoods leave them out, a discriminator judges them as they are")
     return "\n".join([text, *notes])
+
+
+def published_scores(paradigms: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return {model: {"overall" or phenomenon: accuracy}}, n-gram to GPT-2 and people, for
+    {paradigm: phenomenon}.
+
+    Empty unless the paradigms are all 67 of BLiMP. Filtered versions of BLiMP have the same names
+    and fewer pairs, so their scores differ by a few points.
+    """
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    if paradigms.keys() != published["paradigms"].keys():
+        return {}
+    return {model: _means(published["paradigms"], number, paradigms)
+            for number, model in enumerate(published["columns"])}
+
+
+def _means(scores: dict[str, list[float]], number: int, paradigms: dict[str, str]
+           ) -> dict[str, float]:
+    groups = {"overall": list(scores)}
+    for paradigm, phenomenon in sorted(paradigms.items()):
+        groups.setdefault(phenomenon, []).append(paradigm)
+    return {group: sum(scores[name][number] for name in names) / len(names)
+            for group, names in groups.items()}

@@ -77,9 +77,7 @@ def sample_pairs(pairs: list[MinimalPair], per_paradigm: int, seed: int = 0) -> 
 
 
 def outcomes(scores: np.ndarray) -> np.ndarray:
-    """Return per pair of scores [pairs, 2] 1 (the first, of the good sentence, is higher), 0, 0.5
-    for a tie, or NaN if a score is no number.
-    """
+    """Return 1 (the good sentence scores higher), 0.5, 0 or NaN for each of [pairs, 2]."""
     are_numbers = np.isfinite(scores).all(axis=1)
     good, bad = np.where(are_numbers[:, None], scores, 0.0).T
     tie = np.abs(good - bad) <= TIE * np.maximum(np.abs(good), np.abs(bad))

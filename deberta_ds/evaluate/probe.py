@@ -63,14 +63,14 @@ def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[t
 def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray:
     """Return the pooled last states of each input, fp32 [inputs, hidden]; long ones are cut."""
     if model.tokenizer is None:
-        raise UserError("no tokenizer beside the model; put its files there")
+        raise UserError("no tokenizer next to the model; put its files there")
     ids, cut = zip(*[_encode(model, text) for text in texts], strict=True)
     if any(cut):
         print(f"note: {sum(cut):,} of {len(cut):,} inputs were cut to the model's "
               f"{model.model_config.max_position:,} positions", file=sys.stderr, flush=True)
     if empty := [text for text, found in zip(texts, ids, strict=True)
                  if len(found) == 1 + len(text)]:
-        raise UserError(f"the tokenizer has no piece for {empty[0]!r} ({len(empty)} inputs of "
+        raise UserError(f"the tokenizer has no token for {empty[0]!r} ({len(empty)} inputs of "
                         f"{len(texts)}); take such inputs out")
     found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
     for work in cut_work(np.array([len(one) for one in ids])):
@@ -83,9 +83,7 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
 
 
 def _encode(model: LoadedModel, text: tuple) -> tuple[list[int], bool]:
-    """Return [CLS] a [SEP] (b [SEP]), and whether it was cut: pieces are taken off the longer text
-    until it fits.
-    """
+    """Return [CLS] a [SEP] (b [SEP]), the longer text cut until it fits, and whether it was cut."""
     tokenizer = model.tokenizer
     assert tokenizer is not None  # the model was loaded for text
     parts = [tokenizer.encode(part) for part in text]
@@ -98,9 +96,7 @@ def _encode(model: LoadedModel, text: tuple) -> tuple[list[int], bool]:
 
 
 def probe(train: np.ndarray, train_labels: list, test: np.ndarray, test_labels: list) -> dict:
-    """Return accuracy, its 95 % interval over test examples, and the majority baseline (of classes
-    as frequent in train, the first by name).
-    """
+    """Return accuracy, its 95 % interval over test examples, and the majority class's accuracy."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV

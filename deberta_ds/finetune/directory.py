@@ -46,7 +46,7 @@ from deberta_ds.release.tokenizer_files import (
 )
 from deberta_ds.tokenizer import Tokenizer
 
-FACTS, RESULT = "finetuned.json", "result.json"
+FACTS, RESULT, MODEL = "finetuned.json", "result.json", "model"
 _FORMAT = 2
 BACKBONE, HEAD = "backbone.", "head."  # of a TaskModel's parameter names
 _CLASSES = {"classify": "ForSequenceClassification", "multilabel": "ForSequenceClassification",
@@ -170,10 +170,10 @@ def find_finetuned(path: str | Path) -> Path:
     path = Path(path)
     if (path / FACTS).is_file():
         return path
-    if (path / "model" / FACTS).is_file() and not (path / RESULT).is_file():
+    if (path / MODEL / FACTS).is_file() and not (path / RESULT).is_file():
         raise UserError(f"{path}: this fine-tuning has not ended (no {RESULT}); run its command to "
-                        f"the end, or name {path / 'model'} for the best weights so far")
-    return path / "model"
+                        f"the end, or name {path / MODEL} for the best weights so far")
+    return path / MODEL
 
 
 def is_finetuned(path: str | Path) -> bool:

@@ -5,159 +5,165 @@ the epochs' permutations; so every update has exactly B examples, each weighing 
 of ranks and micro-batches (slots that are left over carry weight 0).
 """
 
-import itertools
 import math
-import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import xxhash
+from torch import Tensor
 
-from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import xxh3
 from deberta_ds.cluster import dist
-from deberta_ds.config.run_config import to_dict
+from deberta_ds.config.run_config import OptimConfig
 from deberta_ds.engine import ds_config
 from deberta_ds.engine.engine import build_engine, gathered, set_learning_rate
 from deberta_ds.engine.optim import learning_rate
+from deberta_ds.engine.state import check_restorable
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import best_threshold
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
-from deberta_ds.finetune.features import Feature, collate
+from deberta_ds.finetune.features import Feature, FeatureBatch, collate
+from deberta_ds.finetune.job import Job
 from deberta_ds.finetune.layouts import class_of
-from deberta_ds.finetune.models import Start, build_model, keep_head, start_from
+from deberta_ds.finetune.models import build_model, keep_head, start_from
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
-from deberta_ds.finetune.readers import Split
+from deberta_ds.finetune.resume import Checkpoints, Progress, forget_waiting, waiting
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task
-from deberta_ds.release.tensors import weight_file
-from deberta_ds.train.step import seed_step
+from deberta_ds.train.step import Training, train_step
+
+_MOST_NAMED = 4  # examples of a bad step
 
 
-@dataclass(frozen=True)
-class Job:
-    """One (task, seed) run.
+def train(job: Job) -> dict[str, Any]:
+    """Train, from a killed run's checkpoint if there is one; return what result.json says of it.
 
-    `tests` are splits to predict, `diagnostics` labelled ones to score, both by task name.
+    The weights of the best evaluation are at `resume.best_model(job.out, best_step)`. Raises
+    BadStepError on a loss or gradient that is not finite.
     """
-
-    task: Task
-    seed: int
-    settings: Settings
-    start: Start
-    train: Split
-    val: Split
-    tests: Mapping[str, Split]
-    out: Path  # the run's own directory
-    deepspeed: dict  # checked DeepSpeed JSON
-    device: torch.device
-    diagnostics: Mapping[str, Split] = field(default_factory=dict)
-    init_from: str = ""  # a fine-tuned directory of another task
-    keep_model: bool = True
-    say: Callable[[str], None] = print
-
-    def identity(self) -> dict:
-        """Return what a finished run must agree in, to stand for this one."""
-        return {
-            "task": self.task.name,
-            "seed": self.seed,
-            "settings": to_dict(self.settings),
-            "start": self.start.name,
-            "start_weights": self.start.digest,
-            "init_from": self.init_from,
-            "init_weights": _digest_of(self.init_from) if self.init_from else "",
-            "train": [self.train.source, len(self.train.examples)],
-            "val": [self.val.source, len(self.val.examples)],
-            "labels_and_texts": digest(self.task, self.train, self.val),
-            "precision": ds_config.precision(self.deepspeed),
-        }
-
-
-@lru_cache
-def _digest_of(directory: str) -> str:
-    """Return a hash of a model's weight file, as it was first seen; "" if it is gone."""
-    file = weight_file(Path(directory))
-    return xxh3(file) if file else ""
-
-
-def digest(task: Task, *splits: Split) -> str:
-    """Return a hash of what a task makes of its data: texts, labels, answers, metrics."""
-    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics)).encode())
-    for example in itertools.chain.from_iterable(split.examples for split in splits):
-        found.update(repr((example.sequences, example.label, example.spans, example.names,
-                           example.gold)).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
-
-
-def train(job: Job, features: Mapping[str, Sequence[Feature]]) -> dict:
-    """Train on features["train"]; leave the best evaluation's weights in out/model.
-
-    Returns {"steps", "best_step", "history"}. Raises DivergedError on a loss that is not finite.
-    """
-    settings, rows = job.settings, features["train"]
+    settings, rows = job.settings, job.features(job.train)
     rows = rows[: settings.train_rows] if settings.train_rows else rows
     total_steps = math.ceil(settings.epochs * len(rows) / settings.global_batch_size)
     optim = settings.optim(total_steps)
-    if dist.is_main():
-        shutil.rmtree(job.out / "model", ignore_errors=True)  # of a start that was killed
-    dist.barrier()
-    engine, shape = _engine(job, optim)
+    engine = build(job, optim)
     try:
-        best_step, history = _updates(job, engine, shape, optim, rows, features["val"], total_steps)
+        progress = _updates(job, engine, optim, rows, total_steps)
     finally:
         engine.destroy()
-    return {"steps": total_steps, "best_step": best_step, "history": history}
+    return {"steps": total_steps, "best_step": progress.best_step, "history": progress.history,
+            "seconds": progress.seconds}
 
 
-def _updates(job, engine, shape, optim, rows, val_features, total_steps) -> tuple[int, list[dict]]:
-    """Make every update and evaluation; return the best evaluation's step and the history."""
-    settings = job.settings
+def _updates(job: Job, engine, optim: OptimConfig, rows: Sequence[Feature],
+             total_steps: int) -> Progress:
+    """Make every update and evaluation that is not made yet."""
+    settings, training = job.settings, training_of(job)
     num_evals = settings.epochs * settings.evals_per_epoch
     evals = {max(1, round(total_steps * (i + 1) / num_evals)) for i in range(num_evals)}
-    history: list[dict] = []
     lengths = np.array([row.num_tokens for row in rows])
-    best, best_step, since_best = -math.inf, 0, 0
     class_weights = weights_of_classes(job.task, settings, rows)
-    losses, began = [], time.monotonic()
-    for step in range(total_steps):
-        set_learning_rate(engine, learning_rate(optim, step, total_steps))
-        chosen = stream(lengths, job.seed, step, settings.global_batch_size, settings.group_updates)
-        picked = [rows[i] for i in chosen]
-        losses.append(_step(engine, picked, shape, job.seed, step, class_weights))
-        if step + 1 not in evals:
-            continue
-        values, threshold = _evaluate(job, engine, val_features)
-        score = metrics.task_score(job.task, values)
-        if settings.best_metric:
-            score = values[settings.best_metric]
-        epoch = (step + 1) * settings.global_batch_size / len(rows)
-        loss, adversarial = np.mean(losses, axis=0).round(5).tolist()
-        entry = {"step": step + 1, "epoch": round(epoch, 2), "loss": loss}
-        if settings.sift_weight > 0:
-            entry["adversarial"] = adversarial
-        history.append(entry | values)
-        losses, since_best = [], since_best + 1
-        if score > best:
-            best, best_step, since_best = score, step + 1, 0
-            _keep(job, engine, threshold)
-        _say_epoch(job, history[-1], total_steps, time.monotonic() - began, since_best == 0)
-        if settings.patience and since_best >= settings.patience:
-            job.say(f"  no better evaluation in {settings.patience}: stopped at step {step + 1}")
-            break
-    return best_step, history
+    checkpoints = Checkpoints(job, engine)
+    progress = checkpoints.restore()
+    while progress.step < total_steps and not _is_past_its_best(job, progress):
+        # -------------------------------------------------------------------------- single update
+        set_learning_rate(engine, learning_rate(optim, progress.step, total_steps))
+        chosen = stream(lengths, job.seed, progress.step, settings.global_batch_size,
+                        settings.group_updates)
+        micro = micro_batches([rows[i] for i in chosen], settings, class_weights)
+        due = checkpoints.is_due(at_evaluation=progress.step + 1 in evals)
+        result = train_step(engine, micro, step=progress.step, seed=job.seed, training=training,
+                            request=due)
+        progress.step += 1
+        progress.losses.append([result.sums[name] / settings.global_batch_size
+                                for name in ("loss", "adversarial")])
+        # ------------------------------------------------------------------------------------------
+        if progress.step in evals:
+            _evaluate_and_keep(job, engine, progress, total_steps, len(rows), checkpoints.seconds)
+        if result.request:
+            checkpoints.save(progress)
+    progress.seconds = checkpoints.seconds()
+    return progress
 
 
-def _evaluate(job: Job, engine, features: Sequence[Feature]) -> tuple[dict[str, float], float]:
+def _is_past_its_best(job: Job, progress: Progress) -> bool:
+    patience = job.settings.patience
+    if not 0 < patience <= progress.since_best:
+        return False
+    job.say(f"  no better evaluation in {patience}: stopped at step {progress.step}")
+    return True
+
+
+def training_of(job: Job) -> Training:
+    """Return what a step of fine-tuning does: the mean loss over the examples of an update."""
+    def prepare(engine, batches: list[FeatureBatch]):
+        # DeepSpeed averages over ranks and micro-batches; this makes it the mean over the batch.
+        scale = dist.world_size() * len(batches) / job.settings.global_batch_size
+
+        def forward(batch: FeatureBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            output = engine(batch)
+            return output.loss_sum * scale, {"loss": output.loss_sum.detach(),
+                                             "adversarial": output.adversarial_sum}
+
+        return forward, {}
+
+    def name(rows: Sequence[int]) -> str:
+        examples = [job.train.examples[row] for row in dict.fromkeys(rows)]
+        places = [example.place or f"example {example.key}" for example in examples]
+        more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
+        return ", ".join(places[:_MOST_NAMED]) + more
+
+    return Training(prepare, name, "Lower learning_rate, or look at those examples")
+
+
+def micro_batches(picked: Sequence[Feature], settings: Settings,
+                  class_weights: Sequence[float] = ()) -> list[FeatureBatch]:
+    """Return this rank's part of an update, `picked`, in micro-batches of the same size."""
+    micro_rows, accumulation = shape_of(settings)
+    slots = micro_rows * accumulation
+    mine = list(picked[dist.rank() * slots : (dist.rank() + 1) * slots])
+    weights = [class_weights[class_of(row.label)] if class_weights else 1.0 for row in mine]
+    weights += [0.0] * (slots - len(mine))
+    mine += [picked[0]] * (slots - len(mine))
+    return [collate(mine[first : first + micro_rows], weights[first : first + micro_rows])
+            for first in range(0, slots, micro_rows)]
+
+
+def shape_of(settings: Settings) -> tuple[int, int]:
+    """Return (rows of a micro-batch on every rank, micro-batches of an update)."""
+    share = math.ceil(settings.global_batch_size / dist.world_size())
+    micro = min(settings.micro_batch_size or share, share)
+    return micro, math.ceil(share / micro)
+
+
+def _evaluate_and_keep(job: Job, engine, progress: Progress, total_steps: int, num_rows: int,
+                       seconds: Callable[[], float]) -> None:
+    """Evaluate, and write the weights if they are the best so far."""
+    settings = job.settings
+    values, threshold = _evaluate(job, engine)
+    score = metrics.task_score(job.task, values)
+    if settings.best_metric:
+        score = values[settings.best_metric]
+    epoch = progress.step * settings.global_batch_size / num_rows
+    loss, adversarial = np.mean(progress.losses, axis=0).round(5).tolist()
+    entry = {"step": progress.step, "epoch": round(epoch, 2), "loss": loss}
+    if settings.sift_weight > 0:
+        entry["adversarial"] = adversarial
+    progress.history.append(entry | values)
+    progress.losses = []
+    is_best = progress.accept(score)
+    if is_best:
+        _keep(job, engine, threshold, progress.step)
+    _say_epoch(job, progress.history[-1], total_steps, seconds(), is_best)
+
+
+def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
     """Return (metrics, margin above which "no answer" is said, 0 where there is no such thing)."""
     sizes = [num_scores(job.task, example) for example in job.val.examples]
     engine.eval()
     scores = score_split(
-        engine, features, sizes, global_batch_size=job.settings.eval_batch_size, device=job.device
+        engine, job.features(job.val), sizes, global_batch_size=job.settings.eval_batch_size,
+        device=job.device
     )
     engine.train()
     threshold = best_threshold(job.val.examples, scores) if job.task.no_answer else 0.0
@@ -165,21 +171,9 @@ def _evaluate(job: Job, engine, features: Sequence[Feature]) -> tuple[dict[str, 
     return metrics.score(job.task, job.val.examples, guesses), threshold
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """How one update is cut: `accumulation` micro-batches of `micro_rows` slots on every rank."""
-
-    global_batch_size: int
-    micro_rows: int
-    accumulation: int
-
-
-def _engine(job: Job, optim):
-    """Return (engine, shape of an update); says what was kept of another task's head."""
-    settings, world = job.settings, dist.world_size()
-    share = math.ceil(settings.global_batch_size / world)
-    micro = min(settings.micro_batch_size or share, share)
-    shape = _Shape(settings.global_batch_size, micro, math.ceil(share / micro))
+def build(job: Job, optim: OptimConfig):
+    """Return the engine; says what was kept of another task's head."""
+    settings = job.settings
     start, saved = job.start, None
     if job.init_from:
         saved = load_finetuned(job.init_from)
@@ -187,13 +181,15 @@ def _engine(job: Job, optim):
     model = build_model(job.task, start, settings, job.seed)
     if saved is not None:
         job.say(f"  {keep_head(model, job.task, saved)}")
+    micro_rows, accumulation = shape_of(settings)
     values = ds_config.complete(
-        job.deepspeed, rows=shape.micro_rows * shape.accumulation * world,
-        micro_rows=shape.micro_rows, accumulation=shape.accumulation, clip_norm=settings.clip_norm)
+        job.deepspeed, rows=micro_rows * accumulation * dist.world_size(),
+        micro_rows=micro_rows, accumulation=accumulation, clip_norm=settings.clip_norm)
     shares = layer_shares(model, settings.layer_decay)
     engine = build_engine(model, optim, values, rate_shares=shares)
+    check_restorable(engine)
     engine.train()
-    return engine, shape
+    return engine
 
 
 def layer_shares(model: torch.nn.Module, decay: float) -> dict[str, float]:
@@ -259,37 +255,7 @@ def weights_of_classes(task: Task, settings: Settings, rows: Sequence[Feature]) 
     return (len(rows) / (len(counts) * np.maximum(counts, 1))).tolist()
 
 
-def _step(engine, picked: Sequence[Feature], shape: _Shape, seed: int, step: int,
-          class_weights: Sequence[float] = ()):
-    """Make one update from the examples in `picked`; return their mean (loss, adversarial)."""
-    world, rank = dist.world_size(), dist.rank()
-    slots = shape.micro_rows * shape.accumulation
-    mine = list(picked[rank * slots : (rank + 1) * slots])
-    weights = [class_weights[class_of(row.label)] if class_weights else 1.0 for row in mine]
-    weights += [0.0] * (slots - len(mine))
-    mine += [picked[0]] * (slots - len(mine))
-    # DeepSpeed averages over ranks and micro-batches; this makes it the mean over the batch.
-    scale = world * shape.accumulation / shape.global_batch_size
-    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for micro_step in range(shape.accumulation):
-        part = slice(micro_step * shape.micro_rows, (micro_step + 1) * shape.micro_rows)
-        batch = collate(mine[part], weights[part]).to(engine.device)
-        seed_step(seed, step, micro_step, rank)
-        output = engine(batch)
-        engine.backward(output.loss_sum * scale)
-        total += torch.stack([output.loss_sum.detach(), output.adversarial_sum]).double()
-        engine.step()
-    means = (dist.sum_over_ranks(total) / shape.global_batch_size).tolist()
-    if not math.isfinite(means[0]):
-        raise DivergedError(f"the loss became {means[0]} at step {step + 1}; lower learning_rate")
-    return means
-
-
-class DivergedError(UserError):
-    """A run's loss became NaN or infinite; a sweep counts it as failed and goes on."""
-
-
-def _keep(job: Job, engine, threshold: float) -> None:
+def _keep(job: Job, engine, threshold: float, step: int) -> None:
     """Write the engine's weights; under ZeRO-3 they are made whole one at a time."""
     weights = {}
     for name, parameter in engine.module.named_parameters():
@@ -297,7 +263,8 @@ def _keep(job: Job, engine, threshold: float) -> None:
             if dist.is_main():
                 weights[name] = parameter.detach().to("cpu", torch.float32).clone()
     if dist.is_main():
-        save_finetuned(job.out / "model", job.task, job.settings, job.start.config, weights,
+        forget_waiting(job.out)  # no checkpoint knows of them
+        save_finetuned(waiting(job.out, step), job.task, job.settings, job.start.config, weights,
                        job.start.tokenizer, threshold)
     dist.barrier()
 

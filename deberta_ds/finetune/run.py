@@ -1,8 +1,8 @@
 """One whole run of a task: encode, train, score the kept weights, predict, write the result.
 
 The weights of the best evaluation are read back from disk into a plain model, and that model's
-score is the result. `result.json` is written last: a run without it is run again, a run with it is
-skipped, so a killed sweep continues where it was.
+score is the result. `result.json` is written last: a run with it is skipped, a run without it goes
+on from its last checkpoint (resume.py), so a killed sweep continues where it was.
 """
 
 import dataclasses
@@ -23,15 +23,18 @@ from deberta_ds.cluster import dist, lock
 from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import write_official
-from deberta_ds.finetune.directory import RESULT, Finetuned, load_finetuned
-from deberta_ds.finetune.features import Feature, TooLongError, count_unknown, encode
+from deberta_ds.finetune.directory import MODEL, RESULT, Finetuned, load_finetuned
+from deberta_ds.finetune.features import TooLongError, count_unknown
+from deberta_ds.finetune.job import Job, digest
 from deberta_ds.finetune.layouts import Example
-from deberta_ds.finetune.loop import Job, digest, train
+from deberta_ds.finetune.loop import train
 from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
+from deberta_ds.finetune.resume import best_model, forget, keep_best, newest, read_progress
 from deberta_ds.finetune.submission import render
 from deberta_ds.finetune.tasks import diagnostics_of
+from deberta_ds.model.precision import DTYPES
 from deberta_ds.tokenizer import unknown_pieces
 
 _ONE_LABEL = ("classify", "choice", "words", "spans")
@@ -50,27 +53,40 @@ def run(job: Job) -> dict:
                     if not (job.out / "submission" / f"{name}.jsonl").is_file()]:
             job.say(f"  without predictions of {', '.join(lost)}: the test data was not there, or "
                     f"left out; delete {job.out / RESULT} to run it again, with them")
-        if job.keep_model and not (job.out / "model").is_dir() and "error" not in found:
+        if job.keep_model and not (job.out / MODEL).is_dir() and "error" not in found:
             job.say(f"  without its model, which was not kept; delete {job.out / RESULT} to run it "
                     "again, and keep it")
+        if dist.is_main():
+            forget(job.out)  # if it was killed when it had just ended
         return found
     with lock.held(job.out):
         return _run(job)
 
 
 def _run(job: Job) -> dict:
+    trained = train(job)
     began = time.monotonic()
-    features = {"train": encode_split(job, job.train), "val": encode_split(job, job.val)}
-    kept = train(job, features)
-    result = job.identity() | kept | _predict(job, features["val"])
+    result = job.identity() | trained | _predict(job, best_model(job.out, trained["best_step"]))
     result |= {"tests": _digests(job), "world_size": dist.world_size(),
-               "seconds": round(time.monotonic() - began, 1)}
-    if dist.is_main():
-        if not job.keep_model:
-            shutil.rmtree(job.out / "model")
-        write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
-    dist.barrier()
+               "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
+    dist.together(lambda: _keep_model(job, trained["best_step"]) if dist.is_main() else None)
+    write_result(job, result)
     return result
+
+
+def _keep_model(job: Job, best_step: int) -> None:
+    keep_best(job.out, best_step)
+    if not job.keep_model:
+        shutil.rmtree(job.out / MODEL)
+
+
+def write_result(job: Job, result: dict) -> None:
+    """End a run: write its result.json, then delete its checkpoint; call on every rank."""
+    def write() -> None:
+        write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
+        forget(job.out)
+
+    dist.together(lambda: write() if dist.is_main() else None)
 
 
 def _digests(job: Job) -> dict[str, str]:
@@ -86,28 +102,37 @@ def _differing(first, second) -> tuple:
 
 
 def finished(job: Job) -> dict | None:
-    """Return the result on disk, None if there is none; UserError if it is another run's."""
+    """Return the result on disk, None if there is none; UserError if it is another run's.
+
+    So is a checkpoint of another run, which a run that was killed has left.
+    """
     if not (job.out / RESULT).is_file():
+        if path := newest(job.out):
+            _check_same(job, read_progress(path).identity, path)
         return None
     try:
         result = read_json(job.out / RESULT)
     except UserError as error:
         raise UserError(f"{error}; delete {job.out} to run this seed again") from None
     _check_result(job, result)
-    for key, value in job.identity().items():
-        if key == "init_weights" and not value:
-            continue  # what it started from is gone
-        if result.get(key) != value:
-            had, now = _differing(result.get(key), value)
-            raise UserError(
-                f"{job.out / RESULT}: this run had {key} = {had!r}, now it is {now!r}; "
-                "choose another --out, or delete the directory to run it again"
-            )
+    _check_same(job, result, job.out / RESULT)
     for name, found in _digests(job).items():
         if (result.get("tests") or {}).get(name, found) != found:
             raise UserError(f"{job.out / RESULT}: {job.tests[name].source} has changed since it "
                             f"was predicted; delete {job.out / RESULT} to run it again")
     return result
+
+
+def _check_same(job: Job, found: dict, place: Path) -> None:
+    """Raise UserError if what is `found` at `place` is of another run than `job`."""
+    for key, value in job.identity().items():
+        if key == "init_weights" and not value:
+            continue  # what it started from is gone
+        if found.get(key) != value:
+            had, now = _differing(found.get(key), value)
+            raise UserError(
+                f"{place}: this run had {key} = {had!r}, now it is {now!r}; "
+                f"choose another --out, or delete {job.out} to run it again")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +191,7 @@ def check_splits(jobs: Sequence[Job]) -> None:
 
 def _check_split(job: Job, split: Split) -> int:
     """Return the length of the longest row of `split`, and say what is cut or windowed."""
-    features = encode_split(job, split)
+    features = job.features(split)
     cut = sum(feature.cut_tokens > 0 for feature in features)
     windowed = sum(len(f.sequences) > len(e.sequences)
                    for f, e in zip(features, split.examples, strict=True))
@@ -178,22 +203,12 @@ def _check_split(job: Job, split: Split) -> int:
     return max(len(row) for feature in features for row in feature.sequences)
 
 
-def encode_split(job: Job, split: Split) -> list[Feature]:
-    """Return the features of `split`; UserError names an example that cannot be made to fit."""
-    settings = job.settings
-    return encode(
-        split.task, split.examples, job.start.tokenizer,
-        max_length=settings.max_length, window_overlap=settings.window_overlap,
-        truncation=settings.truncation,
-    )
-
-
-def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
-    """Return metrics of the kept model; write predictions and submission files."""
-    saved = load_finetuned(job.out / "model")
+def _predict(job: Job, directory: Path) -> dict:
+    """Return metrics of the model in `directory`; write predictions and submission files."""
+    saved = load_finetuned(directory)
     model = finetuned_model(saved, job.device, precision(job.deepspeed))
     examples = job.val.examples
-    scores = _scores(job, model, job.val, val_features)
+    scores = _scores(job, model, job.val)
     guesses = predictions_of(job.task, examples, scores, saved.threshold)
     values = metrics.score(job.task, examples, guesses)
     constant = metrics.score(job.task, examples, metrics.baseline(job.task, examples))
@@ -225,14 +240,14 @@ def _predict(job: Job, val_features: Sequence[Feature]) -> dict:
 
 
 def _answers(job: Job, model, split: Split, threshold: float) -> Sequence[metrics.Prediction]:
-    scores = _scores(job, model, split, encode_split(job, split))
-    return predictions_of(split.task, split.examples, scores, threshold)
+    return predictions_of(split.task, split.examples, _scores(job, model, split), threshold)
 
 
-def _scores(job: Job, model, split: Split, features: Sequence[Feature]) -> list[np.ndarray]:
+def _scores(job: Job, model, split: Split) -> list[np.ndarray]:
     sizes = [num_scores(split.task, example) for example in split.examples]
     rows = job.settings.eval_batch_size
-    return score_split(model, features, sizes, global_batch_size=rows, device=job.device)
+    return score_split(model, job.features(split), sizes, global_batch_size=rows,
+                       device=job.device)
 
 
 def finetuned_model(
@@ -243,8 +258,7 @@ def finetuned_model(
     plain = dataclasses.replace(saved.settings, dropout=-1.0)
     model = build_model(saved.task, shape, plain, 0)
     model.load_state_dict(saved.weights)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision_name]
-    return model.to(device, kind).eval()
+    return model.to(device, DTYPES[precision_name]).eval()
 
 
 def _write_predictions(

@@ -4,7 +4,6 @@ Per task: median, minimum and maximum over seeds, and how many runs failed (cons
 better than the majority, or diverged). Never the best seed alone.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,12 +12,10 @@ from pathlib import Path
 import torch
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.base.files import write_atomic
-from deberta_ds.cluster import dist
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.features import encode
-from deberta_ds.finetune.loop import DivergedError, Job
+from deberta_ds.finetune.features import Feature, encode
+from deberta_ds.finetune.job import Job
 from deberta_ds.finetune.models import Start, start_from
 from deberta_ds.finetune.readers import (
     Split,
@@ -28,9 +25,10 @@ from deberta_ds.finetune.readers import (
     has_split,
     read_split,
 )
-from deberta_ds.finetune.run import RESULT, check_splits, finished, run
+from deberta_ds.finetune.run import check_splits, finished, run, write_result
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, Task, diagnostics_of, suite_of
+from deberta_ds.train.step import BadStepError
 
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
 _CARVE_SEED = 0
@@ -81,13 +79,14 @@ def run_all(sweep: Sweep) -> list[dict]:
         train, val, tests, diagnostics = splits[task.name]
         init_from = (sweep.init_from or {}).get(task.name, "")
         init_from = str(find_finetuned(init_from)) if init_from else ""
+        encoded: dict[int, list[Feature]] = {}  # of all seeds
         jobs += [
             Job(
                 task=task, seed=seed, settings=settings[task.name], start=sweep.start,
                 train=train, val=val, tests=tests, diagnostics=diagnostics,
                 out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
-                init_from=init_from, keep_model=sweep.keep_models, say=sweep.say,
+                init_from=init_from, keep_model=sweep.keep_models, say=sweep.say, encoded=encoded,
             )
             for seed in range(1, sweep.num_seeds + 1)
         ]
@@ -100,20 +99,20 @@ def run_all(sweep: Sweep) -> list[dict]:
     for job in jobs:
         try:
             results.append(run(job))
-        except DivergedError as error:
+        except BadStepError as error:
             results.append(_diverged(job, error))
+        if job.seed == sweep.num_seeds:  # the task's last
+            job.encoded.clear()
     return results
 
 
-def _diverged(job: Job, error: DivergedError) -> dict:
+def _diverged(job: Job, error: BadStepError) -> dict:
     """Record a diverged run as failed with score 0, so that the sweep goes on and counts it."""
     job.say(f"{job.task.name} seed {job.seed}: {error}; counted as failed")
     zero = dict.fromkeys(job.task.metrics, 0.0)
     result = job.identity() | {"metrics": zero, "score": 0.0, "baseline": None, "failed": True,
                                "error": str(error), "history": [], "diagnostics": {}}
-    if dist.is_main():
-        write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
-    dist.barrier()
+    write_result(job, result)
     return result
 
 

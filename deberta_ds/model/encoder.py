@@ -2,21 +2,24 @@
 
 Sources: DeBERTa (arXiv 2006.03654) section 3, and where they differ the released code
 (microsoft/DeBERTa bert.py, disentangled_attention.py), so that public checkpoints give the same
-numbers: one index serves c2p and p2c, and the relative table is dropped out anew in every layer.
+numbers: one index serves c2p and p2c, and the relative table has its own dropout in every layer.
 
 What is unusual: sequences may be packed, and a document never sees another one, neither by
 attention nor by the convolution; the enhanced mask decoder (section 3.2.1 of the paper) runs only
 on the masked positions and replaces the last layer, whose ordinary output nothing would read.
 
 Legend: B batch, L length, H heads, D head size, C hidden, M masked slots, S relative rows,
-Q queries (L, or M in the decoder).
+Q queries (L, or M in the decoder), N columns of one matmul.
 """
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from deberta_ds.config.run_config import ModelConfig
@@ -24,10 +27,10 @@ from deberta_ds.model import fused_projections
 from deberta_ds.model.attention import Geometry, attend, attend_cls
 from deberta_ds.model.dropout import Dropout, LinearGelu, ResidualNorm
 from deberta_ds.model.embeddings import InputBlock
-from deberta_ds.model.gather_columns import gather_columns
 from deberta_ds.model.kernels import kernel_table
-from deberta_ds.model.selective_checkpointing import save_linear_outputs
 
+_LINEAR_OPERATORS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+_COLUMNS = 512  # of one matmul of `gather_columns`
 ACTIVATIONS = {"gelu": F.gelu, "tanh": torch.tanh}
 
 
@@ -290,3 +293,66 @@ class Trunk(nn.Module):
                 token_vectors_BLC.shape[:2])
         embedded_BLC = self.input(token_vectors_BLC, segments_BL, positions_BL)
         return self.encoder(embedded_BLC, segments_BL, decoder)
+
+
+def save_linear_outputs() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the contexts of a layer's forward pass and of its recomputation, for `checkpoint`:
+    outputs of linear layers are saved, the rest is recomputed.
+
+    torch's own selective checkpointing compares every operator of the two passes. Under ZeRO-3
+    those that gather weights run inside of a layer and differ: after a resume, small weights are
+    there in the first forward pass and gathered in the second.
+    """
+    saved: deque[Tensor] = deque()
+    return _SaveOutputs(saved), _ReuseOutputs(saved)
+
+
+class _SaveOutputs(TorchDispatchMode):
+    def __init__(self, saved: deque[Tensor]):
+        super().__init__()
+        self._saved = saved
+
+    def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if operator in _LINEAR_OPERATORS:
+            self._saved.append(out.detach())  # `out` itself will refer to the graph, and that to it
+        return out
+
+
+class _ReuseOutputs(TorchDispatchMode):
+    def __init__(self, saved: deque[Tensor]):
+        super().__init__()
+        self._saved = saved
+
+    def __torch_dispatch__(self, operator, _types, args=(), kwargs=None):
+        if operator in _LINEAR_OPERATORS:
+            return self._saved.popleft()
+        return operator(*args, **(kwargs or {}))
+
+
+def gather_columns(hidden_BLC: Tensor, columns_BM: Tensor) -> Tensor:
+    """Return [B, M, C]: row m is the state at column columns_BM[b, m]; columns may repeat.
+
+    The gradient of `gather` adds with atomics on a GPU: in any order, and in the tensor's own
+    dtype, so that the states of many tokens which share one [CLS] lose two digits in bf16. Here it
+    is a matmul with a one-hot matrix, some columns at a time: a fixed order, summed in fp32.
+    """
+    return _GatherColumns.apply(hidden_BLC, columns_BM)
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_BLC: Tensor, columns_BM: Tensor) -> Tensor:
+        ctx.save_for_backward(columns_BM)
+        ctx.length = hidden_BLC.size(1)
+        return hidden_BLC.gather(1, columns_BM.unsqueeze(-1).expand(-1, -1, hidden_BLC.size(-1)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BMC: Tensor) -> tuple[Tensor, None]:
+        (columns_BM,) = ctx.saved_tensors
+        parts = []
+        for columns_N in torch.arange(ctx.length, device=columns_BM.device).split(_COLUMNS):
+            one_hot_BNM = columns_N[:, None] == columns_BM[:, None, :]
+            parts.append(torch.bmm(one_hot_BNM.to(grad_BMC.dtype), grad_BMC))
+        return torch.cat(parts, 1), None

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.embeddings import TokenEmbedding
-from deberta_ds.model.encoder import DecoderQueries, Trunk
-from deberta_ds.model.gather_columns import gather_columns
+from deberta_ds.model.encoder import DecoderQueries, Trunk, gather_columns
 
 
 class MaskedLmHead(nn.Module):

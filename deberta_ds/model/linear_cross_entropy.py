@@ -38,16 +38,10 @@ class _Vocabulary:
         return [(start, min(start + self.chunk, self.size)) for start in starts]
 
 
-def linear_cross_entropy(
-    hidden_TC: Tensor,
-    weight_VC: Tensor,
-    bias_V: Tensor,
-    labels_T: Tensor,
-    uniforms_T: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    valid_vocab: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: Tensor,
+                         uniforms_T: Tensor | None = None, temperature: float = 1.0,
+                         chunk: int | None = None, valid_vocab: int | None = None
+                        ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids).
 
     loss_sum: fp32 (fp64 for fp64 input) scalar, sum over rows of -log softmax(hidden W^T + b) at
@@ -72,13 +66,9 @@ def linear_cross_entropy(
         hidden_TC = hidden_TC.to(torch.get_autocast_dtype(device))
     chunk = chunk or _chunk_for(hidden_TC.shape[0], device)
     return _LinearCrossEntropy.apply(
-        hidden_TC,
-        weight_VC,
-        bias_V,
-        labels_T,
+        hidden_TC, weight_VC, bias_V, labels_T,
         None if uniforms_T is None else _Sampling(uniforms_T, temperature),
-        _Vocabulary(size, min(chunk, size)),
-    )
+        _Vocabulary(size, min(chunk, size)))
 
 
 def _check_labels(labels_T: Tensor, size: int) -> None:
@@ -219,9 +209,8 @@ def _labels_in(labels_T, start, end) -> tuple[Tensor, Tensor]:
     return here_T, (labels_T - start).clamp(0, end - start - 1)
 
 
-def _sample(
-    sampling: _Sampling, lse_TK: Tensor, vocabulary: _Vocabulary, logits_of: Callable
-) -> Tensor:
+def _sample(sampling: _Sampling, lse_TK: Tensor, vocabulary: _Vocabulary, logits_of: Callable
+           ) -> Tensor:
     """Return ids by inverse CDF: the chunk by its probability, then the id inside it.
 
     logits_of(number, rows): logits of some rows in one chunk. float64 throughout: an fp32

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deberta_ds.base.numbers import format_value
+from deberta_ds.base.splitmix import GAMMA, mix_tensor, shift_right, signed
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig, RunConfig
 from deberta_ds.model import flops
 from deberta_ds.model.embeddings import TokenEmbedding
@@ -35,7 +36,6 @@ from deberta_ds.objectives.base import (
     masked_metrics,
     masked_scores,
 )
-from deberta_ds.objectives.sampling import token_uniforms
 from deberta_ds.objectives.sentences import SENTENCES_AT_ONCE, padded
 from deberta_ds.tokenizer import Tokenizer
 
@@ -310,3 +310,15 @@ def parameters(run: RunConfig, networks: dict[str, Tensors]) -> tuple[Tensors, l
     delta = words.float() - generator["words.weight"].float()
     return found | {"discriminator.words.weight": delta}, [
         "WARNING: the file has no GDES delta; derived as discriminator's table - generator's"]
+
+
+def token_uniforms(seed: int, rows_T: Tensor, columns_T: Tensor) -> Tensor:
+    """Return fp32 [T] in [0, 1) for int64 row numbers and columns.
+
+    A hash by splitmix64, and no generator: the same on any device and at any world size. 24 bits,
+    the mantissa of fp32: every value is exact and below 1.
+    """
+    state = torch.full_like(rows_T, seed)
+    for part in (rows_T, columns_T):
+        state = mix_tensor(state + part * signed(GAMMA) + signed(GAMMA))
+    return shift_right(state, 64 - 24).float() * 2.0**-24

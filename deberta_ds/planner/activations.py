@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.data.batch import Batch
 from deberta_ds.model import encoder, linear_cross_entropy
-from deberta_ds.model.attention.band import make_band, padded
+from deberta_ds.model.attention.geometry import make_band, padded
 from deberta_ds.objectives.build import build_model
 
 

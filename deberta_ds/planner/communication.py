@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from deberta_ds.engine import ds_config
+from deberta_ds.model.precision import DTYPES
 from deberta_ds.planner.gpus import Gpu
 
 BUCKET = 500_000_000  # DeepSpeed's default of every bucket size, elements
@@ -93,12 +94,13 @@ def traffic(parameters: int, ds: dict, ranks: int, micro_batches: int,
 
 def weight_width(ds: dict) -> int:
     """Return the bytes of an element of the weights that run forward."""
-    return 4 if ds_config.precision(ds) == "fp32" else 2
+    return DTYPES[ds_config.precision(ds)].itemsize
 
 
 def _gradient_width(ds: dict, width: int) -> int:
     """Return the bytes of a gradient's element on its way."""
-    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(ds.get("communication_data_type", ""), width)
+    sent = ds.get("communication_data_type")
+    return DTYPES[sent].itemsize if sent else width
 
 
 def bandwidth(gpu: Gpu, gpus: int, nodes: int) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.model.precision import DTYPES
 
 # Words of a device's name that do not tell cards of different speed apart.
 _UNTOLD = re.compile(r"nvidia|tesla|geforce|sxm\d?|dgxs|ls|hbm\w+|\d+gb")
@@ -73,7 +74,7 @@ def card_of(name: str, tflops: float | None = None, memory_gb: float | None = No
         raise UserError(f"--gpu {name}: not listed; one of {', '.join(GPUS)}, or give its data "
                         "sheet's figures: --tflops (dense, of the run's precision) and --memory_gb")
     card = known or Gpu({}, 0.0, 32e9, 12.5e9)
-    peaks = dict.fromkeys(("bf16", "fp16", "fp32"), tflops * 1e12) if tflops else card.peaks
+    peaks = dict.fromkeys(DTYPES, tflops * 1e12) if tflops else card.peaks
     given = {"memory": memory_gb, "link": link_gb_s, "network": network_gb_s}
     return replace(card, peaks=peaks, **{key: value * 1e9 for key, value in given.items() if value})
 

@@ -31,12 +31,8 @@ _SAME_MEANING = {  # ours: theirs
 }
 _REQUIRED = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size")
 # Keys whose other values would change what is computed: {key: (default, value we compute)}.
-_FIXED = {
-    "type_vocab_size": (0, 0),
-    "hidden_act": ("gelu", "gelu"),
-    "conv_groups": (1, 1),
-    "talking_head": (False, False),
-}
+_FIXED = {"type_vocab_size": (0, 0), "hidden_act": ("gelu", "gelu"), "conv_groups": (1, 1),
+          "talking_head": (False, False)}
 _UNDERSTOOD = {*_SAME_MEANING.values(), *_FIXED, "position_buckets", "relative_attention",
                "pos_att_type", "share_att_key", "norm_rel_ebd", "position_biased_input",
                "conv_kernel_size", "conv_act", "embedding_size", "attention_head_size",
@@ -81,16 +77,12 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
         given = values.get("pos_att_type", "c2p, microsoft's default,")
         raise UserError(f"{place}: pos_att_type = {given!s} without relative_attention changes the "
                         "scale of the official attention; only \"none\" is supported")
-    ours |= {
-        "relative_attention": relative,
-        "position_terms": terms,
-        "position_buckets": max(0, buckets),
-        "share_position_projections": bool(values.get("share_att_key", False)),
-        "relative_norm": relative and "layer_norm" in str(values.get("norm_rel_ebd")).lower(),
-        "absolute_input": bool(values.get("position_biased_input", True)),
-        "conv_kernel": values.get("conv_kernel_size", 0),
-        "key_bias": key_bias,
-    }
+    ours |= {"relative_attention": relative, "position_terms": terms,
+             "position_buckets": max(0, buckets),
+             "share_position_projections": bool(values.get("share_att_key", False)),
+             "relative_norm": relative and "layer_norm" in str(values.get("norm_rel_ebd")).lower(),
+             "absolute_input": bool(values.get("position_biased_input", True)),
+             "conv_kernel": values.get("conv_kernel_size", 0), "key_bias": key_bias}
     if ours["conv_kernel"]:
         ours["conv_activation"] = values.get("conv_act", "tanh")
     rest = {key: value for key, value in values.items() if key not in _UNDERSTOOD}
@@ -185,11 +177,8 @@ def to_hugging_face(config: ModelConfig, *, kind: str, rest: dict[str, Any]) -> 
     """Return the `config.json` values of an encoder; `kind` is its model_type."""
     config = without_unused(config)  # official code heeds it all the same
     values = rest | _common(config) | {
-        "model_type": kind,
-        "pad_token_id": rest.get("pad_token_id", 0),
-        "pos_att_type": list(config.position_terms),
-        "tie_word_embeddings": True,
-    }
+        "model_type": kind, "pad_token_id": rest.get("pad_token_id", 0),
+        "pos_att_type": list(config.position_terms), "tie_word_embeddings": True}
     for name, default in (("pooler_dropout", 0), ("pooler_hidden_act", "gelu"),
                           ("pooler_hidden_size", config.hidden_size)):
         values.setdefault(name, default)
@@ -204,8 +193,7 @@ def to_microsoft(config: ModelConfig, rest: dict[str, Any]) -> dict:
     return _with_microsoft_heads(ours) | _common(config) | {
         "padding_idx": rest.get("pad_token_id", 0),
         "pos_att_type": "|".join(config.position_terms) or "none",
-        "attention_head_size": config.head_size,
-    }
+        "attention_head_size": config.head_size}
 
 
 def _common(config: ModelConfig) -> dict:
@@ -214,13 +202,11 @@ def _common(config: ModelConfig) -> dict:
                         "microsoft files have a place for it; such a model stays a checkpoint")
     values = {theirs: getattr(config, ours) for ours, theirs in _SAME_MEANING.items()}
     values |= {key: wanted for key, (_, wanted) in _FIXED.items() if key.startswith(("hid", "ty"))}
-    values |= {
-        "relative_attention": config.relative_attention,
-        "position_buckets": config.position_buckets or -1,
-        "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
-        "share_att_key": config.share_position_projections,
-        "position_biased_input": config.absolute_input,
-    }
+    values |= {"relative_attention": config.relative_attention,
+               "position_buckets": config.position_buckets or -1,
+               "norm_rel_ebd": "layer_norm" if config.relative_norm else "none",
+               "share_att_key": config.share_position_projections,
+               "position_biased_input": config.absolute_input}
     if config.conv_kernel:
         values |= {"conv_kernel_size": config.conv_kernel, "conv_act": config.conv_activation}
     return values

@@ -8,24 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from torch import Tensor
 
 from deberta_ds import __version__
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.base.json_files import read_json
+from deberta_ds.release import configs, names
 from deberta_ds.release.hf import write_hugging_face
-from deberta_ds.release.microsoft import write_microsoft
 from deberta_ds.release.onnx_files import require_onnx, write_onnx
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.read_back import check_hugging_face, check_tensors, check_tokenizer
 from deberta_ds.release.reader import check_table, read_release
 from deberta_ds.release.relative_rows import with_a_row_a_distance
-from deberta_ds.release.release import Network, Release
-from deberta_ds.release.tokenizer_files import open_tokenizer
+from deberta_ds.release.release import Network, Release, with_zero_key_biases
+from deberta_ds.release.tensors import PICKLE, write_bin
+from deberta_ds.release.tokenizer_files import copy_tokenizer_files, open_tokenizer, pad_id_of
 
-WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}
 _EDITED_BYTES = 1 << 20
 RECORD = "conversion.json"  # marks a directory as ours to replace, and says where it came from
+FILES = {"main": (PICKLE, "model_config.json"),  # microsoft's names on the Hub
+         "generator": ("pytorch_model.generator.bin", "generator_config.json")}
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
 
 
 def check_out(out: str | Path, *sources: str | Path) -> None:
-    """Raise UserError if `out` is a file, holds anything but an older conversion, is where this
-    command runs, or holds a source: what is written takes the place of the whole directory.
-    """
+    """Raise UserError if replacing directory `out` would lose anything but a conversion."""
     out = Path(out)
     if any(Path(source).resolve().is_relative_to(out.resolve()) for source in sources):
         raise UserError(f"{out}: is what is converted, or around it; name another directory")
@@ -225,3 +226,36 @@ def _check(release: Release, out: Path, to: str) -> tuple[list[str], list[str]]:
             else:
                 checks.append("AutoTokenizer gives the ids of the training tokenizer")
     return checks, warnings
+
+
+def write_microsoft(release: Release, out: Path) -> list[str]:
+    """Write a directory in microsoft's format; return notes on what was written and derived."""
+    out.mkdir(parents=True, exist_ok=True)
+    notes: list[str] = []
+    own = pad_id_of(release.tokenizer_files)
+    for name, network in release.networks().items():
+        weights, config = FILES[name]
+        tensors = microsoft_tensors(network, notes)
+        write_bin(out / weights, tensors)
+        values = configs.to_microsoft(network.config, network.rest | own)
+        write_atomic(out / config, json.dumps(values, indent=2) + "\n")
+        notes.append(f"written: {out / weights} ({len(tensors)} tensors)")
+        if not network.config.absolute_input and "positions.weight" not in network.tensors:
+            notes.append(f"absent: {name} has no absolute position table in the source; the "
+                         "official code starts it at random")
+    return notes + copy_tokenizer_files(release.tokenizer_files, out)
+
+
+def microsoft_tensors(network: Network, notes: list[str]) -> dict[str, Tensor]:
+    """Return the tensors under microsoft's names, v1's zero key biases (official code) included."""
+    config = network.config
+    tensors = network.tensors
+    if not config.key_bias:
+        tensors = with_zero_key_biases(network)
+        notes.append("derived: zero key biases, which the official code gives v1 models")
+    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    return {(names.PREFIX if names.is_encoder_name(name) else "") + name: tensor
+            for name, tensor in theirs.items()}
+
+
+WRITERS = {"hf": write_hugging_face, "ms": write_microsoft, "ours": write_ours}

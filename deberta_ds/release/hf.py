@@ -27,14 +27,10 @@ from deberta_ds.release.tokenizer_files import pad_id_of, write_tokenizer_files
 GENERATOR_DIRECTORY = "generator"
 CLASS_PREFIX = {configs.V1: "Deberta", configs.V2: "DebertaV2"}
 # transformers class: the tensors it owns beside the encoder's.
-_HEAD_OF = {
-    "Model": (),
-    "ForMaskedLM": ("lm_predictions.",),
-    "ForSequenceClassification": ("pooler.", "classifier."),
-    "ForMultipleChoice": ("pooler.", "classifier."),
-    "ForTokenClassification": ("classifier.",),
-    "ForQuestionAnswering": ("qa_outputs.",),
-}
+_HEAD_OF = {"Model": (), "ForMaskedLM": ("lm_predictions.",),
+            "ForSequenceClassification": ("pooler.", "classifier."),
+            "ForMultipleChoice": ("pooler.", "classifier."),
+            "ForTokenClassification": ("classifier.",), "ForQuestionAnswering": ("qa_outputs.",)}
 
 
 def write_hugging_face(release: Release, out: Path) -> list[str]:
@@ -79,9 +75,7 @@ def head_class(network: Network) -> str:
 
 
 def _chooses(network: Network) -> bool:
-    """Return whether a classifier has one score for each of several choices, as a regression with
-    its one label has not; transformers has no such class of v1.
-    """
+    """Return whether a classifier scores each of several choices; there is no such class of v1."""
     return (_num_labels(network) > 1 and network.tensors["classifier.weight"].size(0) == 1
             and model_type(network) == configs.V2)
 
@@ -104,7 +98,7 @@ def _check_head(network: Network, head: str) -> None:
         found = network.tensors.get(name)
         if name.startswith(_HEAD_OF[head]) and found is not None and found.shape != shape:
             raise UserError(f"{name} has shape {tuple(found.shape)}, but {head} with "
-                            f"{labels or 'its'} labels asks for {shape}; mend id2label of the "
+                            f"{labels or 'its'} labels asks for {shape}; fix id2label of the "
                             "source's config.json, or the file is of another model")
 
 
@@ -117,7 +111,7 @@ def _write_network(network: Network, directory: Path, own: dict) -> list[str]:
     values["dtype"] = str(network.tensors["words.weight"].dtype).removeprefix("torch.")
     if head == "ForMaskedLM":
         values["legacy"] = False  # the head with microsoft's names
-        # It reads the word table itself; asked to tie, transformers 4.48 to 5.19 cannot load it.
+        # It reads the embedding itself; asked to tie, transformers 4.48 to 5.19 cannot load it.
         values["tie_word_embeddings"] = False
     classes = main["classifier.weight"].size(0) if "classifier.weight" in main else 0
     if head != "ForMultipleChoice" and classes == 1 < _num_labels(network):

@@ -1,6 +1,6 @@
 """Start a run from a published model or another run (`[init]` of a run config).
 
-The discriminator's word table is E_G + delta, and public files rarely hold the delta. Where it
+The discriminator's token embedding is E_G + delta, and public files rarely hold the delta. Where it
 comes from is decided by `objectives.rtd.parameters` and said in the log:
     taken       the file holds `_weight` with the generator it belongs to
     derived     delta = D - G, exact in fp32, when a generator is given
@@ -39,7 +39,7 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
     place = run.init.source
     if run.init.embeddings_only:
         words = _fitting_words(run, release.main, place)
-        notes = [f"word table of {place}, kept fixed; the rest is random (first of two stages)",
+        notes = [f"token embedding of {place}, fixed; the rest is random (first of two stages)",
                  *_other_tokenizer(run, release)]
         return {"words.weight": words}, [f"init: {note}" for note in notes]
     objective = objective_of(run)
@@ -53,19 +53,19 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _generator_words(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the word table of a cached run's frozen generator as the discriminator's first one."""
+    """Return a cached run's frozen generator's token embedding as the discriminator's first one."""
     place = run.init.generator
     release = read_release(place)
     words = _fitting_words(run, release.generator or release.main, place)
-    return {"discriminator.words.weight": words}, [f"init: word table of the generator of {place}; "
-                                                   "the rest is random"]
+    return {"discriminator.words.weight": words}, [
+        f"init: token embedding of the generator of {place}; the rest is random"]
 
 
 def _fitting_words(run: RunConfig, network: Network, place: str) -> Tensor:
     words = network.tensors["words.weight"]
     wanted = (run.model.vocab_size, run.model.hidden_size)
     if tuple(words.shape) != wanted:
-        raise UserError(f"{place}: word table {tuple(words.shape)}, but the run has {wanted}")
+        raise UserError(f"{place}: token embedding {tuple(words.shape)}, but the run has {wanted}")
     return words
 
 
@@ -87,11 +87,9 @@ def _networks(run: RunConfig, release: Release) -> dict[str, Network]:
         _check_fit(run.model, main.config, place, "model")
         return {"main": main}
     if generator is None:
-        raise UserError(
-            f"{place}: has no generator, so replaced-token detection cannot go on from it. Give "
-            "one as init.generator, or make one first: a masked-LM run with init.embeddings_only "
-            "(the two stages are in docs/interop.md)"
-        )
+        raise UserError(f"{place}: has no generator, so replaced-token detection cannot go on from "
+                        "it. Give one as init.generator, or make one first: a masked-LM run with "
+                        "init.embeddings_only (the two stages are in docs/interop.md)")
     _check_fit(run.model, main.config, place, "model")
     _check_fit(encoders["generator"], generator.config, generator_place, "generator")
     return {"main": main, "generator": generator}
@@ -114,7 +112,7 @@ def _other_tokenizer(run: RunConfig, release: Release) -> list[str]:
             list(SENTENCES)) == own.encode_batch(list(SENTENCES)):
         return []  # the same one in another form
     return [f"WARNING: {run.data.tokenizer} gives other ids than the tokenizer of the source: its "
-            "word table was trained with others, and begins as noise"]
+            "token embedding was trained with others, and begins as noise"]
 
 
 def _differences(run: ModelConfig, source: ModelConfig) -> list[str]:

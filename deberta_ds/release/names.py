@@ -5,7 +5,7 @@ deberta/bert.py), so one table serves both; Hugging Face's v1 class alone packs 
 of each head into one `in_proj`, which `pack_v1` and `unpack_v1` translate to and from the microsoft
 form.
 
-Our names here are those of one network: a word table, a trunk and whatever heads it has
+Our names here are those of one network: a token embedding, a trunk and whatever heads it has
 (`words.weight`, `trunk.*`, `positions.weight`, `mlm_head.*`, `rtd_head.*`, `words.delta`). Heads of
 fine-tuned models (`pooler.*`, `classifier.*`, ...) keep their names everywhere.
 """
@@ -15,43 +15,31 @@ from torch import Tensor, stack
 PREFIX = "deberta."  # of the encoder inside every model with a head
 V1_ONLY = ".attention.self.in_proj.weight"
 
-_INPUT = {
-    "words.weight": "embeddings.word_embeddings.weight",
-    "words.delta": "embeddings.word_embeddings._weight",
-    "positions.delta": "embeddings.position_embeddings._weight",
-    "trunk.input.norm": "embeddings.LayerNorm",
-    "trunk.encoder.relative": "encoder.rel_embeddings.weight",
-    "trunk.encoder.relative_norm": "encoder.LayerNorm",
-    "trunk.encoder.convolution.norm": "encoder.conv.LayerNorm",
-    "trunk.encoder.convolution": "encoder.conv.conv",
-}
+_INPUT = {"words.weight": "embeddings.word_embeddings.weight",
+          "words.delta": "embeddings.word_embeddings._weight",
+          "positions.delta": "embeddings.position_embeddings._weight",
+          "trunk.input.norm": "embeddings.LayerNorm",
+          "trunk.encoder.relative": "encoder.rel_embeddings.weight",
+          "trunk.encoder.relative_norm": "encoder.LayerNorm",
+          "trunk.encoder.convolution.norm": "encoder.conv.LayerNorm",
+          "trunk.encoder.convolution": "encoder.conv.conv"}
 _POSITION_TABLE = "embeddings.position_embeddings.weight"
 _LAYER = {
-    "attention.query": "attention.self.query_proj",
-    "attention.key": "attention.self.key_proj",
+    "attention.query": "attention.self.query_proj", "attention.key": "attention.self.key_proj",
     "attention.value": "attention.self.value_proj",
     "attention.position_key": "attention.self.pos_key_proj",
     "attention.position_query": "attention.self.pos_query_proj",
-    "attention.output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "ffn_in": "intermediate.dense",
-    "ffn_out": "output.dense",
-    "ffn_norm": "output.LayerNorm",
-}
-_HEADS = {
-    "mlm_head.dense": "lm_predictions.lm_head.dense",
-    "mlm_head.norm": "lm_predictions.lm_head.LayerNorm",
-    "mlm_head.bias": "lm_predictions.lm_head.bias",
-    "rtd_head.dense": "mask_predictions.dense",
-    "rtd_head.norm": "mask_predictions.LayerNorm",
-    "rtd_head.classifier": "mask_predictions.classifier",
-}
+    "attention.output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
+    "ffn_in": "intermediate.dense", "ffn_out": "output.dense", "ffn_norm": "output.LayerNorm"}
+_HEADS = {"mlm_head.dense": "lm_predictions.lm_head.dense",
+          "mlm_head.norm": "lm_predictions.lm_head.LayerNorm",
+          "mlm_head.bias": "lm_predictions.lm_head.bias",
+          "rtd_head.dense": "mask_predictions.dense", "rtd_head.norm": "mask_predictions.LayerNorm",
+          "rtd_head.classifier": "mask_predictions.classifier"}
 # The default ("legacy") masked-LM head of transformers, equal in meaning to `lm_predictions`.
-_LEGACY_HEAD = {
-    "lm_predictions.lm_head.dense": "cls.predictions.transform.dense",
-    "lm_predictions.lm_head.LayerNorm": "cls.predictions.transform.LayerNorm",
-    "lm_predictions.lm_head.bias": "cls.predictions.bias",
-}
+_LEGACY_HEAD = {"lm_predictions.lm_head.dense": "cls.predictions.transform.dense",
+                "lm_predictions.lm_head.LayerNorm": "cls.predictions.transform.LayerNorm",
+                "lm_predictions.lm_head.bias": "cls.predictions.bias"}
 COPIES = {  # tied duplicates in transformers' files and state: of 3 and 4, the last of 5.0 to 5.19
     "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -150,10 +138,6 @@ def unpack_v1(tensors: dict[str, Tensor], num_heads: int) -> dict[str, Tensor]:
     return unpacked
 
 
-_V1_NAMES = {
-    "query_proj.bias": "q_bias",
-    "value_proj.bias": "v_bias",
-    "pos_key_proj.weight": "pos_proj.weight",
-    "pos_query_proj.weight": "pos_q_proj.weight",
-    "pos_query_proj.bias": "pos_q_proj.bias",
-}
+_V1_NAMES = {"query_proj.bias": "q_bias", "value_proj.bias": "v_bias",
+             "pos_key_proj.weight": "pos_proj.weight", "pos_query_proj.weight": "pos_q_proj.weight",
+             "pos_query_proj.bias": "pos_q_proj.bias"}

@@ -112,7 +112,7 @@ def _weight_bytes(model) -> int:
 
 
 def quantize(model, out: Path) -> None:
-    """Write a graph with int8 weights of products and of the word table.
+    """Write a graph with int8 weights of products and of the token embedding.
 
     Seven of the eight bits are used: processors without VNNI add two products in 16 bits. The
     position tables are read by distance and stay fp32, as does v2's convolution.

@@ -24,12 +24,7 @@ from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.attention.geometry import Geometry
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.encoder import Attention, Convolution, Layer, Trunk
-from deberta_ds.release.release import (
-    Network,
-    build_backbone,
-    build_masked_lm,
-    build_replaced_token_head,
-)
+from deberta_ds.release import release
 
 OPSET = 20  # Gelu; onnxruntime 1.17 and later
 IR_VERSION = 10
@@ -117,12 +112,12 @@ class Text:
     length: str  # [1]
 
 
-def build(network: Network, head: str, tied: bool = True) -> onnx.ModelProto:
+def build(network: release.Network, head: str, tied: bool = True) -> onnx.ModelProto:
     """Return the graph of a network in fp32.
 
     head: the end of the transformers class. Of "Model" the detection logits are a second output,
     where the network has that head; "ForMaskedLM" runs the enhanced mask decoder.
-    tied: store the word table once for both its uses, which quantization cannot do.
+    tied: store the token embedding once for both its uses, which quantization cannot do.
     """
     graph = Graph()
     with torch.no_grad():
@@ -159,9 +154,9 @@ def _read_inputs(graph: Graph, choices: bool = False) -> Text:
         graph.add("Concat", graph.constant([0, 0]), length, width, axis=0), length)
 
 
-def _add_encoder_and_head(graph: Graph, network: Network, head: str) -> None:
+def _add_encoder_and_head(graph: Graph, network: release.Network, head: str) -> None:
     text = _read_inputs(graph, choices=head == "ForMultipleChoice")
-    backbone = build_backbone(network)
+    backbone = release.build_backbone(network)
     words = graph.constant(backbone.words.weight, "words")
     hidden = _add_trunk(graph, text, words, backbone.trunk, network.config)
     if head == "Model":
@@ -197,8 +192,8 @@ def _add_encoder_and_head(graph: Graph, network: Network, head: str) -> None:
         graph.output(logits, "logits", ["batch", classes])
 
 
-def _add_replaced_token_head(graph: Graph, hidden: str, network: Network) -> None:
-    head = build_replaced_token_head(network)
+def _add_replaced_token_head(graph: Graph, hidden: str, network: release.Network) -> None:
+    head = release.build_replaced_token_head(network)
     first = graph.add("Slice", hidden, *(graph.constant([at]) for at in (0, 1, 1)))
     normed = graph.module(graph.add("Add", first, hidden), head.norm, "rtd_head.norm")
     dense = graph.add("Gelu", graph.module(normed, head.dense, "rtd_head.dense"))
@@ -207,9 +202,9 @@ def _add_replaced_token_head(graph: Graph, hidden: str, network: Network) -> Non
                  ["batch", "length"])
 
 
-def _add_masked_lm(graph: Graph, network: Network, tied: bool) -> None:
+def _add_masked_lm(graph: Graph, network: release.Network, tied: bool) -> None:
     """Every column is decoded: whoever fills masks reads theirs."""
-    words, masked_lm = build_masked_lm(network)
+    words, masked_lm = release.build_masked_lm(network)
     config = network.config
     text = _read_inputs(graph)
     table = graph.constant(words.weight, "words")

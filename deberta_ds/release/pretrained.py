@@ -25,8 +25,8 @@ class LoadedModel:
 
     backbone: ids and mask -> hidden states; the discriminator of a replaced-token run.
     tokenizer: None where the source has none that is read.
-    masked_lm: (word table, MaskedLm) of the model itself or, if it has no masked-LM head with a
-    position table, of the generator beside it; None without either. Its layers are its own.
+    masked_lm: (token embedding, MaskedLm) of the model itself or, if it has no masked-LM head with
+    a position table, of the generator next to it; None without either. Its layers are its own.
     replaced_token_head: of the backbone, where the source has it.
     """
 

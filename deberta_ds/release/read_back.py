@@ -142,8 +142,7 @@ def check_tokenizer(out: Path, sentences=SENTENCES) -> list[str]:
     except Exception as error:  # whatever its many readers raise: the files came with the model
         raise UserError(f"{out}: AutoTokenizer cannot read the tokenizer files that came with the "
                         f"model ({first_line(error)}); delete tokenizer_config.json "
-                        "and the like from the source, keep spm.model or tokenizer.json"
-                        ) from error
+                        "and the like from the source, keep spm.model or tokenizer.json") from error
     for name, wanted in ours.special_ids.items():
         found = getattr(theirs, f"{name}_token_id")
         if found != wanted:

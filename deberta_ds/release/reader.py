@@ -22,14 +22,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint.find import is_unsaved_run
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.release import configs, names
-from deberta_ds.release.ours import (
-    is_ours,
-    read_checkpoint,
-    read_ours,
-    shapes_of_checkpoint,
-    shapes_of_ours,
-)
+from deberta_ds.release import configs, names, ours
 from deberta_ds.release.relative_rows import with_unread_rows
 from deberta_ds.release.release import Network, Release, check_network, derive_words
 from deberta_ds.release.tensors import read_tensors, weight_file
@@ -49,9 +42,9 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     path = _existing(source)
     said: Callable[[str], str] = str  # our own names
     if _is_run(path):
-        release = read_checkpoint(path)
-    elif is_ours(path):
-        release = read_ours(path)
+        release = ours.read_checkpoint(path)
+    elif ours.is_ours(path):
+        release = ours.read_ours(path)
     else:
         release = _read_foreign(path)
         said = partial(names.their_name, num_layers=release.main.config.num_layers,
@@ -79,12 +72,12 @@ def check_same(given: Tokenizer, own: Tokenizer, place: str | Path) -> None:
 
 
 def check_table(tokenizer: Tokenizer, release: Release, place: str | Path) -> None:
-    """Raise UserError if a tokenizer has ids without a row in the word table."""
+    """Raise UserError if a tokenizer has ids without a row in the token embedding."""
     rows = release.main.config.vocab_size
     if tokenizer.size > rows:
         raise UserError(f"{place}: the tokenizer {tokenizer.path} has {tokenizer.size} ids, but "
-                        f"the word table only {rows} rows; it is another model's, or tokens were "
-                        "added to it after training")
+                        f"the token embedding only {rows} rows; it is another model's, or tokens "
+                        "were added to it after training")
 
 
 def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
@@ -94,9 +87,9 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     """
     path = _existing(source)
     if _is_run(path):
-        return shapes_of_checkpoint(path)
-    if is_ours(path):
-        return shapes_of_ours(path)
+        return ours.shapes_of_checkpoint(path)
+    if ours.is_ours(path):
+        return ours.shapes_of_ours(path)
     shapes = {}
     for name, files in _find_foreign(path).items():
         shape, _ = configs.from_theirs(files.values, files.place, key_bias=True)
@@ -116,7 +109,7 @@ def _existing(source: str | Path) -> Path:
 def _is_run(path: Path) -> bool:
     """Return whether a directory is a checkpoint, or a run's, be it one that has none yet."""
     return (path / "run.json").exists() or (path / "checkpoints").is_dir() or (
-        is_unsaved_run(path) and weight_file(path) is None and not is_ours(path))
+        is_unsaved_run(path) and weight_file(path) is None and not ours.is_ours(path))
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,7 @@ class _Files:
 def _find_foreign(path: Path) -> dict[str, _Files]:
     """Return the files of a foreign model's networks, "main" and perhaps "generator"."""
     if path.is_file() and not any((path.parent / name).is_file() for name in _CONFIG_NAMES):
-        raise UserError(f"{path}: a file without {' or '.join(_CONFIG_NAMES)} beside it; name a "
+        raise UserError(f"{path}: a file without {' or '.join(_CONFIG_NAMES)} next to it; name a "
                         "model directory, or the weight file in one")
     if path.is_file() and not path.name.endswith(
             (".bin", ".safetensors", ".pt", ".pth", ".index.json")):

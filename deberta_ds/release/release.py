@@ -1,7 +1,7 @@
 """What every format is read into and written from: networks under our names, and a summary.
 
-A `Network` is one encoder with its word table and whatever heads its file has; a `Release` is the
-network that users load (discriminator, masked LM or classifier), the generator beside it if there
+A `Network` is one encoder with its token embedding and the heads of its file; a `Release` is the
+network that users load (discriminator, masked LM or classifier), the generator next to it if there
 is one, and the tokenizer's files. Tensors keep the dtype of the file, so a round trip is exact.
 """
 
@@ -123,7 +123,7 @@ def build_backbone(network: Network) -> Backbone:
 
 
 def build_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
-    """Return (word table, masked LM) in fp32, in evaluation mode; needs `has_masked_lm`."""
+    """Return (token embedding, masked LM) in fp32, in evaluation mode; needs `has_masked_lm`."""
     assert network.has_masked_lm
     config = network.config
     words = on_meta(TokenEmbedding, config.vocab_size, config.hidden_size)
@@ -149,14 +149,14 @@ def _inside_network(name: str) -> str:
 
 
 def derive_words(release: Release) -> None:
-    """Make the discriminator's word table whole: E_G + delta, wherever both are known.
+    """Make the discriminator's token embedding whole: E_G + delta, wherever both are known.
 
     Files of the official training hold `weight` one optimizer step behind `_weight`, or before the
-    first step none at all (microsoft/DeBERTa apps/tasks/rtd_task.py), so the sum is formed anew, in
-    fp32.
+    first step none at all (microsoft/DeBERTa apps/tasks/rtd_task.py), so the sum is computed again,
+    in fp32.
     """
     main, generator = release.main, release.generator
-    for table, place in (("words", "word table"), ("positions", "position table")):
+    for table, place in (("words", "token embedding"), ("positions", "position table")):
         delta = main.tensors.get(f"{table}.delta")
         name = f"{table}.weight"
         added = f"trunk.input.{name}"  # positions, where they are added to the input
@@ -170,7 +170,7 @@ def derive_words(release: Release) -> None:
             if whole is None:
                 raise UserError(
                     f"the {place} is stored only as a difference to the generator's (`_weight`); "
-                    "give the generator's file beside it, or the embeddings would be random")
+                    "give the generator's file next to it, or the embeddings would be random")
             continue
         parts = [tensor for tensor in (base, delta, whole) if tensor is not None]
         if len({tensor.shape for tensor in parts}) > 1:

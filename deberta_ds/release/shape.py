@@ -16,11 +16,11 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import FREE_FIELDS, ModelConfig
 
-ROW_MULTIPLE = 64  # word tables of such a height are fast, and divide evenly among GPUs
+ROW_MULTIPLE = 64  # token embeddings of such a height are fast, and divide evenly among GPUs
 
 
 def padded_rows(num_ids: int) -> int:
-    """Return the rows of a word table for a tokenizer of `num_ids` ids."""
+    """Return the rows of a token embedding for a tokenizer of `num_ids` ids."""
     return -(-num_ids // ROW_MULTIPLE) * ROW_MULTIPLE
 
 

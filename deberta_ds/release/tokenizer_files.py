@@ -8,28 +8,18 @@ Difference that remains: transformers finds the names of special tokens ("[MASK]
 their ids; our tokenizer never searches text for them.
 """
 
+import itertools
 import shutil
 from pathlib import Path
 
 from deberta_ds.base.files import atomic_path
 from deberta_ds.tokenizer import Tokenizer
-from deberta_ds.tokenizer.files import (
-    ADDED,
-    JSON,
-    MERGES,
-    NAMES,
-    OTHER_MODELS,
-    SETTINGS,
-    SPM,
-    VOCAB,
-    WORDPIECES,
-)
+from deberta_ds.tokenizer.files import ADDED, FORMS, JSON, NAMES, OTHER_MODELS, SETTINGS, SPM
 from deberta_ds.tokenizer.publish import write_tokenizer_json
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 
 # Everything that a published directory may keep its tokenizer in.
-KNOWN_FILES = (SPM, JSON, SETTINGS, NAMES, ADDED, VOCAB, MERGES, "bpe_encoder.bin", "dict.txt",
-               WORDPIECES)
+KNOWN_FILES = (*itertools.chain(*FORMS), SETTINGS, NAMES, ADDED, "bpe_encoder.bin", "dict.txt")
 
 
 def find_tokenizer_files(directory: Path) -> dict[str, Path]:
@@ -37,7 +27,7 @@ def find_tokenizer_files(directory: Path) -> dict[str, Path]:
     there alone under another usual name gets the name that it is published under.
     """
     found = {name: directory / name for name in KNOWN_FILES if (directory / name).is_file()}
-    if found.keys() & {SPM, JSON, VOCAB, WORDPIECES}:
+    if found.keys() & {names[0] for names in FORMS}:
         return found
     others = [directory / name for name in OTHER_MODELS if (directory / name).is_file()]
     return ({SPM: others[0]} if others else {}) | found
@@ -45,9 +35,9 @@ def find_tokenizer_files(directory: Path) -> dict[str, Path]:
 
 def open_tokenizer(files: dict[str, Path]) -> Tokenizer | None:
     """Return the tokenizer among a directory's files; None if there is none that is read."""
-    for needed in ({SPM}, {JSON}, {VOCAB, MERGES}, {WORDPIECES}):
-        if needed <= files.keys():
-            return Tokenizer.of_files(files, files[min(needed)].parent)
+    for names in FORMS:
+        if set(names) <= files.keys():
+            return Tokenizer.of_files(files, files[names[0]].parent)
     return None
 
 

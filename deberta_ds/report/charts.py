@@ -97,8 +97,7 @@ def draw(chart: Chart) -> Drawing:
         marks=[x_of(x) for x in chart.marks],
         strokes=[stroke for line in chart.series for stroke in _strokes(line, x_of, y_of)],
         ends=[] if chart.legend else _ends(chart.series, y_of),
-        hover=json.dumps([_hover(line, chart.unit, x_of) for line in chart.series]),
-    )
+        hover=json.dumps([_hover(line, chart.unit, x_of) for line in chart.series]))
 
 
 def _scale(start: float, end: float) -> Callable[[float], float]:
@@ -196,10 +195,8 @@ def summarize(points: Points) -> tuple[Points, Points, list[tuple[float, float, 
         edges = [len(points) * k // MAX_POINTS for k in range(MAX_POINTS + 1)]
         bins = [points[a:b] for a, b in zip(edges, edges[1:], strict=False)]
         points = [(sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins]
-        band = [
-            (x, min(y for _, y in b), max(y for _, y in b))
-            for (x, _), b in zip(points, bins, strict=True)
-        ]
+        band = [(x, min(y for _, y in b), max(y for _, y in b))
+                for (x, _), b in zip(points, bins, strict=True)]
     trend = []
     for k, (x, _) in enumerate(points):
         # The window shrinks at both ends so that the mean stays centered.
@@ -238,11 +235,9 @@ def _hover(line: Series, unit: str, x_of: Callable) -> dict:
 
 # Which charts a page of runs has: what the objective declares, then what the machine did.
 # What a run did rather than what it learned: drawn as it is, from zero. The third is its headline.
-COURSE = (
-    (Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
-    (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
-    (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"),
-)
+COURSE = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "count"), "Median"),
+          (Metric("learning_rate", "Learning rate", "As scheduled.", "rate"), "Peak"),
+          (Metric("grad_norm", "Gradient norm", "Before clipping."), "Median"))
 _AGREE = 1e-9  # baselines of runs on the same rows
 
 
@@ -260,13 +255,13 @@ def groups(runs: list[Run]) -> list[Group]:
     """Return all charts. One run: lines by data set and baseline; several: one line a run."""
     declared = list({metric.key: metric for run in runs for metric in run.metrics}.values())
     several = len(runs) > 1
-    rows = "Every logged training step, and the evaluations on fixed held-out rows."
+    rows = "Every logged training step, and the evaluations on fixed held-out sequences."
     found = [
-        Group("Learning curves", "One line a run." if several else rows, 2,
+        Group("Learning curves", "One line per run." if several else rows, 2,
               _charts([metric for metric in declared if metric.is_loss], runs)),
-        Group("What was learned", "Measured on held-out rows, beside what needs no learning.", 2,
+        Group("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
               _charts([metric for metric in declared if not metric.is_loss], runs)),
-        Group("Course of the run", "What the hardware and the optimizer did.", 3,
+        Group("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
               [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
     ]
     return [group for group in found if group.charts]
@@ -315,7 +310,7 @@ def _several(metric: Metric, runs: list[Run]) -> Drawing:
     else:
         series += [Series(f"{baseline_name(metric)}, {runs[n].name}", base, f"run{n}", "baseline")
                    for n, base in bases]
-    rows = "Held-out rows." if kind == "eval" else "Training rows."
+    rows = "Held-out sequences." if kind == "eval" else "Training sequences."
     return draw(Chart(metric.key, metric.title, f"{metric.note} {rows}", metric.unit, series,
                       last_x=max(run.last_step for run in runs), legend=True))
 

@@ -56,8 +56,7 @@ def header(run: Run) -> Header:
         marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
         progress=progress,
         history=_history(run),
-        resumed=_resumed(run),
-    )
+        resumed=_resumed(run))
 
 
 def _state(run: Run) -> tuple[str, str]:
@@ -81,7 +80,7 @@ def _state(run: Run) -> tuple[str, str]:
 
 
 def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
-    """Return whether a score is better than what needs no learning; None: not known, or noise."""
+    """Return whether a score is better than the baseline; None: not known, or noise."""
     score, baseline = scores.get(metric.key), metric.beside(scores)
     if score is None or baseline is None:
         return None
@@ -92,7 +91,7 @@ def ahead_of_baseline(metric: Metric, scores: dict[str, float]) -> bool | None:
 
 def _sentence(run: Run) -> str:
     if not run.evals:
-        return "Not evaluated yet: the curves below show training rows only."
+        return "Not evaluated yet: the curves below show training steps only."
     # A hyphen at which no line breaks, as in ROC-AUC.
     return re.sub(r"(?<=[A-Z])-(?=[A-Z])", "\u2011", run.objective.headline(run.scores))
 
@@ -148,7 +147,7 @@ def _parameters(run: Run) -> Tile:
 
 def _tokens(run: Run) -> Tile:
     tokens, rows, epochs = (run.last(key) for key in ("tokens_seen", "sequences_seen", "epochs"))
-    notes = [f"{rows:,.0f} packed rows"] if rows is not None else []
+    notes = [f"{rows:,.0f} packed sequences"] if rows is not None else []
     if epochs is not None:
         notes.append(f"{epochs:.2f} epochs")
     return Tile("tokens_seen", "Tokens seen", format_value(tokens, "count"), " · ".join(notes),

@@ -1,4 +1,4 @@
-"""The model card of an exported directory: README.md with what the Hub shows beside a model.
+"""The model card of an exported directory: README.md with what the Hub shows next to a model.
 
 Facts come from the checkpoint and its run's metrics.jsonl, from a fine-tuned run's result.json, and
 from the directory itself; what is not known is left out. License, languages and data sets are not
@@ -152,8 +152,8 @@ def _of_source(source: Path) -> Training:
 def _of_checkpoint(directory: Path) -> Training:
     record = read_run_record(directory)
     run = record.config
-    training = Training(seen=f"{record.tokens_seen:,} tokens in {record.sequences_seen:,} rows "
-                             "were read in training, repetitions counted.")
+    training = Training(seen=f"{record.tokens_seen:,} tokens in {record.sequences_seen:,} "
+                             "sequences were read in training, repetitions counted.")
     shares = [source["weight"] for source in run["data"]["sources"]]
     for source, share in zip(run["data"]["sources"], shares, strict=True):
         training.data.append(_corpus(source["path"], share / sum(shares),
@@ -171,8 +171,8 @@ def _of_checkpoint(directory: Path) -> Training:
         rules = f"muon, momentum {optim['momentum']}; all but matrices: adamw, "
     training.settings = [(_cell(key), _cell(value)) for key, value in (
         ("objective", objective["kind"]), ("steps", f"{record.step:,} of {train['steps']:,}"),
-        ("rows in a step", _rows_in_a_step(train)),
-        ("tokens in a row", f"{run['data']['seq_len']:,}"),
+        ("sequences per update", _batch_size(train)),
+        ("sequence length in tokens", f"{run['data']['seq_len']:,}"),
         *masked, ("optimizer", rules + f"betas {optim['betas']}"),
         ("learning rate", f"{optim['learning_rate']}, schedule {optim['schedule']}"),
         ("sha256 of the tokenizer", record.tokenizer_sha256),
@@ -185,10 +185,10 @@ def _of_checkpoint(directory: Path) -> Training:
 
 def _on_line(first: float, last: float | None) -> str:
     """Return a setting as text; `last` is None where it stays."""
-    return f"{first}, at the end {last}" if last else f"{first}"
+    return f"{first} to {last}, linearly" if last else f"{first}"
 
 
-def _rows_in_a_step(train: dict) -> str:
+def _batch_size(train: dict) -> str:
     first = train["initial_batch_size"]
     grows = f"{first:,} growing in {train['batch_warmup_steps']:,} steps to " if first else ""
     return f"{grows}{train['global_batch_size']:,}"
@@ -210,7 +210,7 @@ def _add_scores(training: Training, records: list[dict], step: int, kind: str) -
     if not evaluations:
         return
     last = max(evaluations, key=lambda one: one["step"])
-    training.scores_note = f"On held-out rows at step {last['step']:,}."
+    training.scores_note = f"On held-out sequences at step {last['step']:,}."
     for metric in OBJECTIVES[kind].METRICS:
         if last.get(metric.key) is None:
             continue
@@ -232,7 +232,7 @@ def _of_finetuned(directory: Path) -> Training:
     training.scores_note = (f"On the validation examples of {_cell(task)}, on which the kept "
                             "evaluation was chosen.")
     baseline = result.get("baseline")
-    beside = "" if baseline is None else f"no learning {baseline:.3f}"
+    beside = "" if baseline is None else f"baseline {baseline:.3f}"
     training.scores = [(_cell(name), f"{value:.4f}", beside) for name, value in
                        result.get("metrics", {}).items() if isinstance(value, int | float)]
     return training

@@ -6,19 +6,22 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-from pydantic import Field
+import pydantic_core
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from deberta_ds.base.errors import UserError
+from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.own_code import is_own
 from deberta_ds.cluster import lock
 from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective, own_metrics
 from deberta_ds.objectives.build import OBJECTIVES, objective_named
-from deberta_ds.report.reading import READ, read_checked
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
 # results.json of a fine-tuning sweep as the page reads it (written by launch/superglue.py).
 RESULTS_FILE = "results.json"
+# Strict about types; keys that a page does not draw may be there.
+READ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+_MOST_NAMED = 3
 
 Score = Annotated[float, Field(ge=-1, le=1)]
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -249,18 +252,11 @@ def read_run(directory: str | Path) -> Run:
         raise UserError(f"{directory / METRICS_FILE}: no train or eval record yet; train first")
     summary, sweep = directory / SUMMARY_FILE, directory / SUPERGLUE_FILE
     return Run(
-        name=saved.run.name,
-        objective=objective,
-        train=by_kind["train"],
-        evals=by_kind["eval"],
-        events=[r for r in records if r["kind"] == "event"],
-        saved=saved,
-        config=values["run"],
+        name=saved.run.name, objective=objective, train=by_kind["train"], evals=by_kind["eval"],
+        events=[r for r in records if r["kind"] == "event"], saved=saved, config=values["run"],
         rest={k: v for k, v in values.items() if k not in ("run", "origins", "versions")},
         stages=read_checked(summary, list[Stage])[0] if summary.exists() else [],
-        is_running=lock.is_held(directory),
-        sweep=read_sweep(sweep) if sweep.exists() else None,
-    )
+        is_running=lock.is_held(directory), sweep=read_sweep(sweep) if sweep.exists() else None)
 
 
 def _objective(kind: str, place: Path) -> Objective:
@@ -281,3 +277,27 @@ def _note_ranks(records: list[dict[str, Any]], place: Path) -> None:
                                 f"{ranks!r:.40}")
         elif record["kind"] == "train" and ranks:
             record["world_size"] = ranks
+
+
+def read_checked(path: Path, form: Any) -> tuple[Any, Any]:
+    """Return (the file as `form`, a type made with READ; the file as plain JSON values)."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file; give a directory a run has written to")
+    with naming(path):
+        text = path.read_bytes()
+    try:
+        return TypeAdapter(form).validate_json(text), pydantic_core.from_json(text)
+    except ValidationError as error:
+        found = error.errors()
+        named = "; ".join(_problem(item) for item in found[:_MOST_NAMED])
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        raise UserError(f"{path}: {named}{more}; write the file again") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}; write the file again") from None
+
+
+def _problem(item: Any) -> str:
+    if item["type"] == "json_invalid":
+        return f"not valid JSON: {item['ctx']['error']}"
+    place = ".".join(str(part)[:60] for part in item["loc"]) or "the file"
+    return f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}"

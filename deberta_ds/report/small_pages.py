@@ -1,4 +1,4 @@
-"""The planner's page: memory of each ZeRO stage and way of recomputing, drawn to one scale."""
+"""The pages of plans, minimal pairs and filters: bars to one scale, tables, samples."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from pydantic.dataclasses import dataclass as checked
 
 from deberta_ds.base.files import write_atomic
-from deberta_ds.corpus.filters import REPORT, mend_report
+from deberta_ds.corpus.filters import REPORT
 from deberta_ds.planner.gpus import Gpu
 from deberta_ds.planner.plan import RESERVED_BYTES, Choice, recommended
 from deberta_ds.report.pages import render
-from deberta_ds.report.reading import READ, read_checked
+from deberta_ds.report.rundata import READ, read_checked
 from deberta_ds.report.tables import Cell, Table
 
 PARTS = (("weights", "main"), ("optimizer", "main-soft"),
@@ -71,7 +71,7 @@ def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
         rows.append([Cell(f"ZeRO-{choice.stage}", kind=f"stage {kind}"),
                      Cell(choice.checkpointing, kind=kind),
                      *(Cell(text, kind=f"n {kind}") for text in texts)])
-    head = [Cell("Stage", kind=""), Cell("Recompute", kind=""), *map(Cell, heads)]
+    head = [Cell("Stage", kind=""), Cell("Checkpointing", kind=""), *map(Cell, heads)]
     note = ("What hides behind computation: under ZeRO-3 all communication, but a step lasts at "
             "least as long as Python takes to gather the weights; under ZeRO-1 and 2 the gradients "
             "but the last bucket, if overlap_comm is true; the new weights never. The rest adds to "
@@ -79,7 +79,7 @@ def _table(choices: list[Choice], ranks: int, best: Choice | None) -> Table:
     return Table("Time", note, head, rows)
 
 
-# The page of minimal_pairs.json: a bar a phenomenon, with published models and chance beside.
+# The page of minimal_pairs.json: a bar per phenomenon, with published models and chance.
 @dataclass(frozen=True)
 class PairBar:
     """One group of pairs: accuracy and interval in percent, and marks of published models."""
@@ -150,7 +150,6 @@ class _Report:
 
 def write_filters_page(directory: str | Path) -> Path:
     """Write DIRECTORY/filters.html from its filters.json; return its path."""
-    mend_report(directory)
     report, _ = read_checked(Path(directory) / REPORT, _Report)
     path = Path(directory) / PAGE
     write_atomic(path, filters_page(report, Path(directory).resolve().name))
@@ -179,7 +178,7 @@ def _dropped(report: _Report) -> Table:
              Cell(f"{size / max(report.characters, 1):.2%}")]
             for reason, (count, size) in _by_size(report.dropped).items()]
     head = [Cell("Reason", kind=""), Cell("Documents"), Cell("of all"), Cell("of all characters")]
-    return Table("Dropped", "Each document under the first rule that refused it.", head, rows)
+    return Table("Dropped", "Each document under the first rule that rejected it.", head, rows)
 
 
 def _changed(report: _Report) -> Table:

@@ -99,8 +99,8 @@ def evaluation(run: Run) -> Table | None:
              *(_beside_baseline(metric, record) for metric in shown_metrics)]
             for record in records]
     shown = f"{len(records)} of {count} evaluations" if len(records) < count else "All evaluations"
-    return Table("Evaluation", f"{shown}, on the same held-out rows and masks every time; in gray, "
-                 "what needs no learning.", [Cell("Step"), *head], rows, groups, True)
+    return Table("Evaluation", f"{shown}, on the same held-out sequences and masks every time; in "
+                 "gray, the baseline.", [Cell("Step"), *head], rows, groups, True)
 
 
 def evaluation_by_corpus(run: Run) -> Table | None:

@@ -19,18 +19,10 @@ import numpy as np
 import tokenizers
 
 from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.files import read_settings
 from deberta_ds.tokenizer.kinds import piece_kind, read_specification, what_is_lost
 from deberta_ds.tokenizer.roles import check_roles, look_up_roles, token_name
-from deberta_ds.tokenizer.words import (
-    SPACE_MARK,
-    byte_value,
-    bytes_of_piece,
-    bytes_start_word,
-    character_length,
-    piece_starts_word,
-    wordpiece_starts_word,
-)
 
 # Workers are processes here; threads inside each would share the same cores.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -60,7 +52,7 @@ class FastEngine:
         size = max(ids.values()) + 1
         if size > _LARGEST:
             raise UserError(f"{self.place}: a token has id {size - 1:,}, but at most {_LARGEST:,} "
-                            "are read; mend its added tokens")
+                            "are read; fix its added tokens")
         self.pieces = [""] * size
         for piece, number in ids.items():
             self.pieces[number] = piece
@@ -107,7 +99,7 @@ class FastEngine:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._fast.encode(text, add_special_tokens=False)
-        values = [byte_value(self.pieces[number]) for number in found.ids]
+        values = [words.byte_value(self.pieces[number]) for number in found.ids]
         return found.ids, _over_marks(text, _spread(values, found.offsets))
 
     def decode(self, ids: list[int]) -> str:
@@ -118,32 +110,32 @@ class FastEngine:
         if number in self._added or self.kind == "words":
             return True
         if self.kind == "byte_level":
-            data = bytes_of_piece(piece)
-            return data is None or bytes_start_word(data)
+            data = words.bytes_of_piece(piece)
+            return data is None or words.bytes_start_word(data)
         if self.kind == "wordpiece":
-            return wordpiece_starts_word(piece, self._prefix)
-        return piece_starts_word(piece)
+            return words.wordpiece_starts_word(piece, self._prefix)
+        return words.piece_starts_word(piece)
 
     def _byte_level_text(self, number: int) -> str:
-        data = bytes_of_piece(self.pieces[number])
+        data = words.bytes_of_piece(self.pieces[number])
         text = self.pieces[number] if data is None else data.decode("utf-8", "replace")
-        return text.replace(" ", SPACE_MARK)
+        return text.replace(" ", words.SPACE_MARK)
 
     def starts_character(self, number: int) -> bool:
         piece = self.pieces[number]
-        data = bytes_of_piece(piece) if self.kind == "byte_level" else None
-        value = data[0] if data else byte_value(piece)
-        return value is None or number in self._added or bool(character_length(value))
+        data = words.bytes_of_piece(piece) if self.kind == "byte_level" else None
+        value = data[0] if data else words.byte_value(piece)
+        return value is None or number in self._added or bool(words.character_length(value))
 
     def readable(self, number: int) -> str:
         piece = self.pieces[number]
         if number in self._added or number in self.special:
             return piece
         if self.kind == "byte_level":
-            data = bytes_of_piece(piece)
+            data = words.bytes_of_piece(piece)
             return piece if data is None else data.decode("utf-8", "backslashreplace")
         if self.kind == "metaspace":
-            return piece.replace(SPACE_MARK, " ")
+            return piece.replace(words.SPACE_MARK, " ")
         rest = piece.removeprefix(self._prefix) if self._prefix else piece
         return rest if rest != piece else " " + piece
 
@@ -157,7 +149,7 @@ def _spread(values: list[int | None], offsets: list[tuple[int, int]]) -> list[tu
         run = list(same)
         found = [values[index] for index in run]
         place = start - 1
-        places = [place := place + bool(value is not None and character_length(value))
+        places = [place := place + bool(value is not None and words.character_length(value))
                   for value in found]
         if end - start > 1 and places[0] == start and places[-1] == end - 1 \
                 and None not in found:

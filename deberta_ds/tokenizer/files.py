@@ -7,41 +7,41 @@ tokenizer_config.json and its like are read beside tokenizer.json and the vocabu
 names of special tokens and settings such as add_prefix_space may be there alone.
 """
 
+import itertools
 from pathlib import Path
 
 from deberta_ds.base.errors import UserError, naming
 from deberta_ds.base.json_files import read_json
+from deberta_ds.tokenizer.vocabularies import VOCABULARIES
 
 SPM, JSON, SETTINGS = "spm.model", "tokenizer.json", "tokenizer_config.json"
-VOCAB, MERGES, WORDPIECES = "vocab.json", "merges.txt", "vocab.txt"
 NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"
 OTHER_MODELS = ("spiece.model", "tokenizer.model")
 _BESIDE = (SETTINGS, NAMES, ADDED)
 _PICKLE = "bpe_encoder.bin"
-KINDS = ("a SentencePiece model (spm.model), a tokenizer.json, vocab.json with merges.txt, "
-         "vocab.txt, or a directory with one of them")
+# All that a tokenizer is made from; in a directory the first that is there.
+FORMS = ((SPM,), (JSON,), *(kind.files for kind in VOCABULARIES))
+_VOCABULARIES = ", ".join(" with ".join(kind.files) for kind in VOCABULARIES)
+KINDS = (f"a SentencePiece model ({SPM}), a {JSON}, {_VOCABULARIES}, or a directory with one of "
+         "them")
 
 
 def find_files(path: Path) -> dict[str, Path]:
     """Return {published name: path} of the files a tokenizer is made from; UserError if none."""
     if path.is_dir():
-        known = {name: path / name for name in (
-            SPM, JSON, VOCAB, MERGES, WORDPIECES, _PICKLE, *_BESIDE, *OTHER_MODELS)
-            if (path / name).is_file()}
-        return choose(known, path)
+        names = (*itertools.chain(*FORMS), _PICKLE, *_BESIDE, *OTHER_MODELS)
+        return choose({name: path / name for name in names if (path / name).is_file()}, path)
     if not path.is_file():
         raise UserError(f"{path}: cannot read the tokenizer (no such file); give {KINDS}, or train "
                         "one with data_prep/train_tokenizer.py")
     beside = {name: path.with_name(name) for name in _BESIDE if path.with_name(name).is_file()}
-    if path.name in (VOCAB, MERGES):
-        found = {VOCAB: path.with_name(VOCAB), MERGES: path.with_name(MERGES)}
+    for names in (kind.files for kind in VOCABULARIES if path.name in kind.files):
+        found = {name: path.with_name(name) for name in names}
         for part in found.values():
             if not part.is_file():
-                raise UserError(f"{part}: is missing; byte-level BPE needs {VOCAB} and {MERGES} "
-                                "in one directory")
+                raise UserError(f"{part}: is missing; {' and '.join(names)} are needed in one "
+                                "directory")
         return found | beside
-    if path.name == WORDPIECES:
-        return {WORDPIECES: path} | beside
     if path.name == _PICKLE:
         raise UserError(_pickle_message(path))
     if _is_json(path):
@@ -52,14 +52,9 @@ def find_files(path: Path) -> dict[str, Path]:
 def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
     """Return those of a directory's files that its tokenizer is made from."""
     beside = {name: known[name] for name in _BESIDE if name in known}
-    if SPM in known:
-        return {SPM: known[SPM]} | beside
-    if JSON in known:
-        return {JSON: known[JSON]} | beside
-    if {VOCAB, MERGES} <= known.keys():
-        return {VOCAB: known[VOCAB], MERGES: known[MERGES]} | beside
-    if WORDPIECES in known:
-        return {WORDPIECES: known[WORDPIECES]} | beside
+    for names in FORMS:
+        if set(names) <= known.keys():
+            return {name: known[name] for name in names} | beside
     for name in OTHER_MODELS:
         if name in known:
             return {SPM: known[name]} | beside
@@ -70,8 +65,8 @@ def choose(known: dict[str, Path], place: Path) -> dict[str, Path]:
 
 def _pickle_message(path: Path) -> str:
     return (f"{path}: is a pickle, which can run any program and is not read; put the model's "
-            f"{VOCAB} and {MERGES} (or its {JSON}) beside it: the Hugging Face repository of the "
-            "model has them")
+            f"vocab.json and merges.txt (or its {JSON}) next to it: the Hugging Face repository of "
+            "the model has them")
 
 
 def _is_json(path: Path) -> bool:

@@ -1,56 +1,45 @@
 """What a tokenizer of `tokenizers` is made of, as one specification: the content of tokenizer.json.
 
-From vocab.json and merges.txt, or vocab.txt, it is put together as transformers does: GPT-2's
-byte-level BPE (RoBERTa and DeBERTa v1 have the same), BERT's WordPiece. Settings that transformers
-takes from tokenizer_config.json are taken from there: add_prefix_space, do_lower_case,
-strip_accents, tokenize_chinese_chars.
+It is read, or made from vocabulary files (vocabularies.py). Settings that transformers takes from
+tokenizer_config.json are taken from there: add_prefix_space, do_lower_case, strip_accents,
+tokenize_chinese_chars.
 """
 
 from pathlib import Path
 
-from tokenizers import models
-
-from deberta_ds.base.errors import UserError, first_line
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
-from deberta_ds.tokenizer.files import JSON, MERGES, SETTINGS, VOCAB, WORDPIECES
-from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character, bytes_of_piece
+from deberta_ds.tokenizer.files import JSON, SETTINGS
+from deberta_ds.tokenizer.vocabularies import VOCABULARIES, Vocabulary, is_vocabulary
+from deberta_ds.tokenizer.words import SPACE_MARK, byte_of_character
 
 _REMEDY = "a tokenizer.json of Hugging Face `tokenizers` is expected; save the tokenizer again"
 _PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
-# Whose vocabulary files mean what is put together here; those of others have rules of their own.
-_CLASSES = {
-    VOCAB: ("GPT2", "Roberta", "Deberta", "Bart", "Longformer", "LED", "Mvp", "CodeGen"),
-    WORDPIECES: ("Bert", "DistilBert", "Electra", "MobileBert", "ConvBert", "SqueezeBert", "MPNet",
-                 "Funnel", "LayoutLM", "Lxmert", "Nezha", "DPR", "DPRReader", "DPRContextEncoder",
-                 "DPRQuestionEncoder"),
-}
 
 
 def read_specification(files: dict[str, Path], settings: dict) -> dict:
     """Return the specification; UserError if a file is damaged or lacks what is needed."""
-    _check_class(files, settings)
     if JSON in files:
         specification = _read_json(files[JSON])
-    elif VOCAB in files:
-        specification = _byte_level_bpe(files[VOCAB], files[MERGES])
     else:
-        specification = _wordpiece(files[WORDPIECES])
+        kind = next(one for one in VOCABULARIES if set(one.files) <= files.keys())
+        _check_class(kind, files[kind.files[0]], settings)
+        specification = kind.read(*(files[name] for name in kind.files))
     _apply_settings(specification, settings)
     _add_tokens(specification, settings["added_tokens"])
     return specification
 
 
-def _check_class(files: dict[str, Path], settings: dict) -> None:
+def _check_class(kind: Vocabulary, path: Path, settings: dict) -> None:
     """UserError if vocabulary files belong to a class whose rules do not stand in them."""
-    name = next(name for name in (JSON, VOCAB, WORDPIECES) if name in files)
     owner = str(settings.get("tokenizer_class") or "")
     words = settings.get("word_tokenizer_type", "basic")
-    if name == JSON or owner.startswith(_PLAIN_CLASSES) or (words == "basic" and (
-            not owner or owner.removesuffix("Fast").removesuffix("Tokenizer") in _CLASSES[name])):
+    if owner.startswith(_PLAIN_CLASSES) or (words == "basic" and (
+            not owner or owner.removesuffix("Fast").removesuffix("Tokenizer") in kind.classes)):
         return
-    raise UserError(f"{files[name]}: belongs to a {owner or f'tokenizer with {words}'} by its "
-                    f"{SETTINGS}, whose rules do not stand in it; load it with transformers' "
-                    f"AutoTokenizer and save it: where that writes a {JSON}, give this one")
+    raise UserError(f"{path}: belongs to a {owner or f'tokenizer with {words}'} by its {SETTINGS}, "
+                    "whose rules do not stand in it; load it with transformers' AutoTokenizer and "
+                    f"save it: where that writes a {JSON}, give this one")
 
 
 def _read_json(path: Path) -> dict:
@@ -63,7 +52,7 @@ def _read_json(path: Path) -> dict:
         model["type"] = ("BPE" if "merges" in model else "Unigram"
                          if isinstance(model["vocab"], list) else "WordPiece")
     wanted = list if model["type"] == "Unigram" else dict
-    if not isinstance(model["vocab"], wanted) or not _is_vocabulary(model["vocab"]):
+    if not isinstance(model["vocab"], wanted) or not is_vocabulary(model["vocab"]):
         raise UserError(f"{path}: its {model['type']} vocabulary is damaged; {_REMEDY}")
     if isinstance(model.get("merges"), list):  # "a b" in older files, ["a", "b"] in newer ones
         model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge
@@ -95,66 +84,6 @@ def _check_unknown(model: dict, path: Path) -> None:
     if not known:
         raise UserError(f"{path}: its {model['type']} model has no token for what it does not know "
                         f"(unk); {_REMEDY}")
-
-
-def _is_vocabulary(vocabulary: dict | list) -> bool:
-    if isinstance(vocabulary, dict):  # {piece: id}, no id twice
-        ids = list(vocabulary.values())
-        return all(type(number) is int and 0 <= number < 1 << 31 for number in ids) and len(
-            set(ids)) == len(ids)
-    return all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
-               and isinstance(entry[1], int | float) for entry in vocabulary)
-
-
-def _byte_level_bpe(vocabulary_path: Path, merges_path: Path) -> dict:
-    try:
-        vocabulary, merges = models.BPE.read_file(str(vocabulary_path), str(merges_path))
-        models.BPE(vocabulary, merges)
-    except Exception as error:  # the library's errors have no class of their own
-        raise UserError(f"{vocabulary_path} and {merges_path.name}: not the files of a byte-level "
-                        f"BPE, or damaged ({first_line(error)}); fetch them again") from error
-    if not _is_vocabulary(vocabulary):
-        raise UserError(f"{vocabulary_path}: gives an id to two pieces; fetch it again")
-    ends = sum(piece.endswith("</w>") for piece in vocabulary)
-    if 20 * ends > len(vocabulary):
-        raise UserError(f"{vocabulary_path}: marks the ends of words ('</w>'), so an id does not "
-                        "say whether a word starts there, which whole-word masks need; use a "
-                        "tokenizer with byte-level spaces, a space mark or ##")
-    made = set(map("".join, merges))
-    lacking = sum(len(piece) > 1 and piece not in made and bytes_of_piece(piece) is not None
-                  for piece in vocabulary)
-    if lacking > 16 + len(vocabulary) // 100:  # special tokens and fillers have no merges
-        raise UserError(f"{merges_path}: makes {lacking:,} of the {len(vocabulary):,} pieces of "
-                        f"{vocabulary_path.name} by no merge: one of the two is cut short, or of "
-                        "another model; fetch both again")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                  "use_regex": True}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
-        "decoder": dict(byte_level, add_prefix_space=True),
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False,
-                  "continuing_subword_prefix": "", "end_of_word_suffix": "",
-                  "byte_fallback": False, "ignore_merges": False, "vocab": vocabulary,
-                  "merges": [list(merge) for merge in merges]},
-    }
-
-
-def _wordpiece(path: Path) -> dict:
-    try:
-        vocabulary = models.WordPiece.read_file(str(path))
-    except Exception as error:  # the library's errors have no class of their own
-        raise UserError(f"{path}: not a vocabulary of WordPiece, one piece a line "
-                        f"({first_line(error)})") from error
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
-                       "strip_accents": None, "lowercase": True},
-        "pre_tokenizer": {"type": "BertPreTokenizer"}, "post_processor": None,
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-                  "max_input_chars_per_word": 100, "vocab": vocabulary},
-    }
 
 
 def _apply_settings(specification: dict, settings: dict) -> None:

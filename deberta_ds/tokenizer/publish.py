@@ -18,9 +18,8 @@ from deberta_ds.tokenizer.tokenizer import Tokenizer
 _LONGEST_TEXT = 512  # tokens, of the settings of a directory without a model
 
 
-def write_tokenizer_json(
-    tokenizer: Tokenizer, out: Path, max_length: int = _LONGEST_TEXT, text: str | None = None
-) -> None:
+def write_tokenizer_json(tokenizer: Tokenizer, out: Path, max_length: int = _LONGEST_TEXT,
+                         text: str | None = None) -> None:
     """Write tokenizer.json (its own, or `text`) and tokenizer_config.json to directory `out`."""
     if text is None:
         specification = tokenizer.specification

@@ -10,13 +10,9 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 
 ROLES = ("pad", "cls", "sep", "unk", "mask")
-USUAL_NAMES = {
-    "pad": ("[PAD]", "<pad>", "<|padding|>", "<|pad|>"),
-    "cls": ("[CLS]", "<s>", "<cls>"),
-    "sep": ("[SEP]", "</s>", "<sep>"),
-    "unk": ("[UNK]", "<unk>"),
-    "mask": ("[MASK]", "<mask>", "<|mask|>"),
-}
+USUAL_NAMES = {"pad": ("[PAD]", "<pad>", "<|padding|>", "<|pad|>"),
+               "cls": ("[CLS]", "<s>", "<cls>"), "sep": ("[SEP]", "</s>", "<sep>"),
+               "unk": ("[UNK]", "<unk>"), "mask": ("[MASK]", "<mask>", "<|mask|>")}
 Roles = dict[str, int | None]
 
 

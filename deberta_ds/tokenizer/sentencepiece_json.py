@@ -1,7 +1,7 @@
 """A SentencePiece model as a tokenizer.json: the same segmentation by Hugging Face `tokenizers`.
 
 Unusual: pieces that a user defined have a bonus in SentencePiece's unigram models, and are cut out
-of the text before BPE; unused ones are passed over; BPE has scores in place of merges.
+of the text before BPE; unused ones are skipped; BPE has scores in place of merges.
 Source: google/sentencepiece, unigram_model.cc and bpe_model.cc.
 """
 

@@ -76,7 +76,7 @@ class SentencePieceEngine:
                                  "mask": self.pieces.index(MASK_PIECE)}
         else:
             self.roles = _roles(processor, path, settings)
-            if self.roles != _look_up(processor, {})[0]:  # the files beside it say otherwise
+            if self.roles != _look_up(processor, {})[0]:  # the files next to it say otherwise
                 known = json.dumps([self.sha256, self.roles], sort_keys=True)
                 self.sha256 = hashlib.sha256(known.encode()).hexdigest()
         self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
@@ -193,19 +193,19 @@ def _check_kind(proto, path: Path) -> None:
 def _check_settings(settings: dict, pieces: list[str], roles: Roles, path: Path) -> None:
     """UserError if what stands beside a model asks for other ids than the model alone gives."""
     remedy = ("save the tokenizer with transformers' AutoTokenizer, and give the tokenizer.json "
-              f"that this writes, without {path.name} beside it")
+              f"that this writes, without {path.name} next to it")
     for key in ("do_lower_case", "split_by_punct"):
         if settings.get(key) is True:
-            raise UserError(f"{path}: {key} = true in the tokenizer_config.json beside it, which "
+            raise UserError(f"{path}: {key} = true in the tokenizer_config.json next to it, which "
                             f"a SentencePiece model does not do by itself; {remedy}")
     for name, (number, _) in settings["added_tokens"].items():
         if number >= len(pieces) or pieces[number] != name:
-            raise UserError(f"{path}: the files beside it add {name!r} with id {number}, which "
+            raise UserError(f"{path}: the files next to it add {name!r} with id {number}, which "
                             f"the model does not hold; {remedy}")
     for role, number in roles.items():
         named = token_name(settings.get(f"{role}_token"))
         if named is not None and number is not None and named != pieces[number]:
-            raise UserError(f"{path}: the files beside it name {named!r} as the {role} token, but "
+            raise UserError(f"{path}: the files next to it name {named!r} as the {role} token, but "
                             f"with this model it is {pieces[number]!r}; {remedy}")
 
 

@@ -54,8 +54,7 @@ _FRONT = 64  # characters, of a text of which only the front is looked at
 _APART = "\0"  # between texts that are normalised together
 _REMOVED = re.compile(
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u061c\u180e\u200b\u200e\u200f"
-    "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
-)
+    "\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]")
 _OTHER_SPACES = [chr(code) for code in range(0x0A, 0x3001) if chr(code).isspace()]
 _PRINTABLE_ASCII = bytes(range(0x20, 0x7F))
 
@@ -110,9 +109,7 @@ def _normalise_joined(texts: list[str]) -> tuple[list[str], int]:
 
 
 def has_text(text: str) -> bool:
-    """Return whether `normalise` leaves anything of `text`, in a fraction of its time; BadTextError
-    as there.
-    """
+    """Return whether `normalise` leaves any text, in a fraction of its time; as BadTextError."""
     if not text.isascii():
         _refuse_surrogates(text)
     first = text[:1]
@@ -192,9 +189,7 @@ def encodable_parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def letter_share(text: str) -> float:
-    """Return the share of letters among the characters that are neither white space nor the marks
-    on letters (vowel signs, say).
-    """
+    """Return the share of letters among characters that are neither white space nor marks."""
     visible = len(text) - text.count(" ") - (0 if text.isascii() else len(_mark().findall(text)))
     return sum(map(str.isalpha, text)) / visible if visible else 0.0
 

@@ -85,15 +85,11 @@ class Tokenizer:
         return self._engine.encode_arrays([text])[0]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text as an int32 array: fast. Texts must be under the text rules,
-        where those apply (not `normalizes_itself`).
-        """
+        """Return int32 ids per text, fast; texts are normalised, unless `normalizes_itself`."""
         return self._engine.encode_arrays(texts)
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
-        """Return (the ids of all texts in one int32 array, how many each has); as `encode_arrays`,
-        and faster where texts are short.
-        """
+        """Return (int32 ids of all texts, how many each has); fast for short texts, too."""
         return self._engine.encode_joined(texts)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -110,9 +106,7 @@ class Tokenizer:
         return ids, trimmed
 
     def encode_after(self, text: str) -> list[int]:
-        """Return the ids of `text` as it stands behind other text: a space at its front counts, and
-        without one its first piece continues a word.
-        """
+        """Return the ids of `text` behind other text: only a space at its front begins a word."""
         for lead in _LEADS:
             before, ids = self.encode(lead), self.encode(lead + text)
             if ids[: len(before)] == before:
@@ -150,9 +144,7 @@ class Tokenizer:
         return [self._engine.pieces[int(token)] for token in ids]
 
     def readable(self, ids) -> list[str]:
-        """Return the text of each id, with the space before a word; bytes that are no whole
-        character as \\xNN.
-        """
+        """Return the text of each id, with the space before a word; lone bytes as \\xNN."""
         return [self._engine.readable(int(token)) for token in ids]
 
     def word_starts(self) -> np.ndarray:

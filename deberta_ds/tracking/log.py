@@ -78,16 +78,9 @@ class RunLog:
     nothing more is written, and the loop saves a checkpoint before it calls `check`.
     """
 
-    def __init__(
-        self,
-        out_dir: str | Path,
-        is_main: bool,
-        *,
-        metrics: Sequence = (),
-        total_steps: int | None = None,
-        stream: TextIO | None = None,
-        track: Sequence[trackers.Open] = (trackers.tensorboard,),
-    ) -> None:
+    def __init__(self, out_dir: str | Path, is_main: bool, *, metrics: Sequence = (),
+                 total_steps: int | None = None, stream: TextIO | None = None,
+                 track: Sequence[trackers.Open] = (trackers.tensorboard,)) -> None:
         """`metrics` are objectives.base.Metric; each of `track` gets every record that has numbers.
         """
         self.path = Path(out_dir) / METRICS_FILE

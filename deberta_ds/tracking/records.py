@@ -100,10 +100,8 @@ def parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = parse_json(line, strict=False)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{place}: not a whole JSON object ({error.msg}, column {error.colno}); "
-            "delete the line"
-        ) from None
+        raise UserError(f"{place}: not a whole JSON object ({error.msg}, column {error.colno}); "
+                        "delete the line") from None
     except ValueError as error:
         raise UserError(f"{place}: not a record ({error}); delete the line") from None
     if not isinstance(record, dict) or record.get("kind") not in KINDS:

@@ -21,8 +21,7 @@ from deberta_ds.engine import engine
 from deberta_ds.engine.state import check_restorable
 from deberta_ds.planner.goodput import STATE_BYTES
 from deberta_ds.train.check import changed_values
-from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import describe, join_group, open_run, versions
+from deberta_ds.train.setup import batches_of, describe, join_group, open_run, versions
 from deberta_ds.train.start import first_weights
 from deberta_ds.train.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
 

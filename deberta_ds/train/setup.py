@@ -4,11 +4,10 @@ import json
 import os
 import platform
 from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-
-import torch
 
 from deberta_ds import __version__
 from deberta_ds.base.files import write_atomic
@@ -16,11 +15,12 @@ from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.checkpoint.find import Found, find
 from deberta_ds.checkpoint.run_record import RunRecord, read_run_record
 from deberta_ds.cluster import dist
-from deberta_ds.config import own_parts, run_config
-from deberta_ds.config.batch_schedule import problems_with_ranks, rows_before, rows_of_run
+from deberta_ds.config import batch_schedule, own_parts, run_config
 from deberta_ds.config.options import raise_problems
 from deberta_ds.config.run_config import RunConfig
 from deberta_ds.config.toml_files import flatten
+from deberta_ds.data.batch import Batch
+from deberta_ds.data.loader import build_loader
 from deberta_ds.data.remote import Cache
 from deberta_ds.data.rows import Row, RowDataset, eval_sequences
 from deberta_ds.engine import ds_config, engine
@@ -30,6 +30,7 @@ from deberta_ds.evaluate.held_out import Pairs, open_pairs
 from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.model.kernels import kernel_table
+from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
@@ -40,7 +41,6 @@ from deberta_ds.train.check import check_identity, check_run
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 # Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
 FEW_EPOCHS, MANY_EPOCHS = 4, 40
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PACKAGES = ("torch", "deepspeed", "numpy", "sentencepiece")
 
 
@@ -65,8 +65,8 @@ def open_run(run: RunConfig, ds_values: dict, place: str, resume: str
     """
     found = find(run.out_dir, resume)
     record = read_record(found.path) if found.path else None
-    raise_problems(place, problems_with_ranks(run.train, dist.world_size(),
-                                              record.step if record else 0))
+    raise_problems(place, batch_schedule.problems_with_ranks(
+        run.train, dist.world_size(), record.step if record else 0))
     dist.together(lambda: check_link(run))
     inputs = _open_inputs(run, ds_values, place)
     if record:
@@ -120,7 +120,7 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
         verify_rank=dist.rank(),
         verify_world_size=dist.world_size(),
         sample_by=run.objective.sample_by,
-        rows_of_run=rows_of_run(run.train),
+        rows_of_run=batch_schedule.rows_of_run(run.train),
         cache=cache,
     )
     held_out = {
@@ -143,6 +143,20 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
     return tokenizer, dataset, held_out
 
 
+def batches_of(run: RunConfig, inputs: Inputs, *, start: int, end: int) -> Iterator[list[Batch]]:
+    """Return an iterator over this rank's micro-batches of each of the steps `start` .. `end` - 1.
+    """
+    stretches = batch_schedule.stretches(run.train, start, end)
+    loader = build_loader(
+        inputs.dataset, stretches=stretches, micro_batch_size=run.train.micro_batch_size,
+        rank=dist.rank(), world_size=dist.world_size(), num_workers=run.data.workers)
+    for one in stretches:
+        count = batch_schedule.micro_batches(one.rows, dist.world_size(),
+                                             run.train.micro_batch_size)
+        for _ in range(one.steps):
+            yield [next(loader) for _ in range(count)]
+
+
 def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[str]:
     """Return what a user wants to know at the start: the model, the data, non-default values."""
     lines = _non_default_lines(run, origins)
@@ -150,7 +164,7 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     products = ds_config.product_precision(inputs.ds)
     if products != precision:
         precision += f" weights with {products} matmuls"
-    rows = rows_of_run(run.train)
+    rows = batch_schedule.rows_of_run(run.train)
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "
                  f"ZeRO-{stage}, {precision}, {counted(dist.world_size(), 'rank')}")
@@ -166,15 +180,15 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
 
 def kernel_choices(run: RunConfig, ds: dict) -> dict[str, dict[str, str]]:
     """Return which implementation of each part of the model this rank takes, and why."""
-    weights = _DTYPES[ds_config.precision(ds)]
-    matmuls = _DTYPES[ds_config.product_precision(ds)]
+    weights = DTYPES[ds_config.precision(ds)]
+    matmuls = DTYPES[ds_config.product_precision(ds)]
     return kernel_table.choices(run.model, local_device(), weights, matmuls, run.data.seq_len,
                            ds_config.zero_stage(ds))
 
 
 def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     """Return what is allowed and rarely meant: rows nobody uses, rows seen very often."""
-    lines, rows = [], rows_of_run(run.train)
+    lines, rows = [], batch_schedule.rows_of_run(run.train)
     fitting = padded_rows(inputs.tokenizer.size)
     unused = run.model.vocab_size - fitting
     if unused > fitting // 10:
@@ -186,7 +200,7 @@ def _warnings(run: RunConfig, inputs: Inputs) -> list[str]:
     for path, epochs in inputs.dataset.epochs(rows).items():
         if epochs > MANY_EPOCHS:
             fewer = bisect(range(run.train.steps), rows * FEW_EPOCHS / epochs,
-                           key=lambda step: rows_before(run.train, step + 1)) or 1
+                           key=lambda step: batch_schedule.rows_before(run.train, step + 1)) or 1
             warmup = max(run.optim.warmup_steps, run.train.batch_warmup_steps)
             shorter = " with a shorter warm-up" if fewer < warmup else ""
             lines.append(f"WARNING: {path} is seen {epochs:,.0f} times; after a few epochs new "

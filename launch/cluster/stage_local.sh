@@ -4,7 +4,7 @@
 #
 # Copies each SOURCE (the environment, a folder of shards) to TARGET/SOURCE on the host that runs it,
 # several files at once, and compares every byte, also of what is there already: a copy that was
-# interrupted or damaged is mended. A file that the source has no longer is named. A host that has
+# interrupted or damaged is repaired. A file that the source has no longer is named. A host that has
 # not everything ends with 1 and says so.
 #   JOBS          files at once (default 8)
 #   TRUST_TIMES   1: what is there already and equal by size and time is not read again

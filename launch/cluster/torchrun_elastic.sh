@@ -10,7 +10,7 @@
 # stop; saved) are not started again.
 #
 # The rendezvous store is a process of its own, so that no compute host is special. The first
-# variable mends torch 2.13, whose agents wait for each other for ever when a host comes back.
+# variable works around torch 2.13, whose agents wait for each other for ever when a host comes back.
 case "${1:-}" in -h | --help)
     sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
     exit

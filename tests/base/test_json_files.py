@@ -12,21 +12,14 @@ from deberta_ds.base.json_files import parse_json, read_json, typed
 
 @pytest.mark.parametrize(("text", "words"), [
     ('{"a": 1, "a": 2}', '"a" is written twice'),
-    ('{"b": {"a": 1, "a": 1}}', '"a" is written twice'),
-    ('{"a": NaN}', "NaN is no number of JSON"),
-    ('{"a": [-Infinity]}', "-Infinity is no number"),
-    ('{"a": 1e999}', "1e999 is too large"),
+    ('{"b": {"a": 1, "a": 1}}', '"a" is written twice'), ('{"a": NaN}', "NaN is no number of JSON"),
+    ('{"a": [-Infinity]}', "-Infinity is no number"), ('{"a": 1e999}', "1e999 is too large"),
     ('{"a": ' + "9" * 5000 + "}", "too large a number"),
-    ('{"a": ' + "9" * 60 + "}", "too large a number"),
-    ("[" * 200_000, "nested too deep"),
-    ('{"a": ' * 200_000, "nested too deep"),
-    ('{"a": "\\ud83d"}', "half a character"),
-    ('{"\\uDE00": 1}', "half a character"),
-    ('{"a": 1}{"a": 1}', "Extra data"),
-    ('{"a": "\udc80"}'.encode("utf-8", "surrogatepass"), "decode"),
-    (b'{"a": "\xff"}', "decode"),
-    ("", "Expecting value"),
-])
+    ('{"a": ' + "9" * 60 + "}", "too large a number"), ("[" * 200_000, "nested too deep"),
+    ('{"a": ' * 200_000, "nested too deep"), ('{"a": "\\ud83d"}', "half a character"),
+    ('{"\\uDE00": 1}', "half a character"), ('{"a": 1}{"a": 1}', "Extra data"),
+    ('{"a": "\udc80"}'.encode("utf-8", "surrogatepass"), "decode"), (b'{"a": "\xff"}', "decode"),
+    ("", "Expecting value")])
 def test_what_is_refused(tmp_path, text, words):
     with pytest.raises(ValueError, match=words):
         parse_json(text)

@@ -78,25 +78,26 @@ def while_saving(out, ranks) -> bool:
 def test_a_checkpoint_between_two_lines_loses_no_tokens(tmp_path, log_every):
     """tokens_seen and a line's means count every step since the last line, saves between or not."""
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
-    run_file = make_run(tmp_path, dropout=0.1, log_every=str(log_every), steps="20",
-                        save_every="3", workers="1")
+    run_file = make_run(tmp_path, dropout=0.1, log_every=str(log_every), steps="14",
+                        save_every="3", workers="1", two_layers=True)
     command = ["--config", str(run_file), "--deepspeed_config", str(ds)]
     rank_helpers.run(1, command, tmp_path / "whole.log")
     whole = train_lines(tmp_path / "out")
     for path in list_steps(tmp_path / "out"):
-        if step_of(path) > 15:  # as if the run had been killed after that save
+        if step_of(path) > 10:  # as if the run had been killed after that save
             shutil.rmtree(path)
     with open(tmp_path / "out/metrics.jsonl", "a") as file:  # in the middle of a line: such a run
         file.write('{"kind": "event", "step": 2')  # could not be resumed
     rank_helpers.run(1, command, tmp_path / "resumed.log")
     assert train_lines(tmp_path / "out") == whole
-    assert [line[0] for line in whole] == sorted({*range(log_every, 20, log_every), 20})
+    assert [line[0] for line in whole] == sorted({*range(log_every, 14, log_every), 14})
 
 
 def test_a_run_goes_back_to_an_older_checkpoint_and_its_command_goes_on_from_there(tmp_path):
     """Later checkpoints are of a course that was left: neither kept for new ones nor loaded."""
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
-    run_file = make_run(tmp_path, dropout=0.1, steps="12", save_every="2", workers="1")
+    run_file = make_run(tmp_path, dropout=0.1, steps="12", save_every="2", workers="1",
+                        two_layers=True)
     command = ["--config", str(run_file), "--deepspeed_config", str(ds), "--train.keep=2"]
     rank_helpers.run(1, [*command, "--train.keep=9"], tmp_path / "whole.log")
     out, whole = tmp_path / "out", train_lines(tmp_path / "out")
@@ -116,7 +117,8 @@ def test_layers_that_keep_their_linear_outputs_go_on_under_zero3(tmp_path):
     """
     ds = deepspeed_json(tmp_path / "zero3.json", 3, zero_optimization={
         "stage": 3, "stage3_param_persistence_threshold": 1000})
-    run_file = make_run(tmp_path, dropout=0.1, steps="6", save_every="3", eval_every="6")
+    run_file = make_run(tmp_path, dropout=0.1, steps="6", save_every="3", eval_every="6",
+                        two_layers=True)
     command = ["--config", str(run_file), "--deepspeed_config", str(ds),
                "--train.activation_checkpointing=selective"]
     rank_helpers.run(1, command, tmp_path / "whole.log")
@@ -138,7 +140,7 @@ def whole(tmp_path_factory):
         save_every="2",
         initial_batch_size="2",
         batch_warmup_steps="9",
-    )  # kills fall into its growth
+        two_layers=True)  # kills fall into its growth
     ds = deepspeed_json(root / "zero3.json", 3)
     torchrun(2, ROOT / "launch/pretrain.py", "--config", run_file, "--deepspeed_config", ds)
     return run_file, ds

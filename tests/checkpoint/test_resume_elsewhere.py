@@ -20,7 +20,8 @@ def train_lines(out) -> list[dict]:
 @pytest.mark.parametrize("kind", ["mlm", "rtd"])
 def test_other_ranks_and_stages_go_on_with_the_same_rows(tmp_path, kind):
     """One rank, then two under ZeRO-3, then one under ZeRO-2; dropout depends on ranks: none."""
-    run_file = make_run(tmp_path, steps="12", save_every="4", log_every="1", workers="1")
+    run_file = make_run(tmp_path, steps="12", save_every="4", log_every="1", workers="1",
+                        two_layers=True)
     configs = {stage: deepspeed_json(tmp_path / f"zero{stage}.json", stage) for stage in (1, 2, 3)}
 
     def run(name: str, ranks: int, stage: int, *options: str) -> str:

@@ -192,7 +192,7 @@ def test_saving_costs_a_rank_one_file_in_any_cluster(tmp_path, monkeypatch, worl
 def runs(tmp_path_factory):
     """One run saved in the foreground and one in the background, on two ranks under ZeRO-1."""
     root = tmp_path_factory.mktemp("background")
-    run = make_run(root, dropout=0.1, steps="12", save_every="3", eval_every="12")
+    run = make_run(root, dropout=0.1, steps="12", save_every="3", eval_every="12", two_layers=True)
     ds = deepspeed_json(root / "zero1.json", 1)
     for name, in_background in (("a", "false"), ("b", "true")):
         rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds),
@@ -329,10 +329,8 @@ def test_a_write_that_fails_in_the_background_is_one_error(tmp_path, monkeypatch
 @pytest.mark.multi
 def test_save_minutes_saves_between_save_every(runs, tmp_path):
     run = make_run(tmp_path, steps="4", save_every="1000", eval_every="1000", log_every="2",
-                   warmup_steps="0")
+                   warmup_steps="0", two_layers=True)
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds),
                          "--train.save_minutes=1e-9"], tmp_path / "log", PRETRAIN)
     assert [p.name[-1] for p in find.list_finished(tmp_path / "out")] == ["2", "4"]
-
-

@@ -78,14 +78,9 @@ def test_a_background_job_goes_on_ignoring_ctrl_c_and_the_end_of_the_terminal(nu
     ("/venv/bin/python3.11 /venv/bin/deepspeed --num_gpus=2 launch/pretrain.py", True),
     ("/venv/bin/python -u -m deepspeed.launcher.launch --world_info=x launch/pretrain.py", True),
     ("python -m torch.distributed.run --standalone launch/pretrain.py", True),
-    ("/usr/bin/mpirun -np 2 python launch/pretrain.py", True),
-    ("orted -mca ess env", True),
-    ("slurmstepd: [12.0]", True),
-    ("python launch/pretrain.py --config deepspeed", False),
-    ("python -m pytest tests/deepspeed", False),
-    ("bash deepspeed.sh", False),
-    ("-bash", False),
-])
+    ("/usr/bin/mpirun -np 2 python launch/pretrain.py", True), ("orted -mca ess env", True),
+    ("slurmstepd: [12.0]", True), ("python launch/pretrain.py --config deepspeed", False),
+    ("python -m pytest tests/deepspeed", False), ("bash deepspeed.sh", False), ("-bash", False)])
 def test_which_command_lines_are_launchers(words, expected):
     assert is_launcher(words.split(" ") if "[" not in words else [words]) == expected
 

@@ -253,20 +253,23 @@ def test_a_slow_store_ends_nobody_who_lives_and_hides_nobody_who_does_not(tmp_pa
     for rank, (dog, store) in enumerate(zip(dogs, stores, strict=True)):
         dog.begin(rank, 3, store)
         dog.beat(1)
-    time.sleep(20)
-    assert not exits and "SILENT" not in capfd.readouterr().err
-    dogs[2]._leaving.wait = lambda seconds: time.sleep(1000)  # talks no more
-    began = time.monotonic()
-    while 0 not in exits:
-        assert time.monotonic() - began < 60
-        time.sleep(0.1)
-    text = capfd.readouterr().err
-    assert set(re.findall(r"  rank (\d) on \S+ \(pid \d+\): SILENT", text)) == {"2"}, text
-    for dog in dogs:
-        dog._stopped.set()
-    for dog in dogs:
-        dog._watcher.join(60)
-    signal.setitimer(signal.ITIMER_REAL, 0)  # as the end of `watch`, or it would end the tests
+    try:
+        time.sleep(20)
+        assert not exits and "SILENT" not in capfd.readouterr().err
+        dogs[2]._leaving.wait = lambda seconds: time.sleep(1000)  # as a frozen rank: it does
+        dogs[2]._stopped.set()  # not talk, and judges nobody
+        deadline = time.monotonic() + 60
+        while {0, 1} - set(exits):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        text = capfd.readouterr().err
+        assert set(re.findall(r"  rank (\d) on \S+ \(pid \d+\): SILENT", text)) == {"2"}, text
+    finally:
+        for dog in dogs:
+            dog._stopped.set()
+        for dog in dogs:
+            dog._watcher.join(60)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # as the end of `watch`, or it would end the tests
 
 
 def test_the_watchdog_knows_slow_from_stuck(tmp_path, monkeypatch, capfd):

@@ -111,10 +111,8 @@ def test_missing_and_invalid_files(tmp_path):
     ('{"zero_optimisation": {}}', "did you mean zero_optimization?"),
     ('{"optimizer": {"type": "Adam"}}', "belongs to the run config (optim.name"),
     ('{"train_batch_size": 8}', "train.global_batch_size"),
-    ('{"bf16": {}, "bf16": {}}', "written twice"),
-    ('[1]', "one JSON object"),
-    ('{', "not valid JSON"),
-])
+    ('{"bf16": {}, "bf16": {}}', "written twice"), ('[1]', "one JSON object"),
+    ('{', "not valid JSON")])
 def test_deepspeed_json_is_strict(tmp_path, text, expected):
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ConfigError) as error:

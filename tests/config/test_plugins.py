@@ -32,12 +32,10 @@ def run_file(tmp_path_factory):
 
 @pytest.mark.parametrize("override, expected", [
     ("--optim.schedule=linaer", "optim.schedule: 'linaer' is unknown; did you mean linear?"),
-    ("--optim.schedule=mine.py", "or FILE.py:NAME"),
-    ("--optim.name=adam", "did you mean adamw?"),
+    ("--optim.schedule=mine.py", "or FILE.py:NAME"), ("--optim.name=adam", "did you mean adamw?"),
     ("--objective.mask.selection=uniforn", "did you mean uniform?"),
     ("--objective.kind=mlmm", "did you mean mlm?"),
-    ('--evaluate.metrics=["recall"]', "evaluate.metrics.0: 'recall' is unknown; write FILE.py"),
-])
+    ('--evaluate.metrics=["recall"]', "evaluate.metrics.0: 'recall' is unknown; write FILE.py")])
 def test_an_unknown_name_is_told_the_nearest_one(run_file, override, expected):
     with pytest.raises(ConfigError, match=re.escape(expected)):
         run_config.load(run_file, [override])
@@ -48,8 +46,7 @@ def test_an_unknown_name_is_told_the_nearest_one(run_file, override, expected):
     ("own.py:f", "optim.schedule: own.py has no f; define it"),
     ("own.py:two", r"two of own.py is called as two\(step, total_steps, optim\), and takes"),
     ("own.py:number", "number of own.py is no function; write number"),
-    ("broken.py:f", "broken.py cannot be loaded .SyntaxError"),
-])
+    ("broken.py:f", "broken.py cannot be loaded .SyntaxError")])
 def test_each_mistake_names_key_file_and_remedy(run_file, tmp_path, monkeypatch, value, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(CODE)

@@ -123,9 +123,8 @@ def test_a_finished_job_is_left_alone_and_another_one_refused(text_file, tmp_pat
 
 
 @pytest.mark.multi
-def test_kills_within_the_work_leave_no_corpus_and_a_restart_gives_the_same_bytes(
-    text_file, tmp_path
-):
+def test_kills_within_the_work_leave_no_corpus_and_a_restart_gives_the_same_bytes(text_file,
+                                                                                  tmp_path):
     arguments = [sys.executable, str(SCRIPTS / "tokenize_corpus.py"), str(text_file),
                  "--tokenizer", tokenizer_path(), "--unit_bytes", "1000", "--workers", "2"]
     subprocess.run([*arguments, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
@@ -290,8 +289,7 @@ def test_commands_print_one_error_line(tmp_path):
     for script, arguments in (
         ("tokenize_corpus.py", ["absent.txt", "--tokenizer", tokenizer_path(), "--out", "x"]),
         ("pack.py", ["absent", "--tokenizer", tokenizer_path(), "--seq_len", "64"]),
-        ("verify.py", ["absent"]),
-    ):
+        ("verify.py", ["absent"])):
         result = subprocess.run([sys.executable, str(SCRIPTS / script), *arguments], cwd=tmp_path,
                                 capture_output=True, text=True)
         assert result.returncode == 2, result

@@ -86,12 +86,10 @@ def test_documents_of_text_files(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("title\nCHAPTER 1\none\n\n\ntwo\nCHAPTER 2\nthree\n", encoding="utf-8")
     assert len(texts_of([path])) == 1
-    assert texts_of([path], documents="blank_line") == [
-        "title\nCHAPTER 1\none", "two\nCHAPTER 2\nthree"
-    ]
-    assert texts_of([path], documents="match:CHAPTER ") == [
-        "title", "CHAPTER 1\none\n\n\ntwo", "CHAPTER 2\nthree"
-    ]
+    assert texts_of([path], documents="blank_line") == ["title\nCHAPTER 1\none",
+                                                        "two\nCHAPTER 2\nthree"]
+    assert texts_of([path], documents="match:CHAPTER ") == ["title", "CHAPTER 1\none\n\n\ntwo",
+                                                            "CHAPTER 2\nthree"]
     with pytest.raises(UserError, match="bad pattern"):
         texts_of([path], documents="match:(")
     with pytest.raises(UserError, match="must be file, line"):
@@ -102,11 +100,9 @@ def test_documents_of_text_files(tmp_path):
 @given(
     st.lists(st.sampled_from(["", "a", "bb\r", "CHAPTER x", "long line of words", " "]),
              max_size=30),
-    st.integers(1, 60), st.sampled_from(["line", "blank_line", "match:CHAPTER"]), st.booleans(),
-)
-def test_any_split_into_byte_ranges_gives_the_same_documents(
-    tmp_path_factory, lines, cut, documents, newline
-):
+    st.integers(1, 60), st.sampled_from(["line", "blank_line", "match:CHAPTER"]), st.booleans())
+def test_any_split_into_byte_ranges_gives_the_same_documents(tmp_path_factory, lines, cut,
+                                                             documents, newline):
     path = tmp_path_factory.mktemp("split") / "t.txt"
     data = ("\n".join(lines) + ("\n" if newline else "")).encode()
     path.write_bytes(data)
@@ -132,14 +128,12 @@ def test_bad_json_lines_are_named_by_file_and_line(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(
         b'{"text": "good"}\n{"text": broken}\n{"body": "x"}\n[1]\n{"text": 5}\n'
-        b'{"text": "\xff\xfe"}\n{"text": "last"}\n'
-    )
+        b'{"text": "\xff\xfe"}\n{"text": "last"}\n')
     problems, documents = problems_of(path)
     assert [d.text for d in documents if not d.problem] == ["good", "last"]
     for number, (problem, reason) in enumerate(
         zip(problems, ("not JSON", "no string under 'text' (found: body)", "a JSON list",
-                       "no string under 'text' but int", "invalid UTF-8"), strict=True), start=2
-    ):
+                       "no string under 'text' but int", "invalid UTF-8"), strict=True), start=2):
         assert problem.startswith(f"{path}:{number}: {reason}"), problem
 
 
@@ -167,7 +161,8 @@ def test_missing_unknown_and_empty_inputs(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         texts_of([tmp_path / "absent"])
     (tmp_path / "x.docx").write_bytes(b"")
-    with pytest.raises(UserError, match="unknown kind of file"):
+    with pytest.raises(UserError, match=r"unknown kind of file; known are .txt .*.ndjson .*.feather"
+                                        r", each also with .gz "):
         texts_of([tmp_path / "x.docx"])
     with pytest.raises(UserError, match="no input files"):
         texts_of([tmp_path])
@@ -259,7 +254,7 @@ def test_files_of_unknown_kinds_are_named(tmp_path, capsys):
     (tmp_path / "b.pdf").write_bytes(b"%PDF")
     (tmp_path / "c").write_bytes(b"?")
     assert texts_of([tmp_path]) == ["text"]
-    assert "2 files of unknown kind passed over" in (note := capsys.readouterr().err)
+    assert "2 files of unknown kind skipped" in (note := capsys.readouterr().err)
     assert "b.pdf" in note and str(tmp_path / "c") in note
 
 

@@ -168,8 +168,7 @@ def test_lines_that_are_no_text_are_taken_out():
 @pytest.mark.parametrize(("text", "kind"), [
     ("write to anna.b+c@mail.example-site.co.uk.", "email"), ("from 8.8.8.8:80", "ip"),
     ("call +49 (30) 901820 now", "phone"), ("card 4111 1111 1111 1111.", "card"),
-    ("to DE89 3704 0044 0532 0130 00 IN full", "iban"),
-])
+    ("to DE89 3704 0044 0532 0130 00 IN full", "iban")])
 def test_personal_data_is_masked_once_and_for_all(text, kind):
     masked, found = find_personal(text, PersonalRule().kinds)
     assert found == {kind: 1} and masked != text
@@ -178,10 +177,9 @@ def test_personal_data_is_masked_once_and_for_all(text, kind):
                   ).reason == f"personal: {kind}"
 
 
-@pytest.mark.parametrize("text", [
-    "at 3@2 or a @name", "version 10.2.3.4 and 192.168.0.1", "4111 1111 1111 1112", "1+2 = 3",
-    "DE00 3704 0044 0532 0130 00", "0000 0000 0000 0000", "ISBN 978-3-16-148410-0 of 1917-2003",
-])
+@pytest.mark.parametrize("text", ["at 3@2 or a @name", "version 10.2.3.4 and 192.168.0.1",
+                                  "4111 1111 1111 1112", "1+2 = 3", "DE00 3704 0044 0532 0130 00",
+                                  "0000 0000 0000 0000", "ISBN 978-3-16-148410-0 of 1917-2003"])
 def test_what_only_looks_like_personal_data_stays(text):
     assert find_personal(text, PersonalRule().kinds) == (text, {})
 
@@ -258,21 +256,11 @@ def test_a_corpus_lacks_what_the_filters_drop_with_any_number_of_workers(own, tm
 
 def test_half_a_character_among_the_examples_does_not_break_the_report(own, tmp_path):
     """The page refused the report, after the corpus was complete and at every run since."""
-    source, whole = tmp_path / "text.jsonl", tmp_path / "out/filters.json"
+    source = tmp_path / "text.jsonl"
     write_json_lines(source, ["a fox \ud800 of \U0001f98a", "a text"])
     units, rules = plan_units([str(source)], READ), read_rules(own)
-
-    def tokenized():
-        tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ,
-                        clean=CleanOptions(), filters=rules)
-        return write_filters_page(tmp_path / "out").read_text()
-
-    assert "a fox \\ud800 of \U0001f98a" in tokenized()
-    expected = whole.read_text()
-    old = expected.replace("\\\\ud800", "\\ud800")
-    assert old != expected
-    whole.write_text(old)  # as it was written before
-    assert "a fox \\ud800 of \U0001f98a" in tokenized() and whole.read_text() == expected
-    tried = try_filters(units, tmp_path / "try", rules, read=READ)
-    (tmp_path / "try/filters.json").write_text(old)
-    assert try_filters(units, tmp_path / "try", rules, read=READ) == tried
+    tokenize_corpus(units, tmp_path / "out", tiny_tokenizer(), read=READ, clean=CleanOptions(),
+                    filters=rules)
+    try_filters(units, tmp_path / "try", rules, read=READ)
+    for name in ("out", "try"):
+        assert "a fox \\ud800 of \U0001f98a" in write_filters_page(tmp_path / name).read_text()

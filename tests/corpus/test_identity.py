@@ -30,8 +30,7 @@ def run(place) -> RunConfig:
 def content_hashes(run: RunConfig) -> dict[str, str]:
     return {
         source.path: Corpus(source.path, seq_len=run.data.seq_len, part=source.part).content_hash
-        for source in run.data.sources
-    }
+        for source in run.data.sources}
 
 
 def record_of(run: RunConfig) -> RunRecord:

@@ -2,12 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from data_helpers import random_documents, stored_texts, tiny_tokenizer, tokenizer_path, tree
+from data_helpers import (
+    random_documents,
+    run_main,
+    stored_texts,
+    tiny_tokenizer,
+    tokenizer_path,
+    tree,
+)
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus.documents import ReadOptions, plan_units
@@ -19,7 +24,6 @@ from deberta_ds.data.corpus import Corpus
 from deberta_ds.data.shards import read_manifest, read_rows_manifest
 from deberta_ds.tokenizer.text import normalise
 
-SCRIPTS = Path(__file__).parents[2] / "data_prep"
 READ = ReadOptions(id_key="name", label_key="lang")
 TEXTS = random_documents(150, longest=5)
 
@@ -132,27 +136,22 @@ def test_origins_do_not_depend_on_the_workers_and_a_missing_id_is_bad(corpus, tm
 
 
 def test_the_scripts(corpus, tmp_path):
-    def run(script, *arguments):
-        return subprocess.run([sys.executable, str(SCRIPTS / script), str(corpus), *arguments],
-                              check=True, capture_output=True, text=True).stdout
-
-    printed = run("find.py", "--seq_len", "64", "--row", "0")
+    printed = run_main("data_prep/find.py", corpus, "--seq_len", 64, "--row", 0)
     name = printed.split()[2]
     assert name.startswith("doc-")
-    assert "rows 0" in run("find.py", "--seq_len", "64", "--document", name)
+    assert "rows 0" in run_main("data_prep/find.py", corpus, "--seq_len", 64, "--document", name)
     (tmp_path / "ids").write_text(name + "\n")
-    printed = run("take_down.py", "--out", str(tmp_path / "new"), "--tokenizer", tokenizer_path(),
-                  "--documents_from", str(tmp_path / "ids"), "--workers", "1")
+    printed = run_main("data_prep/take_down.py", corpus, "--out", tmp_path / "new", "--tokenizer",
+                       tokenizer_path(), "--documents_from", tmp_path / "ids", "--workers", 1)
     assert "1 documents taken out, 1 shards" in printed
-    printed = run("take_down.py", "--out", str(tmp_path / "named"), "--tokenizer",
-                  tokenizer_path(), "--document", name, "--workers", "1")
+    printed = run_main("data_prep/take_down.py", corpus, "--out", tmp_path / "named", "--tokenizer",
+                       tokenizer_path(), "--document", name, "--workers", 1)
     assert "1 documents taken out, 1 shards" in printed
     damaged = next((tmp_path / "new/documents").glob("*.parquet"))
     damaged.unlink()  # it may be a hard link
     damaged.write_bytes(b"x")
-    done = subprocess.run([sys.executable, str(SCRIPTS / "verify.py"), str(tmp_path / "new")],
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and str(damaged) in done.stderr
+    with pytest.raises(UserError, match=str(damaged)):
+        run_main("data_prep/verify.py", tmp_path / "new")
     for text in ("[]", '{"files": 3}', '{"files": {"a": [1]}}', "{", '{"files": {"a": ["x", 1]}}'):
         (tmp_path / "new/documents/manifest.json").write_text(text)
         with pytest.raises(UserError, match="manifest.json: damaged"):

@@ -244,7 +244,7 @@ def test_statistics_need_no_unknown_token(tmp_path):
 
 def test_a_held_out_corpus_lies_beside_the_other(tmp_path):
     path = written(tmp_path / "text.jsonl", random_documents(40))
-    with pytest.raises(UserError, match="put the held-out one beside it"):
+    with pytest.raises(UserError, match="put the held-out one next to it"):
         tokenize(path, tmp_path / "out", heldout_out=tmp_path / "out" / "held", heldout_share=0.1)
 
 

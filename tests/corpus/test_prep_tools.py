@@ -5,7 +5,6 @@ import json
 import random
 import re
 import runpy
-import subprocess
 import sys
 import sysconfig
 from importlib import metadata
@@ -17,6 +16,7 @@ import tokenizers
 from data_helpers import (
     SENTENCES,
     random_documents,
+    run_main,
     tiny_tokenizer,
     tokenize,
     tokenizer_path,
@@ -170,19 +170,15 @@ def test_stats_count_every_token(text_file, tmp_path):
     assert stats.frequencies.sum() == stats.manifest.counts["tokens"]
     assert stats.lengths.sum() == 300
     text = stats_text(stats, tiny_tokenizer())
-    assert "rows-64" in text and "top 20 pieces" in text and "WARNING" not in text
+    assert "rows-64" in text and "top 20 tokens" in text and "WARNING" not in text
 
 
 def test_show_and_verify_run(text_file, tmp_path):
     out = tmp_path / "out"
     tokenize(text_file, out)
     pack_corpus(out, tiny_tokenizer(), 64)
-    tools = {"show.py": ["--tokenizer", tokenizer_path(), "--seq_len", "64"], "verify.py": []}
-    printed = [
-        subprocess.run([sys.executable, str(SCRIPTS / script), str(out), *arguments], check=True,
-                       capture_output=True, text=True).stdout
-        for script, arguments in tools.items()
-    ]
+    printed = [run_main("data_prep/show.py", out, "--tokenizer", tokenizer_path(), "--seq_len", 64),
+               run_main("data_prep/verify.py", out)]
     assert "[CLS]" in printed[0] and "targets" in printed[0] and "{" in printed[0]
     assert "files agree (full)" in printed[1]
     assert Corpus(out, seq_len=64).content_hash[:16] in printed[1]

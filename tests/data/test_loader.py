@@ -36,8 +36,7 @@ def dataset(tmp_path_factory):
 
 def open_dataset(path):
     return RowDataset(
-        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig()
-    )
+        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
 
 
 def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batch=24):
@@ -52,10 +51,8 @@ def global_rows(dataset, world_size, workers, micro, start_row=36, steps=2, batc
         assert len(batches) == steps * per_rank
         for index, item in enumerate(batches):
             per_step[index // per_rank].append(item)
-    return {
-        name: torch.cat([getattr(item, name) for step in per_step for item in step])
-        for name in FIELDS
-    }
+    return {name: torch.cat([getattr(item, name) for step in per_step for item in step])
+            for name in FIELDS}
 
 
 def test_batches_for_a_gpu_are_pinned_by_the_rank(dataset, monkeypatch):
@@ -93,8 +90,7 @@ def test_refuses_a_batch_that_the_ranks_cannot_share(dataset):
 def test_a_damaged_shard_stops_a_worker_with_one_message(tmp_path):
     path = make_corpus(tmp_path / "corpus", [[10] * 40] * 30, tiny_tokenizer(), (64,))
     dataset = RowDataset(
-        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig()
-    )
+        [SourceConfig(path=str(path))], tiny_tokenizer(), seq_len=64, seed=1, mask=MaskConfig())
     (path / "tokens" / "00001-000.npy").unlink()
     loader = build_loader(
         dataset, stretches=[Stretch(0, 8, 20)], micro_batch_size=8, rank=0, world_size=1,

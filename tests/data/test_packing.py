@@ -17,8 +17,7 @@ def lengths_to_ends(lengths):
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(1, 200), max_size=60), st.sampled_from([8, 16, 33, 64]),
-    st.integers(0, 2**32 - 1),
-)
+    st.integers(0, 2**32 - 1))
 def test_every_token_is_in_exactly_one_row(lengths, seq_len, seed):
     ends = lengths_to_ends(lengths)
     total = int(ends[-1]) if len(lengths) else 0

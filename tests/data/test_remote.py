@@ -207,8 +207,7 @@ def test_a_run_starts_before_all_is_there(corpus, url, tmp_path):
         for field in dataclasses.fields(one):
             assert np.array_equal(getattr(one, field.name), getattr(other, field.name))
     held_out = eval_sequences(
-        url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options
-    )
+        url, tiny_tokenizer(), eval_seed=1, num_rows=3, cache=cache, **options)
     assert len(held_out) == 3
 
 
@@ -260,9 +259,8 @@ def test_rows_from_an_s3_server_with_faults(corpus, bucket, tmp_path):
 
 @pytest.mark.multi
 @pytest.mark.skipif("FULL_TABLE" not in os.environ, reason="two runs: set FULL_TABLE=1")
-def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(
-    corpus, bucket, tmp_path
-):
+def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(corpus, bucket, tmp_path
+                                                                          ):
     run = make_run(tmp_path, steps="6", eval_every="6")
     run.write_text(run.read_text().replace(f"{tmp_path}/train", str(corpus)))
     upload(corpus, "s3://shop/train")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import rank_helpers
 import torch
+from data_helpers import run_main
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError
@@ -181,7 +182,7 @@ def numbers(out: Path) -> list[dict]:
 
 
 @pytest.mark.multi
-def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path):
+def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path, monkeypatch):
     rank_helpers.run(2, cached_run(stored, tmp_path / "whole"), tmp_path / "log")
     ranks = rank_helpers.start(2, cached_run(stored, tmp_path / "killed"), tmp_path / "log-killed")
     deadline = time.monotonic() + 300
@@ -199,19 +200,14 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_model_is_read(stored, tmp_path
     start = load_backbone(GENERATOR).masked_lm[0].weight
     moved = (model.backbone.words.weight - start).abs().max()
     assert 0 < moved < 0.1  # the table began as the generator's
-    evaluated = evaluate("--run", tmp_path / "whole")
-    assert evaluated.returncode == 0, evaluated.stderr
-    scores = json.loads(evaluated.stdout)  # of its stored replacements, not of masked rows
+    monkeypatch.chdir(ROOT)
+    # Of its stored replacements, not of masked rows.
+    scores = json.loads(run_main("launch/evaluate.py", "--run", tmp_path / "whole"))
     assert "roc_auc" in scores
     for name, value in scores.items():
         assert value == pytest.approx(found[-1][name], rel=1e-5), name
-    refused = evaluate("--run", tmp_path / "whole", "--data", TINY / "train")
-    assert refused.returncode == 2 and "no stored replacements" in refused.stderr
-
-
-def evaluate(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / "launch/evaluate.py", *map(str, arguments)],
-                          capture_output=True, text=True, cwd=ROOT)
+    with pytest.raises(UserError, match="no stored replacements"):
+        run_main("launch/evaluate.py", "--run", tmp_path / "whole", "--data", TINY / "train")
 
 
 def test_what_does_not_fit_is_refused(stored, tmp_path):

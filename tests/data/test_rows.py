@@ -68,8 +68,7 @@ def test_masks_differ_between_epochs(corpus):
     at = {dataset.locate(g)[1]: g for g in range(rows)}
     later = {dataset.locate(g)[1]: g for g in range(rows, 2 * rows)}
     assert any(
-        not np.array_equal(dataset[at[row]].labels, dataset[later[row]].labels) for row in at
-    )
+        not np.array_equal(dataset[at[row]].labels, dataset[later[row]].labels) for row in at)
 
 
 @pytest.mark.parametrize("selection", ["uniform", "deberta_window"])
@@ -124,8 +123,7 @@ def test_a_later_stage_repeats_no_row(corpus, tmp_path):
     first = dataset_of(SourceConfig(path=str(corpus), weight=3.0), SourceConfig(path=str(other)))
     used = first.consumed(20)
     second = dataset_of(
-        *(SourceConfig(path=str(path), first_sequence=used[str(path)]) for path in (corpus, other))
-    )
+        *(SourceConfig(path=str(path), first_sequence=used[str(path)]) for path in (corpus, other)))
     seen = [first.locate(g) for g in range(20)]
     later = [second.locate(g) for g in range(10)]
     assert not set(seen) & set(later)
@@ -222,8 +220,7 @@ def test_tokenizer_survives_pickling():
 @pytest.mark.parametrize(("name", "place", "value"), [
     ("00001-000.npy", 128, 4_000_000_000), ("00001-000.npy", 132, 4_000_000_000),
     ("00001-000.npy", 132, 0), ("00001-000.npy", 132, 63), ("00001-000.starts.npy", 136, 7_000_000),
-    ("00001-000.starts.npy", 132, 0), ("00001-000.starts.npy", 128, 4_000_000_000),
-])
+    ("00001-000.starts.npy", 132, 0), ("00001-000.starts.npy", 128, 4_000_000_000)])
 def test_a_row_plan_of_the_right_size_with_wrong_content_is_refused(corpus, name, place, value):
     """Under verify = sizes it passed, gave any tokens, and ended as "loss is nan"."""
     path = corpus / "rows-64" / name

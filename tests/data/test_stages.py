@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import RUN_RECORD, make_corpus, random_documents, tiny_tokenizer, tokenizer_path
+from data_helpers import (
+    RUN_RECORD,
+    make_corpus,
+    random_documents,
+    run_main,
+    tiny_tokenizer,
+    tokenizer_path,
+)
 from tokenizer_cases import directory_of
 
 from deberta_ds.base.errors import UserError
@@ -20,9 +24,9 @@ from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.config import run_config
 from deberta_ds.config.run_config import DataConfig, SourceConfig
 from deberta_ds.data.corpus import Corpus
+from deberta_ds.data.mixture import next_source, stage_of
 from deberta_ds.data.remote import upload
 from deberta_ds.data.rows import RowDataset
-from deberta_ds.data.stages import next_source, stage_of
 from deberta_ds.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -157,10 +161,8 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     web, wiki, _ = corpora
     first = run_of([SourceConfig(path=web), SourceConfig(path=wiki)])
     write_checkpoint(first, tmp_path / "first")
-    printed = subprocess.run(
-        [sys.executable, str(ROOT / "data_prep/mixture.py"), wiki, "--seq_len", str(SEQ_LEN),
-         "--after", str(tmp_path / "first")], check=True, capture_output=True, text=True,
-    ).stdout
+    printed = run_main("data_prep/mixture.py", wiki, "--seq_len", SEQ_LEN, "--after",
+                       tmp_path / "first")
     values = run_config.to_dict(run_of([SourceConfig(path=wiki)], seed=9))
     values["data"]["sources"] = tomllib.loads(printed)["data"]["sources"]
     second = run_config.from_dict(values)
@@ -170,37 +172,34 @@ def test_the_printed_lines_go_into_a_run_file(corpora, tmp_path):
     assert not rows_of(first) & {(wiki, dataset.locate(g)[1]) for g in range(20)}
 
 
-def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path):
+def test_corpora_of_two_tokenizers_make_no_mixture(corpora, tmp_path, capsys):
     """It printed the lines, and the run refused them."""
     tokenizer = Tokenizer(directory_of("bert"))
     documents = [tokenizer.encode(text) for text in random_documents(40)]
     other = make_corpus(tmp_path / "other", documents, tokenizer, (SEQ_LEN,))
-    refused = subprocess.run(
-        [sys.executable, str(ROOT / "data_prep/mixture.py"), corpora[0], str(other), "--seq_len",
-         str(SEQ_LEN)], capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stdout == ""
-    assert (f"error: {other}/manifest.json: made with tokenizer sha256 {tokenizer.sha256[:16]}..., "
-            f"but that of {corpora[0]} is {tiny_tokenizer().sha256[:16]}") in refused.stderr
+    with pytest.raises(UserError) as refused:
+        run_main("data_prep/mixture.py", corpora[0], other, "--seq_len", SEQ_LEN)
+    assert capsys.readouterr().out == ""
+    assert (f"{other}/manifest.json: made with tokenizer sha256 {tokenizer.sha256[:16]}..., "
+            f"but that of {corpora[0]} is {tiny_tokenizer().sha256[:16]}") in str(refused.value)
 
 
-def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path):
+def test_corpora_at_a_url_are_kept_where_the_run_keeps_them(corpora, tmp_path, monkeypatch):
     """mixture.py and show.py fetched them into the home directory, as much as they are."""
     url, home, kept = f"file://{tmp_path}/web", tmp_path / "home", tmp_path / "kept"
     upload(corpora[0], url)
     run = run_of([SourceConfig(path=url)])
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, cache=str(kept)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(home))
-        write_checkpoint(run, tmp_path / "first")  # opens it in the home directory
+    monkeypatch.setenv("HOME", str(home))
+    write_checkpoint(run, tmp_path / "first")  # opens it in the home directory
     for script, *arguments in (
-            ("mixture.py", url, "--seq_len", SEQ_LEN, "--after", tmp_path / "first"),
-            ("mixture.py", url, "--seq_len", SEQ_LEN, "--cache", tmp_path / "given"),
-            ("show.py", "--config", ROOT / "launch/runs/demo.toml", f"--data.seq_len={SEQ_LEN}",
-             f'--data.sources=[{{path="{url}"}}]', f"--data.tokenizer={tokenizer_path()}",
-             f"--data.cache={kept}")):
+            ("data_prep/mixture.py", url, "--seq_len", SEQ_LEN, "--after", tmp_path / "first"),
+            ("data_prep/mixture.py", url, "--seq_len", SEQ_LEN, "--cache", tmp_path / "given"),
+            ("data_prep/show.py", "--config", ROOT / "launch/runs/demo.toml",
+             f"--data.seq_len={SEQ_LEN}", f'--data.sources=[{{path="{url}"}}]',
+             f"--data.tokenizer={tokenizer_path()}", f"--data.cache={kept}")):
         shutil.rmtree(home, ignore_errors=True)
         shutil.rmtree(kept, ignore_errors=True)
-        subprocess.run([sys.executable, str(ROOT / "data_prep" / script), *map(str, arguments)],
-                       check=True, capture_output=True, env=os.environ | {"HOME": str(home)})
+        run_main(script, *arguments)
         assert (tmp_path / "given" if "--cache" in arguments else kept).is_dir()
         assert not (home / ".cache/deberta_ds").exists()

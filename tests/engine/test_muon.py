@@ -144,7 +144,7 @@ def test_every_stage_trains_and_resumes_alike(tmp_path, kind):
     and goes on in its own layout has the same bits.
     """
     run_file = make_run(tmp_path, steps="6", save_every="2", log_every="1", eval_every="6",
-                        global_batch_size="12")
+                        global_batch_size="12", two_layers=True)
     saved = {}
 
     def run(name: str, ranks: int, stage: int, more: dict, *options: str) -> SavedState:

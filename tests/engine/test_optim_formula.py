@@ -45,14 +45,8 @@ def reference(values, gradients, name, optim, decay):
                                             ("adam_uncorrected", "deberta_linear")])
 def test_ten_steps_agree_with_the_formula(name, schedule):
     torch.manual_seed(0)
-    optim = OptimConfig(
-        learning_rate=1e-2,
-        name=name,
-        schedule=schedule,
-        weight_decay=DECAY,
-        warmup_steps=3,
-        betas=(0.9, 0.98),
-    )
+    optim = OptimConfig(learning_rate=1e-2, name=name, schedule=schedule, weight_decay=DECAY,
+                        warmup_steps=3, betas=(0.9, 0.98))
     model = Small()
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     gradients = {key: [torch.randn(p.shape) * 10.0 ** -(step % 4) for step in range(STEPS)]
@@ -75,8 +69,7 @@ def test_ten_steps_agree_with_the_formula(name, schedule):
 
 def test_official_schedule_starts_at_zero_and_drops_after_warm_up():
     optim = OptimConfig(
-        learning_rate=1.0, name="adam_uncorrected", schedule="deberta_linear", warmup_steps=10
-    )
+        learning_rate=1.0, name="adam_uncorrected", schedule="deberta_linear", warmup_steps=10)
     rates = [learning_rate(optim, step, 100) for step in range(100)]
     assert rates[0] == 0.0 and rates[9] == pytest.approx(0.9)
     assert rates[10] == pytest.approx(0.9)  # 1 - 10/100: not 1, the line is not rescaled
@@ -87,8 +80,7 @@ def test_fixed_parameters_do_not_move():
     model = Small()
     before = model.table.detach().clone()
     optimizer = build_optimizer(
-        model, OptimConfig(learning_rate=1e-2, weight_decay=DECAY), {"table"}
-    )
+        model, OptimConfig(learning_rate=1e-2, weight_decay=DECAY), {"table"})
     for group in optimizer.param_groups:  # as engine.set_learning_rate does
         group["lr"] = 0.0 if group.get("fixed") else 1e-2
     for parameter in model.parameters():

@@ -15,7 +15,7 @@ from hugging_face_models import FAMILIES, hugging_face, random_values
 from launching import ROOT
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.evaluate import pair_scores, published
+from deberta_ds.evaluate import pair_scores
 from deberta_ds.evaluate.held_out import score_minimal_pairs
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.evaluate.sentence_scores import cut_work, masked_scores
@@ -268,11 +268,11 @@ def test_long_sentences_and_models_without_heads_are_refused():
 
 
 def test_published_scores_average_to_the_published_overall():
-    scores = json.loads(published._FILE.read_text())["paradigms"]
-    found = published.columns(dict.fromkeys(scores, "all"))
+    scores = json.loads(pair_scores.PUBLISHED.read_text())["paradigms"]
+    found = pair_scores.published_scores(dict.fromkeys(scores, "all"))
     overall = [round(100 * column["overall"], 1) for column in found.values()]
     assert overall == [61.2, 69.8, 69.6, 83.0, 88.6]
-    assert published.columns({"own": "pairs"}) == {}
+    assert pair_scores.published_scores({"own": "pairs"}) == {}
 
 
 @pytest.mark.parametrize("kind, sharing", [("mlm", "gdes"), ("rtd", "gdes"), ("rtd", "es"),

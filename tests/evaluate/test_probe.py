@@ -2,22 +2,18 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import export_cases
 import numpy as np
 import pytest
 import torch
-from data_helpers import make_corpus, random_documents, tiny_tokenizer
-from launching import ROOT
+from data_helpers import make_corpus, random_documents, run_main, tiny_tokenizer
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.objective import MaskConfig
 from deberta_ds.data.batch import collate
 from deberta_ds.data.rows import eval_sequences
-from deberta_ds.evaluate.common_generator import score_discriminator, score_rows
-from deberta_ds.evaluate.held_out import evaluate
+from deberta_ds.evaluate.held_out import evaluate, score_discriminator, score_rows
 from deberta_ds.evaluate.probe import features, probe, read_examples
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.build import build_model
@@ -140,14 +136,11 @@ def test_bad_examples_are_named(tmp_path, line, message):
         read_examples(path, ["text"], "label")
 
 
-def test_the_command_prints_accuracy_beside_the_majority(model, tmp_path):
+def test_the_command_prints_accuracy_next_to_the_majority(model, tmp_path):
     for name, count in (("train", 24), ("test", 12)):
         (tmp_path / f"{name}.jsonl").write_text("".join(
             json.dumps({"sentence": "The lazy dog." if k % 2 else "Numbers like 1917!",
                         "label": k % 2}) + "\n" for k in range(count)))
-    done = subprocess.run(
-        [sys.executable, "launch/probe.py", "--model", str(model), "--text", "sentence",
-         "--train", str(tmp_path / "train.jsonl"), "--test", str(tmp_path / "test.jsonl")],
-        cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["accuracy"] == 1.0
+    printed = run_main("launch/probe.py", "--model", model, "--text", "sentence",
+                       "--train", tmp_path / "train.jsonl", "--test", tmp_path / "test.jsonl")
+    assert json.loads(printed)["accuracy"] == 1.0

@@ -16,7 +16,7 @@ from superglue_helpers import SAMPLE, tiny_start, tokenizer_path
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.cluster import lock, process
-from deberta_ds.finetune import loop, sweep
+from deberta_ds.finetune import job, sweep
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned, save_finetuned
 from deberta_ds.finetune.models import build_model, keep_head, open_start
 from deberta_ds.finetune.run import finetuned_model
@@ -238,7 +238,7 @@ def test_a_diverged_run_is_counted_and_the_sweep_goes_on(process_group, tmp_path
     results = sweep.run_all(plan(tmp_path, given=bad))
     assert [result["failed"] for result in results] == [True, True]
     for result in results:
-        assert result["score"] == 0.0 and "the loss became" in result["error"]
+        assert result["score"] == 0.0 and "the loss is" in result["error"]
         assert "best_step" not in result and result["history"] == []
     summary = sweep.summarize([task_named("CB")], results)
     assert summary["tasks"]["CB"]["failed"] == 2
@@ -334,7 +334,7 @@ def test_init_from_runs_and_the_backbone_is_the_other_tasks(process_group, tmp_p
     saved = load_finetuned(source / "model")
     assert torch.equal(model.backbone.words.weight, saved.weights["backbone.words.weight"])
     shutil.rmtree(source)
-    loop._digest_of.cache_clear()  # as in another process
+    job._digest_of.cache_clear()  # as in another process
     assert sweep.run_all(plan(tmp_path / "rte", ("RTE",), num_seeds=1,
                               init_from={"RTE": str(source)}))[0] == results[0]
 

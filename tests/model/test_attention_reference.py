@@ -28,8 +28,7 @@ def _inputs(batch=2, length=11, slots=8, dtype=torch.float64, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("buckets", "maximum"), [(256, 512), (64, 512), (32, 128), (256, 1024), (6, 20)]
-)
+    ("buckets", "maximum"), [(256, 512), (64, 512), (32, 128), (256, 1024), (6, 20)])
 def test_buckets_equal_hugging_face(buckets, maximum):
     geometry = Geometry(maximum, buckets)
     distances = torch.arange(-(maximum - 1), maximum)
@@ -103,8 +102,7 @@ def test_formula_loop(geometry, terms):
     pos_query = pos_query if terms in ("both", "query") else None
     segments = torch.tensor([[1] * 5 + [2] * 4 + [0] * 2, [1] * 11], dtype=torch.int32)
     ours = attend(
-        q, k, v, pos_key, pos_query, geometry=geometry, segments=segments, mode="reference"
-    )
+        q, k, v, pos_key, pos_query, geometry=geometry, segments=segments, mode="reference")
     scale = 1 / math.sqrt(SIZE * (1 + (pos_key is not None) + (pos_query is not None)))
     for b, h, i in [(b, h, i) for b in range(2) for h in range(HEADS) for i in range(11)]:
         keys = [j for j in range(11) if segments[b, j] == segments[b, i] != 0]
@@ -129,17 +127,10 @@ def _heads(x):
 @pytest.mark.parametrize("length", [7, 33])
 def test_hugging_face_v2(shared, length):
     torch.manual_seed(1)
-    config = DebertaV2Config(
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        position_buckets=8,
-        max_relative_positions=40,
-        share_att_key=shared,
-        attention_probs_dropout_prob=0.0,
-        hidden_dropout_prob=0.0,
-    )
+    config = DebertaV2Config(hidden_size=HIDDEN, num_attention_heads=HEADS, relative_attention=True,
+                             pos_att_type=["c2p", "p2c"], position_buckets=8,
+                             max_relative_positions=40, share_att_key=shared,
+                             attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
     module = AttentionV2(config)
     table, x = torch.randn(16, HIDDEN), torch.randn(2, length, HIDDEN)
     mask = torch.ones(2, length, dtype=torch.bool)
@@ -147,14 +138,9 @@ def test_hugging_face_v2(shared, length):
     theirs = module(x, mask[:, None, None, :], rel_embeddings=table)[0]
     project_key = module.key_proj if shared else module.pos_key_proj
     project_query = module.query_proj if shared else module.pos_query_proj
-    ours = attend(
-        *(_heads(p(x)) for p in (module.query_proj, module.key_proj, module.value_proj)),
-        _heads(project_key(table)),
-        _heads(project_query(table)),
-        geometry=Geometry(40, 8),
-        segments=mask.int(),
-        mode="reference",
-    )
+    ours = attend(*(_heads(p(x)) for p in (module.query_proj, module.key_proj, module.value_proj)),
+                  _heads(project_key(table)), _heads(project_query(table)),
+                  geometry=Geometry(40, 8), segments=mask.int(), mode="reference")
     assert torch.allclose(ours.flatten(2)[mask], theirs[mask], atol=2e-6)
     assert (ours[~mask] == 0).all()
 
@@ -162,15 +148,9 @@ def test_hugging_face_v2(shared, length):
 @pytest.mark.parametrize("length", [7, 33])
 def test_hugging_face_v1(length):
     torch.manual_seed(1)
-    config = DebertaConfig(
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        max_relative_positions=16,
-        attention_probs_dropout_prob=0.0,
-        hidden_dropout_prob=0.0,
-    )
+    config = DebertaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, relative_attention=True,
+                           pos_att_type=["c2p", "p2c"], max_relative_positions=16,
+                           attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
     module = AttentionV1(config)
     torch.nn.init.normal_(module.q_bias)
     torch.nn.init.normal_(module.v_bias)
@@ -182,16 +162,9 @@ def test_hugging_face_v1(length):
     packed = module.in_proj(x).unflatten(-1, (HEADS, 3, SIZE)).permute(3, 0, 2, 1, 4)
     q = packed[0] + _heads(module.q_bias[None])
     v = packed[2] + _heads(module.v_bias[None])
-    ours = attend(
-        q,
-        packed[1],
-        v,
-        _heads(module.pos_proj(table)),
-        _heads(module.pos_q_proj(table)),
-        geometry=Geometry(16, 0),
-        segments=torch.ones(2, length, dtype=torch.int32),
-        mode="reference",
-    )
+    ours = attend(q, packed[1], v, _heads(module.pos_proj(table)), _heads(module.pos_q_proj(table)),
+                  geometry=Geometry(16, 0), segments=torch.ones(2, length, dtype=torch.int32),
+                  mode="reference")
     assert torch.allclose(ours.flatten(2), theirs, atol=2e-6)
 
 
@@ -213,12 +186,8 @@ def test_packing_equals_documents_alone():
     segments = torch.tensor([[1] * 5 + [2] * 6])
     packed = attend(*tensors, geometry=geometry, segments=segments)
     for columns in (slice(0, 5), slice(5, 11)):
-        alone = attend(
-            *(x[:, :, columns] for x in tensors[:3]),
-            *tensors[3:],
-            geometry=geometry,
-            segments=segments[:, columns],
-        )
+        alone = attend(*(x[:, :, columns] for x in tensors[:3]), *tensors[3:], geometry=geometry,
+                       segments=segments[:, columns])
         assert torch.allclose(packed[:, columns], alone, atol=1e-12)
 
 
@@ -281,8 +250,7 @@ def test_impossible_arguments():
         attend(*tensors, geometry=Geometry(9, 4), segments=segments, mode="fast")
     with pytest.raises(ValueError, match="query_positions"):
         attend(
-            tensors[0][:, :, :3], *tensors[1:], geometry=Geometry(9, 4), segments=segments
-        )
+            tensors[0][:, :, :3], *tensors[1:], geometry=Geometry(9, 4), segments=segments)
     with pytest.raises(ValueError, match="geometry"):
         Geometry(0, 0)
 

@@ -128,8 +128,7 @@ def test_autocast_and_checkpointing():
     def layer(*tensors):
         tensors = [x @ projection for x in tensors]
         return attend(
-            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="tiled"
-        )
+            *tensors, geometry=case.geometry, segments=PACKED, dropout=0.3, seed=9, mode="tiled")
 
     results = []
     for recompute in (False, True):
@@ -147,17 +146,10 @@ def test_bf16_error_is_not_above_that_of_hugging_face():
     torch.manual_seed(3)
     heads, size, length = 4, 32, 256
     hidden = heads * size
-    config = DebertaV2Config(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        relative_attention=True,
-        pos_att_type=["c2p", "p2c"],
-        position_buckets=256,
-        max_relative_positions=512,
-        share_att_key=True,
-        attention_probs_dropout_prob=0.0,
-        hidden_dropout_prob=0.0,
-    )
+    config = DebertaV2Config(hidden_size=hidden, num_attention_heads=heads, relative_attention=True,
+                             pos_att_type=["c2p", "p2c"], position_buckets=256,
+                             max_relative_positions=512, share_att_key=True,
+                             attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
     module = DisentangledSelfAttention(config)
     x, table = torch.randn(2, length, hidden), torch.randn(512, hidden)
     grad = torch.randn(2, length, hidden)
@@ -173,13 +165,8 @@ def test_bf16_error_is_not_above_that_of_hugging_face():
             key, query = layer.key_proj, layer.query_proj
             projected = [heads_of(p(inputs[0])) for p in (query, key, layer.value_proj)]
             context = attend(
-                *projected,
-                heads_of(key(inputs[1])),
-                heads_of(query(inputs[1])),
-                geometry=Geometry(512, 256),
-                segments=ones(2, length),
-                mode="tiled",
-            ).flatten(2)
+                *projected, heads_of(key(inputs[1])), heads_of(query(inputs[1])),
+                geometry=Geometry(512, 256), segments=ones(2, length), mode="tiled").flatten(2)
         else:
             context = layer(inputs[0], mask, rel_embeddings=inputs[1])[0]
         return [context, *torch.autograd.grad(context, inputs, grad.to(dtype))]

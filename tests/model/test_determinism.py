@@ -13,11 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deberta_ds.config.run_config import ModelConfig, ObjectiveConfig
 from deberta_ds.data.batch import Row, collate
-from deberta_ds.model import dropout
-from deberta_ds.model import gather_columns as columns_module
+from deberta_ds.model import dropout, encoder
 from deberta_ds.model.attention import segments as segments_module
 from deberta_ds.model.attention import skew, tiled
-from deberta_ds.model.gather_columns import gather_columns
+from deberta_ds.model.encoder import gather_columns
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives.mlm import MlmModel
 from deberta_ds.objectives.rtd import RtdModel
@@ -136,7 +135,7 @@ def test_the_watch_sees_what_it_is_for():
 
 @pytest.mark.parametrize("at_once", [1, 2, 512])
 def test_gradients_of_repeated_columns_are_those_of_gather(at_once, monkeypatch):
-    monkeypatch.setattr(columns_module, "_COLUMNS", at_once)
+    monkeypatch.setattr(encoder, "_COLUMNS", at_once)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     columns = torch.tensor([[1, 1, 0, 0, 1, 3, 0], [4, 2, 4, 0, 2, 4, 4], [0, 0, 0, 0, 0, 0, 0]])

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from deberta_ds.model.attention.dropout import drop_threshold
-from deberta_ds.model.dropout import Dropout, ResidualNorm
-from deberta_ds.model.dropout_mask import DropoutMask, sample_dropout_mask
+from deberta_ds.model.dropout import Dropout, DropoutMask, ResidualNorm, sample_dropout_mask
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 

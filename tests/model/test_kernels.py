@@ -8,7 +8,7 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.model.dropout_mask import is_hashed
+from deberta_ds.model.dropout import is_hashed
 from deberta_ds.model.embeddings import loss_function
 from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.kernels.kernel_table import Request, pick
@@ -86,8 +86,7 @@ def test_on_a_card_triton_runs_where_it_is_right(card):
     ("cross-entropy", {"size": 100}, "hidden size 100 is no multiple of 16"),
     ("LayerNorm", {"size": 9000}, "hidden size 9000 is larger than 8192"),
     ("GELU", {"dtype": torch.float64}, "it takes fp32, bf16 and fp16, not fp64"),
-    ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3"),
-])
+    ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3")])
 def test_what_cannot_run_says_why(card, idea, more, reason):
     pytest.importorskip("triton")
     choice = pick(idea, request(idea, **more))

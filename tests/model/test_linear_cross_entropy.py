@@ -65,8 +65,7 @@ def test_bf16_is_as_good_as_plain_bf16():
     leaves, labels, _ = _inputs(torch.bfloat16)
     _, gradients, _ = _oracle(leaves, labels)
     plain = F.cross_entropy(
-        (leaves[0] @ leaves[1].t() + leaves[2]).float(), labels, reduction="sum"
-    )
+        (leaves[0] @ leaves[1].t() + leaves[2]).float(), labels, reduction="sum")
     loss = linear_cross_entropy(*leaves, labels, chunk=50)[0]
     assert loss.dtype == torch.float32
     ours_all, theirs_all = torch.autograd.grad(loss, leaves), torch.autograd.grad(plain, leaves)
@@ -82,8 +81,7 @@ def test_draw_is_the_inverse_cdf(chunk, temperature, valid):
     leaves, labels, uniforms = _inputs(torch.float64)
     uniforms[:2] = torch.tensor([0.0, 1.0 - 2.0**-24])
     _, _, ids = linear_cross_entropy(
-        *leaves, labels, uniforms, temperature=temperature, chunk=chunk, valid_vocab=valid
-    )
+        *leaves, labels, uniforms, temperature=temperature, chunk=chunk, valid_vocab=valid)
     logits = _oracle(leaves, labels, valid or VOCAB)[2]
     cumulative = (logits / temperature).softmax(-1).cumsum(-1)
     expected = torch.searchsorted(cumulative, uniforms.double()[:, None], right=True)[:, 0]

@@ -17,8 +17,7 @@ from deberta_ds.data.rows import RowDataset
 from deberta_ds.model.init import init_parameters
 from deberta_ds.objectives import rtd
 from deberta_ds.objectives.base import masked_headline
-from deberta_ds.objectives.rtd import RtdModel, replace_targets
-from deberta_ds.objectives.sampling import token_uniforms
+from deberta_ds.objectives.rtd import RtdModel, replace_targets, token_uniforms
 
 CONFIG = ModelConfig(**MODELS["tiny"] | {"vocab_size": 640, "hidden_dropout": 0.0,
                                          "attention_dropout": 0.0})
@@ -123,8 +122,7 @@ def test_padding_counts_for_nothing(rows, monkeypatch):
 def test_a_headline_says_that_a_discriminator_has_died(gain, area, dead):
     said = rtd.headline({"discriminator_gain": gain, "roc_auc": area})
     assert (
-        "has died; start again with a lower optim.learning_rate" in " ".join(said.split())
-    ) == dead
+        "has died; start again with a lower optim.learning_rate" in " ".join(said.split())) == dead
 
 
 def test_a_headline_needs_both_of_its_numbers():

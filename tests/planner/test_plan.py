@@ -15,8 +15,8 @@ from deberta_ds.config.options import ConfigError
 from deberta_ds.engine import ds_config
 from deberta_ds.model.backbone import count_parameters, on_meta
 from deberta_ds.objectives.build import build_model, objective_of
+from deberta_ds.planner import plan
 from deberta_ds.planner.activations import Activations, trace
-from deberta_ds.planner.advice import advise, offloaded
 from deberta_ds.planner.communication import (
     Gathered,
     Traffic,
@@ -28,7 +28,7 @@ from deberta_ds.planner.communication import (
     traffic,
 )
 from deberta_ds.planner.gpus import GPUS, card_of, peak_flops
-from deberta_ds.planner.plan import make_plan, memory_of, recommended
+from deberta_ds.planner.plan import advise, make_plan, memory_of, offloaded, recommended
 
 MODELS = {
     "deep": ["--model.hidden_size=128", "--model.intermediate_size=512", "--model.num_layers=6",
@@ -49,6 +49,14 @@ def run_file(tmp_path_factory):
                     preset='"tiny"\nattention = "reference"')
 
 
+@pytest.fixture(autouse=True, scope="module")
+def traced_once():
+    """Several tests plan the same run, and most of a plan's time is spent in `trace`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "trace", cache(trace))
+        yield
+
+
 @cache
 def traced(run, precision: str) -> Activations:
     return trace(run, torch.bfloat16 if precision == "bf16" else torch.float32, fused=False)
@@ -56,7 +64,7 @@ def traced(run, precision: str) -> Activations:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("names", "ranks", "micro_batches"), [  # FULL_TABLE=1: a minute more
-    ([*MODELS] if "FULL_TABLE" in os.environ else ["wide"], 2, 1), (["conv"], 8, 2)])
+    ([*MODELS] if "FULL_TABLE" in os.environ else ["wide"], 2, 1), (["conv"], 4, 2)])
 def test_memory_is_within_ten_percent_of_what_is_allocated(run_file, names, ranks, micro_batches):
     out = run_file.parent / "memory.json"
     batch = f"--train.global_batch_size={8 * ranks * micro_batches}"
@@ -279,8 +287,6 @@ def test_command(run_file, tmp_path, monkeypatch):
     assert "accelerator" not in done.stdout + done.stderr  # DeepSpeed's warning, of no concern here
     page = (tmp_path / "plan.html").read_text()
     assert page.count('class="memory"') > 3 and "http" not in page.replace("http-equiv", "")
-    failed = python(ROOT / "launch/plan.py", "--config", run_file, "--gpu", "a1", check=False)
-    assert failed.returncode == 2 and failed.stderr.startswith("error: --gpu a1")
 
 
 def test_planes_of_attention_are_counted_while_it_works_and_where_they_are_kept(monkeypatch):

@@ -68,6 +68,6 @@ def test_bytes_are_those_counted(tmp_path, ranks):
         assert gradients == pytest.approx(sent.gradients, rel=0.01), name
         if case["stage"] == 3:
             assert weights <= sent.weights + 1000, name
-            assert sent.weights <= case.get("slack", 1.15) * weights, name
+            assert sent.weights <= case.get("slack", 1.4) * weights, name
         else:
             assert weights == pytest.approx(sent.weights, rel=0.01, abs=1000), name

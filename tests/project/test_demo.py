@@ -16,9 +16,7 @@ from launch import demo
 
 @pytest.mark.parametrize("gpus, able, name", [
     (2, {"amx_bf16": True}, "zero1_bf16"), (0, {"amx_bf16": True}, "zero1_autocast_cpu"),
-    (0, {"amx_bf16": False, "avx512_bf16": True}, "zero1_autocast_cpu"),
-    (0, {}, "zero1_fp32"),
-])
+    (0, {"amx_bf16": False, "avx512_bf16": True}, "zero1_autocast_cpu"), (0, {}, "zero1_fp32")])
 def test_the_deepspeed_json_suits_the_machine(gpus, able, name, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
     path = demo.deepspeed_config(gpus)

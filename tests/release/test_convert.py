@@ -135,7 +135,7 @@ def test_v1_with_key_bias_becomes_debertav2_with_the_same_logits(tmp_path):
 def rtd_directory(path, drop):
     """Write a microsoft directory of an RTD model without the names in `drop`."""
     release = make_release("v3")
-    from deberta_ds.release.microsoft import write_microsoft
+    from deberta_ds.release.convert import write_microsoft
     write_microsoft(release, path)
     state = torch.load(path / MS_FILES[0], weights_only=True)
     torch.save({name: tensor for name, tensor in state.items() if not name.endswith(drop)},
@@ -147,7 +147,7 @@ def test_delta_only_file_takes_its_words_from_the_generator(tmp_path):
     release = rtd_directory(tmp_path / "ms", drop=("word_embeddings.weight",))
     found = read_release(tmp_path / "ms")
     same_networks(release, found)
-    assert any("word table = generator's + delta" in note for note in found.notes)
+    assert any("token embedding = generator's + delta" in note for note in found.notes)
     convert(tmp_path / "ms", tmp_path / "hf", "hf")
     same_networks(release, read_release(tmp_path / "hf"))
 
@@ -195,7 +195,7 @@ def test_old_prefix_config_entry_and_buffer(tmp_path):
 
 def test_official_training_output_takes_the_newest_common_step(tmp_path):
     release = make_release("v3")
-    from deberta_ds.release.microsoft import microsoft_tensors
+    from deberta_ds.release.convert import microsoft_tensors
     for folder, network in (("discriminator", release.main), ("generator", release.generator)):
         (tmp_path / folder).mkdir()
         values = configs.to_microsoft(network.config, {})

@@ -27,9 +27,9 @@ from deberta_ds.evaluate.fill_mask import encode_with_masks, fill_mask, load_mas
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.release import configs, convert, names, read_back
 from deberta_ds.release.average import average
+from deberta_ds.release.convert import write_microsoft
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.initialize import initial_tensors
-from deberta_ds.release.microsoft import write_microsoft
 from deberta_ds.release.ours import release_of_state, write_ours
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import read_release

@@ -14,16 +14,9 @@ TINY_STEP = 1e-9  # learning rate of the one step that makes a checkpoint of the
 
 def start(root, name, init, **changes):
     """Train one negligible step from `init` on two ranks; return (weights, output)."""
-    run = make_run(
-        root / name,
-        steps="1",
-        warmup_steps="0",
-        learning_rate=str(TINY_STEP),
-        save_every="1",
-        eval_every="1",
-        **changes,
-    )
-    text = run.read_text().replace('preset = "tiny"\nvocab_size = 640\n', "")
+    run = make_run(root / name, steps="1", warmup_steps="0", learning_rate=str(TINY_STEP),
+                   save_every="1", eval_every="1", two_layers=True, **changes)
+    text = run.read_text().replace('preset = "tiny"\nnum_layers = 2\nvocab_size = 640\n', "")
     run.write_text(text.replace("[objective]", f"[init]\n{init}\n[objective]"))
     ds = deepspeed_json(root / "zero3.json", 3)
     text = rank_helpers.run(2, ["--config", str(run), "--deepspeed_config", str(ds)],
@@ -36,7 +29,8 @@ def close(first, second):
 
 
 def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
-    run = make_run(tmp_path / "first", steps="2", warmup_steps="0", save_every="2", eval_every="2")
+    run = make_run(tmp_path / "first", steps="2", warmup_steps="0", save_every="2", eval_every="2",
+                   two_layers=True)
     ds = deepspeed_json(tmp_path / "zero1.json", 1)
     rank_helpers.run(1, ["--config", str(run), "--deepspeed_config", str(ds)], tmp_path / "log")
     before, _ = load_whole_state(tmp_path / "first/out")
@@ -48,8 +42,7 @@ def test_runs_start_from_checkpoint_and_from_its_export(tmp_path):
     assert "GDES delta taken from the file" in output
 
     after, output = start(
-        tmp_path, "words", f'from = "{tmp_path}/first/out"\nembeddings_only = true', kind='"mlm"'
-    )
+        tmp_path, "words", f'from = "{tmp_path}/first/out"\nembeddings_only = true', kind='"mlm"')
     merged = before["words.weight"] + before["discriminator.words.weight"]
     assert torch.equal(after["words.weight"], merged)  # fixed, not merely slow
     assert "first of two stages" in output

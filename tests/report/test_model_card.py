@@ -38,17 +38,12 @@ def make_checkpoint(directory):
     step = directory / "checkpoints" / "step-00000040"
     step.mkdir(parents=True)
     run = {
-        "objective": {
-            "kind": "rtd",
-            "mask": {"rate": 0.3, "final_rate": 0.15},
-            "temperature": 1.0,
-            "final_temperature": None,
-        },
+        "objective": {"kind": "rtd", "mask": {"rate": 0.3, "final_rate": 0.15}, "temperature": 1.0,
+                      "final_temperature": None},
         "train": {"steps": 50, "global_batch_size": 8, "initial_batch_size": 0},
         "data": {
             "seq_len": 64,
-            "sources": [{"path": "gone | <b>", "weight": 3.0}, {"path": "other", "weight": 1.0}],
-        },
+            "sources": [{"path": "gone | <b>", "weight": 3.0}, {"path": "other", "weight": 1.0}]},
         "optim": {"name": "adamw", "learning_rate": 1e-3, "betas": [0.9, 0.999], "schedule": "wsd"},
     }
     (step / "run.json").write_text(json.dumps(RUN_RECORD | {
@@ -68,9 +63,9 @@ def test_a_card_names_data_tokens_scores_and_the_generator(tmp_path):
                         "tags": ["deberta_ds", "deberta-v2", "replaced-token-detection"]}
     assert "| gone \\| &lt;b> | 75.0% | – | – | `ab12` |" in text
     assert "20,480 tokens in 320 rows" in text and "| sha256 of the tokenizer | ef56 |" in text
-    assert "| masked share of the tokens | 0.3, at the end 0.15 |" in text
+    assert "| masked share of the tokens | 0.3 to 0.15, linearly |" in text
     assert "| learning rate | 0.001, schedule wsd |" in text
-    assert "On held-out rows at step 40." in text and "0.444" in text and "0.556" not in text
+    assert "On held-out sequences at step 40." in text and "0.444" in text and "0.556" not in text
     assert "generator in `generator/`" in text and 'load_masked_lm("me/mine")' in text
     assert "This is a discriminator" in text and "no missing, no unexpected keys" in text
 
@@ -107,7 +102,7 @@ def test_cards_of_a_masked_lm_and_of_a_fine_tuned_model(tmp_path):
     summary = convert(tmp_path / "seed-1" / "model", tmp_path / "cb", "hf")
     card = model_card.write_card(tmp_path / "seed-1", tmp_path / "cb", summary).read_text()
     assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "text-classification"
-    assert "| accuracy | 0.8100 | no learning 0.500 |" in card and "| task | CB |" in card
+    assert "| accuracy | 0.8100 | baseline 0.500 |" in card and "| task | CB |" in card
 
 
 class StandIn(BaseHTTPRequestHandler):

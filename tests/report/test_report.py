@@ -17,20 +17,19 @@ from report_cases import (
     write_records,
 )
 
-from deberta_ds import report
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import format_value
 from deberta_ds.cluster import lock
-from deberta_ds.report import charts, facts
+from deberta_ds.report import charts, facts, run_pages
 from deberta_ds.report.charts import Chart, Series, draw, summarize
+from deberta_ds.report.run_pages import filled_masks
 from deberta_ds.report.rundata import read_run
-from deberta_ds.report.samples import filled_masks
 
-SECTIONS = ["Learning curves", "What was learned", "Course of the run", "Where the time went",
+SECTIONS = ["Learning curves", "What was learned", "Hardware and optimizer", "Where the time went",
             "Evaluation", "SuperGLUE", "From raw text to scores", "Configuration"]
 
 
-def read_page(tmp_path, *directories, write=report.write_runs):
+def read_page(tmp_path, *directories, write=run_pages.write_runs):
     out = tmp_path / "report.html"
     write(out, list(directories))
     text = out.read_text()
@@ -91,9 +90,9 @@ def test_runs_side_by_side_say_what_differs_and_which_rows_are_drawn(tmp_path):
     legends = re.findall(r'<p class="legend">(.*?)</p>', text)
     assert len(legends) == text.count("<figure") + len(runs)
     assert all("</i>" in legend for legend in legends)
-    assert "Held-out rows." in page.text and "Training rows." not in page.text
+    assert "Held-out sequences." in page.text and "Training sequences." not in page.text
     with pytest.raises(UserError, match="1 to 5 runs"):
-        report.write_runs(tmp_path / "none.html", [])
+        run_pages.write_runs(tmp_path / "none.html", [])
 
 
 def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_path):
@@ -101,7 +100,8 @@ def test_a_comparison_with_a_run_that_was_not_evaluated_draws_training_rows(tmp_
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", young, name="b")]
     loss = next(chart for group in charts.groups([read_run(run) for run in runs])
                 for chart in group.charts if chart.chart.key == "generator_loss").chart
-    assert loss.note.endswith("Training rows.") and [s.style for s in loss.series] == ["trend"] * 2
+    assert loss.note.endswith("Training sequences.")
+    assert [s.style for s in loss.series] == ["trend"] * 2
     assert len(loss.series[0].points) == len(loss.series[1].points)
 
 
@@ -109,12 +109,8 @@ def test_a_fold_shows_what_was_set_and_no_empty_values(tmp_path):
     """Previews were the first three keys: "wandb , mlflow" where nothing was set."""
     run = make_run(tmp_path / "run", log={"wandb": "", "mlflow": ""})
     config = json.loads((run / "config.json").read_text())
-    config["origins"] = {
-        "log.wandb": "default",
-        "log.mlflow": "default",
-        "optim.learning_rate": "default",
-        "optim.warmup_steps": "run.toml",
-    }
+    config["origins"] = {"log.wandb": "default", "log.mlflow": "default",
+                         "optim.learning_rate": "default", "optim.warmup_steps": "run.toml"}
     (run / "config.json").write_text(json.dumps(config))
     text, _ = read_page(tmp_path, run)
     assert "<summary>Log<small>all defaults</small>" in text
@@ -235,7 +231,7 @@ def test_rank_hours_count_the_ranks_of_each_start(tmp_path):
 def test_a_sweep_has_its_scores_curves_seeds_and_matrices(tmp_path):
     sweep = make_sweep(tmp_path / "a")
     other = make_sweep(tmp_path / "b", model="scratch", tasks=("RTE",))
-    text, page = read_page(tmp_path, sweep, other, write=report.write_sweep)
+    text, page = read_page(tmp_path, sweep, other, write=run_pages.write_sweep)
     assert page.headings == ["60.0%", "Tasks"]
     assert "2 of 8 tasks" in page.text and "median of scratch" in page.text
     assert all(f"seed {seed}" in page.text for seed in (1, 2, 3)) and "majority class" in page.text
@@ -254,7 +250,7 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
     sweep = make_sweep(tmp_path / "a", tasks=(), **{"runs": runs, "mean": 0.0, "mean_of": 1})
     whole = json.loads((sweep / "results.json").read_text()) | {"tasks": tasks}
     (sweep / "results.json").write_text(json.dumps(whole))
-    text, page = read_page(tmp_path, sweep, write=report.write_sweep)
+    text, page = read_page(tmp_path, sweep, write=run_pages.write_sweep)
     assert "No evaluation was reached" in page.text and "2 of 2" in page.text
 
 
@@ -288,28 +284,27 @@ def test_a_sweep_whose_runs_all_diverged_is_drawn(tmp_path):
         ("superglue/results.json", '{"tasks": []}', "results.json: tasks: "),
         ("superglue/results.json", "\xff", "results.json: "),
     ],
-    ids=str,
-)
+    ids=str)
 def test_damaged_input_is_named(tmp_path, file, content, words):
     run = make_run(tmp_path / "demo")
     (run / file).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=words) as error:
-        report.write_runs(tmp_path / "report.html", [run])
+        run_pages.write_runs(tmp_path / "report.html", [run])
     assert len(str(error.value)) < 700 and not (tmp_path / "report.html").exists()
 
 
 def test_missing_files_and_full_disks_are_named(tmp_path):
     with pytest.raises(UserError, match="metrics.jsonl: no such file"):
-        report.write_runs(tmp_path / "report.html", [tmp_path])
+        run_pages.write_runs(tmp_path / "report.html", [tmp_path])
     with pytest.raises(UserError, match="results.json: no such file"):
-        report.write_sweep(tmp_path / "report.html", [tmp_path])
+        run_pages.write_sweep(tmp_path / "report.html", [tmp_path])
     run = make_run(tmp_path / "demo")
     with pytest.raises(OSError, match="/proc/none"):  # errors.exit_cleanly names it
-        report.write_runs("/proc/none/report.html", [run])
+        run_pages.write_runs("/proc/none/report.html", [run])
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked/metrics.jsonl").mkdir()
     with pytest.raises(UserError, match="metrics.jsonl: .*irectory"):
-        report.write_runs(tmp_path / "report.html", [tmp_path / "blocked"])
+        run_pages.write_runs(tmp_path / "report.html", [tmp_path / "blocked"])
 
 
 def test_long_series_are_binned_and_keep_their_mean_and_extremes():
@@ -365,7 +360,7 @@ def test_masks_are_filled_by_the_trained_and_by_an_untrained_network(tmp_path):
         ["the [MASK] and <b> a [MASK]", "1"], ["", "2"], ["[MASK]", "1"]]
     for *_, untrained, trained in table.rows:
         assert untrained.text != trained.text and trained.text.count("%") == 4
-    page = Page(report.runs_page([read_run(make_run(tmp_path / "run"))], [table]))
+    page = Page(run_pages.runs_page([read_run(make_run(tmp_path / "run"))], [table]))
     assert "Masks filled" in page.headings and "<b>" in page.text
     with pytest.raises(UserError, match=r"no \[MASK\] in the text"):
         filled_masks(model, ["nothing"])

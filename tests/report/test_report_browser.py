@@ -13,7 +13,7 @@ import subprocess
 import pytest
 from report_cases import Page, make_records, make_run, make_sweep
 
-from deberta_ds import report
+from deberta_ds.report import run_pages
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -86,9 +86,8 @@ def pages(tmp_path_factory):
         run = hostile_run(root / f"{number}", text)
         other = hostile_run(root / f"{number}-mlm", text, "mlm")
         for name, write, inputs in (
-            ("run", report.write_runs, [run]), ("both", report.write_runs, [run, other]),
-            ("sweep", report.write_sweep, [run / "superglue", other / "superglue"]),
-        ):
+            ("run", run_pages.write_runs, [run]), ("both", run_pages.write_runs, [run, other]),
+            ("sweep", run_pages.write_sweep, [run / "superglue", other / "superglue"])):
             found[name, number] = root / f"{name}-{number}.html"
             write(found[name, number], inputs)
     return found
@@ -160,10 +159,11 @@ def test_nothing_overflows_and_the_pointer_reads_out(tmp_path, kind, width):
     """On a desk and on a phone. A model's path as a heading pushed the last columns off a desk."""
     name, page = "a-rather-long-name-of-a-run-without-a-space" * 2, tmp_path / "page.html"
     if kind == "sweep":
-        report.write_sweep(page, [make_sweep(tmp_path / f"{n}", f"{n}/{name}") for n in range(3)])
+        sweeps = [make_sweep(tmp_path / f"{n}", f"{n}/{name}") for n in range(3)]
+        run_pages.write_sweep(page, sweeps)
     else:
         runs = [make_run(tmp_path / f"{n}", name=f"{n}{name}") for n in range(2)]
-        report.write_runs(page, runs[:1 + (kind == "both")])
+        run_pages.write_runs(page, runs[:1 + (kind == "both")])
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
     page.write_text(text.replace("</main>", "</main>" + PROBE))
     frame = tmp_path / "frame.html"

@@ -145,8 +145,7 @@ def test_names_that_a_user_defined_are_text_in_a_model_of_those_ids(tmp_path):
     ({"do_lower_case": True}, "spm.model: do_lower_case = true .*tokenizer.json"),
     ({"split_by_punct": True}, "split_by_punct = true"),
     ({"added_tokens_decoder": {"900": {"content": "[ENT]"}}}, r"add '\[ENT\]' with id 900"),
-    ({"mask_token": "<hole>"}, r"name '<hole>' as the mask token, but .* '\[MASK\]'"),
-])
+    ({"mask_token": "<hole>"}, r"name '<hole>' as the mask token, but .* '\[MASK\]'")])
 def test_settings_that_a_model_alone_does_not_follow_are_refused(tmp_path, settings, message):
     model = _trained(tmp_path)
     mask = Tokenizer(model).mask_id

@@ -18,19 +18,12 @@ from deberta_ds.tokenizer.text import (
 
 @pytest.mark.parametrize(
     ("raw", "clean"),
-    [
-        ("plain text", "plain text"),
-        ("  two  spaces\nand\tlines\r\n ", "two spaces and lines"),
-        ("no\u00a0break\u3000wide\u2028line", "no break wide line"),
-        ("\ufeffmark \x00nul\x07bell", "mark nulbell"),
-        ("soft\u00adhy\u200bphen", "softhyphen"),
-        ("e\u0301 A\u030a", "\u00e9 \u00c5"),
-        ("\u0645\u06cc\u200c\u062e\u0648", "\u0645\u06cc\u200c\u062e\u0648"),
-        ("under\u2581score", "under_score"),
-        ("", ""),
-        (" \n\x00 ", ""),
-    ],
-)
+    [("plain text", "plain text"), ("  two  spaces\nand\tlines\r\n ", "two spaces and lines"),
+     ("no\u00a0break\u3000wide\u2028line", "no break wide line"),
+     ("\ufeffmark \x00nul\x07bell", "mark nulbell"), ("soft\u00adhy\u200bphen", "softhyphen"),
+     ("e\u0301 A\u030a", "\u00e9 \u00c5"),
+     ("\u0645\u06cc\u200c\u062e\u0648", "\u0645\u06cc\u200c\u062e\u0648"),
+     ("under\u2581score", "under_score"), ("", ""), (" \n\x00 ", "")])
 def test_rules(raw, clean):
     assert normalise(raw) == clean
 

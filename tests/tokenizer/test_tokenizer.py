@@ -63,13 +63,10 @@ def test_offsets_cover_the_words(text):
 
 @pytest.mark.parametrize(
     ("piece", "starts"),
-    [
-        ("\u2581the", True), ("\u2581", True), ("ing", False), ("7", False), (",", True),
-        ("...", True), ("'s", True), ("_x", False), ("$", True), ("中", True), ("の", True),
-        ("ไทย", True), ("한", False), ("\u0301", False), ("\u0e31", False), ("<0xE4>", True),
-        ("<0xB8>", False), ("<0xC3>", False), ("<0x41>", False), ("<0xF0>", True), ("ة", False),
-    ],
-)
+    [("\u2581the", True), ("\u2581", True), ("ing", False), ("7", False), (",", True),
+     ("...", True), ("'s", True), ("_x", False), ("$", True), ("中", True), ("の", True),
+     ("ไทย", True), ("한", False), ("\u0301", False), ("\u0e31", False), ("<0xE4>", True),
+     ("<0xB8>", False), ("<0xC3>", False), ("<0x41>", False), ("<0xF0>", True), ("ة", False)])
 def test_word_start_rule(piece, starts):
     assert piece_starts_word(piece) is starts
 
@@ -91,8 +88,7 @@ def test_refuses_other_models(tmp_path):
     text.write_text("\n".join(SENTENCES * 5), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
         input=str(text), model_prefix=str(tmp_path / "plain"), vocab_size=150,
-        hard_vocab_limit=False, minloglevel=2,
-    )
+        hard_vocab_limit=False, minloglevel=2)
     with pytest.raises(UserError, match=r"plain.model: no token for pad .*, mask .*--add_mask"):
         Tokenizer(tmp_path / "plain.model")
 

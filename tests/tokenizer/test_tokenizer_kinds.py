@@ -205,8 +205,7 @@ def test_files_that_are_no_tokenizer(tmp_path):
     ("deberta_v1", {"tokenizer_class": "HerbertTokenizerFast"}, "belongs to a HerbertTokenizer"),
     ("deberta_v1", {"tokenizer_class": "Qwen2Tokenizer"}, "rules do not stand in it"),
     ("bert_vocab_txt", {"tokenizer_class": "BertJapaneseTokenizer"}, "vocab.txt: belongs to a"),
-    ("bert_vocab_txt", {"word_tokenizer_type": "mecab"}, "a tokenizer with mecab by its"),
-])
+    ("bert_vocab_txt", {"word_tokenizer_type": "mecab"}, "a tokenizer with mecab by its")])
 def test_vocabulary_files_of_classes_with_rules_of_their_own_are_refused(tmp_path, name, settings,
                                                                          message):
     """They were read as GPT-2's or BERT's, and gave other ids in silence."""

@@ -18,22 +18,19 @@ METRICS = {kind: (*objective.METRICS, MINIMAL_PAIRS) for kind, objective in OBJE
 
 
 def train_record(step, **more):
-    return {
-        "kind": "train", "step": step, "sequences_seen": 8 * step, "tokens_seen": 1024 * step,
-        "seconds": 0.5 * step, "loss": 2.5 + 7 / (1 + step), "generator_loss": 2.4 + 7 / (1 + step),
-        "discriminator_loss": 0.07, "discriminator_gain": 0.03 - 0.05 / (1 + 0.05 * step),
-        "learning_rate": 5e-4, "grad_norm": 1.25, "tokens_per_second": 12_345.6,
-        "flops_per_second": 41.7e9, "mfu": None, "eta_seconds": 754.0, **more,
-    }
+    return {"kind": "train", "step": step, "sequences_seen": 8 * step, "tokens_seen": 1024 * step,
+            "seconds": 0.5 * step, "loss": 2.5 + 7 / (1 + step),
+            "generator_loss": 2.4 + 7 / (1 + step), "discriminator_loss": 0.07,
+            "discriminator_gain": 0.03 - 0.05 / (1 + 0.05 * step), "learning_rate": 5e-4,
+            "grad_norm": 1.25, "tokens_per_second": 12_345.6, "flops_per_second": 41.7e9,
+            "mfu": None, "eta_seconds": 754.0, **more}
 
 
 def eval_record(step, **more):
-    return {
-        "kind": "eval", "step": step, "seconds": 0.5 * step, "generator_loss": 4.1,
-        "generator_accuracy": 0.3125, "generator_perplexity": 60.3, "unigram_accuracy": 0.054,
-        "discriminator_loss": 0.31, "discriminator_accuracy": 0.917, "prior_accuracy": 0.897,
-        "discriminator_gain": 0.02, "roc_auc": 0.742, "average_precision": 0.331, **more,
-    }
+    return {"kind": "eval", "step": step, "seconds": 0.5 * step, "generator_loss": 4.1,
+            "generator_accuracy": 0.3125, "generator_perplexity": 60.3, "unigram_accuracy": 0.054,
+            "discriminator_loss": 0.31, "discriminator_accuracy": 0.917, "prior_accuracy": 0.897,
+            "discriminator_gain": 0.02, "roc_auc": 0.742, "average_precision": 0.331, **more}
 
 
 def event_record(step, event):

@@ -16,26 +16,19 @@ GOOD = '{"kind": "train", "step": 1, "loss": 2.5}'
 
 @pytest.mark.parametrize(
     "line, rule",
-    [
-        ('{"kind": "train", "step": 3', "not a whole JSON object"),
-        ('["train", 3]', '"kind"'),
-        ('{"kind": "training", "step": 3}', '"kind"'),
-        ('{"kind": ["train"], "step": 3}', '"kind"'),
-        ('{"kind": "train", "step": 3.5}', '"step"'),
-        ('{"kind": "train", "step": -1}', '"step"'),
-        ('{"kind": "train", "step": true}', '"step"'),
-        ('{"kind": "train", "step": 3, "loss": "low"}', '"loss"'),
-        ('{"kind": "train", "step": 3, "loss": [1]}', '"loss"'),
-        ('{"kind": "train", "step": 3, "loss": Infinity}', '"loss"'),
-        ('{"kind": "train", "step": 3, "loss": 1e308}', '"loss"'),
-        ('{"kind": "event", "step": 3, "event": 5}', '"event"'),
-        ('{"kind": "event", "step": 3}', '"event"'),
-        ('{"kind": "train", "step": 3, "detail": null}', '"detail"'),
-        ("", "not a whole JSON object"),
-        ("[" * 200_000, "not a record"),
-        ('{"kind": "train", "step": ' + "1" * 9_000 + "}", "not a record"),
-    ],
-)
+    [('{"kind": "train", "step": 3', "not a whole JSON object"), ('["train", 3]', '"kind"'),
+     ('{"kind": "training", "step": 3}', '"kind"'), ('{"kind": ["train"], "step": 3}', '"kind"'),
+     ('{"kind": "train", "step": 3.5}', '"step"'), ('{"kind": "train", "step": -1}', '"step"'),
+     ('{"kind": "train", "step": true}', '"step"'),
+     ('{"kind": "train", "step": 3, "loss": "low"}', '"loss"'),
+     ('{"kind": "train", "step": 3, "loss": [1]}', '"loss"'),
+     ('{"kind": "train", "step": 3, "loss": Infinity}', '"loss"'),
+     ('{"kind": "train", "step": 3, "loss": 1e308}', '"loss"'),
+     ('{"kind": "event", "step": 3, "event": 5}', '"event"'),
+     ('{"kind": "event", "step": 3}', '"event"'),
+     ('{"kind": "train", "step": 3, "detail": null}', '"detail"'), ("", "not a whole JSON object"),
+     ("[" * 200_000, "not a record"),
+     ('{"kind": "train", "step": ' + "1" * 9_000 + "}", "not a record")])
 def test_a_bad_line_is_named(tmp_path, line, rule):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{GOOD}\n{line}\n")

@@ -23,15 +23,15 @@ def evaluations(out) -> dict[int, float]:
 @pytest.mark.multi
 def test_a_run_ends_when_it_gets_no_better_and_keeps_its_best(tmp_path):
     """At a learning rate that ruins the model; two ranks, one checkpoint kept besides the best."""
-    run_file = make_run(tmp_path, learning_rate="0.5", warmup_steps="0", steps="40", eval_every="2",
-                        save_every="3", keep="1")
+    run_file = make_run(tmp_path, learning_rate="0.5", warmup_steps="0", steps="120",
+                        eval_every="2", save_every="3", keep="1")
     command = ["--config", str(run_file), "--deepspeed_config",
                str(deepspeed_json(tmp_path / "ds.json", 1)), "--train.best_metric=generator_loss"]
     out = tmp_path / "out"
     text = rank_helpers.run(2, [*command, "--train.patience=3"], tmp_path / "first.log")
     scores = evaluations(out)
     step = min(scores, key=scores.get)
-    assert max(scores) == step + 6 < 40, scores
+    assert max(scores) == step + 6 < 120, scores
     assert f"generator_loss = {scores[step]:.6g} at step {step}, kept as" in text
     assert "3 evaluations without a better score" in text
     kept = set(map(step_of, list_finished(out)))

@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +18,10 @@ from deberta_ds.cluster import dist, lock
 from deberta_ds.cluster.watchdog import EXIT_STUCK
 from deberta_ds.config.run_config import DataConfig
 from deberta_ds.tracking.records import read_metrics
-from deberta_ds.train import loop
+from deberta_ds.train import bad_steps, setup
 from deberta_ds.train import step as train_step
-from deberta_ds.train.step import SpikeRule
+from deberta_ds.train.bad_steps import SpikeRule
+from deberta_ds.train.step import BadStepError
 
 sys.path.insert(0, str(ROOT / "tools/faults"))
 import signal_table  # noqa: E402
@@ -94,7 +93,7 @@ def test_the_watchdog_names_a_frozen_or_killed_rank(job, frozen, number):
 
 def test_spike_rule():
     rule = SpikeRule(3.0)
-    for number in range(train_step.WINDOW):
+    for number in range(bad_steps.WINDOW):
         assert rule.ceiling() > 1e300  # not before the window is full
         rule.accept(1.0 + number % 2)  # mean 1.5, deviation 0.5
     assert rule.ceiling() == pytest.approx(3.0)
@@ -105,26 +104,23 @@ def test_spike_rule():
 def test_a_run_that_never_reaches_its_next_checkpoint_stops_rolling_back(monkeypatch):
     """With one good step between bad ones it threw away every stretch that it had trained."""
     path, loaded = Path("out/checkpoints/step-00000100"), []
-    monkeypatch.setattr(loop.find, "find", lambda *_: loop.find.Found(path))
-    monkeypatch.setattr(loop.find, "load", lambda engine, path: loaded.append(path))
-    monkeypatch.setattr(loop, "read_record", lambda path: SimpleNamespace(recent_losses=[]))
+    monkeypatch.setattr(bad_steps.find, "find", lambda *_: bad_steps.find.Found(path))
+    monkeypatch.setattr(bad_steps.find, "load", lambda engine, path: loaded.append(path))
+    monkeypatch.setattr(bad_steps, "read_record", lambda path: SimpleNamespace(recent_losses=[]))
     train = SimpleNamespace(on_spike="rollback", spike_sigmas=0.0, global_batch_size=8,
                             initial_batch_size=0, batch_warmup_steps=0, steps=1000)
-    trainer = SimpleNamespace(
-        bad_steps_in_a_row=0, rollbacks=Counter(), engine=None, finish_save=lambda wait: None,
-        run=SimpleNamespace(train=train, out_dir="out"), step=100, _sequences_seen=lambda: 0,
-        meters=SimpleNamespace(during=nullcontext), log_event=lambda *_, **__: None)
-    monkeypatch.setattr(loop.batch_schedule, "rows_before", lambda train, step: 8 * step)
+    found = bad_steps.BadSteps(SimpleNamespace(train=train, out_dir="out"), None)
     for _ in range(3):
         for _ in range(3):  # in a row: nothing is thrown away but the bad rows
-            loop.Trainer._pass_over(trainer, "the loss is nan")
-        trainer.bad_steps_in_a_row = 0  # a good step
-    assert loaded == [path] * 9
-    with pytest.raises(train_step.BadStepError, match="3 rollbacks to .*step-00000100.*older one"):
-        loop.Trainer._pass_over(trainer, "the loss is nan")
+            event, text, place = found.pass_over(100, "the loss is nan")
+        found.accept(1.0)
+    assert loaded == [path] * 9 and event == "rollback" and str(path) in text
+    assert place == {"first_sequence": 792, "last_sequence": 799}
+    with pytest.raises(BadStepError, match="3 rollbacks to .*step-00000100.*older one"):
+        found.pass_over(100, "the loss is nan")
     path = Path("out/checkpoints/step-00000200")
-    trainer.bad_steps_in_a_row = 0
-    loop.Trainer._pass_over(trainer, "the loss is nan")
+    found.accept(1.0)
+    found.pass_over(100, "the loss is nan")
     assert loaded[-1] == path
 
 
@@ -224,7 +220,7 @@ def test_a_run_file_that_one_rank_cannot_read_is_said(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(dist, "gather_objects", lambda problem: said.append(problem) or said)
     with pytest.raises(UserError, match="run.json: missing") as caught:
-        loop.read_record(tmp_path)
+        setup.read_record(tmp_path)
     assert said == [str(caught.value)] and caught.value.on_every_rank
 
 
@@ -234,7 +230,7 @@ def test_a_loss_scale_that_cannot_fall_is_one_clear_error():
         raise Exception("Current loss scale already at minimum - cannot decrease scale anymore.")
 
     engine = SimpleNamespace(optimizer=SimpleNamespace(overflow=True), step=take_step)
-    with pytest.raises(train_step.BadStepError, match="lowest loss scale; train in bf16"):
+    with pytest.raises(BadStepError, match="lowest loss scale; train in bf16"):
         train_step._update(engine)
 
 

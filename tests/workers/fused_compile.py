@@ -20,9 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deberta_ds.model.attention.band import make_band
-from deberta_ds.model.attention.geometry import Geometry
-from deberta_ds.model.kernels.attention import backward, forward, position_bias, tiles
+from deberta_ds.model.attention.geometry import Geometry, make_band
+from deberta_ds.model.kernels.attention import backward, forward, ops, position_bias
 
 REACH = Geometry(512, 256).reach  # of every released v2 and v3 model
 
@@ -56,9 +55,9 @@ def compile_kernel(name: str, architecture: int, size: int, length: int, gathere
     """Return (tile, compiled kernel) for bf16, both terms, dropout on."""
     capability, far = (architecture // 10, architecture % 10), is_far(length)
     if name in FLASH:
-        tile = tiles.choose(capability, size, length, name, gathered, far)
+        tile = ops.choose_tile(capability, size, length, name, gathered, far)
     else:
-        tile = tiles.choose_product(capability, size, name)
+        tile = ops.choose_product_tile(capability, size, name)
     constants = dict(HAS_C2P=True, HAS_P2C=True, DROPOUT=True, PRECISION="tf32")
     constants |= dict(GATHERED=gathered, FAR=far, D=size, CHUNK=512)
     constants |= dict(WHOLE=not gathered, CONTENT=not gathered, TERM=True)
@@ -100,17 +99,11 @@ def inspect_machine_code(cubin: bytes) -> dict:
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         code = _run("nvdisasm", "-c", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    patterns = {
-        "tensor_core": r"HGMMA|HMMA|UTCHMMA",
-        "hgmma": "HGMMA",
-        "spills": r"\b(?:STL|LDL)",
-        "two_byte_loads": r"LDG\.E\.U16",
-        "two_byte_stores": r"STG\.E\.U16",
-        "vector_loads": r"LDG\.E\.128|LDGSTS\.E\.BYPASS\.128|LDGSTS\.E\.128",
-        "vector_stores": r"STG\.E\.128",
-        "exponentials": r"MUFU\.EX2",
-        "instructions": r"^\s+/\*[0-9a-f]{4,}\*/",
-    }
+    patterns = {"tensor_core": r"HGMMA|HMMA|UTCHMMA", "hgmma": "HGMMA", "spills": r"\b(?:STL|LDL)",
+                "two_byte_loads": r"LDG\.E\.U16", "two_byte_stores": r"STG\.E\.U16",
+                "vector_loads": r"LDG\.E\.128|LDGSTS\.E\.BYPASS\.128|LDGSTS\.E\.128",
+                "vector_stores": r"STG\.E\.128", "exponentials": r"MUFU\.EX2",
+                "instructions": r"^\s+/\*[0-9a-f]{4,}\*/"}
     counts = {name: len(re.findall(p, code, re.MULTILINE)) for name, p in patterns.items()}
     return {"registers": registers, "stack": stack, **counts}
 

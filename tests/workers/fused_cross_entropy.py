@@ -34,8 +34,7 @@ def run(function, leaves, labels, uniforms, temperature, valid):
     """Return loss, gradients, number correct and sampled ids."""
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     loss, correct, sampled = function(
-        *leaves, labels, uniforms, temperature=temperature, valid_vocab=valid
-    )
+        *leaves, labels, uniforms, temperature=temperature, valid_vocab=valid)
     return [loss, *torch.autograd.grad(3 * loss, leaves)], correct.item(), sampled
 
 
@@ -85,10 +84,8 @@ def main() -> None:
         ours = run(fused_linear_cross_entropy, narrow, *case)
         again = run(fused_linear_cross_entropy, narrow, *case)
         right = run(linear_cross_entropy, [x.double() for x in narrow], *case)
-        errors = [
-            ((a.double() - b).norm() / (b.norm().item() or 1)).item()
-            for a, b in zip(ours[0], right[0], strict=True)
-        ]
+        errors = [((a.double() - b).norm() / (b.norm().item() or 1)).item()
+                  for a, b in zip(ours[0], right[0], strict=True)]
         line = {"rows": rows, "dtype": str(dtype)[6:], "errors": errors}
         line["dtypes_kept"] = [x.dtype for x in ours[0][1:]] == [x.dtype for x in narrow]
         line["same_correct"] = ours[1] == right[1]

@@ -18,8 +18,8 @@ from attention_cases import Case as ContiguousCase
 from interpret_bf16 import patch
 
 from deberta_ds.model.attention import attend
-from deberta_ds.model.attention.band import make_band
 from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, keep_pairs
+from deberta_ds.model.attention.geometry import make_band
 from deberta_ds.model.kernels.attention import ops
 
 ops._CHUNK_ROWS = 64  # short rows, too, take several chunks
@@ -124,10 +124,8 @@ def check_operator() -> None:
     leaves = [x.requires_grad_() for x in (*qkv, *tables)]
     for keep in (False, True):
         torch.library.opcheck(
-            ops.fused_attention,
-            (*leaves, *facts, 5, 16, 0.1, 0.1, False, keep),
-            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-        )
+            ops.fused_attention, (*leaves, *facts, 5, 16, 0.1, 0.1, False, keep),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
 def main() -> None:

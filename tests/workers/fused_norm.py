@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from interpret_bf16 import patch
 
-from deberta_ds.model.dropout_mask import DropoutMask
+from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.model.kernels import fused_checks, fused_norm
 
 CPU = torch.device("cpu")

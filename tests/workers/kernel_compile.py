@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from deberta_ds.model.kernels import fused_cross_entropy as loss
 from deberta_ds.model.kernels import fused_norm as norm
-from deberta_ds.model.kernels.attention import backward, masks, ops
+from deberta_ds.model.kernels.attention import backward, blocks, ops
 
 WIDTH = 768
 SINGLE = {"LSE", "SAMPLE_LSE", "MAX_LOGIT", "LABEL_LOGIT", "LOG_NORM", "SCALE", "INSIDE"}
@@ -36,7 +36,7 @@ KERNELS = {
     "norm gradient": (norm._norm_gradient_kernel, _NORM | dict(TWO=True), 4, 3, False),
     "gelu": (norm._gelu_kernel, _GELU, 4, 3, False),
     "gelu gradient": (norm._gelu_gradient_kernel, _GELU, 4, 3, False),
-    "dropout bits": (masks.bits_kernel, dict(BLOCK=ops._BITS_BLOCK), 4, 3, False),
+    "dropout bits": (blocks.bits_kernel, dict(BLOCK=ops._BITS_BLOCK), 4, 3, False),
     "row_dot": (backward.row_dot_kernel, dict(D=64, BM=ops._ROW_DOT_ROWS), 4, 3, False),
 }
 

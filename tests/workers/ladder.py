@@ -19,8 +19,7 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
 from deberta_ds.engine.state import base_optimizer, buffers, layout_of
-from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import join_group, open_run
+from deberta_ds.train.setup import batches_of, join_group, open_run
 from deberta_ds.train.step import BadStepError, train_step
 
 BAD = "generator.head.dense.weight"
@@ -42,13 +41,13 @@ def climb(run, ds_values: dict) -> dict:
                                raise_if_bad=False)
             found["spike"] = [spike.updated, spike.problem, same(before, snapshot(model_engine))]
         result = train_step(model_engine, micro, step=step, seed=train.seed,
-                            stop=step == 3 and dist.rank() == 1)
+                            request=step == 3 and dist.rank() == 1)
         found["losses"].append(result.loss)
         found["updated"].append(result.updated)
         found["norms"].append(float(model_engine.get_global_grad_norm() or 0.0))
         if step == 0:
             found["clipped"] = clipped_norms(model_engine, run.optim.betas[0])
-    found["stop"] = result.stop
+    found["stop"] = result.request
     found["bad_gradient"] = bad_gradient(model_engine, micro, train.seed)
     found["found"] = type(model_engine.optimizer).__name__
     return found

@@ -30,8 +30,7 @@ from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.engine.state import MASTER
-from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import join_group, open_run
+from deberta_ds.train.setup import batches_of, join_group, open_run
 from deberta_ds.train.step import train_step
 
 # Every kind of engine that trains, by stage, precision and where the optimizer lies.
@@ -40,7 +39,9 @@ KINDS = ("zero0_fp32", "zero1_fp32", "zero1_bf16", "zero1_fp16",
          "zero3_fp32", "zero3_bf16", "zero3_fp16", "zero3_bf16_cpu")
 SAVED_BY_ONE = ("zero0_fp32", "zero1_fp32_roundrobin", "zero3_bf16")  # the others by two ranks only
 REFERENCES = {1: "zero1_fp32", 2: "zero3_bf16"}  # by the number of ranks that load
-MUON_KINDS = tuple(kind for kind in KINDS if not kind.endswith("cpu"))  # which it does not take
+# Muon takes no offload; its precisions other than these are tried with FULL_TABLE=1.
+MUON_KINDS = tuple(kind for kind in KINDS if not kind.endswith("cpu") and (
+    "FULL_TABLE" in os.environ or "16" not in kind or kind in ("zero1_bf16", "zero3_bf16")))
 NVME_KINDS = ("zero3_nvme", "zero1_fp32")
 
 

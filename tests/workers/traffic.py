@@ -22,8 +22,7 @@ import torch.distributed as torch_dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import engine
 from deberta_ds.model.backbone import count_parameters
-from deberta_ds.train.loop import batches_of
-from deberta_ds.train.setup import join_group, open_run
+from deberta_ds.train.setup import batches_of, join_group, open_run
 from deberta_ds.train.step import train_step
 
 SENT: Counter = Counter()

@@ -232,8 +232,7 @@ def fill_disk(args) -> dict:
                 "traceback": "Traceback" in failed.stderr, "manifest_left": left,
                 "message": failed.stderr.strip().splitlines()[-1].replace(str(args.scratch), "DIR"),
                 "exit_code_after_more_space": again.returncode,
-                "identical_to_the_unbroken_run": tree(pair[0]) == tree(pair[1]),
-            }
+                "identical_to_the_unbroken_run": tree(pair[0]) == tree(pair[1])}
         finally:
             subprocess.run(["umount", mount], check=True)
     return report
@@ -283,20 +282,17 @@ def feed_bad_input(args) -> dict:
         "not_a_string.jsonl": b'{"text": 17}\n',
         "lone_surrogate.jsonl": b'{"text": "x"}\n{"text": "\\ud800"}\n',
         "empty_documents.jsonl": b'{"text": ""}\n{"text": " "}\n\n{"text": "x y"}\n',
-        "nul_bytes.txt": b"one\x00two\x00 three\n",
-        "one_line_of_50_MB.txt": words,
+        "nul_bytes.txt": b"one\x00two\x00 three\n", "one_line_of_50_MB.txt": words,
         "one_line_of_50_MB.jsonl": b'{"text": "' + words + b'"}\n{"text": "after"}\n',
         "one_word_of_3_MB.txt": b"x" * 3_000_000,
-        "one_line_of_80_MB.jsonl": b'{"text": "' + b"y " * 40_000_000 + b'"}\n{"text": "after"}\n',
-    }
+        "one_line_of_80_MB.jsonl": b'{"text": "' + b"y " * 40_000_000 + b'"}\n{"text": "after"}\n'}
     report = {}
     for name, data in cases.items():
         (directory / name).write_bytes(data)
         done = subprocess.run(
             [sys.executable, f"{PREP}/tokenize_corpus.py", directory / name, "--tokenizer",
              args.scratch / "spm.model", "--out", directory / f"{name}.out"],
-            capture_output=True, text=True,
-        )
+            capture_output=True, text=True)
         said = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
         assert "Traceback" not in done.stderr, done.stderr
         report[name] = {"exit_code": done.returncode, "said": said.replace(str(directory), "DIR")}

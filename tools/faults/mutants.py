@@ -28,7 +28,6 @@ TESTS = {  # file of the package: tests that should notice
     "objectives/base.py": ["test_objectives.py", "test_export.py"],
     "objectives/mlm.py": ["test_objectives.py", "test_export.py", "test_gradients.py"],
     "objectives/rtd.py": ["test_objectives.py", "test_gradients.py", "test_export.py"],
-    "objectives/sampling.py": ["test_objectives.py"],
     "engine/optim.py": ["test_schedule.py"],
     "train/step.py": ["test_ladder.py", "test_trajectory.py"],
     "model/heads.py": ["test_objectives.py", "test_export.py"],

@@ -36,26 +36,20 @@ def _toml_trick(random: Random, text: str) -> tuple[str, mutate.Change]:
     """Return TOML with what TOML itself forbids, or types that JSON does not have."""
     name, new = random.choice(
         [
-            (
-                "a key twice",
-                text.replace("learning_rate = ", "learning_rate = 1e-3\nlearning_rate = "),
-            ),
+            ("a key twice",
+             text.replace("learning_rate = ", "learning_rate = 1e-3\nlearning_rate = ")),
             ("a table twice", f"{text}[optim]\nlearning_rate = 1e-3\n"),
-            (
-                "brackets without end",
-                text.replace("learning_rate = ", f"learning_rate = {'[' * 50_000}"),
-            ),
+            ("brackets without end",
+             text.replace("learning_rate = ", f"learning_rate = {'[' * 50_000}")),
             ("a date", text.replace('name = "small"', "name = 1979-05-27T07:32:00Z")),
             (
                 "a time as the rate",
-                text.replace("learning_rate = 0.001", "learning_rate = 07:32:00"),
-            ),
+                text.replace("learning_rate = 0.001", "learning_rate = 07:32:00")),
             ("thousands of digits", text.replace("steps = 2", f"steps = {'9' * 5000}")),
             ("a dotted key over a table", f"optim.learning_rate = 1\n{text}"),
             ("underscores in a number", text.replace("steps = 2", "steps = 2__0")),
             ("a NUL", text.replace("small", "sm\0all")),
-        ]
-    )
+        ])
     return new, mutate.Change(name, new != text)
 
 
@@ -106,26 +100,13 @@ _OUT_OF_RANGE = [
 def override(random: Random, place: Path) -> Case:
     """Options --section.key=value with broken keys and values."""
     values = _flat(tomllib.loads((place / "run.toml").read_text()))
-    values |= {
-        "objective.mask.rate": 0.15,
-        "optim.eps": 1e-6,
-        "optim.clip_norm": 1.0,
-        "optim.betas": [0.9, 0.98],
-        "objective.temperature": 1.0,
-        "optim.warmup_steps": 0,
-        "model.max_relative": -1,
-        "model.conv_kernel": 0,
-        "model.position_buckets": 16,
-        "objective.rtd_weight": 50.0,
-        "train.spike_sigmas": 0.0,
-        "optim.schedule": "wsd",
-        "optim.min_learning_rate_share": 0.0,
-        "model.norm_eps": 1e-7,
-        "train.activation_checkpointing_interval": 1,
-        "objective.generator_layers": 0,
-        "model.hidden_dropout": 0.1,
-        "data.seed": 0,
-    }
+    values |= {"objective.mask.rate": 0.15, "optim.eps": 1e-6, "optim.clip_norm": 1.0,
+               "optim.betas": [0.9, 0.98], "objective.temperature": 1.0, "optim.warmup_steps": 0,
+               "model.max_relative": -1, "model.conv_kernel": 0, "model.position_buckets": 16,
+               "objective.rtd_weight": 50.0, "train.spike_sigmas": 0.0, "optim.schedule": "wsd",
+               "optim.min_learning_rate_share": 0.0, "model.norm_eps": 1e-7,
+               "train.activation_checkpointing_interval": 1, "objective.generator_layers": 0,
+               "model.hidden_dropout": 0.1, "data.seed": 0}
     key = random.choice(sorted(values))
     new, nonsense = mutate.value(random, values[key])
     if random.random() < 0.25:

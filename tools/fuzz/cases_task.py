@@ -101,18 +101,8 @@ def settings_file(random: Random, place: Path) -> Case:
     more = ()
     if random.random() < 0.4:
         key = random.choice(
-            [
-                "epochs",
-                "learning_rate",
-                "global_batch_size",
-                "patience",
-                "best_metric",
-                "micro_batch_size",
-                "sift_noise",
-                "eval_batch_size",
-                "group_updates",
-            ]
-        )
+            ["epochs", "learning_rate", "global_batch_size", "patience", "best_metric",
+             "micro_batch_size", "sift_noise", "eval_batch_size", "group_updates"])
         new = mutate.value(random, 1)[0]
         more = (f"--CB.{key}={toml_value(new)}",)
         if "\0" in more[0]:

@@ -6,6 +6,7 @@ be read), with its output in pipes, so that a limit on file sizes leaves the mes
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -44,6 +45,7 @@ def _preload() -> None:
             importlib.import_module(module.name)
     for name in _PRELOAD:
         importlib.import_module(name)
+    gc.freeze()  # what is imported is no garbage: no fork looks at it again
 
 
 def _run(request: dict) -> dict:

@@ -22,9 +22,8 @@ def drop_threshold(dropout: float) -> int:
     return dropout_threshold(dropout) - (1 << 31)
 
 
-def dropout_bits(
-    seed: int, batch: int, heads: int, queries: int, keys: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_bits(seed: int, batch: int, heads: int, queries: int, keys: int, device: torch.device
+                ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int32 random bits of the queries [B,H,Q] and of the keys [B,H,L]."""
     heads_of_batch = torch.arange(batch * heads, device=device).view(batch, heads, 1)
     rows = torch.arange(queries, device=device) + (heads_of_batch << 32)
@@ -32,20 +31,13 @@ def dropout_bits(
     return _bits(seed, rows), _bits(seed, columns)
 
 
-def keep_pairs(
-    row_bits: torch.Tensor, column_bits: torch.Tensor, threshold: int
-) -> torch.Tensor:
+def keep_pairs(row_bits: torch.Tensor, column_bits: torch.Tensor, threshold: int) -> torch.Tensor:
     """Return the bool mask [..., Q, L] of kept pairs for random bits [..., Q] and [..., L]."""
     return _mixed(row_bits, column_bits, None, None) >= threshold
 
 
-def mark_dropped(
-    probs: torch.Tensor,
-    row_bits: torch.Tensor,
-    column_bits: torch.Tensor,
-    threshold: int,
-    buffers: tuple[torch.Tensor, torch.Tensor],
-) -> None:
+def mark_dropped(probs: torch.Tensor, row_bits: torch.Tensor, column_bits: torch.Tensor,
+                 threshold: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Give the dropped pairs of `probs` [..., Q, L], none below 0, a minus sign.
 
     buffers: two int32 tensors of that shape to work in. Integer arithmetic throughout: on the CPU

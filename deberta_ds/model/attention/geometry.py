@@ -14,9 +14,12 @@ where buckets // 2 is a power of two.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+GROUP_COLUMNS = 128  # of the band: a multiple of every tile side
 
 
 def kept_tensors(maxsize: int) -> Callable:
@@ -112,10 +115,38 @@ def _reach(geometry: Geometry) -> int:
     slots = _slots(geometry).tolist()
     limit = geometry.max_relative
     reach = limit
-    while (
-        reach > 1
-        and slots[limit + reach - 1] == slots[2 * limit]
-        and slots[limit - reach + 1] == slots[0]
-    ):
+    while (reach > 1 and slots[limit + reach - 1] == slots[2 * limit]
+           and slots[limit - reach + 1] == slots[0]):
         reach -= 1
     return reach
+
+
+class Band(NamedTuple):
+    """Shape of the bias matrices of one batch in fused attention: pairs outside of the band around
+    the diagonal are at distances at which the relative table is constant.
+
+    Columns are counted in groups of 128. A query (or key) in group g has those of groups g - span
+    .. g + span.
+    """
+
+    span: int  # groups before, and behind, the group of the row itself
+    far: bool  # whether pairs outside of the band exist
+
+    def width(self, keys: int) -> int:
+        """Return the number of columns of a bias matrix."""
+        return min((2 * self.span + 1) * GROUP_COLUMNS, padded(keys))
+
+    def radius(self, keys: int) -> int:
+        """Return the rows of an expanded table before the one of distance 0, half of all rows."""
+        return min((self.span + 1) * GROUP_COLUMNS, padded(keys))
+
+
+def padded(length: int) -> int:
+    """Return the length rounded up to whole groups."""
+    return -(-length // GROUP_COLUMNS) * GROUP_COLUMNS
+
+
+def make_band(reach: int, keys: int) -> Band:
+    """Return the band of a relative table that is constant from distance `reach` on."""
+    needed, other_groups = -(-reach // GROUP_COLUMNS), padded(keys) // GROUP_COLUMNS - 1
+    return Band(min(needed, other_groups), needed < other_groups)

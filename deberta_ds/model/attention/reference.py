@@ -16,19 +16,11 @@ from deberta_ds.model.attention.dropout import drop_threshold, dropout_bits, kee
 from deberta_ds.model.attention.geometry import Geometry
 
 
-def reference_attention(
-    q_BHQD: torch.Tensor,
-    k_BHLD: torch.Tensor,
-    v_BHLD: torch.Tensor,
-    pos_key_HSD: torch.Tensor | None,
-    pos_query_HSD: torch.Tensor | None,
-    *,
-    geometry: Geometry,
-    segments_BL: torch.Tensor,
-    query_positions_BQ: torch.Tensor | None,
-    dropout: float,
-    seed: int | None,
-) -> torch.Tensor:
+def reference_attention(q_BHQD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor,
+                        pos_key_HSD: torch.Tensor | None, pos_query_HSD: torch.Tensor | None, *,
+                        geometry: Geometry, segments_BL: torch.Tensor,
+                        query_positions_BQ: torch.Tensor | None, dropout: float, seed: int | None
+                       ) -> torch.Tensor:
     """Return the context [B,Q,H,D] in the dtype of `v`; scores and softmax are fp32 (or fp64).
 
     Gathers from [.., Q, S] matrices: slow, much memory, but each line is one line of the paper.
@@ -65,9 +57,8 @@ def reference_attention(
     return context_BHQD.transpose(1, 2)
 
 
-def score_scale(
-    size: int, pos_key_HSD: torch.Tensor | None, pos_query_HSD: torch.Tensor | None
-) -> float:
+def score_scale(size: int, pos_key_HSD: torch.Tensor | None, pos_query_HSD: torch.Tensor | None
+               ) -> float:
     """Return 1 / sqrt(D * (1 + number of position terms present))."""
     terms = (pos_key_HSD is not None) + (pos_query_HSD is not None)
     return 1.0 / math.sqrt(size * (1 + terms))

@@ -63,9 +63,8 @@ class Expansion:
         return one_hot_SC.to(grad_HCD.dtype) @ grad_HCD
 
 
-def expansion(
-    geometry: Geometry, longest: int, rows_are_queries: bool, clip: bool, like: Tensor
-) -> Expansion:
+def expansion(geometry: Geometry, longest: int, rows_are_queries: bool, clip: bool, like: Tensor
+             ) -> Expansion:
     """Return the expansion for spans of up to `longest` columns, for products with `like`.
 
     clip: treat columns beyond the table's reach as saturated.
@@ -180,14 +179,8 @@ def _padded_rows(tensor_GXY: Tensor, scratch: Scratch) -> Tensor:
     return buffer[:, :, :columns].copy_(tensor_GXY)
 
 
-def add_term(
-    scores: Tensor,
-    x_GXD: Tensor,
-    term: PositionTerm,
-    frame: Frame,
-    transposed: bool,
-    scratch: Scratch,
-) -> None:
+def add_term(scores: Tensor, x_GXD: Tensor, term: PositionTerm, frame: Frame, transposed: bool,
+             scratch: Scratch) -> None:
     """Add x . T[y - x + radius] to `scores` [G,X,Y], or to [G,Y,X] when `transposed`."""
     heads, size = len(term.table_HCD), x_GXD.shape[2]
     columns = scores.shape[1 if transposed else 2]
@@ -219,16 +212,8 @@ def add_term(
                     target[:, :, lo:hi].add_(constant)
 
 
-def collect_term(
-    grad: Tensor,
-    x_GXD: Tensor,
-    term: PositionTerm,
-    frame: Frame,
-    transposed: bool,
-    grad_x_GXD: Tensor,
-    grad_table_HCD: Tensor,
-    scratch: Scratch,
-) -> None:
+def collect_term(grad: Tensor, x_GXD: Tensor, term: PositionTerm, frame: Frame, transposed: bool,
+                 grad_x_GXD: Tensor, grad_table_HCD: Tensor, scratch: Scratch) -> None:
     """Accumulate the gradients of `add_term` for score gradients `grad` (laid out like scores)."""
     heads, size = len(term.table_HCD), x_GXD.shape[2]
     columns = grad.shape[1 if transposed else 2]

@@ -13,18 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deberta_ds.model.attention import gathered
+from deberta_ds.model.attention import skew
 from deberta_ds.model.attention.dropout import clear_dropped, drop_threshold, mark_dropped
 from deberta_ds.model.attention.segments import KeySpan
-from deberta_ds.model.attention.skew import (
-    Frame,
-    PositionTerm,
-    Scratch,
-    add_term,
-    block_rows,
-    collect_term,
-)
 
+_KEY_ROWS = 512  # of gathered queries at once
 _TILE_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}  # of scores; on the CPU per thread
 
 
@@ -35,12 +28,12 @@ class Inputs:
     q_BHQD: Tensor
     k_BHLD: Tensor
     v_BHLD: Tensor
-    c2p: PositionTerm | None  # content to position: rows are queries; scaled
-    p2c: PositionTerm | None  # position to content: rows are keys; scaled
+    c2p: skew.PositionTerm | None  # content to position: rows are queries; scaled
+    p2c: skew.PositionTerm | None  # position to content: rows are keys; scaled
     scale: float
     dropout: float
     bits: tuple[Tensor, Tensor] | None  # dropout bits of queries [B,H,Q] and keys [B,H,L]
-    scratch: Scratch
+    scratch: skew.Scratch
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ def groups(spans: list[KeySpan], q_BHQD: Tensor) -> Iterator[Group]:
         rows = min(span.rows.stop - span.rows.start, at_once)
         parts = -(-heads // (at_once // rows))
         size = -(-heads // parts)  # all parts alike
-        unit = block_rows(q_BHQD.dtype, keys)
+        unit = skew.block_rows(q_BHQD.dtype, keys)
         block = max(unit, budget // keys // unit * unit)
         blocks = [(first, min(first + block, queries)) for first in range(0, queries, block)]
         for row in range(span.rows.start, span.rows.stop, rows):
@@ -201,9 +194,8 @@ class Gradients:
     p2c_table_GCD: Tensor | None
 
 
-def add_gradients(
-    inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, total: Gradients
-) -> Tensor:
+def add_gradients(inputs: Inputs, tile: Tile, probs: Tensor, out_grad: Tensor, total: Gradients
+                 ) -> Tensor:
     """Add one tile's gradients to `total`, and return that of its queries [G,X,D].
 
     probs: as `probabilities` returned them; out_grad [G,X,D]: the gradient of the context.
@@ -230,27 +222,83 @@ def add_gradients(
     return q_grad
 
 
-def _add(
-    inputs, term: PositionTerm, scores: Tensor, x: Tensor, tile: Tile, transposed: bool
-) -> None:
+def _add(inputs, term: skew.PositionTerm, scores: Tensor, x: Tensor, tile: Tile, transposed: bool
+        ) -> None:
     term = term.of_heads(tile.group.heads)
     if tile.positions is None:
-        frame = Frame(0, tile.first) if transposed else Frame(tile.first, 0)
-        add_term(scores, x, term, frame, transposed, inputs.scratch)
+        frame = skew.Frame(0, tile.first) if transposed else skew.Frame(tile.first, 0)
+        skew.add_term(scores, x, term, frame, transposed, inputs.scratch)
     elif transposed:
-        gathered.add_key_rows(scores, x, term, tile.positions, inputs.scratch)
+        add_key_rows(scores, x, term, tile.positions, inputs.scratch)
     else:
-        gathered.add_query_rows(scores, x, term, tile.positions)
+        add_query_rows(scores, x, term, tile.positions)
 
 
 def _collect(inputs, term, grad, x, tile, transposed, x_grad, table_grad) -> None:
     term = term.of_heads(tile.group.heads)
     if tile.positions is None:
-        frame = Frame(0, tile.first) if transposed else Frame(tile.first, 0)
-        collect_term(grad, x, term, frame, transposed, x_grad, table_grad, inputs.scratch)
+        frame = skew.Frame(0, tile.first) if transposed else skew.Frame(tile.first, 0)
+        skew.collect_term(grad, x, term, frame, transposed, x_grad, table_grad, inputs.scratch)
     elif transposed:
-        gathered.collect_key_rows(
-            grad, x, term, tile.positions, x_grad, table_grad, inputs.scratch
-        )
+        collect_key_rows(grad, x, term, tile.positions, x_grad, table_grad, inputs.scratch)
     else:
-        gathered.collect_query_rows(grad, x, term, tile.positions, x_grad, table_grad)
+        collect_query_rows(grad, x, term, tile.positions, x_grad, table_grad)
+
+
+def _columns(expanded: skew.Expansion, positions_X: Tensor, keys: int) -> Tensor:
+    """Return the expanded table's row [X,Y] of each pair of a gathered query (those of the enhanced
+    mask decoder) and a key.
+
+    It has one row per distance here, so each pair has an element of its own in queries x table: one
+    writer per element, no atomics.
+    """
+    keys_Y = torch.arange(keys, device=positions_X.device)
+    return keys_Y - positions_X[:, None] + expanded.radius
+
+
+def add_query_rows(scores_GXY: Tensor, q_GXD: Tensor, term: skew.PositionTerm, positions_X: Tensor
+                  ) -> None:
+    """Add the content-to-position term."""
+    products_GXC = torch.bmm(q_GXD, term.table_HDC)
+    columns_XY = _columns(term.expansion, positions_X, scores_GXY.shape[2])
+    scores_GXY.add_(products_GXC.gather(2, columns_XY.expand_as(scores_GXY)))
+
+
+def collect_query_rows(grad_GXY: Tensor, q_GXD: Tensor, term: skew.PositionTerm,
+                       positions_X: Tensor, grad_q_GXD: Tensor, grad_table_GCD: Tensor) -> None:
+    """Accumulate the gradients of `add_query_rows`."""
+    columns_XY = _columns(term.expansion, positions_X, grad_GXY.shape[2])
+    products_GXC = grad_GXY.new_zeros(*grad_GXY.shape[:2], term.table_HCD.shape[1])
+    products_GXC.scatter_(2, columns_XY.expand_as(grad_GXY), grad_GXY)
+    grad_q_GXD.add_(torch.bmm(products_GXC, term.table_HCD))
+    grad_table_GCD.add_(torch.bmm(products_GXC.transpose(1, 2), q_GXD))
+
+
+def add_key_rows(scores_GXY: Tensor, k_GYD: Tensor, term: skew.PositionTerm, positions_X: Tensor,
+                 scratch: skew.Scratch) -> None:
+    """Add the position-to-content term: computed for all columns, then gathered at the queries'."""
+    groups, _, keys = scores_GXY.shape
+    for start in range(0, keys, _KEY_ROWS):
+        rows = k_GYD[:, start : start + _KEY_ROWS]
+        all_columns = scores_GXY.new_zeros(groups, rows.shape[1], keys)
+        skew.add_term(all_columns, rows, term, skew.Frame(start, 0), False, scratch)
+        taken = all_columns.index_select(2, positions_X).transpose(1, 2)
+        scores_GXY[:, :, start : start + _KEY_ROWS].add_(taken)
+
+
+def collect_key_rows(grad_GXY: Tensor, k_GYD: Tensor, term: skew.PositionTerm, positions_X: Tensor,
+                     grad_k_GYD: Tensor, grad_table_GCD: Tensor, scratch: skew.Scratch) -> None:
+    """Accumulate the gradients of `add_key_rows`.
+
+    Queries may share a column (padding of the decoder does), so their gradients are scattered by a
+    matmul with a one-hot matrix, which adds them in a fixed order.
+    """
+    keys = grad_GXY.shape[2]
+    one_hot_XL = positions_X[:, None] == torch.arange(keys, device=positions_X.device)
+    one_hot_XL = one_hot_XL.to(grad_GXY.dtype)
+    for start in range(0, keys, _KEY_ROWS):
+        stop = start + _KEY_ROWS
+        all_columns = grad_GXY[:, :, start:stop].transpose(1, 2) @ one_hot_XL
+        rows, grad_rows = k_GYD[:, start:stop], grad_k_GYD[:, start:stop]
+        frame = skew.Frame(start, 0)
+        skew.collect_term(all_columns, rows, term, frame, False, grad_rows, grad_table_GCD, scratch)

@@ -32,19 +32,9 @@ from deberta_ds.model.cpu import mkl_products
 KEEP_LENGTH = 512  # spans up to this long keep their probabilities for backward
 
 
-def tiled_attention(
-    q_BHQD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    pos_key_HSD: Tensor | None,
-    pos_query_HSD: Tensor | None,
-    *,
-    geometry: Geometry,
-    segments_BL: Tensor,
-    query_positions_BQ: Tensor | None,
-    dropout: float,
-    seed: int | None,
-) -> Tensor:
+def tiled_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
+                    pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
+                    query_positions_BQ: Tensor | None, dropout: float, seed: int | None) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`."""
     dtype = q_BHQD.dtype
     spans = split_into_spans(segments_BL, query_positions_BQ)
@@ -70,8 +60,7 @@ class _Setting:
     def all_keys(self, tensor_BHLD: Tensor) -> bool:
         """Return whether the spans hold every key."""
         held = sum(
-            (span.stop - span.start) * (span.rows.stop - span.rows.start) for span in self.spans
-        )
+            (span.stop - span.start) * (span.rows.stop - span.rows.start) for span in self.spans)
         return held == tensor_BHLD.shape[0] * tensor_BHLD.shape[2]
 
     def all_queries(self, tensor_BHQD: Tensor) -> bool:
@@ -115,12 +104,9 @@ class _TiledAttention(torch.autograd.Function):
         c2p_table = _table_sums(inputs.c2p, "c2p table", inputs.scratch)
         p2c_table = _table_sums(inputs.p2c, "p2c table", inputs.scratch)
         for group in groups(setting.spans, q_BHQD):
-            total = Gradients(
-                group.new_keys(k_BHLD),
-                group.new_keys(v_BHLD),
-                None if c2p_table is None else c2p_table[group.heads],
-                None if p2c_table is None else p2c_table[group.heads],
-            )
+            total = Gradients(group.new_keys(k_BHLD), group.new_keys(v_BHLD),
+                              None if c2p_table is None else c2p_table[group.heads],
+                              None if p2c_table is None else p2c_table[group.heads])
             with _matmuls_of(group.span, k_BHLD.shape[2]):
                 for tile in group.tiles():
                     probs = next(kept) if _is_kept(group.span) else probabilities(inputs, tile)

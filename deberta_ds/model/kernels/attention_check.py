@@ -22,7 +22,7 @@ GEOMETRY = Geometry(512, 256)  # of every released v2 and v3 model
 _KERNELS = Path(__file__).with_name("attention")
 _ATTENTION = Path(__file__).parents[1] / "attention"
 SOURCES = [*_KERNELS.glob("*.py"), *_KERNELS.glob("*.json"), Path(splitmix.__file__),
-           *(_ATTENTION / f"{name}.py" for name in ("band", "dropout", "geometry", "reference")),
+           *(_ATTENTION / f"{name}.py" for name in ("dropout", "geometry", "reference")),
            Path(__file__)]
 RESULTS = ("context", "queries", "keys", "values", "position keys", "position queries")
 

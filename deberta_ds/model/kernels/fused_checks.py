@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deberta_ds.model.dropout_mask import DropoutMask
+from deberta_ds.model.dropout import DropoutMask
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.linear_cross_entropy import linear_cross_entropy
 
@@ -23,7 +23,7 @@ _LEAST_SAME_DRAWS = 0.99  # the others lie at an edge between two ids
 # Files whose content a passed check depends on.
 LOSS_SOURCES = [_KERNELS / "fused_cross_entropy.py", _MODEL / "linear_cross_entropy.py",
                 Path(__file__)]
-NORM_SOURCES = [_KERNELS / "fused_norm.py", _MODEL / "dropout_mask.py", Path(__file__)]
+NORM_SOURCES = [_KERNELS / "fused_norm.py", _MODEL / "dropout.py", Path(__file__)]
 _ROWS = 1100  # so that programs of the weights' gradients take several turns
 
 

@@ -30,34 +30,27 @@ _PITCH = tl.constexpr(128)  # their rows begin at multiples of this, so whole ve
 
 
 @triton.jit
-def _logits(
-    HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _logits(HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C: tl.constexpr, BK: tl.constexpr,
+            BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """Return the logits [BT,BN] of rows t and ids n in fp32; -inf for ids out of range."""
     acc = tl.zeros([BT, BN], tl.float32)
     for c0 in range(0, C, BK):
         c = c0 + tl.arange(0, BK)
         hidden = tl.load(
             HIDDEN + t[:, None] * C + c[None, :],
-            mask=in_rows[:, None] & (c < C)[None, :], other=0.0,
-        )
+            mask=in_rows[:, None] & (c < C)[None, :], other=0.0)
         weight = tl.load(
             WEIGHT + n[None, :] * C + c[:, None],
-            mask=in_ids[None, :] & (c < C)[:, None], other=0.0,
-        )
+            mask=in_ids[None, :] & (c < C)[:, None], other=0.0)
         acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
     bias = tl.load(BIAS + n, mask=in_ids, other=0.0).to(tl.float32)
     return tl.where(in_ids[None, :], acc + bias[None, :], float("-inf"))
 
 
 @triton.jit(do_not_specialize=["T", "VALID"])
-def _forward_kernel(
-    HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, ARGMAX, LABEL_LOGIT,
-    T, VALID, inverse_temperature, SEPARATE: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _forward_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LSE, SAMPLE_LSE, MAX_LOGIT, ARGMAX, LABEL_LOGIT,
+                    T, VALID, inverse_temperature, SEPARATE: tl.constexpr, C: tl.constexpr,
+                    BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of logits: logsumexp and largest logit of every row, and the label's own logit.
 
     LSE, SAMPLE_LSE (of logits / temperature, if SEPARATE), MAX_LOGIT and ARGMAX are [K,T].
@@ -67,8 +60,7 @@ def _forward_kernel(
     n = tile * BN + tl.arange(0, BN)
     in_rows, in_ids = t < T, n < VALID
     logits = _logits(
-        HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
-    )
+        HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION)
     out = tile.to(tl.int64) * T + t
     max_logit = tl.max(logits, 1)
     exp_sum = tl.sum(tl.exp2((logits - max_logit[:, None]) * _LOG2_E), 1)
@@ -89,11 +81,9 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "VALID", "first", "count", "pitches"])
-def _gradient_kernel(
-    HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID, first, count,
-    pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _gradient_kernel(HIDDEN, WEIGHT, BIAS, LABELS, LOG_NORM, SCALE, D_LOGITS, D_BIAS, T, VALID,
+                     first, count, pitches, C: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+                     BN: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of the logits of ids [first, first + count): D_LOGITS [T,pitches x _PITCH], and of
     the bias.
 
@@ -108,27 +98,21 @@ def _gradient_kernel(
         t = t0 + tl.arange(0, BT)
         in_rows = t < T
         logits = _logits(
-            HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION
-        )
+            HIDDEN, WEIGHT, BIAS, t, n, in_rows, in_ids, C, BK, BT, BN, PRECISION)
         log_norm = tl.load(LOG_NORM + t, mask=in_rows, other=float("inf"))
         label = tl.load(LABELS + t, mask=in_rows, other=-1)
         probs = tl.exp2((logits - log_norm[:, None]) * _LOG2_E)
         hit = (n[None, :] == label[:, None]) & in_ids[None, :]
         gradient = (probs - tl.where(hit, 1.0, 0.0)) * scale
         bias_sum += tl.sum(gradient, 0)
-        tl.store(
-            D_LOGITS + t[:, None] * (pitches * _PITCH) + column[None, :],
-            gradient.to(D_LOGITS.dtype.element_ty),
-            mask=in_rows[:, None],
-        )
+        tl.store(D_LOGITS + t[:, None] * (pitches * _PITCH) + column[None, :],
+                 gradient.to(D_LOGITS.dtype.element_ty), mask=in_rows[:, None])
     tl.store(D_BIAS + column, bias_sum.to(D_BIAS.dtype.element_ty), mask=column < count)
 
 
 @triton.jit(do_not_specialize=["VALID"])
-def _sample_kernel(
-    HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
-    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-):
+def _sample_kernel(HIDDEN, WEIGHT, BIAS, TILE, INSIDE, SAMPLED, VALID, inverse_temperature,
+                   C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """One row: the id of its tile where the cumulative probability first exceeds INSIDE."""
     t = tl.program_id(0)
     n = tl.load(TILE + t) * BN + tl.arange(0, BN)
@@ -139,8 +123,7 @@ def _sample_kernel(
         hidden = tl.load(HIDDEN + t * C + c, mask=c < C, other=0.0)
         weight = tl.load(
             WEIGHT + n[:, None] * C + c[None, :],
-            mask=in_ids[:, None] & (c < C)[None, :], other=0.0,
-        )
+            mask=in_ids[:, None] & (c < C)[None, :], other=0.0)
         logits += tl.sum(weight.to(tl.float32) * hidden.to(tl.float32)[None, :], 1)
     logits = tl.where(in_ids, logits * inverse_temperature, float("-inf"))
     probs = tl.exp2((logits - tl.max(logits, 0)) * _LOG2_E)
@@ -151,15 +134,10 @@ def _sample_kernel(
     tl.store(SAMPLED + t, tl.minimum(first_id, last).to(tl.int64))
 
 
-def fused_linear_cross_entropy(
-    hidden_TC: Tensor,
-    weight_VC: Tensor,
-    bias_V: Tensor,
-    labels_T: Tensor,
-    uniforms_T: Tensor | None = None,
-    temperature: float = 1.0,
-    valid_vocab: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def fused_linear_cross_entropy(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor,
+                               labels_T: Tensor, uniforms_T: Tensor | None = None,
+                               temperature: float = 1.0, valid_vocab: int | None = None
+                              ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (loss_sum, correct_count, sampled_ids); see `linear_cross_entropy`.
 
     hidden and weight: fp32, fp16 or bf16. Runs on CUDA, and in Triton's interpreter.
@@ -176,8 +154,7 @@ def fused_linear_cross_entropy(
     with on_device_of(hidden_TC):
         return _FusedLinearCrossEntropy.apply(
             hidden_TC.contiguous(), weight_VC.contiguous(), bias_V.contiguous(),
-            labels_T.contiguous(), uniforms_T, temperature, valid,
-        )
+            labels_T.contiguous(), uniforms_T, temperature, valid)
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -244,8 +221,7 @@ def loss_tiles(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T: T
         # Blocks of rows run first: the weights of an id tile are then read from memory once.
         _forward_kernel[(triton.cdiv(rows, _ROWS), tiles)](
             hidden_TC, weight_VC, bias_V, labels_T, *outputs, rows, valid, 1 / temperature,
-            SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS),
-        )
+            SEPARATE=temperature != 1.0, **_constants(hidden_TC, _IDS))
     return outputs
 
 
@@ -275,8 +251,7 @@ def loss_gradient(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, labels_T
     width = outputs[0].shape[1]
     _gradient_kernel[(width // _GRADIENT_IDS,)](
         hidden_TC, weight_VC, bias_V, labels_T, log_norm_T, scale_1, *outputs, len(hidden_TC),
-        valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS),
-    )
+        valid, start, count, width // _PITCH.value, **_constants(hidden_TC, _GRADIENT_IDS))
     return outputs
 
 
@@ -299,8 +274,7 @@ def sample_ids(hidden_TC: Tensor, weight_VC: Tensor, bias_V: Tensor, tile_T: Ten
     if len(tile_T):
         _sample_kernel[(len(tile_T),)](
             hidden_TC, weight_VC, bias_V, tile_T, inside_T, sampled_T, valid, 1 / temperature,
-            C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS,
-        )
+            C=hidden_TC.shape[1], BK=_DEPTH, BN=_IDS)
     return sampled_T
 
 
@@ -310,12 +284,6 @@ def _no_ids(hidden_TC, weight_VC, bias_V, tile_T, inside_T, temperature, valid):
 
 
 def _constants(hidden_TC: Tensor, ids: int) -> dict:
-    return {
-        "C": hidden_TC.shape[1],
-        "BK": _DEPTH,
-        "BT": _ROWS,
-        "BN": ids,
-        "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32",
-        "num_warps": 8,
-        "num_stages": 3,
-    }
+    return {"C": hidden_TC.shape[1], "BK": _DEPTH, "BT": _ROWS, "BN": ids,
+            "PRECISION": "ieee" if hidden_TC.dtype == torch.float32 else "tf32", "num_warps": 8,
+            "num_stages": 3}

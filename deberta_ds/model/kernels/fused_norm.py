@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
-from deberta_ds.model.dropout_mask import MIX_1, MIX_2
+from deberta_ds.model.dropout import MIX_1, MIX_2
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 _NORM_PARTS, _GELU_PARTS = 512, 64
@@ -36,10 +36,9 @@ def _kept(element, key, second_key, threshold, keep_scale):
 
 
 @triton.jit(do_not_specialize=_KEYS)
-def _norm_kernel(
-    SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, key, second_key, threshold,
-    keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
-):
+def _norm_kernel(SUBLAYER, RESIDUAL, WEIGHT, BIAS, SUMMED, OUT, MEAN, INVERSE, key, second_key,
+                 threshold, keep_scale, epsilon, C: tl.constexpr, BLOCK: tl.constexpr,
+                 DROPOUT: tl.constexpr):
     """One row: SUMMED = dropout(SUBLAYER) + RESIDUAL in its own dtype, OUT its norm."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -63,11 +62,9 @@ def _norm_kernel(
 
 
 @triton.jit(do_not_specialize=[*_KEYS, "R"])
-def _norm_gradient_kernel(
-    GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER, D_RESIDUAL, PARTS, R, key, second_key,
-    threshold, keep_scale, TWO: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    DROPOUT: tl.constexpr,
-):
+def _norm_gradient_kernel(GRAD, OTHER, SUMMED, MEAN, INVERSE, WEIGHT, D_SUBLAYER, D_RESIDUAL, PARTS,
+                          R, key, second_key, threshold, keep_scale, TWO: tl.constexpr,
+                          C: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
     """Rows p, p + P, ... of part p; PARTS [P,2,C] are its sums for weight and bias.
 
     With TWO the norm's gradient is GRAD + OTHER. Without DROPOUT both gradients are D_RESIDUAL, and
@@ -127,9 +124,7 @@ def _normal_cdf(x):
 
 
 @triton.jit(do_not_specialize=["R"])
-def _gelu_kernel(
-    X, BIAS, OUT, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
+def _gelu_kernel(X, BIAS, OUT, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     place, inside, x = _tile(X, BIAS, r, c, R, C)
@@ -138,9 +133,8 @@ def _gelu_kernel(
 
 
 @triton.jit(do_not_specialize=["R"])
-def _gelu_gradient_kernel(
-    GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
-):
+def _gelu_gradient_kernel(GRAD, X, BIAS, DX, PARTS, R, C: tl.constexpr, BR: tl.constexpr,
+                          BC: tl.constexpr):
     """Tiles p, p + P, ... of rows; PARTS [P,C] are their sums for the bias."""
     part = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -170,8 +164,7 @@ def _norm(sublayer: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsi
     if means.numel():
         _norm_kernel[(means.numel(),)](
             sublayer, residual, weight, bias, summed, out, means, inverses, key, second_key,
-            threshold, keep_scale, epsilon, **_row_constants(residual, threshold),
-        )
+            threshold, keep_scale, epsilon, **_row_constants(residual, threshold))
     return outputs
 
 
@@ -199,8 +192,7 @@ def _norm_gradients(grad: Tensor, other: Tensor | None, summed: Tensor, means: T
         _norm_gradient_kernel[(len(outputs[2]),)](
             grad, grad if other is None else other, summed, means, inverses, weight, *outputs,
             means.numel(), key, second_key, threshold, keep_scale, TWO=other is not None,
-            **_row_constants(summed, threshold),
-        )
+            **_row_constants(summed, threshold))
     return outputs
 
 

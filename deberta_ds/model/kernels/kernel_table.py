@@ -19,6 +19,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import ModelConfig
 from deberta_ds.model.kernels import kernel_check
 from deberta_ds.model.kernels.kernel_check import Verdict
+from deberta_ds.model.precision import DTYPES
 
 _LOG = logging.getLogger("deberta_ds")
 OPTIONS = {"attention": "attention", "cross-entropy": "cross_entropy"}  # keys of [model], by idea
@@ -28,8 +29,7 @@ MOST_PROGRAMS = 65_535  # along the second axis of a launch: one for each sequen
 MOST_ELEMENTS = 1 << 31  # the kernels count in 32 bits
 MOST_COLUMNS = 8192  # a program of LayerNorm holds a whole hidden state
 _ALIGNED = 16  # hidden sizes at which every hidden state begins at a whole vector
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-          torch.float64: "fp64"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALF)
 _GPU, _CPU = ("cuda",), ("cpu",)
@@ -217,8 +217,7 @@ def choices(model: ModelConfig, device: torch.device, weights: torch.dtype, matm
     weights, matmuls: their dtypes, which differ under autocast. length: of a sequence. The kernels
     are checked as in the first step.
     """
-    from deberta_ds.model.attention.band import make_band
-    from deberta_ds.model.attention.geometry import Geometry
+    from deberta_ds.model.attention.geometry import Geometry, make_band
 
     reach = Geometry(model.largest_distance, model.position_buckets).reach
     long = length > LONGEST_SHORT or make_band(reach, length).far

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deberta_ds.model.attention.band import make_band
-from deberta_ds.model.attention.geometry import Geometry, kept_tensors
+from deberta_ds.model.attention.geometry import Geometry, kept_tensors, make_band
 from deberta_ds.model.attention.reference import score_scale
 from deberta_ds.model.kernels.attention import ops
 from deberta_ds.model.kernels.kernel_check import on_device_of
@@ -20,20 +19,10 @@ from deberta_ds.model.kernels.kernel_check import on_device_of
 _LEAST_SIZE = 16  # of a head: what a product on tensor cores takes
 
 
-def fused_path(
-    q_BHQD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    pos_key_HSD: Tensor | None,
-    pos_query_HSD: Tensor | None,
-    *,
-    geometry: Geometry,
-    segments_BL: Tensor,
-    query_positions_BQ: Tensor | None,
-    dropout: float,
-    seed: int | None,
-    keep_terms: bool = False,
-) -> Tensor:
+def fused_path(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, pos_key_HSD: Tensor | None,
+               pos_query_HSD: Tensor | None, *, geometry: Geometry, segments_BL: Tensor,
+               query_positions_BQ: Tensor | None, dropout: float, seed: int | None,
+               keep_terms: bool = False) -> Tensor:
     """Return the context [B,Q,H,D] in the dtype of `q`; see `reference_attention`.
 
     keep_terms: keep the position terms for backward instead of computing them again.
@@ -51,8 +40,7 @@ def fused_path(
         gathered = query_positions_BQ is not None
         results = ops.fused_attention(
             *qkv, c2p_table, p2c_table, *facts, seed or 0, geometry.reach, scale,
-            float(dropout), gathered, keep_terms,
-        )
+            float(dropout), gathered, keep_terms)
     return results[0][..., :size]
 
 
@@ -68,9 +56,8 @@ def _rows_contiguous(x_BHLD: Tensor) -> Tensor:
     return x_BHLD if x_BHLD.stride(-1) == 1 else x_BHLD.contiguous()
 
 
-def _expand(
-    table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_queries: bool, dtype
-) -> Tensor | None:
+def _expand(table_HSD: Tensor | None, geometry: Geometry, radius: int, rows_are_queries: bool, dtype
+           ) -> Tensor | None:
     """Return [C,H,D], C = 2 radius: row c is the relative row for (column - row) = c - radius.
 
     A product with a one-hot matrix, not an index: exact, and its backward has no atomics.

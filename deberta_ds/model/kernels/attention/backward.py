@@ -12,23 +12,25 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.kernels.attention.bands import band_edges, far_bias, near_bias
 from deberta_ds.model.kernels.attention.blocks import (
+    band_edges,
     biases_of,
+    column_range,
+    far_bias,
     head_of,
+    keep_pairs,
+    loop_ranges,
+    near_bias,
     query_block,
     skewed_gradient_of,
 )
 from deberta_ds.model.kernels.attention.forward import LOG2_E, VARIES
-from deberta_ds.model.kernels.attention.masks import column_range, keep_pairs, loop_ranges
 
 
 @triton.jit
-def _query_step(
-    q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias,
-    scale, keep_scale, threshold, acc,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _query_step(q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i,
+                bias, scale, keep_scale, threshold, acc, HAS_BIAS: tl.constexpr,
+                DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """Return dQ with one block of keys added, and the score gradients [i, j] of the block."""
     d = tl.arange(0, D)
     in_keys = j < NK
@@ -51,16 +53,12 @@ def _query_step(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def query_kernel(
-    Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT,
-    OUT, DQ, D_C2P_BIAS, D_C2P_EDGES,
-    Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS, K_BITS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    NQ, NK, H, SPAN, scale, keep_scale, threshold,
-    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
-    FAR: tl.constexpr, GATHERED: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def query_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, OUT, DQ,
+                 D_C2P_BIAS, D_C2P_EDGES, Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS,
+                 K_BITS, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale,
+                 keep_scale, threshold, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
+                 DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr, D: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of queries: DQ [B,NQ,H,D] of the pairs beyond the band, D_C2P_EDGES [2,B,H,NQ].
 
     If GATHERED: DQ of all pairs, and D_C2P_BIAS. Always writes ROW_DOT, which the key kernel reads,
@@ -77,8 +75,7 @@ def query_kernel(
     K_BITS += wide * NK
     i, in_rows, q, segment_i, position_i, bits_i, base, end, first, last = query_block(
         head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_BITS, b, bh, q_n,
-        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, GATHERED, BM, D,
-    )
+        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, GATHERED, BM, D)
     own_rows = (b.to(tl.int64) * NQ * H + h) * D + (i[:, None] * (H * D) + d[None, :])
     grad = tl.load(GRAD + own_rows, mask=in_rows[:, None], other=0.0)
     lse = tl.load(LSE + wide * NQ + i, mask=in_rows, other=float("inf"))
@@ -86,8 +83,7 @@ def query_kernel(
     row_dot = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(ROW_DOT + wide * NQ + i, row_dot, mask=in_rows)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
-        first, last, base, end, BN, FAR and not GATHERED
-    )
+        first, last, base, end, BN, FAR and not GATHERED)
     low = tl.zeros([BM], tl.float32)
     high = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
@@ -98,20 +94,16 @@ def query_kernel(
             base_j, end_j = band_edges(j0, SPAN, NK)
             bias = near_bias(
                 C2P_BIAS, P2C_BIAS, i, position_i, base, end, j, base_j, end_j, width,
-                HAS_C2P, HAS_P2C, GATHERED, False,
-            )
+                HAS_C2P, HAS_P2C, GATHERED, False)
             acc, d_scores = _query_step(
                 q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i,
                 bits_i, bias, scale, keep_scale, threshold, acc,
-                HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION,
-            )
+                HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
             if HAS_C2P:
                 before, after = j[None, :] < base[:, None], j[None, :] >= end[:, None]
-                tl.store(
-                    d_bias + ((i * (step + 1) - position_i)[:, None] + j[None, :]),
-                    d_scores.to(D_C2P_BIAS.dtype.element_ty),
-                    mask=in_rows[:, None] & ~before & ~after,
-                )
+                tl.store(d_bias + ((i * (step + 1) - position_i)[:, None] + j[None, :]),
+                         d_scores.to(D_C2P_BIAS.dtype.element_ty),
+                         mask=in_rows[:, None] & ~before & ~after)
                 low += tl.sum(tl.where(before, d_scores, 0.0), 1)
                 high += tl.sum(tl.where(after, d_scores, 0.0), 1)
     batch_heads = tl.num_programs(1).to(tl.int64)
@@ -122,12 +114,10 @@ def query_kernel(
             j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
             bias = far_bias(
                 C2P_EDGES + wide * NQ, P2C_EDGES + wide * NK, is_low, i, NQ, j, NK, batch_heads,
-                HAS_C2P, HAS_P2C,
-            )
+                HAS_C2P, HAS_P2C)
             acc, d_scores = _query_step(
                 q, grad, lse, row_dot, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i,
-                bits_i, bias, scale, keep_scale, threshold, acc, True, DROPOUT, D, PRECISION,
-            )
+                bits_i, bias, scale, keep_scale, threshold, acc, True, DROPOUT, D, PRECISION)
             sums = tl.sum(d_scores, 1)
             low += tl.where(is_low, sums, 0.0)
             high += tl.where(is_low, 0.0, sums)
@@ -151,11 +141,9 @@ def row_dot_kernel(GRAD, OUT, ROW_DOT, NQ, H, D: tl.constexpr, BM: tl.constexpr)
 
 
 @triton.jit
-def _key_step(
-    k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, g_n, i, NQ, segment_j, bits_j, bias,
-    scale, keep_scale, threshold, acc_k, acc_v,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _key_step(k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, g_n, i, NQ, segment_j, bits_j,
+              bias, scale, keep_scale, threshold, acc_k, acc_v, HAS_BIAS: tl.constexpr,
+              DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """Return dK and dV / keep_scale with one block of queries added; score gradients [j, i]."""
     d = tl.arange(0, D)
     in_rows = i < NQ
@@ -184,16 +172,13 @@ def _key_step(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def key_kernel(
-    Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT,
-    DK, DV, D_C2P_BIAS, D_P2C_BIAS, D_P2C_EDGES,
-    Q_SEGMENT, Q_POSITION, K_START, K_STOP, K_SEGMENT, Q_BITS, K_BITS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    NQ, NK, H, SPAN, scale, keep_scale, threshold,
-    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
-    FAR: tl.constexpr, GATHERED: tl.constexpr, WHOLE: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def key_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, GRAD, LSE, ROW_DOT, DK, DV,
+               D_C2P_BIAS, D_P2C_BIAS, D_P2C_EDGES, Q_SEGMENT, Q_POSITION, K_START, K_STOP,
+               K_SEGMENT, Q_BITS, K_BITS, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, NQ, NK, H,
+               SPAN, scale, keep_scale, threshold, HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr,
+               DROPOUT: tl.constexpr, FAR: tl.constexpr, GATHERED: tl.constexpr,
+               WHOLE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               PRECISION: tl.constexpr):
     """One block of keys: content part of DK, DV [B,NK,H,D], D_P2C_BIAS, D_P2C_EDGES [2,B,H,NK].
 
     For GATHERED queries D_P2C_BIAS is the score gradient [B,H,NK,NQ] instead, because queries may
@@ -232,8 +217,7 @@ def key_kernel(
     if not GATHERED:
         first, last = column_range(K_START, K_STOP, b * NK, j, NK, NQ)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
-        first, last, base, end, BM, FAR and not GATHERED
-    )
+        first, last, base, end, BM, FAR and not GATHERED)
     low = tl.zeros([BN], tl.float32)
     high = tl.zeros([BN], tl.float32)
     acc_k = tl.zeros([BN, D], tl.float32)
@@ -248,20 +232,17 @@ def key_kernel(
             base_i, end_i = band_edges(position_i, SPAN, NK)
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base_i, end_i, j, base, end, width,
-            HAS_C2P, HAS_P2C, GATHERED, True,
-        )
+            HAS_C2P, HAS_P2C, GATHERED, True)
         acc_k, acc_v, d_scores = _key_step(
             k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, H * D, i, NQ, segment_j, bits_j,
             bias, scale, keep_scale, threshold, acc_k, acc_v,
-            HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION,
-        )
+            HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
         if HAS_P2C:
             gradient = d_scores.to(D_P2C_BIAS.dtype.element_ty)
             if GATHERED:
                 tl.store(
                     D_P2C_BIAS + (j[:, None] * NQ + i[None, :]),
-                    gradient, mask=in_keys[:, None] & (i < NQ)[None, :],
-                )
+                    gradient, mask=in_keys[:, None] & (i < NQ)[None, :])
                 low += tl.sum(tl.where((position_i < base)[None, :], d_scores, 0.0), 1)
                 high += tl.sum(tl.where((position_i >= end)[None, :], d_scores, 0.0), 1)
             else:
@@ -269,8 +250,7 @@ def key_kernel(
         if WHOLE:
             tl.store(
                 d_c2p_bias + (i[:, None] * c2p_step + j[None, :]),
-                tl.trans(d_scores.to(D_C2P_BIAS.dtype.element_ty)),
-            )
+                tl.trans(d_scores.to(D_C2P_BIAS.dtype.element_ty)))
     batch_heads = tl.num_programs(1).to(tl.int64)
     if FAR and not GATHERED:
         for number in range(low_blocks + high_blocks):
@@ -279,13 +259,11 @@ def key_kernel(
             i = tl.multiple_of(i0, BM) + tl.arange(0, BM)
             bias = far_bias(
                 P2C_EDGES + wide * NK, C2P_EDGES + wide * NQ, is_low, j, NK, i, NQ, batch_heads,
-                HAS_P2C, HAS_C2P,
-            )
+                HAS_P2C, HAS_C2P)
             acc_k, acc_v, d_scores = _key_step(
                 k, v, Q, GRAD, LSE, ROW_DOT, Q_SEGMENT, Q_BITS, q_n, H * D, i, NQ, segment_j,
                 bits_j, bias, scale, keep_scale, threshold, acc_k, acc_v, True, DROPOUT, D,
-                PRECISION,
-            )
+                PRECISION)
             sums = tl.sum(d_scores, 1)
             low += tl.where(is_low, sums, 0.0)
             high += tl.where(is_low, 0.0, sums)

@@ -1,6 +1,6 @@
 """Triton kernel: flash attention forward with two dense bias tiles.
 
-Near the diagonal (see `bands`) both position terms are dense tiles of bias matrices, written
+Near the diagonal (`geometry.Band`) both position terms are dense tiles of bias matrices, written
 beforehand, so the loop has no index arithmetic and loads whole vectors. Away from it they are
 constant along a row or a column: two vectors instead of a tile. A program skips every key outside
 the documents of its own queries, so packed sequences cost what their documents cost.
@@ -14,20 +14,25 @@ Names: NQ, NK rows; D head size; BM, BN tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.kernels.attention.bands import band_edges, far_bias, near_bias
-from deberta_ds.model.kernels.attention.blocks import biases_of, head_of, query_block
-from deberta_ds.model.kernels.attention.masks import keep_pairs, loop_ranges
+from deberta_ds.model.kernels.attention.blocks import (
+    band_edges,
+    biases_of,
+    far_bias,
+    head_of,
+    keep_pairs,
+    loop_ranges,
+    near_bias,
+    query_block,
+)
 
 VARIES = ["NQ", "NK", "H", "SPAN", "threshold"]  # one binary, which the self-check has run
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _step(
-    q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale, threshold,
-    m_i, l_i, acc,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):
+def _step(q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale, threshold,
+          m_i, l_i, acc, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, D: tl.constexpr,
+          PRECISION: tl.constexpr):
     """Add one block of keys to the online softmax."""
     d = tl.arange(0, D)
     in_keys = j < NK
@@ -53,15 +58,12 @@ def _step(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def forward_kernel(
-    Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE,
-    Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS, K_BITS,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    NQ, NK, H, SPAN, scale, keep_scale, threshold,
-    HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
-    FAR: tl.constexpr, GATHERED: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def forward_kernel(Q, K, V, C2P_BIAS, P2C_BIAS, C2P_EDGES, P2C_EDGES, OUT, LSE, Q_SEGMENT,
+                   Q_POSITION, Q_START, Q_STOP, K_SEGMENT, Q_BITS, K_BITS, q_b, q_h, q_n, k_b, k_h,
+                   k_n, v_b, v_h, v_n, NQ, NK, H, SPAN, scale, keep_scale, threshold,
+                   HAS_C2P: tl.constexpr, HAS_P2C: tl.constexpr, DROPOUT: tl.constexpr,
+                   FAR: tl.constexpr, GATHERED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, PRECISION: tl.constexpr):
     """One block of queries: OUT [B,NQ,H,D] and the base-2 logsumexp LSE [B,H,NQ]."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -73,11 +75,9 @@ def forward_kernel(
     K_BITS += wide * NK
     i, in_rows, q, segment_i, position_i, bits_i, base, end, first, last = query_block(
         head_of(Q, b, h, q_b, q_h), Q_SEGMENT, Q_POSITION, Q_START, Q_STOP, Q_BITS, b, bh, q_n,
-        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, GATHERED, BM, D,
-    )
+        tl.program_id(0) * BM, NQ, NK, SPAN, DROPOUT, GATHERED, BM, D)
     begin, near_begin, near_end, low_blocks, high_begin, high_blocks = loop_ranges(
-        first, last, base, end, BN, FAR and not GATHERED
-    )
+        first, last, base, end, BN, FAR and not GATHERED)
     m_i = tl.full([BM], float("-inf"), tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
@@ -87,12 +87,10 @@ def forward_kernel(
         base_j, end_j = band_edges(j0, SPAN, NK)
         bias = near_bias(
             C2P_BIAS, P2C_BIAS, i, position_i, base, end, j, base_j, end_j, width,
-            HAS_C2P, HAS_P2C, GATHERED, False,
-        )
+            HAS_C2P, HAS_P2C, GATHERED, False)
         m_i, l_i, acc = _step(
             q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale,
-            threshold, m_i, l_i, acc, HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION,
-        )
+            threshold, m_i, l_i, acc, HAS_C2P or HAS_P2C, DROPOUT, D, PRECISION)
     if FAR and not GATHERED:
         batch_heads = tl.num_programs(1).to(tl.int64)
         for number in range(low_blocks + high_blocks):
@@ -101,12 +99,10 @@ def forward_kernel(
             j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
             bias = far_bias(
                 C2P_EDGES + wide * NQ, P2C_EDGES + wide * NK, is_low, i, NQ, j, NK, batch_heads,
-                HAS_C2P, HAS_P2C,
-            )
+                HAS_C2P, HAS_P2C)
             m_i, l_i, acc = _step(
                 q, K, V, K_SEGMENT, K_BITS, k_n, v_n, j, NK, segment_i, bits_i, bias, scale,
-                threshold, m_i, l_i, acc, True, DROPOUT, D, PRECISION,
-            )
+                threshold, m_i, l_i, acc, True, DROPOUT, D, PRECISION)
     seen = l_i > 0
     l_safe = tl.where(seen, l_i, 1.0)
     acc = acc * (keep_scale / l_safe)[:, None]

@@ -4,43 +4,36 @@ Shape legend: B batch, H heads, Q queries, L keys, D head size, C rows of an exp
 columns of a bias matrix.
 """
 
+import json
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from deberta_ds.model.attention.band import Band, make_band, padded
 from deberta_ds.model.attention.dropout import bits_stream, drop_threshold
-from deberta_ds.model.kernels.attention import backward, forward, masks, position_bias, tiles
+from deberta_ds.model.attention.geometry import Band, make_band, padded
+from deberta_ds.model.kernels.attention import backward, blocks, forward, position_bias
 from deberta_ds.model.kernels.kernel_check import on_device_of
 
 # query_facts int32 [4,B,Q]: segment, row column, first and last + 1 key column of the segment.
 # key_facts int32 [5,B,L]: segment, first and last + 1 query column of the segment; and the
 # same of all segments that enclose the column.
 
+TILES = Path(__file__).with_name("tiles.json")  # docs/attention.md says how to refresh it
+_LONG_ROW = 1024
 _CHUNK_ROWS = 512  # of a table's gradient that a program takes at once
 _BITS_BLOCK, _ROW_DOT_ROWS = 256, 64  # of a program
 _PROGRAMS = 1024  # wanted for a table's gradient: enough to fill any card
 
 
 @torch.library.custom_op("deberta_ds::fused_attention", mutates_args=())
-def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c2p_table: Tensor | None,
-    p2c_table: Tensor | None,
-    query_facts: Tensor,
-    key_facts: Tensor,
-    seed: int,
-    reach: int,
-    scale: float,
-    dropout: float,
-    gathered: bool,
-    keep: bool,
-) -> list[Tensor]:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, c2p_table: Tensor | None,
+                    p2c_table: Tensor | None, query_facts: Tensor, key_facts: Tensor, seed: int,
+                    reach: int, scale: float, dropout: float, gathered: bool, keep: bool
+                   ) -> list[Tensor]:
     """Return the context [B,Q,H,D], the base-2 logsumexp [B,H,Q] in fp32, and for backward the
     dropout bits of queries and keys, both bias matrices and both edge terms (see `_empty_results`).
 
@@ -55,14 +48,13 @@ def fused_attention(
     out, lse, *bits = results[:4]
     if dropout > 0:
         programs = (triton.cdiv(max(queries, keys), _BITS_BLOCK), batch * heads)
-        masks.bits_kernel[programs](*bits, bits_stream(seed), queries, keys, BLOCK=_BITS_BLOCK)
+        blocks.bits_kernel[programs](*bits, bits_stream(seed), queries, keys, BLOCK=_BITS_BLOCK)
     terms = _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale)
     tile = _tile(q, k, "forward", gathered, band)
     forward.forward_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
         q, k, v, *(x.bias for x in terms), *(x.edges for x in terms), out, lse,
         *query_facts, key_facts[0], *bits, *_numbers(q, k, v, band, scale, dropout),
-        **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile),
-    )
+        **_constants(q, c2p_table, p2c_table, dropout, band, gathered, tile))
     if keep:
         results[4:] = [terms[0].bias, terms[1].bias, terms[0].edges, terms[1].edges]
     return results
@@ -86,30 +78,17 @@ def _empty_results(q, k, c2p_table, p2c_table, dropout, band, keep) -> list[Tens
     sides = (queries, k.shape[2]) if dropout > 0 else (0, 0)
     bits = [q.new_empty(batch, heads, rows, dtype=torch.int32) for rows in sides]
     single = dict(dtype=torch.float32)
-    return [
-        q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
-        *bits, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
-        q.new_empty(0, **single),
-    ]
+    return [q.new_empty(batch, queries, heads, size), q.new_empty(batch, heads, queries, **single),
+            *bits, q.new_empty(0), q.new_empty(0), q.new_empty(0, **single),
+            q.new_empty(0, **single)]
 
 
 @torch.library.custom_op("deberta_ds::fused_attention_backward", mutates_args=())
-def fused_attention_backward(
-    grad: Tensor,
-    results: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c2p_table: Tensor | None,
-    p2c_table: Tensor | None,
-    query_facts: Tensor,
-    key_facts: Tensor,
-    reach: int,
-    scale: float,
-    dropout: float,
-    gathered: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fused_attention_backward(grad: Tensor, results: list[Tensor], q: Tensor, k: Tensor, v: Tensor,
+                             c2p_table: Tensor | None, p2c_table: Tensor | None,
+                             query_facts: Tensor, key_facts: Tensor, reach: int, scale: float,
+                             dropout: float, gathered: bool, keep: bool
+                            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, v (laid out [B,L,H,D], as views [B,H,L,D]) and of both tables."""
     grad = grad.contiguous()
     batch, heads, queries, size = q.shape
@@ -132,20 +111,17 @@ def fused_attention_backward(
     settings = (q, c2p_table, p2c_table, dropout, band, gathered)
     if whole and not band.far:
         backward.row_dot_kernel[(triton.cdiv(queries, _ROW_DOT_ROWS), batch * heads)](
-            grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS
-        )
+            grad, out, row_dot, queries, heads, D=size, BM=_ROW_DOT_ROWS)
     else:  # first: it also fills row_dot
         tile = _tile(q, k, "query", gathered, band)
         backward.query_kernel[(triton.cdiv(queries, tile.block_m), batch * heads)](
             *shared, out, dq, d_c2p.bias, d_c2p.edges, *query_facts, *facts,
-            **_constants(*settings, tile),
-        )
+            **_constants(*settings, tile))
     tile = _tile(q, k, "key", gathered, band)
     backward.key_kernel[(triton.cdiv(keys, tile.block_n), batch * heads)](
         *shared, dk, dv, d_c2p.bias, written, d_p2c.edges, *query_facts[:2],
         *key_facts[3:5] if whole else key_facts[1:3], *facts,
-        WHOLE=whole, **_constants(*settings, tile),
-    )
+        WHOLE=whole, **_constants(*settings, tile))
     d_tables = [q.new_empty(0), q.new_empty(0)]
     if c2p_table is not None or whole:
         d_tables[0] = _collect(d_c2p, q, c2p_table, dq, query_facts[1:], k, band, gathered, whole)
@@ -165,10 +141,8 @@ def _(grad, results, q, k, v, c2p_table, p2c_table, *_rest):
 
 def _row_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Return new tensors [B,rows,H,D] for the gradients of q, k and v."""
-    return [
-        torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
-        for x in (q, k, v)
-    ]
+    return [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format)
+            for x in (q, k, v)]
 
 
 def _save(ctx, inputs, output):
@@ -201,25 +175,21 @@ class _Term(NamedTuple):
 def _terms(q, k, c2p_table, p2c_table, query_facts, key_facts, band, gathered, scale):
     """Return the content-to-position and the position-to-content term."""
     keys = k.shape[2]
-    return (
-        _term(q, c2p_table, query_facts[1:], keys, band, gathered, scale),
-        _term(k, p2c_table, key_facts[:3], keys, band, False, scale),
-    )
+    return (_term(q, c2p_table, query_facts[1:], keys, band, gathered, scale),
+            _term(k, p2c_table, key_facts[:3], keys, band, False, scale))
 
 
-def _term(
-    x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool, scale: float
-) -> _Term:
+def _term(x: Tensor, table: Tensor | None, facts, keys: int, band: Band, gathered: bool,
+          scale: float) -> _Term:
     """Return scale x . T; placeholders for an absent term. facts: position, segment start, stop."""
     batch, heads, rows, _ = x.shape
     if table is None:
         return _empty_term(x, table, keys, band)
     bias, edges = _empty_term(x, table, keys, band)
-    tile = tiles.choose_product(_capability(x.device), x.shape[-1], "bias")
+    tile = choose_product_tile(_capability(x.device), x.shape[-1], "bias")
     position_bias.bias_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         x, table, bias, edges, *facts, *x.stride()[:3], rows, keys, heads, band.span, scale,
-        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile),
-    )
+        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile))
     return _Term(bias, edges)
 
 
@@ -233,7 +203,7 @@ def _empty_term(x: Tensor, table: Tensor | None, keys: int, band: Band) -> _Term
 
 
 def _empty_gradient(x: Tensor, wanted: bool, keys: int, band: Band) -> _Term:
-    """Return a bias's gradient that is not yet filled: see `bands.skewed_shape`."""
+    """Return a bias's gradient that is not yet filled: see `blocks.skewed_shape`."""
     batch, heads, rows, _ = x.shape
     if not wanted:
         return _Term(x.new_empty(0), x.new_empty(0, dtype=torch.float32))
@@ -254,23 +224,21 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
     """
     batch, heads, rows, size = x.shape
     keys = k.shape[2]
-    tile = tiles.choose_product(_capability(x.device), size, "rows")
+    tile = choose_product_tile(_capability(x.device), size, "rows")
     position_bias.row_gradient_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
         d_term.bias, k if table is None else table, k, dx, d_term.edges, *facts,
         *k.stride()[:3], rows, keys, heads, band.span, TERM=table is not None, CONTENT=content,
-        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile),
-    )
+        GATHERED=gathered, FAR=band.far, **_product_constants(x, tile))
     if table is None:
         return x.new_empty(0)
-    tile = tiles.choose_product(_capability(x.device), size, "table")
+    tile = choose_product_tile(_capability(x.device), size, "table")
     blocks = triton.cdiv(len(table), tile.block_n)
     units = batch * triton.cdiv(rows, _CHUNK_ROWS)
     splits = min(units, triton.cdiv(_PROGRAMS, blocks * heads))
     parts = torch.empty(splits, *table.shape, dtype=torch.float32, device=x.device)
     position_bias.table_gradient_kernel[(blocks, heads, splits)](
         d_term.bias, x, parts, *facts, *x.stride()[:3], batch, rows, keys, heads, band.span,
-        GATHERED=gathered, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile),
-    )
+        GATHERED=gathered, CHUNK=_CHUNK_ROWS, **_product_constants(x, tile))
     d_table = parts.sum(0)
     if band.far:
         d_table[:: len(table) - 1] += torch.einsum("ebhr,bhrd->ehd", d_term.edges.to(x.dtype), x)
@@ -280,12 +248,59 @@ def _collect(d_term: _Term, x, table: Tensor | None, dx, facts, k: Tensor, band:
 def _spread(d_scores: Tensor, d_bias: Tensor, positions: Tensor, band: Band) -> None:
     """Fill the bias's gradient from the score gradients [B,H,L,Q] of gathered queries."""
     batch, heads, keys, queries = d_scores.shape
-    tile = tiles.choose_product(_capability(d_scores.device), 64, "spread")
+    tile = choose_product_tile(_capability(d_scores.device), 64, "spread")
     position_bias.spread_kernel[(triton.cdiv(keys, tile.block_m), batch * heads)](
         d_scores, d_bias, positions, queries, keys, heads, band.span,
         BR=tile.block_m, BC=tile.block_n, PRECISION=_precision(d_scores),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )
+        num_warps=tile.warps, num_stages=tile.stages)
+
+
+class Tile(NamedTuple):
+    """Query rows and key columns of a program's tile, and how Triton runs it."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@lru_cache
+def tile_table() -> dict:
+    """Return {architecture: {head size: {class: {direction: [m, n, warps, stages]}}}}.
+
+    class: "short" or "long" sequences, or "gathered" queries; next to them the kernels of the bias
+    matrices. "sm100" overrides single "sm90" entries; it is not keyed by head size.
+    """
+    return json.loads(TILES.read_text())
+
+
+@lru_cache
+def choose_tile(capability: tuple[int, int], size: int, length: int, direction: str, gathered: bool,
+                far: bool = False) -> Tile:
+    """Return the tile of a flash kernel for a device capability, head size and row length.
+
+    direction: "forward", "query" (backward by query blocks) or "key" (backward by key blocks).
+    gathered: gathered queries, which read the position terms pair by pair. far: pairs
+    beyond the band, whose loops take registers, so that tiles for short rows would spill.
+    """
+    architecture = _architecture(capability)
+    length_class = "gathered" if gathered else "long" if far or length > _LONG_ROW else "short"
+    return Tile(*tile_table()[architecture][str(max(size, 32))][length_class][direction])
+
+
+@lru_cache
+def choose_product_tile(capability: tuple[int, int], size: int, kind: str) -> Tile:
+    """Return the tile of a product with a bias matrix: rows, columns or table rows, warps, stages.
+
+    kind: "bias" (write it), "rows" and "table" (their gradients), "spread" (gathered queries).
+    """
+    own = tile_table()["sm100"] if (10, 0) <= capability < (12, 0) else {}
+    return Tile(*own.get(kind, tile_table()[_architecture(capability)][str(max(size, 32))][kind]))
+
+
+def _architecture(capability: tuple[int, int]) -> str:
+    large = (9, 0) <= capability < (12, 0)  # sm_120 has the shared memory of sm_86
+    return "sm90" if large else "sm80"
 
 
 @lru_cache  # asked at nearly every launch
@@ -297,9 +312,9 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> tiles.Tile:
+def _tile(q: Tensor, k: Tensor, direction: str, gathered: bool, band: Band) -> Tile:
     longest = max(q.shape[2], k.shape[2])
-    return tiles.choose(_capability(q.device), q.shape[-1], longest, direction, gathered, band.far)
+    return choose_tile(_capability(q.device), q.shape[-1], longest, direction, gathered, band.far)
 
 
 def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
@@ -309,28 +324,13 @@ def _numbers(q, k, v, band: Band, scale: float, dropout: float) -> tuple:
     return *strides, *sizes, scale, 1 / (1 - dropout), drop_threshold(dropout)
 
 
-def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: tiles.Tile) -> dict:
-    return {
-        "HAS_C2P": c2p_table is not None,
-        "HAS_P2C": p2c_table is not None,
-        "DROPOUT": dropout > 0,
-        "FAR": band.far,
-        "GATHERED": gathered,
-        "D": q.shape[-1],
-        "BM": tile.block_m,
-        "BN": tile.block_n,
-        "PRECISION": _precision(q),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+def _constants(q, c2p_table, p2c_table, dropout, band, gathered, tile: Tile) -> dict:
+    return {"HAS_C2P": c2p_table is not None, "HAS_P2C": p2c_table is not None,
+            "DROPOUT": dropout > 0, "FAR": band.far, "GATHERED": gathered, "D": q.shape[-1],
+            "BM": tile.block_m, "BN": tile.block_n, "PRECISION": _precision(q),
+            "num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def _product_constants(x: Tensor, tile: tiles.Tile) -> dict:
-    return {
-        "D": x.shape[-1],
-        "BR": tile.block_m,
-        "BC": tile.block_n,
-        "PRECISION": _precision(x),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+def _product_constants(x: Tensor, tile: Tile) -> dict:
+    return {"D": x.shape[-1], "BR": tile.block_m, "BC": tile.block_n, "PRECISION": _precision(x),
+            "num_warps": tile.warps, "num_stages": tile.stages}

@@ -4,12 +4,12 @@ A bias matrix holds one position term as it is added to the scores:
 
     BIAS[r, y - base] = scale * x_r . T[y - p_r + RADIUS]
 
-for the columns y in the band of row r (see `bands`). T is the relative table with one row per
+for the columns y in the band of row r (`geometry.Band`). T is the relative table with one row per
 distance, p_r the column of row r; the scale is applied here because in fp16 the unscaled term would
 overflow long before the scores do. It is the matmul x T^T with every row shifted by p_r, so the
 kernels compute plain matmuls and shift when they store. The gradient is not shifted (see
-`bands.skewed_shape`). One writer per element, no atomics, no zero-fill: elements outside of a row's
-own segment are never read as they are.
+`blocks.skewed_shape`). One writer per element, no atomics, no zero-fill: elements outside of a
+row's own segment are never read as they are.
 
 Both terms are the same: rows are queries and columns keys for content-to-position, and the other
 way round for position-to-content.
@@ -20,7 +20,7 @@ Names: N rows; D head size; C table rows [C,H,D]; BR, BC tile rows and columns.
 import triton
 import triton.language as tl
 
-from deberta_ds.model.kernels.attention.bands import (
+from deberta_ds.model.kernels.attention.blocks import (
     band_edges,
     bias_shape,
     skewed_shape,
@@ -51,11 +51,9 @@ def _table_rows(position, low, high, radius):
 
 
 @triton.jit(do_not_specialize=VARIES)
-def bias_kernel(
-    X, TABLE, BIAS, EDGES, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
-    GATHERED: tl.constexpr, FAR: tl.constexpr,
-    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def bias_kernel(X, TABLE, BIAS, EDGES, POSITION, START, STOP, x_b, x_h, x_n, N, NK, H, SPAN, scale,
+                GATHERED: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
+                BC: tl.constexpr, PRECISION: tl.constexpr):
     """BIAS [B,H,rows,width]; with FAR, EDGES [2,B,H,N]: the edge terms."""
     bh = tl.program_id(1)
     b, h = bh // H, bh % H
@@ -68,11 +66,9 @@ def bias_kernel(
     bias = BIAS + bh * elements
     x = tl.load(
         X + b.to(tl.int64) * x_b + h * x_h + r[:, None] * x_n + d[None, :],
-        mask=inside[:, None], other=0.0,
-    )
+        mask=inside[:, None], other=0.0)
     position, base, low, high = _row_columns(
-        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
-    )
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED)
     if FAR:
         edges = EDGES + bh.to(tl.int64) * N + r
         wide = x.to(tl.float32) * scale
@@ -85,15 +81,12 @@ def bias_kernel(
     for c0 in range(first, last, BC):
         c = c0 + tl.arange(0, BC)
         t = tl.load(
-            table + c[None, :] * (H * D) + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0
-        )
+            table + c[None, :] * (H * D) + d[:, None], mask=(c < 2 * radius)[None, :], other=0.0)
         term = tl.dot(x, t, input_precision=PRECISION) * scale
         column = c[None, :] + (position - radius)[:, None]
-        tl.store(
-            bias + ((r * width - base + position - radius)[:, None] + c[None, :]),
-            term.to(BIAS.dtype.element_ty),
-            mask=(column >= low[:, None]) & (column < high[:, None]),
-        )
+        tl.store(bias + ((r * width - base + position - radius)[:, None] + c[None, :]),
+                 term.to(BIAS.dtype.element_ty),
+                 mask=(column >= low[:, None]) & (column < high[:, None]))
 
 
 @triton.jit
@@ -103,11 +96,10 @@ def _distance_range(position, low, high, radius):
 
 
 @triton.jit(do_not_specialize=VARIES)
-def row_gradient_kernel(
-    D_BIAS, TABLE, OTHER, DX, D_EDGES, POSITION, START, STOP, o_b, o_h, o_n, N, NK, H, SPAN,
-    TERM: tl.constexpr, CONTENT: tl.constexpr, GATHERED: tl.constexpr, FAR: tl.constexpr,
-    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def row_gradient_kernel(D_BIAS, TABLE, OTHER, DX, D_EDGES, POSITION, START, STOP, o_b, o_h, o_n, N,
+                        NK, H, SPAN, TERM: tl.constexpr, CONTENT: tl.constexpr,
+                        GATHERED: tl.constexpr, FAR: tl.constexpr, D: tl.constexpr,
+                        BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """Add the TERM's part to DX [B,N,H,D]: the gradient of the bias matrix times the table.
 
     With CONTENT the product with the vectors OTHER of the columns, too; DX holds what pairs beyond
@@ -123,8 +115,7 @@ def row_gradient_kernel(
     table = TABLE + h * D
     bias = D_BIAS + bh * elements
     position, base, low, high = _row_columns(
-        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
-    )
+        POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED)
     own_rows = DX + (b.to(tl.int64) * N * H + h) * D + (r[:, None] * (H * D) + d[None, :])
     if CONTENT and not FAR:
         acc = tl.zeros([BR, D], tl.float32)
@@ -137,11 +128,9 @@ def row_gradient_kernel(
             y = y0 + tl.arange(0, BC)
             gradient = tl.load(
                 bias + ((r * columns - position + radius)[:, None] + y[None, :]),
-                mask=(y[None, :] >= low[:, None]) & (y[None, :] < high[:, None]), other=0.0,
-            )
+                mask=(y[None, :] >= low[:, None]) & (y[None, :] < high[:, None]), other=0.0)
             vectors = tl.load(
-                other + y[:, None] * o_n + d[None, :], mask=(y < NK)[:, None], other=0.0
-            )
+                other + y[:, None] * o_n + d[None, :], mask=(y < NK)[:, None], other=0.0)
             acc = tl.dot(gradient, vectors, acc, input_precision=PRECISION)
     if TERM and FAR:
         edges = D_EDGES + bh.to(tl.int64) * N + r
@@ -163,11 +152,9 @@ def row_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=VARIES)
-def table_gradient_kernel(
-    D_BIAS, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H, SPAN,
-    GATHERED: tl.constexpr, CHUNK: tl.constexpr,
-    D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def table_gradient_kernel(D_BIAS, X, D_TABLE, POSITION, START, STOP, x_b, x_h, x_n, B, N, NK, H,
+                          SPAN, GATHERED: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr,
+                          BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """One block of table rows of one head: its part of D_TABLE [splits,C,H,D] in fp32.
 
     The rows of the batch are cut into chunks, and split s of S takes the chunks s, s + S, ...
@@ -193,27 +180,22 @@ def table_gradient_kernel(
             r = r0 + tl.arange(0, BR)
             inside = r < last
             position, base, low, high = _row_columns(
-                POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED
-            )
+                POSITION, START, STOP, b * N, r, inside, SPAN, NK, GATHERED)
             low, high = _distance_range(position, low, high, radius)
             gradient = tl.load(
-                bias + (r[:, None] * columns + c[None, :]), mask=inside[:, None], other=0.0
-            )
+                bias + (r[:, None] * columns + c[None, :]), mask=inside[:, None], other=0.0)
             own = (c[None, :] >= low[:, None]) & (c[None, :] < high[:, None])
             gradient = tl.where(own, gradient, 0.0)
             x = tl.load(
-                x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0
-            )
+                x_rows + r[:, None] * x_n + d[None, :], mask=inside[:, None], other=0.0)
             acc = tl.dot(tl.trans(gradient), x, acc, input_precision=PRECISION)
     part = D_TABLE + (tl.program_id(2).to(tl.int64) * columns * H + h) * D
     tl.store(part + c[:, None] * (H * D) + d[None, :], acc)
 
 
 @triton.jit(do_not_specialize=VARIES)
-def spread_kernel(
-    D_SCORES, D_BIAS, POSITION, NQ, NK, H, SPAN,
-    BR: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):
+def spread_kernel(D_SCORES, D_BIAS, POSITION, NQ, NK, H, SPAN, BR: tl.constexpr, BC: tl.constexpr,
+                  PRECISION: tl.constexpr):
     """Scatter score gradients [B,H,NK,NQ] of gathered queries to D_BIAS; equal columns are summed.
 
     A matmul with a one-hot matrix instead of a scatter: the order of every sum is fixed.
@@ -232,8 +214,7 @@ def spread_kernel(
             i = i0 + tl.arange(0, BC)
             gradient = tl.load(
                 scores + (r[:, None] * NQ + i[None, :]),
-                mask=(r < NK)[:, None] & (i < NQ)[None, :], other=0.0,
-            )
+                mask=(r < NK)[:, None] & (i < NQ)[None, :], other=0.0)
             position = tl.load(POSITION + b * NQ + i, mask=i < NQ, other=-1)
             one_hot = (position[:, None] == y[None, :]).to(gradient.dtype)
             acc = tl.dot(gradient, one_hot, acc, input_precision=PRECISION)

@@ -1,9 +1,9 @@
-"""Take the whole road with every kind of tokenizer, at tiny size, and write the table of what held.
+"""Take every kind of tokenizer from text to predictions, at tiny size, and write what held.
 
-    python tests/tokenizer_roads.py --work runs/tokenizer_roads \\
-        --out benchmarks/results/tokenizer_roads.json
+    python tools/faults/tokenizer_pipelines.py --work runs/tokenizer_pipelines \\
+        --out benchmarks/results/tokenizer_pipelines.json
 
-Every road is the commands a user types, and a look at what they left behind. The kinds that
+Every stage is the commands a user types, and a look at what they left behind. The kinds that
 train_tokenizer.py makes are made by it, the others as their authors do.
 """
 
@@ -21,13 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import deberta_v1_files as public  # noqa: E402
 import rank_helpers  # noqa: E402
 import tokenizer_cases as cases  # noqa: E402
 from data_helpers import SENTENCES, random_documents  # noqa: E402
-from launching import ROOT, losses  # noqa: E402
+from launching import losses  # noqa: E402
 
 from deberta_ds.base.errors import UserError, exit_cleanly  # noqa: E402
 from deberta_ds.base.files import write_atomic  # noqa: E402
@@ -53,7 +54,7 @@ class Kind:
 
 
 def with_mask(out: Path) -> None:
-    """Write a SentencePiece model without [MASK] and [PAD] beside `out`, and to `out` with them."""
+    """Write a SentencePiece model without [MASK] and [PAD] next to `out`, and `out` with them."""
     model = cases.sentencepiece_llama(out.with_name("their.model"))
     run_here("data_prep/train_tokenizer.py", ["--add_mask", str(model), "--out", str(out)])
 
@@ -78,12 +79,8 @@ KINDS = (
     Kind("WordPiece as BERT's, uncased", "tokenizer", make=cases.bert),
     Kind("WordPiece as BERT's, vocab.txt, cased", "tokenizer", make=cases.bert_vocab_txt),
     Kind("WordPiece, another prefix", "tokenizer", make=cases.wordpiece_other),
-    Kind(
-        "DeBERTa v1, vocab.json + merges.txt",
-        "deberta-base",
-        make=public.hub_directory,
-        is_public_v1=True,
-    ),
+    Kind("DeBERTa v1, vocab.json + merges.txt", "deberta-base", make=public.hub_directory,
+         is_public_v1=True),
 )
 
 
@@ -107,7 +104,7 @@ def run_here(script: str, words: list[str]) -> str:
 
 
 @dataclass
-class Road:
+class Pipeline:
     """One kind on its way: where its files are, which commands were run."""
 
     kind: Kind
@@ -133,43 +130,43 @@ class Road:
         return run_here(script, words)
 
 
-def train(road: Road) -> str:
-    text = road.root / "text"
+def train(work: Pipeline) -> str:
+    text = work.root / "text"
     text.mkdir(parents=True)
     lines = [json.dumps({"text": one}) for one in random_documents(240)]
     (text / "all.jsonl").write_text("\n".join(lines))
-    if road.kind.make:
-        road.kind.make(road.tokenizer)
+    if work.kind.make:
+        work.kind.make(work.tokenizer)
         return "imported"
-    road.run("data_prep/train_tokenizer.py", text / "all.jsonl", *road.kind.options, "--out",
-             road.tokenizer)
-    assert road.tokenizer.exists()
+    work.run("data_prep/train_tokenizer.py", text / "all.jsonl", *work.kind.options, "--out",
+             work.tokenizer)
+    assert work.tokenizer.exists()
     return "trained"
 
 
-def tokenize(road: Road) -> str:
-    corpora = [road.root / "corpus/train", road.root / "corpus/heldout"]
-    road.run("data_prep/tokenize_corpus.py", road.root / "text/all.jsonl", "--tokenizer",
-             road.tokenizer, "--out", corpora[0], "--heldout_out", corpora[1], "--heldout_share",
+def tokenize(work: Pipeline) -> str:
+    corpora = [work.root / "corpus/train", work.root / "corpus/heldout"]
+    work.run("data_prep/tokenize_corpus.py", work.root / "text/all.jsonl", "--tokenizer",
+             work.tokenizer, "--out", corpora[0], "--heldout_out", corpora[1], "--heldout_share",
              0.2, "--workers", 1)
-    road.run("data_prep/pack.py", *corpora, "--tokenizer", road.tokenizer, "--seq_len", SEQ_LEN,
+    work.run("data_prep/pack.py", *corpora, "--tokenizer", work.tokenizer, "--seq_len", SEQ_LEN,
              "--workers", 1)
     manifest = json.loads((corpora[0] / "manifest.json").read_text())
     return f"{sum(shard['tokens'] for shard in manifest['shards']):,} tokens"
 
 
-def masks(road: Road) -> str:
+def masks(work: Pipeline) -> str:
     """Words of the text, found by a pattern, are masked whole: not one shows a piece of itself."""
     from deberta_ds.config.objective import MaskConfig
     from deberta_ds.config.run_config import SourceConfig
     from deberta_ds.data.rows import RowDataset
     from deberta_ds.tokenizer import Tokenizer
 
-    shown = road.run("data_prep/show.py", road.root / "corpus/train", "--tokenizer",
-                     road.tokenizer, "--seq_len", SEQ_LEN, "--rows", 4)
+    shown = work.run("data_prep/show.py", work.root / "corpus/train", "--tokenizer",
+                     work.tokenizer, "--seq_len", SEQ_LEN, "--rows", 4)
     assert "{" in shown, shown
-    tokenizer = Tokenizer(road.tokenizer)
-    dataset = RowDataset([SourceConfig(path=str(road.root / "corpus/train"))], tokenizer,
+    tokenizer = Tokenizer(work.tokenizer)
+    dataset = RowDataset([SourceConfig(path=str(work.root / "corpus/train"))], tokenizer,
                          seq_len=SEQ_LEN, seed=1, mask=MaskConfig())
     words = targets = real = 0
     for number in range(60):
@@ -192,82 +189,66 @@ def masks(road: Road) -> str:
     return f"{targets / real:.1%} masked, {words} words of several pieces whole"
 
 
-def run_file(road: Road) -> Path:
+def run_file(work: Pipeline) -> Path:
     from deberta_ds.tokenizer import Tokenizer
 
-    model = {"vocab_size": -(-Tokenizer(road.tokenizer).size // 64) * 64, "hidden_size": 32,
+    model = {"vocab_size": -(-Tokenizer(work.tokenizer).size // 64) * 64, "hidden_size": 32,
              "num_layers": 3, "num_heads": 4, "intermediate_size": 64, "max_position": 64,
              "position_buckets": 16}
-    if road.kind.is_public_v1:  # [model] preset = "deberta-base", at the size of the fixture
+    if work.kind.is_public_v1:  # [model] preset = "deberta-base", at the size of the fixture
         model |= {"vocab_size": public.VOCABULARY, "position_buckets": 0,
                   "share_position_projections": False, "relative_norm": False, "key_bias": False}
     lines = ["[model]", *(f"{key} = {json.dumps(value)}" for key, value in model.items())]
-    if road.kind.is_public_v1:
-        lines += ["[init]", f'from = "{road.tokenizer}"']
-    lines += [
-        "[objective]",
-        'kind = "mlm"',
-        "[objective.mask]",
-        "max_ngram = 3",
-        "[data]",
-        f'sources = [{{path = "{road.root}/corpus/train"}}]',
-        f'heldout = "{road.root}/corpus/heldout"',
-        f'tokenizer = "{road.tokenizer}"',
-        f"seq_len = {SEQ_LEN}",
-        "workers = 0",
-        "[optim]",
-        "learning_rate = 1e-3",
-        "[train]",
-        f"steps = {STEPS}",
-        "global_batch_size = 4",
-        "micro_batch_size = 4",
-        "log_every = 1",
-        "eval_sequences = 8",
-        f"eval_every = {STEPS}",
-        f"save_every = {SAVED}",
-    ]
-    path = road.root / "run.toml"
-    path.write_text("\n".join(['name = "road"', f'out_dir = "{road.root}/run"', *lines]))
+    if work.kind.is_public_v1:
+        lines += ["[init]", f'from = "{work.tokenizer}"']
+    lines += ["[objective]", 'kind = "mlm"', "[objective.mask]", "max_ngram = 3", "[data]",
+              f'sources = [{{path = "{work.root}/corpus/train"}}]',
+              f'heldout = "{work.root}/corpus/heldout"', f'tokenizer = "{work.tokenizer}"',
+              f"seq_len = {SEQ_LEN}", "workers = 0", "[optim]", "learning_rate = 1e-3", "[train]",
+              f"steps = {STEPS}", "global_batch_size = 4", "micro_batch_size = 4", "log_every = 1",
+              "eval_sequences = 8", f"eval_every = {STEPS}", f"save_every = {SAVED}"]
+    path = work.root / "run.toml"
+    path.write_text("\n".join(['name = "pipeline"', f'out_dir = "{work.root}/run"', *lines]))
     return path
 
 
-def pretrain_command(road: Road) -> tuple:
-    return ("launch/pretrain.py", "--config", road.root / "run.toml", "--deepspeed_config",
+def pretrain_command(work: Pipeline) -> tuple:
+    return ("launch/pretrain.py", "--config", work.root / "run.toml", "--deepspeed_config",
             ROOT / "ds_configs/zero1_fp32.json")
 
 
-def pretrain(road: Road) -> str:
-    run_file(road)
-    road.run(*pretrain_command(road))
-    found = losses(road.root / "run")
+def pretrain(work: Pipeline) -> str:
+    run_file(work)
+    work.run(*pretrain_command(work))
+    found = losses(work.root / "run")
     assert list(found) == list(range(1, STEPS + 1))
     return f"loss {found[1]:.3f} to {found[STEPS]:.3f}"
 
 
-def resume(road: Road) -> str:
+def resume(work: Pipeline) -> str:
     """From a checkpoint in the middle: the steps behind it have the losses of the whole run."""
-    middle = road.root / f"run/checkpoints/step-{SAVED:08}"
-    road.run(*pretrain_command(road), f"--out_dir={road.root}/resumed", "--resume", middle)
-    whole, resumed = losses(road.root / "run"), losses(road.root / "resumed")
+    middle = work.root / f"run/checkpoints/step-{SAVED:08}"
+    work.run(*pretrain_command(work), f"--out_dir={work.root}/resumed", "--resume", middle)
+    whole, resumed = losses(work.root / "run"), losses(work.root / "resumed")
     assert resumed == {step: loss for step, loss in whole.items() if step > SAVED}, (whole, resumed)
     return f"{len(resumed)} losses equal the whole run's bit for bit"
 
 
-def export(road: Road) -> str:
-    text = road.run("launch/export.py", "--run", road.root / "run", "--out", road.root / "hf")
+def export(work: Pipeline) -> str:
+    text = work.run("launch/export.py", "--run", work.root / "run", "--out", work.root / "hf")
     assert "AutoTokenizer gives the ids of the training tokenizer" in text, text
-    wanted = "DebertaForMaskedLM" if road.kind.is_public_v1 else "DebertaV2ForMaskedLM"
+    wanted = "DebertaForMaskedLM" if work.kind.is_public_v1 else "DebertaV2ForMaskedLM"
     assert f"as {wanted}" in text, text
     return wanted
 
 
-def auto_tokenizer(road: Road) -> str:
+def auto_tokenizer(work: Pipeline) -> str:
     from transformers import AutoTokenizer
 
     from deberta_ds.tokenizer import Tokenizer
 
-    ours = Tokenizer(road.tokenizer)
-    theirs = AutoTokenizer.from_pretrained(road.root / "hf", local_files_only=True,
+    ours = Tokenizer(work.tokenizer)
+    theirs = AutoTokenizer.from_pretrained(work.root / "hf", local_files_only=True,
                                            model_max_length=1 << 20)
     texts = [*TEXTS, *random_documents(200, seed=3)]
     differing = [text for text in texts
@@ -276,70 +257,70 @@ def auto_tokenizer(road: Road) -> str:
     return f"0 of {len(texts)} texts differ"
 
 
-def fine_tune(road: Road) -> str:
-    road.run("launch/finetune.py", "--task", "RTE", "--model", road.root / "hf", "--data",
+def fine_tune(work: Pipeline) -> str:
+    work.run("launch/finetune.py", "--task", "RTE", "--model", work.root / "hf", "--data",
              ROOT / "tests/fixtures/superglue", "--any_size", "--skip_test", "--out",
-             road.root / "tuned", "--all.epochs=1", "--all.max_length=64")
-    result = json.loads((road.root / "tuned/RTE/seed-1/result.json").read_text())
+             work.root / "tuned", "--all.epochs=1", "--all.max_length=64")
+    result = json.loads((work.root / "tuned/RTE/seed-1/result.json").read_text())
     accuracy = result["metrics"]["accuracy"]
     assert 0 <= accuracy <= 1
     return f"RTE sample {accuracy:.0%}"
 
 
-def predict(road: Road) -> str:
+def predict(work: Pipeline) -> str:
     lines = (ROOT / "tests/fixtures/superglue/RTE/val.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    table = road.root / "table.jsonl"
+    table = work.root / "table.jsonl"
     table.write_text("\n".join(json.dumps(
         {"sentence1": row["premise"], "sentence2": row["hypothesis"]}) for row in rows))
-    road.run("launch/predict.py", "--model", road.root / "tuned/RTE/seed-1", "--data", table,
-             "--out", road.root / "predicted.jsonl")
-    found = len((road.root / "predicted.jsonl").read_text().splitlines())
+    work.run("launch/predict.py", "--model", work.root / "tuned/RTE/seed-1", "--data", table,
+             "--out", work.root / "predicted.jsonl")
+    found = len((work.root / "predicted.jsonl").read_text().splitlines())
     assert found == len(rows)
     return f"{found} predictions"
 
 
-def fill_mask(road: Road) -> str:
+def fill_mask(work: Pipeline) -> str:
     from deberta_ds.tokenizer import Tokenizer
 
-    text = FILL.format(mask=Tokenizer(road.tokenizer).mask_piece)
-    shown = road.run("launch/fill_mask.py", "--model", road.root / "hf", text)
+    text = FILL.format(mask=Tokenizer(work.tokenizer).mask_piece)
+    shown = work.run("launch/fill_mask.py", "--model", work.root / "hf", text)
     assert re.search(r"mask 1: +\S+ +\d", shown), shown
     return shown.splitlines()[-1].strip()
 
 
-def convert(road: Road) -> str:
+def convert(work: Pipeline) -> str:
     """To microsoft's form and back: the tokenizer goes along."""
-    road.run("launch/convert.py", "--model", road.root / "hf", "--out", road.root / "ms", "--to",
+    work.run("launch/convert.py", "--model", work.root / "hf", "--out", work.root / "ms", "--to",
              "ms")
-    road.run("launch/convert.py", "--model", road.root / "ms", "--out", road.root / "back",
+    work.run("launch/convert.py", "--model", work.root / "ms", "--out", work.root / "back",
              "--to", "hf")
-    there, back = ((road.root / name / "model.safetensors").read_bytes() for name in ("hf", "back"))
+    there, back = ((work.root / name / "model.safetensors").read_bytes() for name in ("hf", "back"))
     assert there == back
     from deberta_ds.tokenizer import Tokenizer
 
-    assert Tokenizer(road.root / "back").sha256 == Tokenizer(road.root / "hf").sha256
+    assert Tokenizer(work.root / "back").sha256 == Tokenizer(work.root / "hf").sha256
     return "hf -> ms -> hf: same bytes, same tokenizer"
 
 
-ROADS = (train, tokenize, masks, pretrain, resume, export, auto_tokenizer, fine_tune, predict,
+STAGES = (train, tokenize, masks, pretrain, resume, export, auto_tokenizer, fine_tune, predict,
          fill_mask, convert)
 
 
-def take(kind: Kind, root: Path, roads=ROADS) -> dict[str, dict]:
-    """Take the roads of one kind in order; return {road: {seen, commands} or {problem, commands}}.
+def take(kind: Kind, root: Path, stages=STAGES) -> dict[str, dict]:
+    """Take the stages of one kind; return {stage: {seen, commands} or {problem, commands}}.
 
     Stops at the first that fails, because the next ones need what it should have left.
     """
     found = {}
-    road = Road(kind, root)
-    for step in roads:
-        road.commands, begin = [], time.perf_counter()
+    work = Pipeline(kind, root)
+    for step in stages:
+        work.commands, begin = [], time.perf_counter()
         try:
-            found[step.__name__] = {"seen": step(road), "commands": road.commands}
+            found[step.__name__] = {"seen": step(work), "commands": work.commands}
         except Exception as error:  # the table says so, and the next kind is tried
             traceback.print_exc()
-            found[step.__name__] = {"problem": str(error)[-2000:], "commands": road.commands}
+            found[step.__name__] = {"problem": str(error)[-2000:], "commands": work.commands}
             break
         found[step.__name__]["seconds"] = round(time.perf_counter() - begin, 1)
     return found
@@ -347,12 +328,12 @@ def take(kind: Kind, root: Path, roads=ROADS) -> dict[str, dict]:
 
 def table(found: dict[str, dict[str, dict]]) -> str:
     """Return the table as Markdown."""
-    names = [step.__name__ for step in ROADS]
+    names = [step.__name__ for step in STAGES]
     lines = ["| kind | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for kind, roads in found.items():
-        cells = ["yes" if "seen" in roads.get(name, {}) else
-                 "NO" if name in roads else "not reached" for name in names]
-        if roads["train"].get("seen") == "imported":
+    for kind, stages in found.items():
+        cells = ["yes" if "seen" in stages.get(name, {}) else
+                 "NO" if name in stages else "not reached" for name in names]
+        if stages["train"].get("seen") == "imported":
             cells[0] = "imported"
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -378,7 +359,7 @@ def main() -> int:
             print(f"   {name}: {result.get('seen') or 'FAILED'}", flush=True)
         write_atomic(arguments.out, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(table(found))
-    return any("problem" in result for roads in found.values() for result in roads.values())
+    return any("problem" in result for stages in found.values() for result in stages.values())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """One corpus from a bucket to a training run that starts before all is there. Not run by pytest.
 
-    python tools/faults/s3_road.py --text DIR_OF_TXT --against EVALUATION_FILES --scratch DIR
+    python tools/faults/s3_pipeline.py --text DIR_OF_TXT --against EVALUATION_FILES --scratch DIR
 
 A real S3 server (moto) runs here, behind a proxy that cuts every fifth connection in the middle and
 delays every third answer; while the run reads its rows it also flips a bit in every seventh answer.
-Raw text, tokenizer, findings and corpora lie in the bucket. The same road on local files must give
-the same corpora, and the run the same losses, bit for bit. Prints the commands and figures, writes
+Raw text, tokenizer, findings and corpora lie in the bucket. The same on local files must give the
+same corpora, and the run the same losses, bit for bit. Prints the commands and figures, writes
 benchmarks/results/data_s3.json. Needs moto_server in the PATH (pipx install "moto[server]"): its
 botocore and this project's pandas want different versions of dateutil.
 """
@@ -75,7 +75,7 @@ def main() -> None:
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(port)
-        report = road(args, Proxy(port), port)
+        report = pipeline(args, Proxy(port), port)
     finally:
         server.kill()
         server.wait()
@@ -84,7 +84,7 @@ def main() -> None:
     print(json.dumps(report, indent=1))
 
 
-def road(args, proxy: "Proxy", port: int) -> dict:
+def pipeline(args, proxy: "Proxy", port: int) -> dict:
     from pyarrow.fs import LocalFileSystem, S3FileSystem, copy_files
 
     planted = raw_text(args, args.scratch / "raw")

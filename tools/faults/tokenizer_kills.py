@@ -1,6 +1,6 @@
 """Kill -9 while a tokenizer of each kind is trained, and while each tokenizes; then run again.
 
-    python tests/tokenizer_kills.py --work runs/tokenizer_kills [--text novels/ --megabytes 8]
+    python tools/faults/tokenizer_kills.py --work DIR --out FILE [--text novels/ --megabytes 8]
 
 What is there in the end must be, file for file and byte for byte, what an undisturbed run leaves,
 and nothing else (no temporary files). The moments are shares of the undisturbed run's time.
@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import tokenizer_cases as cases  # noqa: E402
 from data_helpers import random_documents  # noqa: E402
@@ -23,7 +24,6 @@ from data_helpers import random_documents  # noqa: E402
 from deberta_ds.base.errors import exit_cleanly  # noqa: E402
 from deberta_ds.base.files import write_atomic, xxh3  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAINED = {"unigram": "spm.model", "byte_bpe": "tokenizer", "bpe": "tokenizer",
            "wordpiece": "tokenizer"}
 IMPORTED = ("roberta", "bert", "unigram_bytes", "llama", "deberta_v1")
@@ -80,19 +80,10 @@ def take(name: str, text: Path, place: Path, pieces: int, shares: list[float]) -
     if name in TRAINED:
         tokenizer = place / "train/whole" / TRAINED[name]
         row["train"] = disturbed(
-            lambda out: [
-                "data_prep/train_tokenizer.py",
-                text,
-                "--kind",
-                name,
-                "--vocab_size",
-                pieces,
-                "--out",
-                out / TRAINED[name],
-            ],
+            lambda out: ["data_prep/train_tokenizer.py", text, "--kind", name, "--vocab_size",
+                         pieces, "--out", out / TRAINED[name]],
             place / "train",
-            shares,
-        )
+            shares)
     else:
         tokenizer = cases.MAKERS[name](place / "tokenizer")
     row["tokenize"] = disturbed(
@@ -130,7 +121,8 @@ def main() -> None:
         write_text(args.text, args.megabytes, text)
     found = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for name in [name for name in args.names if name not in found]:
-        found[name] = take(name, text, work / f"{name}-{time.time_ns()}", args.pieces, args.shares)
+        found[name] = take(name, text, work / f"{name}-{time.time_ns()}", args.vocab_size,
+                           args.shares)
         print(name, json.dumps(found[name]), flush=True)
         write_atomic(args.out, json.dumps(found, indent=1) + "\n")
 

@@ -1,28 +1,28 @@
-"""The whole road of a tokenizer that is not SentencePiece: DeBERTa v1's, from the public files on.
+"""A tokenizer that is not SentencePiece from end to end: DeBERTa v1's, from the public files on.
 
-tests/tokenizer_roads.py takes it for every kind and writes the table of docs/tokenizers.md.
+tools/faults/tokenizer_pipelines.py does it for every kind, for the table of docs/tokenizers.md.
 """
 
 import os
 
 import pytest
-import tokenizer_kills as kills
-import tokenizer_roads as roads
 import tokenizers
 from data_helpers import random_documents
 from tokenizer_cases import sentencepiece_bpe
 
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
+from tools.faults import tokenizer_kills as kills
+from tools.faults import tokenizer_pipelines as pipelines
 
 
 @pytest.mark.multi
 @pytest.mark.skipif("FULL_TABLE" not in os.environ, reason="set FULL_TABLE=1 (ten minutes)")
-@pytest.mark.parametrize("kind", roads.KINDS, ids=lambda kind: kind.name)
-def test_every_kind_takes_the_whole_road(kind, tmp_path):
-    found = roads.take(kind, tmp_path / "road")
+@pytest.mark.parametrize("kind", pipelines.KINDS, ids=lambda kind: kind.name)
+def test_every_kind_goes_from_text_to_predictions(kind, tmp_path):
+    found = pipelines.take(kind, tmp_path / "work")
     problems = {name: result["problem"] for name, result in found.items() if "problem" in result}
-    assert not problems and len(found) == len(roads.ROADS)
+    assert not problems and len(found) == len(pipelines.STAGES)
 
 
 @pytest.mark.multi
@@ -36,10 +36,10 @@ def test_kill_9_while_training_and_while_tokenizing_changes_nothing(name, tmp_pa
 
 @pytest.mark.multi
 def test_v1_goes_from_public_files_to_an_exported_model(tmp_path):
-    kind = next(kind for kind in roads.KINDS if kind.is_public_v1)
-    costly = (roads.resume, roads.fine_tune, roads.predict)  # a process of seconds each
-    steps = [step for step in roads.ROADS if step not in costly]
-    found = roads.take(kind, tmp_path / "v1", steps)
+    kind = next(kind for kind in pipelines.KINDS if kind.is_public_v1)
+    costly = (pipelines.resume, pipelines.fine_tune, pipelines.predict)  # a process of seconds each
+    steps = [step for step in pipelines.STAGES if step not in costly]
+    found = pipelines.take(kind, tmp_path / "v1", steps)
     print({name: result.get("seconds") for name, result in found.items()})
     problems = {name: result["problem"] for name, result in found.items() if "problem" in result}
     assert not problems and len(found) == len(steps)
@@ -51,5 +51,5 @@ def test_a_sentencepiece_bpe_model_is_published_with_its_ids(tmp_path):
     ours = Tokenizer(tmp_path / "spm.model")
     published = tokenizers.Tokenizer.from_str(build_tokenizer_json(ours))
     assert published.token_to_id("[MASK]") == ours.mask_id
-    for text in (*roads.TEXTS, *random_documents(50, seed=7)):
+    for text in (*pipelines.TEXTS, *random_documents(50, seed=7)):
         assert published.encode(text).ids[1:-1] == ours.encode(text), text

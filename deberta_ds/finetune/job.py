@@ -1,0 +1,89 @@
+"""One (task, seed) run: what it is made of, and what another one must agree in to stand for it."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import xxhash
+
+from deberta_ds.base.files import xxh3
+from deberta_ds.config.run_config import to_dict
+from deberta_ds.engine import ds_config
+from deberta_ds.finetune.features import Feature, encode
+from deberta_ds.finetune.models import Start
+from deberta_ds.finetune.readers import Split
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetune.tasks import Task
+from deberta_ds.release.tensors import weight_file
+
+
+@dataclass(frozen=True)
+class Job:
+    """One (task, seed) run.
+
+    `tests` are splits to predict, `diagnostics` labelled ones to score, both by task name.
+    """
+
+    task: Task
+    seed: int
+    settings: Settings
+    start: Start
+    train: Split
+    val: Split
+    tests: Mapping[str, Split]
+    out: Path  # the run's own directory
+    deepspeed: dict  # checked DeepSpeed JSON
+    device: torch.device
+    diagnostics: Mapping[str, Split] = field(default_factory=dict)
+    init_from: str = ""  # a fine-tuned directory of another task
+    keep_model: bool = True
+    say: Callable[[str], None] = print
+    # By the id of a split; the seeds of a task have splits, settings and this in common.
+    encoded: dict[int, list[Feature]] = field(default_factory=dict)
+
+    def features(self, split: Split) -> list[Feature]:
+        """Return one of the run's splits encoded, once for all seeds.
+
+        UserError names an example that cannot be made to fit.
+        """
+        if id(split) not in self.encoded:
+            self.encoded[id(split)] = encode(
+                split.task, split.examples, self.start.tokenizer,
+                max_length=self.settings.max_length, window_overlap=self.settings.window_overlap,
+                truncation=self.settings.truncation)
+        return self.encoded[id(split)]
+
+    def identity(self) -> dict:
+        """Return what a run on disk must agree in, to stand for this one."""
+        return {
+            "task": self.task.name,
+            "seed": self.seed,
+            "settings": to_dict(self.settings),
+            "start": self.start.name,
+            "start_weights": self.start.digest,
+            "init_from": self.init_from,
+            "init_weights": _digest_of(self.init_from) if self.init_from else "",
+            "train": [self.train.source, len(self.train.examples)],
+            "val": [self.val.source, len(self.val.examples)],
+            "labels_and_texts": digest(self.task, self.train, self.val),
+            "precision": ds_config.precision(self.deepspeed),
+        }
+
+
+@lru_cache
+def _digest_of(directory: str) -> str:
+    """Return a hash of a model's weight file, as it was first seen; "" if it is gone."""
+    file = weight_file(Path(directory))
+    return xxh3(file) if file else ""
+
+
+def digest(task: Task, *splits: Split) -> str:
+    """Return a hash of what a task makes of its data: texts, labels, answers, metrics."""
+    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics)).encode())
+    for example in itertools.chain.from_iterable(split.examples for split in splits):
+        found.update(repr((example.sequences, example.label, example.spans, example.names,
+                           example.gold)).encode("utf-8", "surrogatepass"))
+    return found.hexdigest()

@@ -1,0 +1,157 @@
+"""The HTML reports of pretraining runs and of fine-tuning sweeps, each one document."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.base.files import write_atomic
+from deberta_ds.base.numbers import format_duration, format_value
+from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
+from deberta_ds.model.init import init_parameters
+from deberta_ds.release.pretrained import LoadedModel
+from deberta_ds.report import charts, facts, sweep, tables
+from deberta_ds.report.pages import render
+from deberta_ds.report.rundata import RESULTS_FILE, Run, Sweep, read_run, read_sweep
+from deberta_ds.report.tables import Cell, Table
+
+PAGE = "report.html"
+MAX_BESIDE = 5  # colors that people tell apart at a glance
+PROPOSALS = 4  # for a mask
+_TIMES = {"steps": "main", "saves": "second", "evaluations": "main-soft",
+          "starts and repeated steps": "amber"}
+_KEYS = ("seconds", "saves_seconds", "evaluations_seconds", "restarts_seconds")
+
+
+def write_runs(path: str | Path, directories: list[str | Path],
+               masked_texts: Sequence[str] = ()) -> None:
+    """Write the page of one run, or of several side by side; UserError names what is damaged.
+
+    With `masked_texts` the page shows what each run's newest checkpoint puts for their masks.
+    """
+    _check_number("runs", directories)
+    runs = [read_run(directory) for directory in directories]
+    filled = [filled_masks(directory, masked_texts) if masked_texts else None
+              for directory in directories]
+    write_atomic(path, runs_page(runs, filled))
+
+
+def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
+    """Write the page of the first fine-tuning sweep, with the others' scores beside it."""
+    _check_number("sweeps", directories)
+    first, *beside = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
+    write_atomic(path, sweep_page(first, beside))
+
+
+def _check_number(what: str, directories: list) -> None:
+    if not 1 <= len(directories) <= MAX_BESIDE:
+        raise UserError(f"a page shows 1 to {MAX_BESIDE} {what}, {len(directories)} were named")
+
+
+def runs_page(runs: list[Run], filled: list[Table | None]) -> str:
+    """Return the page of `runs` as one HTML document."""
+    one = runs[0] if len(runs) == 1 else None
+    return render(
+        "runs.html",
+        names=[run.name for run in runs],
+        header=facts.header(one) if one else None,
+        tiles=facts.tiles(one) if one else [],
+        comparison=None if one else tables.comparison(runs),
+        differences=None if one else tables.differences(runs),
+        groups=charts.groups(runs),
+        times=time_bars(runs),
+        details=[_details(run) | {"filled": table}
+                 for run, table in zip(runs, filled, strict=True)])
+
+
+def _details(run: Run) -> dict:
+    note, stages = tables.stages(run)
+    return {"name": run.name, "evaluation": tables.evaluation(run),
+            "corpora": tables.evaluation_by_corpus(run),
+            "scores": sweep.scores(run.sweep, []) if run.sweep and run.sweep.tasks else None,
+            "stages": stages, "stages_note": note, "folds": tables.configuration(run)}
+
+
+def sweep_page(first: Sweep, beside: list[Sweep]) -> str:
+    """Return the page of a sweep as one HTML document."""
+    return render("sweep.html", sweep=first, mean=format_value(first.mean, "share"),
+                  mean_note=sweep.mean_note(first), scores=sweep.scores(first, beside),
+                  cards=sweep.cards(first))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a bar; `percent` of the whole bar."""
+
+    name: str
+    color: str  # name of a CSS variable
+    seconds: float
+    percent: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The time of one run."""
+
+    name: str
+    whole: str
+    parts: list[Part]
+
+
+def time_bars(runs: list[Run]) -> list[Bar]:
+    """Return the bars of the runs that have recorded where their time went."""
+    return [bar for run in runs if (bar := _bar(run))]
+
+
+def _bar(run: Run) -> Bar | None:
+    """Return the bar of a run's newest record that says it."""
+    records = [record for record in run.train + run.events
+               if all(record.get(key) is not None for key in _KEYS)]
+    if not records:
+        return None
+    newest = max(records, key=lambda r: (r["step"], r["seconds"] + r["restarts_seconds"]))
+    training, saves, evaluations, restarts = (newest[key] for key in _KEYS)
+    values = [training - saves - evaluations, saves, evaluations, restarts]
+    whole = sum(values)
+    if min(values) < 0 or whole <= 0:  # not what a run writes
+        return None
+    return Bar(run.name, format_duration(whole), [
+        Part(name, color, seconds, round(100 * seconds / whole, 2),
+             f"{seconds / whole:.1%}, {format_duration(seconds)}")
+        for (name, color), seconds in zip(_TIMES.items(), values, strict=True)])
+
+
+def filled_masks(run_directory: str | Path, texts: Sequence[str]) -> Table:
+    """Return a table with a row for each [MASK] of `texts`; the generator's, where there is one.
+
+    UserError if the run has no checkpoint, or a text no mask or no room.
+    """
+    trained = load_masked_lm(run_directory)
+    untrained = _untrained(trained)
+    rows = []
+    for text in texts:
+        pairs = zip(fill_mask(untrained, text, PROPOSALS), fill_mask(trained, text, PROPOSALS),
+                    strict=True)
+        for number, (before, after) in enumerate(pairs, start=1):
+            rows.append([Cell(text if number == 1 else "", kind="text"), Cell(str(number)),
+                         Cell(_proposals(before), kind="what text"),
+                         Cell(_proposals(after), kind="text")])
+    head = [Cell("Text", kind=""), Cell("Mask"), Cell("Untrained", kind=""),
+            Cell("Newest checkpoint", kind="")]
+    return Table("Masks filled", "The likeliest tokens for each mask, by the same network with "
+                 "random weights and with the newest checkpoint's.", head, rows)
+
+
+def _untrained(model: LoadedModel) -> LoadedModel:
+    assert model.masked_lm is not None, "load_masked_lm refuses a model without"
+    words, masked_lm = copy.deepcopy(model.masked_lm)
+    init_parameters(nn.ModuleList([words, masked_lm]), model.model_config.init_std, seed=0)
+    return replace(model, masked_lm=(words, masked_lm))
+
+
+def _proposals(fillings: list[Filling]) -> str:
+    return " · ".join(f"{filling.text} {filling.probability:.1%}" for filling in fillings)
