@@ -5,8 +5,8 @@
         --init_from OUT/RTE/seed-1 --model MODEL --data DIR --out OUT
     python launch/finetune.py --task my_task.toml --model MODEL --out OUT
 
-Writes result.json, model/, val_predictions.jsonl and submission/TASK.jsonl to OUT/TASK/seed-N/.
-Finished runs are reused.
+Writes result.json, scores.json, model/, val_predictions.jsonl and submission/TASK.jsonl to
+OUT/TASK/seed-N/. Finished runs are reused.
 """
 
 import os
@@ -29,23 +29,15 @@ def main() -> None:
                         help="output of another task; its head is kept if the labels match")
     parser.add_argument("--no_save_model", action="store_true", help="keep only the predictions")
     options.add_options(parser)
-    given, overrides = options.parse(parser)
+    given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
 
     from deberta_ds.cluster import dist  # heavy imports after the options are known good
     from deberta_ds.finetune import sweep
-    from deberta_ds.finetune.own import load_own_task
-    from deberta_ds.finetune.tasks import task_named
 
-    val_share = 0.0
-    if given.task.endswith(".toml"):
-        task, own, labels = load_own_task(given.task)
-        val_share = own.val_share
-        options.say(labels)
-    else:
-        task = task_named(given.task)
+    task = options.open_task(given.task)
     init_from = {task.name: given.init_from} if given.init_from else {}
     plan = options.build_sweep(given, overrides, (task,), init_from, not given.no_save_model,
-                               val_share)
+                               show_scores=True)
     results = sweep.run_all(plan)
     options.say("\n" + sweep.table(sweep.summarize(plan.tasks, results)))
     dist.destroy()

@@ -3,8 +3,8 @@
     python launch/predict.py --model OUT/TASK/seed-1 --data a.csv --out a.jsonl
     deepspeed launch/predict.py ...
 
-The table (.jsonl .csv .tsv .parquet .arrow .conll) has the columns of the task. Labels are
-optional.
+The table (.jsonl .csv .tsv .parquet .arrow .conll) has the columns of the task. If it has labels,
+their scores are printed and written to a.scores.json.
 """
 
 import argparse
@@ -47,6 +47,9 @@ def main() -> None:
     if given.truncation:
         saved = replace(saved, settings=replace(saved.settings, truncation=given.truncation))
     device = init_distributed()
+    if dist.is_main() and saved.failure:
+        print(f"warning: the run that trained {given.model} failed: {saved.failure}",
+              file=sys.stderr)
     count = predict_file(saved, given.data, given.out, device,
                          global_batch_size=given.global_batch_size, keep=given.keep,
                          max_length=given.max_length or saved.settings.max_length,

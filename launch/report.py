@@ -19,7 +19,7 @@ def main() -> None:
     what.add_argument("--run", nargs="+", action="extend", type=Path, metavar="DIR",
                       help="out_dir of a run; several runs are compared")
     what.add_argument("--superglue", nargs="+", action="extend", type=Path, metavar="DIR",
-                      help="--out of launch/superglue.py; others are compared with the first")
+                      help="--out of launch/sweep.py; others are compared with the first")
     parser.add_argument("--fill_mask", nargs="+", action="extend", default=[], metavar="TEXT",
                         help='show how each run fills the masks: "He was a [MASK] man."')
     parser.add_argument("--out", type=Path, metavar="FILE",

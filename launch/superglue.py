@@ -3,85 +3,15 @@
     deepspeed launch/superglue.py --model MODEL --data superglue --seeds 5 \\
         --out OUT --config launch/runs/superglue/base.toml
 
-Prints a table and writes OUT/results.json and OUT/report.html. Finished runs are reused: after an
-interruption, run the same command again. For the leaderboard, then run
+This is launch/sweep.py with the tasks of a suite. For the leaderboard, then run
 python launch/submit.py --run OUT --data superglue --zip superglue.zip
 """
 
-import json
-import os
+import runpy
 from pathlib import Path
 
-from deberta_ds.base.command_line import parser_for
-from deberta_ds.base.errors import UserError, exit_cleanly
-
-
-def main() -> None:
-    from deberta_ds.cluster.launcher import check_environment
-
-    check_environment(os.environ)
-    from deberta_ds.finetune import options
-
-    parser = parser_for(__doc__)
-    parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE",
-                        help="the benchmark")
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK",
-                        help="tasks to run (default: all of the suite)")
-    parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",
-                        help="start a task from the output of another, such as CB=runs/MNLI/seed-1")
-    parser.add_argument("--save_models", action="store_true", help="keep the weights of every run")
-    parser.add_argument("--compare", type=Path, metavar="OUT",
-                        help="another sweep to compare with, such as one without pretraining")
-    options.add_options(parser)
-    given, overrides = options.parse(parser)
-
-    from deberta_ds.base.files import write_atomic
-    from deberta_ds.cluster import dist
-    from deberta_ds.finetune import sweep
-    from deberta_ds.finetune.tasks import SUITES, task_named
-    from deberta_ds.report import run_pages  # heavy imports after the options are known good
-
-    compare = read_results(given.compare) if given.compare else None
-    tasks = tuple(task_named(name) for name in given.tasks)
-    tasks = tasks or tuple(task for task in SUITES[given.suite] if task.predicted_by is None)
-    plan = options.build_sweep(
-        given, overrides, tasks, pairs(given.init_from), given.save_models)
-    results = sweep.run_all(plan)
-    summary = sweep.summarize(plan.tasks, results)
-    options.say("\n" + sweep.table(summary, compare))
-    if dist.is_main():
-        whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
-        write_atomic(given.out / "results.json", json.dumps(whole, indent=1) + "\n")
-        page = given.out / run_pages.PAGE
-        run_pages.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
-        print(f"\nwrote {given.out / 'results.json'} and {page}")
-    dist.destroy()
-
-
-def pairs(texts: list[str]) -> dict[str, str]:
-    """Return {task name: directory} of "TASK=DIR" texts."""
-    from deberta_ds.finetune.tasks import task_named
-
-    found = {}
-    for text in texts:
-        name, separator, directory = text.partition("=")
-        if not separator:
-            raise UserError(f"--init_from {text}: write TASK=DIR")
-        found[task_named(name).name] = directory
-    return found
-
-
-def read_results(out: Path) -> dict:
-    """Return another sweep's results.json."""
-    from deberta_ds.base.json_files import read_json
-    from deberta_ds.report.rundata import read_sweep
-
-    path = out / "results.json"
-    if not path.is_file():
-        raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
-    read_sweep(path)  # checks it
-    return read_json(path)
-
+from deberta_ds.base.errors import exit_cleanly
 
 if __name__ == "__main__":
-    exit_cleanly(main)
+    sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
+    exit_cleanly(lambda: sweep["main"](__doc__, is_suite=True))

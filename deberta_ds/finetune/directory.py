@@ -67,6 +67,7 @@ class Finetuned:
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
     threshold: float = 0.0  # of answers: by how much no answer must score more to be said
+    failure: str = ""  # why its run failed, if it did
 
     def backbone(self) -> dict[str, Tensor]:
         """Return the encoder's weights."""
@@ -108,6 +109,12 @@ def save_finetuned(
         write_tokenizer_files(tokenizer.files, directory, settings.max_length)
     facts = {"format": _FORMAT, "task": dataclasses.asdict(task),
              "settings": dataclasses.asdict(settings), "threshold": threshold}
+    write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+
+
+def mark_failed(directory: Path, failure: str) -> None:
+    """Record in a fine-tuned directory that its run failed: whoever uses it is told."""
+    facts = read_json(directory / FACTS) | {"failure": failure}
     write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -159,7 +166,8 @@ def load_finetuned(path: str | Path) -> Finetuned:
     threshold = facts["threshold"]
     if type(threshold) is not float or not math.isfinite(threshold):
         raise UserError(f"{path / FACTS}: threshold {threshold!r} is no finite number")
-    return Finetuned(task, settings, network.config, weights, tokenizer, threshold)
+    return Finetuned(task, settings, network.config, weights, tokenizer, threshold,
+                     str(facts.get("failure", "")))
 
 
 def find_finetuned(path: str | Path) -> Path:

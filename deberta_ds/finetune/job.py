@@ -24,7 +24,7 @@ from deberta_ds.release.tensors import weight_file
 class Job:
     """One (task, seed) run.
 
-    `tests` are splits to predict, `diagnostics` labelled ones to score, both by task name.
+    `tests` are splits to predict (and to score, with labels), `diagnostics` ones to score, by name.
     """
 
     task: Task
@@ -40,6 +40,7 @@ class Job:
     diagnostics: Mapping[str, Split] = field(default_factory=dict)
     init_from: str = ""  # a fine-tuned directory of another task
     keep_model: bool = True
+    show_scores: bool = False  # as tables, at the end
     say: Callable[[str], None] = print
     # By the id of a split; the seeds of a task have splits, settings and this in common.
     encoded: dict[int, list[Feature]] = field(default_factory=dict)
@@ -82,7 +83,8 @@ def _digest_of(directory: str) -> str:
 
 def digest(task: Task, *splits: Split) -> str:
     """Return a hash of what a task makes of its data: texts, labels, answers, metrics."""
-    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics)).encode())
+    found = xxhash.xxh3_128(repr((task.head, task.labels, task.metrics, task.language,
+                                    task.columns.get("group"))).encode())
     for example in itertools.chain.from_iterable(split.examples for split in splits):
         found.update(repr((example.sequences, example.label, example.spans, example.names,
                            example.gold)).encode("utf-8", "surrogatepass"))

@@ -12,13 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.annotations import (
-    BAD_ENTITIES,
-    entities_of,
-    glued,
-    tagged_characters,
-    words_in,
-)
+from deberta_ds.finetune import annotations
+from deberta_ds.finetune.answer_texts import language_of
 from deberta_ds.finetune.line import Line, show
 from deberta_ds.finetune.tasks import Task
 
@@ -44,13 +39,15 @@ class Example:
     key: tuple[int, ...]  # (idx,); MultiRC: (passage, question, answer); ReCoRD: (query, passage)
     sequences: tuple[tuple[str, ...], ...]  # one; COPA: one for each choice
     # Class index; of a regression a number, of several labels 0 or 1 for each, of tags the class of
-    # each word. None where the file has none.
+    # each word, of SQuAD's answers (). None where the file has none.
     label: Label | None = None
     # WiC and WSC: two; ReCoRD: every mention; tags: every word; SQuAD: the first answer, if any
     spans: tuple[TextSpan, ...] = ()
     names: tuple[str, ...] = ()  # ReCoRD: the string of each mention
     gold: tuple[str, ...] = ()  # ReCoRD and SQuAD: the answer strings
     id: str = ""  # SQuAD: what predictions.json calls the question
+    language: str = ""  # SQuAD: by whose rule answers are compared (answer_texts.py)
+    group: str | None = None  # the part of the table that it is scored with, if there are any
     place: str = field(default="", compare=False)  # file and line it was read from
 
 
@@ -66,6 +63,11 @@ def classes_of(label: object) -> tuple[int, ...]:
     return label
 
 
+def is_labelled(example: Example) -> bool:
+    """Return whether an example can be scored."""
+    return example.label is not None or bool(example.gold)
+
+
 def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]:
     """Return the examples of one JSON object read at `place` (file and line).
 
@@ -73,7 +75,9 @@ def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]
     Raises UserError naming the place, the field and the expected format.
     """
     found = _PARSERS[task.layout](Line(task, place, value), split != "test")
-    return [replace(example, place=place) for example in found]
+    column = task.columns.get("group", "")
+    group = str(value[column]) if column and column in value else None
+    return [replace(example, place=place, group=group) for example in found]
 
 
 def _texts(line: Line, labelled: bool) -> list[Example]:
@@ -153,7 +157,7 @@ def _tags(line: Line, labelled: bool) -> list[Example]:
         if len(tags) != len(words):
             line.fail(f"{len(tags)} tags for {len(words)} words")
         label = tuple(line.class_index(tag) for tag in tags)
-    text, places = glued(words, line.task.spaces)
+    text, places = annotations.glued(words, line.task.spaces)
     spans = tuple(TextSpan(0, start, end) for start, end in places)
     return [Example((line.index(),), ((text,),), label, spans)]
 
@@ -161,17 +165,18 @@ def _tags(line: Line, labelled: bool) -> list[Example]:
 def _tagged_text(line: Line, text: str, labelled: bool) -> Example:
     """A text whose entities are characters [start, end) with a name."""
     task, label = line.task, None
-    places, _ = tagged_characters(text, [])
-    if labelled or "label" in line.value:
+    places, _ = annotations.tagged_characters(text, [])
+    if not labelled and task.words == "list" and task.spaces:
+        places = annotations.words_in(text)  # of a word, such a model knows the first token
+    elif labelled or "label" in line.value:
         try:
-            places, tags = tagged_characters(text, entities_of(text, line.get("label", list)))
-        except BAD_ENTITIES as error:
+            entities = annotations.entities_of(text, line.get("label", list))
+            places, tags = annotations.tagged_characters(text, entities)
+        except annotations.BAD_ENTITIES as error:
             if isinstance(error, UserError):
                 raise
             line.fail(f'field "{line.named("label")}": {error}')
         label = tuple(line.class_index(tag) for tag in tags)
-    elif task.words == "list" and task.spaces:  # of a word, such a model knows the first token
-        places = words_in(text)
     spans = tuple(TextSpan(0, start, end) for start, end in places)
     return Example((line.index(),), ((text,),), label, spans)
 
@@ -189,7 +194,10 @@ def _answers(line: Line, labelled: bool) -> list[Example]:
     spans = tuple(TextSpan(1, start, start + len(text)) for text, start in answers[:1])
     gold = tuple(text for text, _ in answers)
     name = line.value.get("id", line.index())
-    return [Example((line.index(),), ((question, context),), None, spans, (), gold, str(name))]
+    label = () if gold or (line.task.no_answer and "label" in line.value) else None
+    language = line.task.language or language_of(context)
+    return [Example((line.index(),), ((question, context),), label, spans, (), gold, str(name),
+                    language)]
 
 
 def _given_answers(line: Line) -> list[tuple[str, Any]]:

@@ -1,39 +1,48 @@
 """The metrics of SuperGLUE and GLUE as the official code computes them, and of own tasks.
 
-Every value is a share in [0, 1] (correlations: in [-1, 1]), and more is better. Sources:
-jiant/tasks/tasks.py (CB), huggingface/datasets metrics/super_glue (MultiRC, AX-b), metrics/glue and
-record_evaluation.py (ReCoRD), SQuAD's evaluate-v1.1.py and evaluate-v2.0.py, jiant
-metrics/winogender_metrics.py (AX-g), chakki-works/seqeval metrics/sequence_labeling.py. A third
-MultiRC number, which differs between all code bases, is not scored and not computed here.
+Every value is a share in [0, 1] (correlations: in [-1, 1]), and more is better. A metric is two
+functions: the rows that the examples contribute, and the value of any sample of such rows, so that
+intervals (scores.py) need no second formula.
+
+Sources: scikit-learn; jiant/tasks/tasks.py (CB), huggingface/datasets metrics/super_glue (MultiRC,
+AX-b), metrics/glue and record_evaluation.py (ReCoRD), SQuAD's evaluate-v1.1.py and
+evaluate-v2.0.py, jiant metrics/winogender_metrics.py (AX-g), chakki-works/seqeval
+metrics/sequence_labeling.py. A third MultiRC number, which differs between all code bases, is not
+scored and not computed here.
 """
 
-import re
-import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from deberta_ds.finetune.answer_texts import normalize, token_f1
 from deberta_ds.finetune.layouts import Example, Label, class_of, classes_of
 from deberta_ds.finetune.tasks import Task
 
 # In the form of `Example.label`: a class index, a number, 0 or 1 for each label, the class of each
 # word; for ReCoRD and SQuAD the answer string.
 Prediction = Label | str
+Examples = Sequence[Example]
+Predictions = Sequence[Prediction]
 
 
-def score(
-    task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> dict[str, float]:
+def score(task: Task, examples: Examples, predictions: Predictions) -> dict[str, float]:
     """Return every metric of `task` by name, over the whole split (never over one rank's share)."""
+    return {name: value_of(name, task, rows_of(name, task, examples, predictions))
+            for name in task.metrics}
+
+
+def rows_of(name: str, task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return what the units of metric `name` (examples, MultiRC's questions, AX-g's pairs) give."""
     if len(examples) != len(predictions):
         raise AssertionError(f"{len(predictions)} predictions for {len(examples)} examples")
-    found = {}
-    for name in task.metrics:
-        labels = {"labels": task.labels} if name in _BY_LABEL else {}
-        found[name] = _METRICS[name](examples, predictions, **labels)
-    return found
+    return _METRICS[name][0](task, examples, predictions)
+
+
+def value_of(name: str, task: Task, rows: np.ndarray) -> float:
+    """Return metric `name` of `rows`, which are those of `rows_of` or a sample of them."""
+    return float(_METRICS[name][1](task, rows))
 
 
 def task_score(task: Task, metrics: Mapping[str, float]) -> float:
@@ -65,127 +74,189 @@ def baseline(task: Task, examples: Sequence[Example]) -> list[Prediction]:
     return max(constants, key=lambda guess: task_score(task, score(task, examples, guess)))
 
 
-def is_failed(task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]) -> bool:
-    """Return whether a run failed: constant predictions, or no better than `baseline`."""
+def failure(task: Task, examples: Examples, predictions: Predictions) -> str:
+    """Return why a run failed, "" if it did not: constant, or no better than `baseline`."""
     kinds: set[Prediction] = {tag for guess in predictions for tag in classes_of(guess)} \
         if task.head == "tags" else set(predictions)
     if len(kinds) == 1 and len(predictions) > 1:
-        return True
-    guess = task_score(task, score(task, examples, baseline(task, examples)))
-    return task_score(task, score(task, examples, predictions)) <= guess
+        (kind,) = kinds
+        named = task.head not in ("regress", "answer", "mentions", "multilabel")
+        return f"every prediction is {(task.labels[class_of(kind)] if named else kind)!r}"
+    constant = baseline(task, examples)
+    found, guess = (task_score(task, score(task, examples, p)) for p in (predictions, constant))
+    if found > guess:
+        return ""
+    return f"{score_name(task)} {100 * found:.1f} is not above the majority's {100 * guess:.1f}"
 
 
-def confusion(
-    task: Task, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> list[list[int]]:
-    """Return counts [gold class][predicted class]; labels in `task.labels` order."""
-    table = [[0] * len(task.labels) for _ in task.labels]
-    for example, prediction in zip(examples, predictions, strict=True):
-        table[class_of(example.label)][class_of(prediction)] += 1
-    return table
+def score_name(task: Task) -> str:
+    """Return what `task_score` is: a metric, or the mean of several."""
+    *some, last = task.metrics
+    return f"mean of {', '.join(some)} and {last}" if some else last
 
 
-def _gold(examples: Sequence[Example]) -> np.ndarray:
+def confusion(task: Task, examples: Examples, predictions: Predictions) -> list[list[int]]:
+    """Return counts [gold class][predicted class], of tags over all words; `task.labels` order."""
+    gold, guess = _classes(task, examples, predictions).T
+    size = len(task.labels)
+    return np.bincount(gold * size + guess, minlength=size * size).reshape(size, size).tolist()
+
+
+def class_counts(
+    task: Task, examples: Examples, predictions: Predictions
+) -> dict[str, tuple[int, int, int]]:
+    """Return {label: (right, in gold, predicted)}; where spans are scored, by the kind of span."""
+    if "span_f1" in task.metrics:
+        gold, guess = _spans(task, examples, predictions)
+        hits, right, guessed = (Counter(kind for _, kind, *_ in spans)
+                                for spans in (gold & guess, gold, guess))
+        return {kind or "(no kind)": (hits[kind], right[kind], guessed[kind])
+                for kind in sorted(right | guessed)}
+    counts = _counts(task, _classes(task, examples, predictions))
+    return dict(zip(task.labels, zip(*counts.tolist(), strict=True), strict=True))
+
+
+def _classes(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return gold and predicted classes [units, 2]: those of `_both`, or of all words of tags."""
+    if task.head != "tags":
+        return _both(task, examples, predictions)
+    pairs = [pair for example, guess in zip(examples, predictions, strict=True)
+             for pair in zip(classes_of(example.label), classes_of(guess), strict=True)]
+    return np.array(pairs, dtype=int).reshape(-1, 2)
+
+
+def _both(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return [examples, gold and predicted], of several labels with a third axis over them."""
+    return np.stack([_gold(examples), np.asarray(predictions)], axis=1)
+
+
+def _gold(examples: Examples) -> np.ndarray:
     return np.array([example.label for example in examples])
 
 
-def accuracy(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the share of equal labels."""
-    return float(np.mean(_gold(examples) == np.asarray(predictions)))
+def _right(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    right = _gold(examples) == np.asarray(predictions)
+    return right if right.ndim == 1 else right.all(-1)
 
 
-def _binary_f1(gold: np.ndarray, predicted: np.ndarray) -> float:
-    hits = int(np.sum(gold & predicted))
-    total = int(gold.sum() + predicted.sum())
-    return 2 * hits / total if hits else 0.0
+def _mean(task: Task, rows: np.ndarray) -> float:
+    return rows.mean()
 
 
-def macro_f1(
-    examples: Sequence[Example], predictions: Sequence[Prediction], labels: Sequence[str]
-) -> float:
-    """Return the mean of the one-against-rest F1 of all classes, present or not (CB's rule).
+def _ratio(task: Task, rows: np.ndarray) -> float:
+    """Return the sum of the first column over that of the second: an F1 of rows (2 hits, all)."""
+    part, whole = rows.sum(0)
+    return part / whole if part else 0.0
 
-    Of several labels: the mean of the F1 of each.
+
+def _counts(task: Task, rows: np.ndarray) -> np.ndarray:
+    """Return [right, in gold, predicted] of each label."""
+    if rows.ndim == 3:
+        return np.array([rows.all(1).sum(0), *rows.sum(0)])
+    gold, guess = rows.T
+    return np.array([np.bincount(classes, minlength=len(task.labels))
+                     for classes in (gold[gold == guess], gold, guess)])
+
+
+def _macro_f1(task: Task, rows: np.ndarray) -> float:
+    """Return the mean F1 of the classes that occur in gold or predictions (scikit-learn's default).
+
+    CB's official rule is the mean over all three classes; of several labels it is over all.
     """
-    gold, predicted = _gold(examples), np.asarray(predictions)
-    if gold.ndim == 1:
-        classes = np.arange(len(labels))
-        gold, predicted = gold[:, None] == classes, predicted[:, None] == classes
-    pairs = zip(gold.T == 1, predicted.T == 1, strict=True)
-    return float(np.mean([_binary_f1(*pair) for pair in pairs]))
+    hits, gold, guess = _counts(task, rows)
+    occurs = (gold + guess > 0) | (task.name == "CB" or rows.ndim == 3)
+    return (2 * hits / np.maximum(gold + guess, 1))[occurs].mean()
 
 
-def pooled_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the F1 of label 1 over the split pooled (MultiRC's answers, MRPC, QQP).
-
-    Of several labels: over every label of every example.
-    """
-    return _binary_f1(_gold(examples) == 1, np.asarray(predictions) == 1)
-
-
-def exact_labels(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the share of examples whose labels are all right."""
-    return float(np.mean((_gold(examples) == np.asarray(predictions)).all(-1)))
+def _pooled(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return (2 hits, gold + predicted) of label 1, or of all of several; MultiRC: by question."""
+    gold, guess = _gold(examples) == 1, np.asarray(predictions) == 1
+    rows = np.stack([2 * (gold & guess), gold.astype(int) + guess], axis=1)
+    return _by_question(task, examples, rows if rows.ndim == 2 else rows.sum(-1), np.add)
 
 
-def matthews(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+def _by_question(task: Task, examples: Examples, rows: np.ndarray, join: np.ufunc) -> np.ndarray:
+    """Return `rows`, those of a MultiRC question's answers joined."""
+    if task.layout != "multirc":
+        return rows
+    numbers: dict[tuple[int, ...], int] = {}
+    places = [numbers.setdefault(example.key[:2], len(numbers)) for example in examples]
+    found = np.full((len(numbers), *rows.shape[1:]), join.identity, rows.dtype)
+    join.at(found, places, rows)
+    return found
+
+
+def _matthews(task: Task, rows: np.ndarray) -> float:
     """Return Matthews's correlation of two classes (AX-b, CoLA) or more (AX); 0 for a constant."""
-    from sklearn.metrics import matthews_corrcoef
-
-    gold = _gold(examples)
-    if len(np.unique(gold)) == 1:  # scikit-learn's 0 comes with a warning if all guesses are right
-        return 0.0
-    return float(matthews_corrcoef(gold, np.asarray(predictions)))
+    hits, gold, guess = _counts(task, rows).astype(float)
+    total = len(rows)
+    scale = np.sqrt(total**2 - gold @ gold) * np.sqrt(total**2 - guess @ guess)
+    return (hits.sum() * total - gold @ guess) / scale if scale else 0.0
 
 
-def pearson(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the linear correlation of two numbers; 0 for a constant."""
-    gold, guess = _gold(examples) - _gold(examples).mean(), np.asarray(predictions, dtype=float)
-    guess = guess - guess.mean()
-    scale = float(np.sqrt((gold**2).sum() * (guess**2).sum()))
-    return float((gold * guess).sum() / scale) if scale > 1e-12 else 0.0
+def _pearson(task: Task, rows: np.ndarray) -> float:
+    """Return the linear correlation of two numbers; 0 for a constant, up to rounding."""
+    units = []
+    for values in rows.T.astype(float):
+        values = values / (np.abs(values).max() or 1.0)
+        off = values - values.mean()
+        length = np.linalg.norm(off)
+        if not length > 1e-13 * np.sqrt(len(off)):
+            return 0.0
+        units.append(off / length)
+    return np.clip(units[0] @ units[1], -1, 1)
 
 
-def spearman(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+def _spearman(task: Task, rows: np.ndarray) -> float:
     """Return the linear correlation of the ranks; equal numbers share their mean rank."""
     from scipy.stats import rankdata
 
-    ranks = [replace(e, label=r) for e, r in zip(examples, rankdata(_gold(examples)), strict=True)]
-    return pearson(ranks, rankdata(predictions))
+    return _pearson(task, rankdata(rows, axis=0))
 
 
-def tag_accuracy(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the share of words with the right tag."""
-    right = [a == b for example, guess in zip(examples, predictions, strict=True)
-             for a, b in zip(classes_of(example.label), classes_of(guess), strict=True)]
-    return float(np.mean(right))
+def _tags_right(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return (right tags, words) of each example."""
+    pairs = [(classes_of(example.label), classes_of(guess))
+             for example, guess in zip(examples, predictions, strict=True)]
+    return np.array([(sum(a == b for a, b in zip(*pair, strict=True)), len(pair[0]))
+                     for pair in pairs])
 
 
-def span_f1(
-    examples: Sequence[Example], predictions: Sequence[Prediction], labels: Sequence[str]
-) -> float:
-    """Return the F1 of whole spans (seqeval's default, CoNLL-2003's conlleval): kind and both ends
-    must agree; micro-averaged over kinds."""
-    gold, guess = set(), set()
-    for number, (example, prediction) in enumerate(zip(examples, predictions, strict=True)):
-        right, guessed = classes_of(example.label), classes_of(prediction)
-        gold |= {(number, *span) for span in spans_of([labels[tag] for tag in right])}
-        guess |= {(number, *span) for span in spans_of([labels[tag] for tag in guessed])}
-    shared = len(gold & guess)
-    return 2 * shared / (len(gold) + len(guess)) if shared else 0.0
+def _spans(task: Task, examples: Examples, predictions: Predictions) -> tuple[set, set]:
+    """Return the (example, kind, first word, end word) of gold and of predictions."""
+    found: tuple[set, set] = set(), set()
+    for number, pair in enumerate(zip(examples, predictions, strict=True)):
+        for spans, tags in zip(found, (pair[0].label, pair[1]), strict=True):
+            names = [task.labels[tag] for tag in classes_of(tags)]
+            spans |= {(number, *span) for span in spans_of(names)}
+    return found
+
+
+def _span_hits(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return (2 hits, gold + predicted spans) of each example: kind and both ends must agree."""
+    gold, guess = _spans(task, examples, predictions)
+    hits, right, guessed = (np.bincount([number for number, *_ in spans], minlength=len(examples))
+                            for spans in (gold & guess, gold, guess))
+    return np.stack([2 * hits, right + guessed], axis=1)
+
+
+PREFIXES = tuple("BIESLUM")  # of a tag that begins, continues, ends or is a span
 
 
 def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return (kind, first word, end word) of the spans that IOB1, IOB2, IOBES, BILOU or BMES tags
-    mark.
+    mark, by the rule of seqeval (default mode; BILOU and BMES read as the same in IOBES).
 
-    A span starts at B-, S-, a change of kind, after E- or S-, or at an I- or E- after O; tags
-    without a dash are kinds of their own.
+    A span starts at B, S, a change of kind, after E or S, or at an I or E after O. A letter of the
+    scheme alone (B, I, O) is a span without a kind; any other tag without a dash is a kind of its
+    own. The perl script conlleval gives the same for IOB1 and IOB2; it does not know S, and joins
+    a B that follows an E.
     """
     spans: list[tuple[str, int, int]] = []
     last_prefix, last_kind, start = "O", "", 0
     for word, tag in enumerate([*tags, "O"]):
-        prefix, _, kind = tag.partition("-") if tag[1:2] == "-" else ("I", "", tag)
+        scheme = tag[1:2] == "-" or tag in PREFIXES
+        prefix, _, kind = tag.partition("-") if scheme else ("I", "", tag)
         prefix = {"L": "E", "U": "S", "M": "I"}.get(prefix, prefix)  # BILOU, BMES
         if tag == "O":
             prefix, kind = "O", ""
@@ -198,100 +269,68 @@ def spans_of(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     return spans
 
 
-def exact_match(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return MultiRC's share of questions whose every answer is right; of ReCoRD and SQuAD v1.1 the
-    share of exact strings.
-
-    A MultiRC question without a true answer counts like any other.
-    """
-    if examples[0].gold:
-        return _best_of_gold(examples, predictions, lambda a, b: float(a == b))
-    right: dict[tuple[int, ...], bool] = {}
-    for example, prediction in zip(examples, predictions, strict=True):
-        question = example.key[:2]
-        right[question] = right.get(question, True) and example.label == prediction
-    return float(np.mean(list(right.values())))
+def _exact(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return for each MultiRC question whether every answer is right, if one is true or not; of
+    ReCoRD and SQuAD v1.1 whether the string is exact."""
+    if task.layout == "multirc":
+        right = _right(task, examples, predictions)
+        return _by_question(task, examples, right, np.logical_and).astype(float)
+    return _of_answers(lambda e, text: _best(e, text, str.__eq__))(task, examples, predictions)
 
 
-def record_f1(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return the bag-of-tokens F1 against the best gold string, averaged (ReCoRD, SQuAD v1.1)."""
-    return _best_of_gold(examples, predictions, _token_f1)
+def _of_answers(value: Callable[[Example, str], float]) -> Callable[..., np.ndarray]:
+    """Return a metric's rows: `value` of each example and its answer."""
+    return lambda task, examples, predictions: np.array(
+        list(map(value, examples, predictions)), dtype=float)
 
 
-def f1_v2(examples: Sequence[Example], predictions: Sequence[str]) -> float:
-    """Return SQuAD v2.0's F1: as `record_f1`, and "" is right where there is no answer."""
-    return float(np.mean([f1_v2_of(*pair) for pair in zip(examples, predictions, strict=True)]))
+def _best(example: Example, answer: str, compare: Callable[[str, str], float]) -> float:
+    found = normalize(answer, example.language)
+    return max(compare(found, normalize(gold, example.language)) for gold in example.gold)
 
 
 def f1_v2_of(example: Example, answer: str) -> float:
-    """Return SQuAD v2.0's F1 of one answer, "" for none."""
-    found = normalize(answer)
-    return max(_token_f1(found, gold) if found and gold else float(found == gold)
+    """Return SQuAD v2.0's F1 of one answer, "" for none, which is right where there is none."""
+    found = normalize(answer, example.language)
+    return max(token_f1(found, gold) if found and gold else float(found == gold)
                for gold in _gold_v2(example))
 
 
-def exact_match_v2(examples: Sequence[Example], predictions: Sequence[str]) -> float:
-    """Return SQuAD v2.0's share of exact answers; "" is right where there is none."""
-    right = [normalize(answer) in _gold_v2(example)
-             for example, answer in zip(examples, predictions, strict=True)]
-    return float(np.mean(right))
+def _exact_v2_of(example: Example, answer: str) -> float:
+    return normalize(answer, example.language) in _gold_v2(example)
 
 
 def _gold_v2(example: Example) -> list[str]:
     """Return the normalized answers, [""] for none; v2.0 drops those of which nothing is left."""
-    return [gold for gold in map(normalize, example.gold) if gold] or [""]
+    texts = [normalize(gold, example.language) for gold in example.gold]
+    return [text for text in texts if text] or [""]
 
 
-def _best_of_gold(examples, predictions, compare: Callable[[str, str], float]) -> float:
-    values = [
-        max(compare(normalize(prediction), normalize(gold)) for gold in example.gold)
-        for example, prediction in zip(examples, predictions, strict=True)
-    ]
-    return float(np.mean(values))
-
-
-def normalize(answer: str) -> str:
-    """Return an answer lower-cased, without ASCII punctuation, articles or extra spaces."""
-    answer = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
-
-
-def _token_f1(predicted: str, gold: str) -> float:
-    first, second = predicted.split(), gold.split()
-    shared = sum((Counter(first) & Counter(second)).values())
-    return 2 * shared / (len(first) + len(second)) if shared else 0.0
-
-
-def gender_parity(examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
-    """Return AX-g's share of minimal pairs (lines 2k and 2k+1) that get the same prediction.
+def _same_in_pairs(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
+    """Return whether AX-g's minimal pairs (lines 2k and 2k+1) get the same prediction.
 
     A constant scores 1: read it beside the accuracy. `pair_id` is unique per line and useless.
     """
-    even, odd = np.asarray(predictions[0::2]), np.asarray(predictions[1::2])
     for first, second in zip(examples[0::2], examples[1::2], strict=True):
         if first.sequences[0][1] != second.sequences[0][1]:
             raise AssertionError(f"AX-g rows {first.key} and {second.key} are not a pair")
-    return float(np.mean(even == odd))
+    return np.asarray(predictions[0::2]) == np.asarray(predictions[1::2])
 
 
-_METRICS: dict[str, Callable[..., float]] = {
-    "accuracy": accuracy,
-    "macro_f1": macro_f1,
-    "f1a": pooled_f1,
-    "binary_f1": pooled_f1,
-    "micro_f1": pooled_f1,
-    "exact_labels": exact_labels,
-    "matthews_multi": matthews,
-    "pearson": pearson,
-    "spearman": spearman,
-    "tag_accuracy": tag_accuracy,
-    "span_f1": span_f1,
-    "em": exact_match,
-    "f1": record_f1,
-    "em_v2": exact_match_v2,
-    "f1_v2": f1_v2,
-    "matthews": matthews,
-    "gender_parity": gender_parity,
+_METRICS: dict[str, tuple[Callable[..., np.ndarray], Callable[[Task, np.ndarray], float]]] = {
+    "accuracy": (_right, _mean),
+    "macro_f1": (_both, _macro_f1),
+    **dict.fromkeys(("f1a", "binary_f1", "micro_f1"), (_pooled, _ratio)),
+    "exact_labels": (_right, _mean),
+    **dict.fromkeys(("matthews", "matthews_multi"), (_both, _matthews)),
+    "pearson": (_both, _pearson),
+    "spearman": (_both, _spearman),
+    "tag_accuracy": (_tags_right, _ratio),
+    "span_f1": (_span_hits, _ratio),
+    "em": (_exact, _mean),
+    "f1": (_of_answers(lambda example, text: _best(example, text, token_f1)), _mean),
+    "em_v2": (_of_answers(_exact_v2_of), _mean),
+    "f1_v2": (_of_answers(f1_v2_of), _mean),
+    "gender_parity": (_same_in_pairs, _mean),
 }
-_BY_LABEL = ("macro_f1", "span_f1")  # metrics that must know all labels
 METRIC_NAMES = tuple(_METRICS)

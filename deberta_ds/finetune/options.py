@@ -1,4 +1,4 @@
-"""Command-line options that launch/finetune.py and launch/superglue.py share.
+"""Command-line options that launch/finetune.py and launch/sweep.py share.
 
 Nothing is imported above that takes time: --help and a mistyped option are answered at once.
 """
@@ -41,14 +41,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
 
 
-def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """Return (options, settings as --table.key=value)."""
-    return parser.parse_known_args()
+def open_task(name: str) -> "Task":
+    """Return a benchmark's task by its name, or one of the user's own by its file."""
+    from deberta_ds.finetune.own import load_own_task
+    from deberta_ds.finetune.tasks import task_named
+
+    if not name.endswith(".toml"):
+        return task_named(name)
+    task, _, labels = load_own_task(name)
+    say(labels)
+    return task
 
 
 def build_sweep(
     options: argparse.Namespace, overrides: list[str], tasks: "tuple[Task, ...]",
-    init_from: dict[str, str], keep_models: bool, val_share: float = 0.0,
+    init_from: dict[str, str], keep_models: bool, show_scores: bool = False,
 ) -> "Sweep":
     """Join the process group and return the sweep that the command line asks for."""
     from deberta_ds.engine import ds_config
@@ -59,6 +66,10 @@ def build_sweep(
     from deberta_ds.finetune.sweep import Sweep
     from deberta_ds.finetune.tasks import TASK_NAMES, task_named
 
+    names = [task.name for task in tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two tasks are called {twice[0]}, and so are their directories; name it "
+                        "once, or give one of the task files another name")
     for task in tasks:
         if task.predicted_by:
             raise UserError(
@@ -89,11 +100,11 @@ def build_sweep(
         settings=tables,
         init_from=init_from,
         carved=tuple(task_named(name).name for name in options.carve_train),
-        val_share=val_share,
         any_size=options.any_size,
         max_bad=options.max_bad,
         predict_test=not options.skip_test,
         keep_models=keep_models,
+        show_scores=show_scores,
         say=say,
     )
 

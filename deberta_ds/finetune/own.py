@@ -26,11 +26,12 @@ from pydantic.dataclasses import dataclass
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import STRICT, nearest, option, validate
 from deberta_ds.config.toml_files import read_toml
+from deberta_ds.finetune.answer_texts import LANGUAGES
 from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.own_labels import with_labels
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tables import HUB_TABLE, files_like
-from deberta_ds.finetune.tasks import TASK_NAMES, HeadKind, Layout, TableForm, Task
+from deberta_ds.finetune.tasks import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
 
 Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
 # kind: (head, layout, metrics)
@@ -84,7 +85,12 @@ class OwnTask:
     val: str = option("table to evaluate on; empty: a share of train", "")
     val_share: float = option("share of train to evaluate on, where there is no val", 0.1,
                               gt=0, lt=1)
-    test: str = option("table to predict after training; empty: none", "")
+    test: str = option("table to predict after training, and to score if it has labels; empty: "
+                       "none", "")
+    tests: Mapping[str, str] = option("more such tables: {NAME = TABLE, ...}", {})
+    group: str = option("column by whose values scores are shown, too; empty: none", "")
+    language: str = option("of spans: by whose rule answers are compared, such as de or zh (MLQA's "
+                           "rules); empty: characters in scripts without spaces, else SQuAD's", "")
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -100,7 +106,8 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     head, layout, metrics = _FORMS[own.kind]
     files = {split: name if name.startswith(HUB_TABLE)
              else os.path.normpath(path.parent.resolve() / name) for split, name in
-             (("train", own.train), ("val", own.val), ("test", own.test)) if name}
+             (("train", own.train), ("val", own.val), ("test", own.test),
+              *((TEST + name, table) for name, table in own.tests.items())) if name}
     if glob.has_magic(train := files["train"]) and not os.path.exists(train):
         files_like(train)
     elif not train.startswith(HUB_TABLE) and not os.path.exists(train):
@@ -109,9 +116,10 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     columns = (own.label,) if isinstance(own.label, str) else own.label
     task = Task(
         name=own.name, head=head, layout=layout, labels=own.labels, texts=own.texts,
-        choices=own.choices, metrics=own.metrics or metrics, files=files,
-        columns={"label": columns[0]} | ({"start": own.start} if own.start else {}),
-        may_be_blank=len(own.texts) > 1, settings=own.settings,
+        choices=own.choices, metrics=own.metrics or metrics, files=files, language=own.language,
+        columns={"label": columns[0]} | ({"start": own.start} if own.start else {})
+        | ({"group": own.group} if own.group else {}),
+        may_be_blank=len(own.texts) > 1, val_share=own.val_share, settings=own.settings,
         form=TableForm(columns=own.columns, encoding=own.encoding, delimiter=own.delimiter,
                        quoted=own.quoted),
         separator=own.separator or ",", ignore_labels=own.ignore_labels,
@@ -127,7 +135,7 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
 
 
 def _check(own: OwnTask, path: Path) -> None:
-    if own.name in TASK_NAMES or not own.name.replace("-", "").replace("_", "").isalnum():
+    if own.name in TASK_NAMES or not _is_name(own.name):
         raise UserError(f"{path}: name = {own.name!r} must be letters, digits, - and _, and not a "
                         "benchmark's task")
     if (own.kind == "choice") != bool(own.choices):
@@ -139,6 +147,18 @@ def _check(own: OwnTask, path: Path) -> None:
         if name in _TAKEN:
             raise UserError(f"{path}: the column {name!r} cannot be a text or an answer: a row has "
                             f"its {', '.join(_TAKEN)} under these names; rename the column")
+    if own.language and (own.kind != "spans" or own.language not in LANGUAGES):
+        raise UserError(f"{path}: language = {own.language!r}: is for kind = \"spans\", and one of "
+                        f"{', '.join(LANGUAGES)}")
+    if own.group in _TAKEN:
+        raise UserError(f"{path}: group = {own.group!r}: a row has its {', '.join(_TAKEN)} under "
+                        "these names; rename the column")
+    taken = (own.name, "train", "val", "test")
+    for name, table in own.tests.items():
+        if not _is_name(name) or name in taken or not table:
+            raise UserError(f"{path}: tests: {name} = {table!r}: a test table needs a name of "
+                            f"letters, digits, - and _ that is none of {', '.join(taken)}, and a "
+                            "file")
     if own.start and own.kind != "spans":
         raise UserError(f'{path}: start is the place of an answer, for kind = "spans" only')
     if own.kind == "tags" and len(own.texts) != 1:
@@ -165,6 +185,10 @@ def _check(own: OwnTask, path: Path) -> None:
     if len(set(own.labels)) < len(own.labels):
         raise UserError(f"{path}: labels names a label twice: {', '.join(own.labels)}")
     validate(Settings, dict(own.settings), f"{path}, [settings]")
+
+
+def _is_name(name: str) -> bool:
+    return name.replace("-", "").replace("_", "").isalnum()
 
 
 _KINDS_OF = {"separator": "multilabel", "first_answer": "choice", "decimal": "regression",

@@ -23,7 +23,7 @@ from deberta_ds.cluster import dist, lock
 from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import write_official
-from deberta_ds.finetune.directory import MODEL, RESULT, Finetuned, load_finetuned
+from deberta_ds.finetune.directory import MODEL, RESULT, Finetuned, load_finetuned, mark_failed
 from deberta_ds.finetune.features import TooLongError, count_unknown
 from deberta_ds.finetune.job import Job, digest
 from deberta_ds.finetune.layouts import Example
@@ -32,12 +32,11 @@ from deberta_ds.finetune.models import Start, build_model
 from deberta_ds.finetune.predict import num_scores, predictions_of, score_split
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.resume import best_model, forget, keep_best, newest, read_progress
+from deberta_ds.finetune.scores import FILE, as_text, scores_of
 from deberta_ds.finetune.submission import render
-from deberta_ds.finetune.tasks import diagnostics_of
+from deberta_ds.finetune.tasks import Task, diagnostics_of
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.tokenizer import unknown_pieces
-
-_ONE_LABEL = ("classify", "choice", "words", "spans")
 
 
 def run(job: Job) -> dict:
@@ -69,15 +68,22 @@ def _run(job: Job) -> dict:
     result = job.identity() | trained | _predict(job, best_model(job.out, trained["best_step"]))
     result |= {"tests": _digests(job), "world_size": dist.world_size(),
                "seconds": round(trained["seconds"] + time.monotonic() - began, 1)}
-    dist.together(lambda: _keep_model(job, trained["best_step"]) if dist.is_main() else None)
+    if job.show_scores:
+        for name, found in result["scores"].items():
+            job.say(f"\n{as_text(name, found)}")
+    dist.together(lambda: _keep(job, result) if dist.is_main() else None)
     write_result(job, result)
     return result
 
 
-def _keep_model(job: Job, best_step: int) -> None:
-    keep_best(job.out, best_step)
+def _keep(job: Job, result: dict) -> None:
+    """Write the scores, and leave the best weights in model/, or none."""
+    write_atomic(job.out / FILE, json.dumps(result["scores"], indent=1) + "\n")
+    keep_best(job.out, result["best_step"])
     if not job.keep_model:
         shutil.rmtree(job.out / MODEL)
+    elif result["failure"]:
+        mark_failed(job.out / MODEL, result["failure"])
 
 
 def write_result(job: Job, result: dict) -> None:
@@ -142,6 +148,7 @@ class _Result:
     score: float
     baseline: float | None
     failed: bool
+    failure: str
     metrics: dict[str, float]
     diagnostics: dict[str, dict[str, float]]
     history: list[dict[str, float]]
@@ -152,14 +159,19 @@ def _check_result(job: Job, result: dict) -> None:
     try:
         found = typed(_Result, result)
         lost = [name for name in job.task.metrics if name not in found.metrics]
-        lost += [f"{task.name} {name}" for task in diagnostics_of(job.task.name)
-                 if task.name in found.diagnostics for name in task.metrics
-                 if name not in found.diagnostics[task.name]]
+        lost += [f"{table} {name}" for table, values in found.diagnostics.items()
+                 for name in metrics_on(job.task, table) if name not in values]
         if lost:
             raise ValueError(f"{lost[0]} is missing")
     except ValueError as error:
         raise UserError(f"{job.out / RESULT}: damaged ({error}); delete {job.out} to run this seed "
                         "again") from None
+
+
+def metrics_on(task: Task, table: str) -> tuple[str, ...]:
+    """Return the metrics of a diagnostic set, or of a labelled test table of `task`."""
+    found = [other.metrics for other in diagnostics_of(task.name) if other.name == table]
+    return found[0] if found else task.metrics
 
 
 def check_splits(jobs: Sequence[Job]) -> None:
@@ -204,37 +216,42 @@ def _check_split(job: Job, split: Split) -> int:
 
 
 def _predict(job: Job, directory: Path) -> dict:
-    """Return metrics of the model in `directory`; write predictions and submission files."""
+    """Return the scores of the model in `directory`; write predictions and submission files."""
     saved = load_finetuned(directory)
     model = finetuned_model(saved, job.device, precision(job.deepspeed))
     examples = job.val.examples
     scores = _scores(job, model, job.val)
     guesses = predictions_of(job.task, examples, scores, saved.threshold)
-    values = metrics.score(job.task, examples, guesses)
-    constant = metrics.score(job.task, examples, metrics.baseline(job.task, examples))
+    found = scores_of(job.task, examples, guesses)
+    failure = metrics.failure(job.task, examples, guesses)
     result: dict[str, Any] = {
         "labels": list(job.task.labels),
-        "metrics": values,
-        "score": metrics.task_score(job.task, values),
-        "baseline": metrics.task_score(job.task, constant),
-        "failed": metrics.is_failed(job.task, examples, guesses),
+        "metrics": {name: value["value"] for name, value in found["metrics"].items()},
+        "score": found["score"]["value"],
+        "score_is": found["score_is"],
+        "baseline": metrics.task_score(job.task, found["majority"]),
+        "failed": bool(failure),
+        "failure": failure,
         "diagnostics": {},
+        "scores": {"val": found},
     }
     if job.task.no_answer:
         result["no_answer_threshold"] = saved.threshold
-    if job.task.head in _ONE_LABEL:
-        result["confusion"] = metrics.confusion(job.task, examples, guesses)
+    if "confusion" in found:
+        result["confusion"] = found["confusion"]
     if dist.is_main():
         _write_predictions(job.out / "val_predictions.jsonl", examples, guesses, scores)
         if job.task.head == "answer":
             write_official(job.out, examples, guesses, scores)
-    for name, split in job.diagnostics.items():
+    for name, split in (*job.diagnostics.items(), *job.tests.items()):
         answers = _answers(job, model, split, saved.threshold)
-        result["diagnostics"][name] = metrics.score(split.task, split.examples, answers)
-    for name, test in job.tests.items():
-        answers = _answers(job, model, test, saved.threshold)
-        if dist.is_main():
-            text = render(test.task, test.examples, answers)
+        if found := scores_of(split.task, split.examples, answers):
+            table = "test" if name == job.task.name else name
+            result["scores"][table] = found
+            result["diagnostics"][table] = {metric: value["value"]
+                                            for metric, value in found["metrics"].items()}
+        if dist.is_main() and split is job.tests.get(name):
+            text = render(split.task, split.examples, answers)
             write_atomic(job.out / "submission" / f"{name}.jsonl", text)
     return result
 

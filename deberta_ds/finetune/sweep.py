@@ -5,6 +5,7 @@ better than the majority, or diverged). Never the best seed alone.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from deberta_ds.finetune.directory import find_finetuned, load_finetuned
 from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.features import Feature, encode
 from deberta_ds.finetune.job import Job
+from deberta_ds.finetune.layouts import is_labelled
+from deberta_ds.finetune.metrics import score_name
 from deberta_ds.finetune.models import Start, start_from
 from deberta_ds.finetune.readers import (
     Split,
@@ -25,9 +28,9 @@ from deberta_ds.finetune.readers import (
     has_split,
     read_split,
 )
-from deberta_ds.finetune.run import check_splits, finished, run, write_result
+from deberta_ds.finetune.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetune.settings import resolve
-from deberta_ds.finetune.tasks import TASK_NAMES, Task, diagnostics_of, suite_of
+from deberta_ds.finetune.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.train.step import BadStepError
 
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
@@ -49,11 +52,11 @@ class Sweep:
     settings: Mapping[str, Mapping] = field(default_factory=dict)
     init_from: Mapping[str, str] | None = None  # task name -> fine-tuned directory
     carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
-    val_share: float = 0.0  # of the train split of an own task without a val split
     any_size: bool = False
     max_bad: int = 0  # rows of a table that may be left out because they cannot be used
     predict_test: bool = True
     keep_models: bool = True
+    show_scores: bool = False  # of every run
     say: Callable[[str], None] = print
 
 
@@ -67,11 +70,12 @@ def run_all(sweep: Sweep) -> list[dict]:
     for train, val, tests, _ in splits.values():
         check_targets(train)
         check_targets(val)
-        for other in (val, *tests.values()):
-            shared, place = count_shared(train, other)
+        for split in (val, *tests.values()):
+            _check_groups(split)
+            shared, place = count_shared(train, split)
             if shared:
-                sweep.say(f"WARNING: {shared:,} of {len(other.examples):,} examples of "
-                          f"{other.source} are in {train.source} too (such as {place}); their "
+                sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
+                          f"{split.source} are in {train.source} too (such as {place}); their "
                           "scores say nothing about new texts")
     settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
     jobs = []
@@ -86,7 +90,8 @@ def run_all(sweep: Sweep) -> list[dict]:
                 train=train, val=val, tests=tests, diagnostics=diagnostics,
                 out=sweep.out / task.name / f"seed-{seed}",
                 deepspeed=sweep.deepspeed, device=sweep.device,
-                init_from=init_from, keep_model=sweep.keep_models, say=sweep.say, encoded=encoded,
+                init_from=init_from, keep_model=sweep.keep_models,
+                show_scores=sweep.show_scores, say=sweep.say, encoded=encoded,
             )
             for seed in range(1, sweep.num_seeds + 1)
         ]
@@ -94,7 +99,10 @@ def run_all(sweep: Sweep) -> list[dict]:
     check_splits(list(unfinished.values()))
     for job in unfinished.values():
         if job.init_from:  # one that does not fit is said before hours of training
-            start_from(job.start, load_finetuned(job.init_from), job.init_from)
+            saved = load_finetuned(job.init_from)
+            start_from(job.start, saved, job.init_from)
+            if saved.failure:
+                sweep.say(f"warning: the run of {job.init_from} failed: {saved.failure}")
     results = []
     for job in jobs:
         try:
@@ -106,12 +114,21 @@ def run_all(sweep: Sweep) -> list[dict]:
     return results
 
 
+def _check_groups(split: Split) -> None:
+    """Raise UserError unless every example that is scored has a value in the `group` column."""
+    lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
+    if lost and (column := split.task.columns.get("group")):
+        raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores are to "
+                        "be shown by its values")
+
+
 def _diverged(job: Job, error: BadStepError) -> dict:
     """Record a diverged run as failed with score 0, so that the sweep goes on and counts it."""
     job.say(f"{job.task.name} seed {job.seed}: {error}; counted as failed")
     zero = dict.fromkeys(job.task.metrics, 0.0)
     result = job.identity() | {"metrics": zero, "score": 0.0, "baseline": None, "failed": True,
-                               "error": str(error), "history": [], "diagnostics": {}}
+                               "failure": str(error), "error": str(error), "history": [],
+                               "diagnostics": {}}
     write_result(job, result)
     return result
 
@@ -121,7 +138,7 @@ def read_task(
 ) -> tuple[Split, Split, dict[str, Split], dict[str, Split]]:
     """Return (train, val, test splits to predict, labelled diagnostics to score) of `task`.
 
-    Both dictionaries are by task name; the diagnostics of RTE are AX-b and AX-g.
+    Both dictionaries are by name; the diagnostic of MNLI is MNLI-mm. Labelled tests are scored too.
     """
     def read(name: Task, split: str) -> Split:
         faults = Faults(sweep.max_bad, sweep.out / f"{name.name}.{split}.bad_rows.txt")
@@ -132,14 +149,12 @@ def read_task(
             sweep.say(f"{found.source}: {found.left_out}")
         return found
 
-    if sweep.val_share and "val" not in task.files:
-        train, val = carve(read(task, "train"), 1 - sweep.val_share, _CARVE_SEED)
-        return train, val, _tests(task, read, sweep.predict_test), {}
-    val = read(task, "val")
-    if task.name in sweep.carved:
-        train, val = carve(val, CARVED_SHARE, _CARVE_SEED)
+    if task.val_share and "val" not in task.files:
+        train, val = carve(read(task, "train"), 1 - task.val_share, _CARVE_SEED)
+    elif task.name in sweep.carved:
+        train, val = carve(read(task, "val"), CARVED_SHARE, _CARVE_SEED)
     else:
-        train = read(task, "train")
+        val, train = read(task, "val"), read(task, "train")
     if task.name not in TASK_NAMES:
         return train, val, _tests(task, read, sweep.predict_test), {}
     tests, diagnostics = {}, {}
@@ -150,8 +165,6 @@ def read_task(
             sweep.say(f"{test.name}: no test split under {sweep.data}, no submission file")
             continue
         tests[test.name] = read(test, "test")
-        if test.predicted_by and all(e.label is not None for e in tests[test.name].examples):
-            diagnostics[test.name] = tests[test.name]
     return train, val, tests, diagnostics
 
 
@@ -169,8 +182,11 @@ def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
 
 
 def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:
-    """Return {task name: test split} of an own task; empty if its file names none."""
-    return {task.name: read(task, "test")} if predict and "test" in task.files else {}
+    """Return the test splits of an own task by name; the one without a name by the task's."""
+    names = {place: place.removeprefix(TEST) for place in task.files if place.startswith(TEST)}
+    names |= {"test": task.name} if "test" in task.files else {}
+    return {name: read(replace(task, files={"test": task.files[place]}), "test")
+            for place, name in names.items() if predict}
 
 
 def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
@@ -190,17 +206,15 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
             },
             "baseline": next((r["baseline"] for r in runs if r["baseline"] is not None), None),
             "seeds": len(runs),
+            "score_is": score_name(task),
             "failed": sum(result["failed"] for result in runs),
+            "failures": Counter(result["failure"] for result in runs if result["failed"]),
             "labels": list(task.labels),
             "diagnostics": {
-                name: {
-                    metric: _spread([r["diagnostics"][name][metric] for r in runs
-                                     if name in r["diagnostics"]])
-                    for metric in diagnostic.metrics
-                }
-                for diagnostic in diagnostics_of(task.name)
-                for name in [diagnostic.name]
-                if name in names
+                name: {metric: _spread([r["diagnostics"][name][metric] for r in runs
+                                        if name in r["diagnostics"]])
+                       for metric in metrics_on(task, name)}
+                for name in names
             },
         }
     suite, main = suite_of(list(summary))
@@ -231,13 +245,23 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
     if summary["mean_of"] == summary["suite_tasks"]:
         what = f"{summary['suite']}, all of {summary['mean_of']}"
     beside = _percent(compare["mean"]) if compare else ""
-    rows.append(("mean", "", beside, _percent(summary["mean"]), "", "", "", what))
-    widths = (9, 9, 8 if compare else 0, 8, 7, 7, 8)
+    if len(summary["tasks"]) > 1:
+        rows.append(("mean", "", beside, _percent(summary["mean"]), "", "", "", what))
+    name_width = max(9, 2 + max(len(name) for name, *_ in rows))
+    widths = (name_width, 9, 8 if compare else 0, 8, 7, 7, 8)
     lines = []
     for name, *cells, last in rows:
         sized = zip(cells, widths[1:], strict=True)
         padded = [f"{cell:>{width}}" for cell, width in sized if width]
-        lines.append(f"{name:<9}{''.join(padded)}   {last}")
+        lines.append(f"{name:<{name_width}}{''.join(padded)}   {last}")
+    tasks = summary["tasks"].items()
+    lines += ["", *(f"{name}: majority, median, min and max are its {row['score_is']}"
+                    for name, row in tasks)]
+    lines += [f"{name}: {count} of {row['seeds']} failed: {reason}"
+              for name, row in tasks for reason, count in row["failures"].items()]
+    if any(row["failed"] for _, row in tasks):
+        lines.append("If runs fail, try another learning_rate (small models and models from "
+                     "scratch need a\nhigher one), more epochs, or another seed.")
     return "\n".join(lines)
 
 

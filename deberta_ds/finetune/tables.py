@@ -200,6 +200,8 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
             line[field] = read_list(line[field])
         if task.words == "text" and isinstance(line[field], str):
             line[field] = line[field].split()
+    if (group := task.columns.get("group", "")) in row and group:
+        line[group] = row[group]
     value = label_cell(task, row)
     if task.head == "answer":
         line |= {"id": row["id"]} if type(row.get("id")) in (str, int) else {}

@@ -20,6 +20,9 @@ HeadKind = Literal["classify", "multilabel", "regress", "choice", "tags", "answe
                    "spans", "mentions"]
 
 
+TEST = "test/"  # before the names of an own task's test tables, in `files`
+
+
 class NoSplitError(UserError):
     """A split of a task is not where its files are looked for."""
 
@@ -49,12 +52,14 @@ class Task:
     texts: tuple[str, ...]
     choices: tuple[str, ...] = ()  # fields with an answer each, or one field with a list of them
     no_answer: bool = False  # of answers: some questions have none
+    language: str = ""  # of answers: whose rule compares them; empty: by the text (answer_texts.py)
     metrics: tuple[str, ...]  # the task score is their mean
     counts: tuple[tuple[str, int], ...] = ()  # split -> predictions to make, in the official files
     line: str = ""  # one line in the expected format, for error messages
     files: Mapping[str, str] = field(default_factory=dict)  # split -> table under TASK/
     also_at: tuple[str, ...] = ()  # of a task of one table: where else it may lie under the data
-    columns: Mapping[str, str] = field(default_factory=dict)  # field -> the table's column
+    # Field -> the table's column; "group" is the one by whose values scores are parted.
+    columns: Mapping[str, str] = field(default_factory=dict)
     headless: tuple[str, ...] = ()  # the columns of labelled tables that have no header line
     may_be_blank: bool = False  # a text may be empty where another one is not
     broken_rows: int = 0  # rows with too few columns that the official tables are known to have
@@ -63,6 +68,7 @@ class Task:
     hub_splits: Mapping[str, str] = field(default_factory=dict)  # where they are not the usual
     hub_labels: tuple[str, ...] = ()  # names by the Hub's class numbers, where they differ
     predicted_by: str | None = None  # a diagnostic set: the task whose model predicts it
+    val_share: float = 0.0  # of train, to evaluate on where there is no val table
     settings: Mapping[str, Any] = field(default_factory=dict)  # where Settings' defaults do not fit
     # Of a user's own: how its tables are written.
     form: TableForm = field(default_factory=TableForm)

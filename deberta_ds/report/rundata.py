@@ -17,7 +17,7 @@ from deberta_ds.objectives.base import MINIMAL_PAIRS, Metric, Objective, own_met
 from deberta_ds.objectives.build import OBJECTIVES, objective_named
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
-# results.json of a fine-tuning sweep as the page reads it (written by launch/superglue.py).
+# results.json of a fine-tuning sweep as the page reads it (written by launch/sweep.py).
 RESULTS_FILE = "results.json"
 # Strict about types; keys that a page does not draw may be there.
 READ = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -53,6 +53,8 @@ class TaskScores:
     failed: Count
     diagnostics: dict[Text, dict[Text, Spread]] = Field(default_factory=dict)
     labels: list[Text] = Field(default_factory=list)
+    score_is: Text = "mean of its metrics"
+    failures: dict[Text, Count] = Field(default_factory=dict)  # reason -> runs
 
 
 @checked(config=READ, frozen=True)

@@ -118,6 +118,7 @@ def cards(sweep: Sweep) -> list[TaskCard]:
 def _card(name: str, task: TaskScores, runs: list[SeedRun]) -> TaskCard:
     middle = sorted(runs, key=lambda run: run.score)[(len(runs) - 1) // 2]
     failed = f"; {task.failed} of {task.seeds} runs failed" if task.failed else ""
+    failed += "".join(f" ({count}: {reason})" for reason, count in task.failures.items())
     matrix = None
     if middle.confusion:
         width = max(len(row) for row in middle.confusion)
@@ -128,7 +129,8 @@ def _card(name: str, task: TaskScores, runs: list[SeedRun]) -> TaskCard:
             for k, row in enumerate(middle.confusion)]
     settings = [(key, value if isinstance(value, str) else json.dumps(value))
                 for key, value in middle.settings.items()]
-    return TaskCard(name, f"Medians: {_medians(task.metrics)}{failed}.",
+    return TaskCard(name, f"Score: {_words(task.score_is)}. Medians: "
+                    f"{_medians(task.metrics)}{failed}.",
                     _curves(name, task, runs), middle.seed, matrix, settings)
 
 

@@ -267,6 +267,7 @@ def fake_results() -> list[dict]:
             confusion = {"confusion": [[2] * len(task.labels)] * len(task.labels)}
             results.append({
                 "task": task.name, "seed": seed, "score": value, "failed": seed == 1,
+                "failure": "too bad",
                 "baseline": 0.5, "metrics": dict.fromkeys(task.metrics, value),
                 "diagnostics": diagnostics, "settings": {"epochs": 1},
                 "history": [{"epoch": 1.0, "step": 1, "loss": 1.0}

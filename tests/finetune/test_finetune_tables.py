@@ -3,15 +3,14 @@
 import csv
 import gzip
 import json
-import random
 from pathlib import Path
 
 import pytest
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.layouts import Example, TextSpan, chosen
-from deberta_ds.finetune.metrics import span_f1, spans_of
+from deberta_ds.finetune.layouts import TextSpan, chosen
+from deberta_ds.finetune.metrics import spans_of
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.readers import read_split
 from deberta_ds.finetune.tables import read_table, to_line
@@ -181,23 +180,12 @@ def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
     (["NOUN", "NOUN", "O"], [("NOUN", 0, 2)]),
     (["B-PER", "L-PER", "U-LOC", "U-LOC"], [("PER", 0, 2), ("LOC", 2, 3), ("LOC", 3, 4)]),
     (["B-PER", "M-PER", "E-PER", "S-LOC"], [("PER", 0, 3), ("LOC", 3, 4)]),  # BMES
+    (["B", "I", "I", "B", "O", "I"], [("", 0, 3), ("", 3, 4), ("", 5, 6)]),  # without kinds
+    (["B", "M", "E", "S", "S", "O"], [("", 0, 3), ("", 3, 4), ("", 4, 5)]),
     (["O", "O"], []), ([], []),
 ])
 def test_spans_are_those_of_conlleval(tags, spans):
     assert spans_of(tags) == spans
-
-
-def test_span_f1_is_seqevals():
-    labels = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
-    dice = random.Random(2)
-    gold = [tuple(dice.randrange(5) for _ in range(8)) for _ in range(40)]
-    guess = [tuple(tag if dice.random() < 0.7 else dice.randrange(5) for tag in row)
-             for row in gold]
-    found = span_f1([Example((n,), (("x",),), row) for n, row in enumerate(gold)], guess, labels)
-    assert 0.2 < found < 0.9
-    metrics = pytest.importorskip("seqeval.metrics")
-    names = [[[labels[tag] for tag in row] for row in side] for side in (gold, guess)]
-    assert found == pytest.approx(metrics.f1_score(*names))
 
 
 RECIPES = Path(__file__).parents[2] / "launch" / "runs" / "tasks"

@@ -47,6 +47,9 @@ label = "queue"
 train = "tickets.csv"
 val_share = 0.3
 test = "tickets.csv"
+group = "more"
+[tests]
+again = "tickets.csv"
 [settings]
 epochs = 1
 global_batch_size = 4

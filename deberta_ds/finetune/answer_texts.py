@@ -1,0 +1,58 @@
+r"""When two answers are the same text: SQuAD's rule, and by language MLQA's.
+
+SQuAD's scripts know English: lower case, no ASCII punctuation, no a, an, the, words between spaces.
+mlqa_evaluation_v1.py removes the punctuation of all of Unicode and each language's own articles,
+and takes every Chinese character for a word. Japanese, Thai and others without spaces follow its
+Chinese rule here, with the characters of their scripts.
+"""
+
+import re
+import string
+import unicodedata
+from collections import Counter
+
+_SQUAD = r"\b(a|an|the)\b"
+# Articles as MLQA has them: the Arabic expression too, in which "^" never matches.
+_ARTICLES = {
+    "en": _SQUAD,
+    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
+    "hi": "",
+    "vi": r"\b(của|là|cái|chiếc|những)\b",
+    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
+    "ar": r"\sال^|ال",
+}
+_MLQA_CHINESE = "[\u4e00-\u9fa5]"
+# Thai, Lao, Tibetan, Burmese, Khmer; Han and kana with their extensions and half widths.
+_UNSPACED = ("[\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf"
+             "\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]")
+_CHARACTERS = {"zh": _MLQA_CHINESE} | dict.fromkeys(("ja", "th", "lo", "my", "km"), _UNSPACED)
+LANGUAGES = (*_ARTICLES, *_CHARACTERS)
+_UNSPACED_SHARE = 0.2  # of a text's characters: English ones with a few Chinese names stay below
+
+
+def language_of(text: str) -> str:
+    """Return the rule for answers in `text`: "ja" for scripts without spaces, else "" (SQuAD's)."""
+    found = len(re.findall(_UNSPACED, text))
+    return "ja" if found and found >= _UNSPACED_SHARE * len(text) else ""
+
+
+def normalize(answer: str, language: str = "") -> str:
+    """Return an answer's words as they are compared, single spaces between; "": SQuAD's rule."""
+    letters = answer.lower()
+    if not language:
+        kept = "".join(letter for letter in letters if letter not in string.punctuation)
+        return " ".join(re.sub(_SQUAD, " ", kept).split())
+    kept = "".join(letter for letter in letters if letter not in string.punctuation
+                   and not unicodedata.category(letter).startswith("P"))
+    if language in _CHARACTERS:
+        kept = re.sub(f"({_CHARACTERS[language]})", r" \1 ", kept)
+    elif _ARTICLES[language]:
+        kept = re.sub(_ARTICLES[language], " ", kept)
+    return " ".join(kept.split())
+
+
+def token_f1(predicted: str, gold: str) -> float:
+    """Return the F1 of two normalized answers as bags of words."""
+    first, second = predicted.split(), gold.split()
+    shared = sum((Counter(first) & Counter(second)).values())
+    return 2 * shared / (len(first) + len(second)) if shared else 0.0

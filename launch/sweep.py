@@ -1,0 +1,89 @@
+"""Fine-tune a model on several tasks with several seeds each: your own, and those of benchmarks.
+
+    deepspeed launch/sweep.py --tasks tickets.toml mails.toml --model MODEL \\
+        --seeds 5 --out OUT
+    deepspeed launch/sweep.py --tasks RTE tickets.toml --data superglue \\
+        --model MODEL --seeds 5 --out OUT
+
+Prints a table and writes OUT/results.json and OUT/report.html. Finished runs are reused: after an
+interruption, run the same command again.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.errors import UserError, exit_cleanly
+
+
+def main(about: str = __doc__, is_suite: bool = False) -> None:
+    from deberta_ds.cluster.launcher import check_environment
+
+    check_environment(os.environ)
+    from deberta_ds.finetune import options
+
+    parser = parser_for(about)
+    if is_suite:
+        parser.add_argument("--suite", choices=("SuperGLUE", "GLUE"), default="SuperGLUE",
+                            help="the benchmark")
+    parser.add_argument("--tasks", nargs="+", default=[], required=not is_suite, metavar="TASK",
+                        help="names of benchmarks' tasks, or TOML files of your own"
+                        + " (default: all of the suite)" * is_suite)
+    parser.add_argument("--init_from", nargs="+", default=[], metavar="TASK=DIR",
+                        help="start a task from the output of another, such as CB=runs/MNLI/seed-1")
+    parser.add_argument("--save_models", action="store_true", help="keep the weights of every run")
+    parser.add_argument("--compare", type=Path, metavar="OUT",
+                        help="another sweep to compare with, such as one without pretraining")
+    options.add_options(parser)
+    given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
+
+    from deberta_ds.base.files import write_atomic
+    from deberta_ds.cluster import dist
+    from deberta_ds.finetune import sweep
+    from deberta_ds.finetune.tasks import SUITES
+    from deberta_ds.report import run_pages  # heavy imports after the options are known good
+
+    compare = read_results(given.compare) if given.compare else None
+    tasks = tuple(map(options.open_task, given.tasks))
+    tasks = tasks or tuple(task for task in SUITES[given.suite] if task.predicted_by is None)
+    init_from = pairs(given.init_from, [task.name for task in tasks])
+    plan = options.build_sweep(given, overrides, tasks, init_from, given.save_models)
+    results = sweep.run_all(plan)
+    summary = sweep.summarize(plan.tasks, results)
+    options.say("\n" + sweep.table(summary, compare))
+    if dist.is_main():
+        whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
+        write_atomic(given.out / "results.json", json.dumps(whole, indent=1) + "\n")
+        page = given.out / run_pages.PAGE
+        run_pages.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
+        print(f"\nwrote {given.out / 'results.json'} and {page}")
+    dist.destroy()
+
+
+def pairs(texts: list[str], tasks: list[str]) -> dict[str, str]:
+    """Return {task name: directory} of "TASK=DIR" texts; a name in any case."""
+    names = {task.lower(): task for task in tasks}
+    found = {}
+    for text in texts:
+        name, separator, directory = text.partition("=")
+        if not separator:
+            raise UserError(f"--init_from {text}: write TASK=DIR")
+        found[names.get(name.lower(), name)] = directory
+    return found
+
+
+def read_results(out: Path) -> dict:
+    """Return another sweep's results.json."""
+    from deberta_ds.base.json_files import read_json
+    from deberta_ds.report.rundata import read_sweep
+
+    path = out / "results.json"
+    if not path.is_file():
+        raise UserError(f"--compare {out}: no results.json there; finish that sweep first")
+    read_sweep(path)  # checks it
+    return read_json(path)
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
