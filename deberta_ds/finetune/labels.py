@@ -64,6 +64,13 @@ def label_cell(task: Task, row: dict[str, Any]) -> Any:
     return row.get("tags" if column not in row and is_sentence(task, row) else column)
 
 
+def without_label(task: Task, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without its label, and what goes with it."""
+    names = {*task.label_columns, task.columns.get("label", "label"), "label",
+             task.columns.get("start", "start"), "tags" if is_sentence(task, row) else "label"}
+    return {name: value for name, value in row.items() if name not in names}
+
+
 def is_ignored(task: Task, row: dict[str, Any]) -> bool:
     """Return whether the task file says that rows of this label are left out."""
     if not task.ignore_labels:

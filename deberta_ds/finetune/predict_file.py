@@ -24,6 +24,7 @@ from deberta_ds.finetune.answers import MARGIN, answer_place
 from deberta_ds.finetune.directory import Finetuned
 from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.features import Feature, count_unknown, encode
+from deberta_ds.finetune.labels import without_label
 from deberta_ds.finetune.layouts import Example, examples_of
 from deberta_ds.finetune.predict import entities_in, num_scores, predictions_of, score_split
 from deberta_ds.finetune.run import finetuned_model
@@ -123,9 +124,8 @@ def _examples(task: Task, block: Iterable[Row], first: int, bad: Faults) -> Iter
         try:
             if isinstance(row, UserError):
                 raise row
-            line = dict(row) if task.layout in _OWN_LINES else to_line(task, place, row, number)
-            for name in ("label", "start"):  # not needed, so not checked either
-                line.pop(name, None)
+            row = without_label(task, row)  # not needed, so not checked either
+            line = row if task.layout in _OWN_LINES else to_line(task, place, row, number)
             yield from examples_of(task, place, line, "test")
         except UserError as error:
             bad.add(place, error)

@@ -19,7 +19,7 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import tables
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.labels import is_ignored
+from deberta_ds.finetune.labels import is_ignored, without_label
 from deberta_ds.finetune.layouts import Example, classes_of, examples_of
 from deberta_ds.finetune.line import line_format
 from deberta_ds.finetune.tables import each_row, to_line
@@ -350,8 +350,7 @@ def table_lines(task: Task, table: str | Path, split: str) -> Iterator[tuple[str
                 if split != "test":
                     yield place, None
                     continue
-                names = task.label_columns or (task.columns["label"],)
-                row = {name: value for name, value in row.items() if name not in names}
+                row = without_label(task, row)
             yield place, to_line(task, place, row, number)
         except UserError as error:
             yield place, error
