@@ -80,6 +80,16 @@ def test_eight_odd_rows_of_many_are_predicted_around(process_group, tmp_path, mo
     assert "prediction" in json.loads(out.read_text().splitlines()[20])
 
 
+def test_labels_that_cannot_be_read_are_no_fault_of_a_prediction(process_group, tmp_path, model):
+    """Jigsaw's test table has -1 where there is no label."""
+    task = dataclasses.replace(model.task, head="multilabel", label_columns=("toxic", "insult"))
+    rows = [{"words": "a", "extra": "b", "toxic": -1, "insult": "x", "n": 0}]
+    write_rows(tmp_path / "new.jsonl", rows)
+    predict(dataclasses.replace(model, task=task), tmp_path / "new.jsonl", tmp_path / "out.jsonl")
+    (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert set(json.loads(line)["probabilities"]) == {"animal", "thing"}
+
+
 def test_all_misplaced_answers_are_named_in_one_run(process_group, tmp_path):
     """40 in 400 questions were 39 runs, one fault named in each."""
     text = "Anna Smith lives in Rome."
