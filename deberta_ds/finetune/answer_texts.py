@@ -11,10 +11,9 @@ import string
 import unicodedata
 from collections import Counter
 
-_SQUAD = r"\b(a|an|the)\b"
 # Articles as MLQA has them: the Arabic expression too, in which "^" never matches.
 _ARTICLES = {
-    "en": _SQUAD,
+    "en": r"\b(a|an|the)\b",  # and SQuAD
     "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
     "hi": "",
     "vi": r"\b(của|là|cái|chiếc|những)\b",
@@ -38,16 +37,12 @@ def language_of(text: str) -> str:
 
 def normalize(answer: str, language: str = "") -> str:
     """Return an answer's words as they are compared, single spaces between; "": SQuAD's rule."""
-    letters = answer.lower()
-    if not language:
-        kept = "".join(letter for letter in letters if letter not in string.punctuation)
-        return " ".join(re.sub(_SQUAD, " ", kept).split())
-    kept = "".join(letter for letter in letters if letter not in string.punctuation
-                   and not unicodedata.category(letter).startswith("P"))
+    kept = "".join(letter for letter in answer.lower() if letter not in string.punctuation
+                   and not (language and unicodedata.category(letter).startswith("P")))
     if language in _CHARACTERS:
         kept = re.sub(f"({_CHARACTERS[language]})", r" \1 ", kept)
-    elif _ARTICLES[language]:
-        kept = re.sub(_ARTICLES[language], " ", kept)
+    elif articles := _ARTICLES[language or "en"]:
+        kept = re.sub(articles, " ", kept)
     return " ".join(kept.split())
 
 

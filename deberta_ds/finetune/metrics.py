@@ -35,8 +35,7 @@ def score(task: Task, examples: Examples, predictions: Predictions) -> dict[str,
 
 def rows_of(name: str, task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
     """Return what the units of metric `name` (examples, MultiRC's questions, AX-g's pairs) give."""
-    if len(examples) != len(predictions):
-        raise AssertionError(f"{len(predictions)} predictions for {len(examples)} examples")
+    assert len(examples) == len(predictions)
     return _METRICS[name][0](task, examples, predictions)
 
 
@@ -107,9 +106,8 @@ def class_counts(
 ) -> dict[str, tuple[int, int, int]]:
     """Return {label: (right, in gold, predicted)}; where spans are scored, by the kind of span."""
     if "span_f1" in task.metrics:
-        gold, guess = _spans(task, examples, predictions)
         hits, right, guessed = (Counter(kind for _, kind, *_ in spans)
-                                for spans in (gold & guess, gold, guess))
+                                for spans in _spans(task, examples, predictions))
         return {kind or "(no kind)": (hits[kind], right[kind], guessed[kind])
                 for kind in sorted(right | guessed)}
     counts = _counts(task, _classes(task, examples, predictions))
@@ -216,27 +214,24 @@ def _spearman(task: Task, rows: np.ndarray) -> float:
 
 def _tags_right(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
     """Return (right tags, words) of each example."""
-    pairs = [(classes_of(example.label), classes_of(guess))
+    right = [np.equal(classes_of(example.label), classes_of(guess))
              for example, guess in zip(examples, predictions, strict=True)]
-    return np.array([(sum(a == b for a, b in zip(*pair, strict=True)), len(pair[0]))
-                     for pair in pairs])
+    return np.array([(row.sum(), row.size) for row in right])
 
 
-def _spans(task: Task, examples: Examples, predictions: Predictions) -> tuple[set, set]:
-    """Return the (example, kind, first word, end word) of gold and of predictions."""
-    found: tuple[set, set] = set(), set()
-    for number, pair in enumerate(zip(examples, predictions, strict=True)):
-        for spans, tags in zip(found, (pair[0].label, pair[1]), strict=True):
-            names = [task.labels[tag] for tag in classes_of(tags)]
-            spans |= {(number, *span) for span in spans_of(names)}
-    return found
+def _spans(task: Task, examples: Examples, predictions: Predictions) -> tuple[set, set, set]:
+    """Return the (example, kind, first word, end word) of hits, of gold and of predictions."""
+    gold, guess = (
+        {(number, *span) for number, tags in enumerate(rows)
+         for span in spans_of([task.labels[tag] for tag in classes_of(tags)])}
+        for rows in ([example.label for example in examples], predictions))
+    return gold & guess, gold, guess
 
 
 def _span_hits(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
     """Return (2 hits, gold + predicted spans) of each example: kind and both ends must agree."""
-    gold, guess = _spans(task, examples, predictions)
     hits, right, guessed = (np.bincount([number for number, *_ in spans], minlength=len(examples))
-                            for spans in (gold & guess, gold, guess))
+                            for spans in _spans(task, examples, predictions))
     return np.stack([2 * hits, right + guessed], axis=1)
 
 
@@ -275,7 +270,7 @@ def _exact(task: Task, examples: Examples, predictions: Predictions) -> np.ndarr
     if task.layout == "multirc":
         right = _right(task, examples, predictions)
         return _by_question(task, examples, right, np.logical_and).astype(float)
-    return _of_answers(lambda e, text: _best(e, text, str.__eq__))(task, examples, predictions)
+    return _of_answers(_best(str.__eq__))(task, examples, predictions)
 
 
 def _of_answers(value: Callable[[Example, str], float]) -> Callable[..., np.ndarray]:
@@ -284,26 +279,19 @@ def _of_answers(value: Callable[[Example, str], float]) -> Callable[..., np.ndar
         list(map(value, examples, predictions)), dtype=float)
 
 
-def _best(example: Example, answer: str, compare: Callable[[str, str], float]) -> float:
-    found = normalize(answer, example.language)
-    return max(compare(found, normalize(gold, example.language)) for gold in example.gold)
+def _best(compare: Callable[[str, str], float], is_v2: bool = False
+          ) -> Callable[[Example, str], float]:
+    """Return the value of an answer: the best by `compare` with the normalized gold ones, of which
+    SQuAD v2.0 drops those of which nothing is left; without any, "" is right there."""
+    def value(example: Example, answer: str) -> float:
+        found, *gold = (normalize(text, example.language) for text in (answer, *example.gold))
+        gold = [text for text in gold if text] or [""] if is_v2 else gold
+        return max(compare(found, text) for text in gold)
+
+    return value
 
 
-def f1_v2_of(example: Example, answer: str) -> float:
-    """Return SQuAD v2.0's F1 of one answer, "" for none, which is right where there is none."""
-    found = normalize(answer, example.language)
-    return max(token_f1(found, gold) if found and gold else float(found == gold)
-               for gold in _gold_v2(example))
-
-
-def _exact_v2_of(example: Example, answer: str) -> float:
-    return normalize(answer, example.language) in _gold_v2(example)
-
-
-def _gold_v2(example: Example) -> list[str]:
-    """Return the normalized answers, [""] for none; v2.0 drops those of which nothing is left."""
-    texts = [normalize(gold, example.language) for gold in example.gold]
-    return [text for text in texts if text] or [""]
+f1_v2_of = _best(lambda found, gold: token_f1(found, gold) or float(found == gold), is_v2=True)
 
 
 def _same_in_pairs(task: Task, examples: Examples, predictions: Predictions) -> np.ndarray:
@@ -328,9 +316,8 @@ _METRICS: dict[str, tuple[Callable[..., np.ndarray], Callable[[Task, np.ndarray]
     "tag_accuracy": (_tags_right, _ratio),
     "span_f1": (_span_hits, _ratio),
     "em": (_exact, _mean),
-    "f1": (_of_answers(lambda example, text: _best(example, text, token_f1)), _mean),
-    "em_v2": (_of_answers(_exact_v2_of), _mean),
+    "f1": (_of_answers(_best(token_f1)), _mean),
+    "em_v2": (_of_answers(_best(str.__eq__, is_v2=True)), _mean),
     "f1_v2": (_of_answers(f1_v2_of), _mean),
     "gender_parity": (_same_in_pairs, _mean),
 }
-METRIC_NAMES = tuple(_METRICS)
