@@ -19,14 +19,12 @@ from typing import Any
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import tables
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.labels import is_ignored, without_label
+from deberta_ds.finetune.labels import is_ignored, to_line, without_label
 from deberta_ds.finetune.layouts import Example, classes_of, examples_of
 from deberta_ds.finetune.line import line_format
-from deberta_ds.finetune.tables import each_row, to_line
+from deberta_ds.finetune.tables import each_row
 from deberta_ds.finetune.tasks import TASK_NAMES, NoSplitError, TableForm, Task
 
-# SuperGLUE and GLUE as the Hugging Face Hub keeps them -> the objects of the official JSON lines.
-#
 # The Hub's tables are flat: MultiRC has one row per answer, ReCoRD one per query, labels are class
 # numbers and a label of -1 means none. Source: huggingface/datasets datasets/super_glue.
 HUB = "hub"
@@ -42,26 +40,27 @@ def read_hub(task: Task, split: str) -> list[tuple[str, dict]]:
     """Return (place, row) of a split downloaded from the Hub; needs network once."""
     from datasets import load_dataset
 
-    repository = task.hub_repository
     name = hub_split(task, split)
     try:
-        table = load_dataset(repository, task.hub, split=name)
+        table = load_dataset(task.hub_repository, task.hub, split=name)
     except (OSError, ValueError, ConnectionError) as error:
         is_unknown = isinstance(error, ValueError) and "Unknown split" in str(error)
         raise (NoSplitError if is_unknown else UserError)(
-            f"{repository} {task.hub} {name}: cannot be read from the Hub ({error}); "
+            f"{task.hub_repository} {task.hub} {name}: cannot be read from the Hub ({error}); "
             "download the official zip and pass its directory"
         ) from error
-    return [(f"hub:{repository}/{task.hub}/{name}:row {number}", row)
+    return [(f"hub:{task.hub_repository}/{task.hub}/{name}:row {number}", row)
             for number, row in enumerate(table, start=1)]
 
 
 def official_lines(task: Task, rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
     """Yield (place, object in the format of the official JSON lines) for the Hub's rows."""
-    convert = {"MultiRC": _multirc, "ReCoRD": _record}.get(task.name)
     try:
-        if convert:
-            yield from convert(rows)
+        if task.name in ("MultiRC", "ReCoRD"):
+            passages: dict[int, tuple[str, dict]] = {}
+            for place, row in rows:
+                (_multirc if task.name == "MultiRC" else _record)(place, row, passages)
+            yield from passages.values()
             return
         for number, (place, row) in enumerate(rows):
             answers = task.layout == "answers"
@@ -81,64 +80,47 @@ def _flat(task: Task, row: dict) -> dict:
             line[field] = row[column]
     if task.name == "AX-b":
         line["idx"] = str(line["idx"])
-    if task.name == "WiC":
-        line["version"] = 1.1
     if task.name == "WSC":
         names = ("span1_index", "span1_text", "span2_index", "span2_text")
         line["target"] = {name: line.pop(name) for name in names}
-    if row["label"] == -1:
+    if (number := row["label"]) == -1:
         return line
     if task.head == "regress":
-        return line | {"label": float(row["label"])}
-    number = row["label"]
+        return line | {"label": float(number)}
     if type(number) is not int or not 0 <= number < len(task.labels):
         raise ValueError(f"label {number!r} is no class number")
     if task.hub_labels:
         number = task.labels.index(task.hub_labels[number])
-    line["label"] = (task.values or task.labels)[number]
-    return line
+    return line | {"label": (task.values or task.labels)[number]}
 
 
-def _multirc(rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
-    passages: dict[int, tuple[str, dict]] = {}
-    questions: dict[tuple[int, int], dict] = {}
-    for place, row in rows:
-        idx = row["idx"]
-        passage = {"text": row["paragraph"], "questions": []}
-        line = {"idx": idx["paragraph"], "version": 1.1, "passage": passage}
-        _, line = passages.setdefault(idx["paragraph"], (place, line))
-        key = (idx["paragraph"], idx["question"])
-        if key not in questions:
-            questions[key] = {"question": row["question"], "idx": idx["question"], "answers": []}
-            line["passage"]["questions"].append(questions[key])
-        answer = {"text": row["answer"], "idx": idx["answer"]}
-        if row["label"] != -1:
-            answer["label"] = row["label"]
-        questions[key]["answers"].append(answer)
-    yield from passages.values()
+def _multirc(place: str, row: dict, passages: dict[int, tuple[str, dict]]) -> None:
+    idx = row["idx"]
+    _, line = passages.setdefault(idx["paragraph"], (place, {
+        "idx": idx["paragraph"], "version": 1.1,
+        "passage": {"text": row["paragraph"], "questions": []}}))
+    questions = line["passage"]["questions"]
+    question = next((known for known in questions if known["idx"] == idx["question"]), None)
+    if question is None:
+        question = {"question": row["question"], "idx": idx["question"], "answers": []}
+        questions.append(question)
+    label = {"label": row["label"]} if row["label"] != -1 else {}
+    question["answers"].append({"text": row["answer"], "idx": idx["answer"]} | label)
 
 
-def _record(rows: list[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
-    passages: dict[int, tuple[str, dict]] = {}
-    for place, row in rows:
-        spans = row["entity_spans"]
-        # The Hub's spans are end-exclusive, the official files count the last character in.
-        entities = [
-            {"start": start, "end": end - 1}
-            for start, end in zip(spans["start"], spans["end"], strict=True)
-        ]
-        # The Hub removes the newlines around @highlight; offsets are kept.
-        line = {"source": "hub", "passage": {"text": row["passage"], "entities": entities},
-                "qas": [], "idx": row["idx"]["passage"]}
-        _, line = passages.setdefault(row["idx"]["passage"], (place, line))
-        qa = {"query": row["query"], "idx": row["idx"]["query"]}
-        if row["answers"]:
-            qa["answers"] = [{"start": 0, "end": 0, "text": text} for text in row["answers"]]
-        line["qas"].append(qa)
-    yield from passages.values()
-
-
-_COMBINED = "combined.zip"
+def _record(place: str, row: dict, passages: dict[int, tuple[str, dict]]) -> None:
+    spans = row["entity_spans"]
+    # The Hub's spans are end-exclusive, the official files count the last character in.
+    entities = [{"start": start, "end": end - 1}
+                for start, end in zip(spans["start"], spans["end"], strict=True)]
+    # The Hub removes the newlines around @highlight; offsets are kept.
+    _, line = passages.setdefault(row["idx"]["passage"], (place, {
+        "source": "hub", "passage": {"text": row["passage"], "entities": entities}, "qas": [],
+        "idx": row["idx"]["passage"]}))
+    qa = {"query": row["query"], "idx": row["idx"]["query"]}
+    if row["answers"]:
+        qa["answers"] = [{"start": 0, "end": 0, "text": text} for text in row["answers"]]
+    line["qas"].append(qa)
 
 
 @dataclass(frozen=True)
@@ -168,13 +150,11 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     total = ignored = 0
     for place, value in lines:
         total += 1
+        ignored += value is None
         try:
-            if value is None:
-                ignored += 1
-                continue
             if isinstance(value, UserError):
                 raise value
-            found = examples_of(task, place, value, split)
+            found = [] if value is None else examples_of(task, place, value, split)
             for example in found:
                 name = _name(task, example, split)
                 if name in seen:
@@ -188,8 +168,8 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
     labelled = [example for example in examples if example.label is not None]
     if split == "test" and task.ignore_labels and labelled:
         ignored, examples = ignored + len(examples) - len(labelled), labelled
-    notes = [faults.check(total)]
-    notes += [f"{ignored:,} of {total:,} rows are left out by ignore_labels"] if ignored else []
+    left_out = f"{ignored:,} of {total:,} rows are left out by ignore_labels" if ignored else ""
+    notes = (faults.check(total), left_out)
     official = task.count(split)
     if not examples:
         raise UserError(f"{source}: not a single example in it\n  expected format: "
@@ -292,6 +272,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     if str(data) == HUB:
         return f"hub:{task.hub}/{split}", official_lines(task, read_hub(task, split))
     root = Path(data)
+    shards = f"{root / task.hub}/{hub_split(task, split)}-*.parquet"
     name = f"{task.name}/{task.name if task.predicted_by else split}.jsonl"
     tried = []
     if root.is_file() and root.suffix == ".zip":
@@ -302,16 +283,15 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
             return str(file), tables.read_each(file)
         tried.append(str(file))
         if split in task.files:
-            for table in _places(task, root, task.files[split]):
-                if table.exists():  # RACE's is a directory
-                    return str(table), table_lines(task, table, split)
-                tried.append(str(table))
-        archives = [root / f"{task.name}.zip", root / _COMBINED]
-        parquet = sorted((root / task.hub).glob(f"{hub_split(task, split)}-*.parquet"))
-        if task.hub and parquet:
-            place = f"{root / task.hub}/{hub_split(task, split)}-*.parquet"
+            also = (task.files[split],) if task.layout == "answers" else task.also_at
+            for place in (f"{task.name}/{task.files[split]}", *also):
+                if os.path.exists(table := os.path.normpath(root / place)):
+                    return table, table_lines(task, table, split)
+                tried.append(table)
+        archives = [root / f"{task.name}.zip", root / "combined.zip"]
+        if task.hub and (parquet := sorted(Path(shards).parent.glob(Path(shards).name))):
             rows = [row for shard in parquet for row in tables.read_table(shard)]
-            return place, official_lines(task, rows)
+            return shards, official_lines(task, rows)
     else:
         raise UserError(f"{root}: no such directory or zip of task data; name the one that holds "
                         f"{name}, or download it with --data hub")
@@ -320,19 +300,10 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
         if archive.is_file() and (found := _member(archive, name)) is not None:
             return f"{archive}!{name}", tables.read_each(f"{archive}!{name}", io.BytesIO(found))
     raise NoSplitError(
-        f"{task.name} {split} is not there: looked for {', '.join(tried)} and "
-        f"{root / task.hub}/{hub_split(task, split)}-*.parquet. Unpack the official "
-        f"{task.name}.zip there, or use --data {HUB} on a machine with network\n"
+        f"{task.name} {split} is not there: looked for {', '.join(tried)} and {shards}. Unpack the "
+        f"official {task.name}.zip there, or use --data {HUB} on a machine with network\n"
         f"  expected format: {line_format(task)}"
     )
-
-
-def _places(task: Task, root: Path, name: str) -> list[Path]:
-    """Return where a table of `task` may lie."""
-    places = [root / task.name / name, *(root / place for place in task.also_at)]
-    if task.layout == "answers":  # SQuAD's files have names of their own
-        places.append(root / name)
-    return [Path(os.path.normpath(place)) for place in places]
 
 
 def table_lines(task: Task, table: str | Path, split: str) -> Iterator[tuple[str, Any]]:
