@@ -95,12 +95,12 @@ def words_in(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def tagged_characters(text: str, entities: list[Entity]) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return ([start, end) of every character, the IOB2 tag of each)."""
+def tags_of_characters(text: str, entities: list[Entity]) -> list[str]:
+    """Return the IOB2 tag of every character."""
     tags = ["O"] * len(text)
     for start, end, name in entities:
         tags[start:end] = [f"B-{name}"] + [f"I-{name}"] * (end - start - 1)
-    return [(place, place + 1) for place in range(len(text))], tags
+    return tags
 
 
 def glued(words: list[str], spaces: bool) -> tuple[str, list[tuple[int, int]]]:

@@ -74,57 +74,39 @@ def examples_of(task: Task, place: str, value: Any, split: str) -> list[Example]
     Labels are required in train and val; test lines have none, except the public diagnostics.
     Raises UserError naming the place, the field and the expected format.
     """
-    found = _PARSERS[task.layout](Line(task, place, value), split != "test")
-    column = task.columns.get("group", "")
-    group = str(value[column]) if column and column in value else None
+    found = _PARSERS[task.layout](Line(task, place, value, split != "test"))
+    column = task.columns.get("group")
+    group = str(value[column]) if column in value else None
     return [replace(example, place=place, group=group) for example in found]
 
 
-def _texts(line: Line, labelled: bool) -> list[Example]:
+def _texts(line: Line) -> list[Example]:
     blank = line.task.may_be_blank
     sequence = tuple(line.get(name, str, blank) for name in line.task.texts)
     if not any(text.strip() for text in sequence):
         line.fail(f"{' and '.join(line.task.texts)}: nothing to read")
-    if line.task.head != "multilabel":
-        return [Example((line.index(),), (sequence,), line.label(labelled))]
-    label = None
-    if labelled or "label" in line.value:
-        chosen = {line.class_index(part) for part in line.get("label", list)}
-        label = tuple(int(number in chosen) for number in range(len(line.task.labels)))
-    return [Example((line.index(),), (sequence,), label)]
+    return [Example((line.index(),), (sequence,), line.label())]
 
 
-def _choices(line: Line, labelled: bool) -> list[Example]:
+def _choices(line: Line) -> list[Example]:
     """One answer of several: the text, then what follows it and the answer in one piece."""
     task = line.task
     first, *rest = (line.get(name, str) for name in task.texts)
-    fields = task.choices
-    if len(fields) == 1:
-        answers = line.get(fields[0], list)
-        if not all(isinstance(answer, str) for answer in answers):
-            line.fail(f'field "{fields[0]}" must be a list of strings')
-    else:
-        answers = [line.get(name, str) for name in fields]
-    for answer in answers:
-        line.check_text(", ".join(fields), answer)
+    fields, number = task.choices, task.first_answer
+    answers = line.strings(fields[0]) if len(fields) == 1 else [
+        line.get(name, str) for name in fields]
     if len(answers) != len(task.labels):
         line.fail(f'field "{fields[0]}" has {len(answers)} answers, not {len(task.labels)}')
     sequences = tuple((first, " ".join([*rest, answer])) for answer in answers)
-    label = None
-    if labelled or "label" in line.value:
-        label = _choice(line, answers)
-    return [Example((line.index(),), sequences, label)]
-
-
-def _choice(line: Line, answers: list[str]) -> int:
-    first = line.task.first_answer
-    found = chosen(line.value.get("label"), answers, first)
+    if not line.has_label:
+        return [Example((line.index(),), sequences)]
+    found = chosen(line.value.get("label"), answers, number)
     if found is None:
-        line.fail(f'field "{line.named("label")}" must be a number from {first} to '
-                  f"{first + len(answers) - 1}, a letter from A to {_LETTERS[: len(answers)][-1]}, "
-                  "or the answer itself; found "
-                  f"{show(line.value.get('label'))}{line.without_label('label')}")
-    return found[0]
+        line.fail(f'field "{line.named("label")}" must be a number from {number} to '
+                  f"{number + len(answers) - 1}, a letter from A to {_LETTERS[: len(answers)][-1]},"
+                  f" or the answer itself; found {show(line.value.get('label'))}"
+                  f"{line.without_label('label')}")
+    return [Example((line.index(),), sequences, found[0])]
 
 
 def chosen(value: Any, answers: list[str], first: int = 0) -> tuple[int, str] | None:
@@ -140,64 +122,60 @@ def chosen(value: Any, answers: list[str], first: int = 0) -> tuple[int, str] | 
     return (answers.index(text), "text") if text in answers else None
 
 
-def _tags(line: Line, labelled: bool) -> list[Example]:
+def _tags(line: Line) -> list[Example]:
     name = line.task.texts[0]
     if isinstance(line.value.get(name), str):
-        return [_tagged_text(line, line.get(name, str), labelled)]
-    words = line.get(name, list)
-    for word in words:
-        if not isinstance(word, str):
-            line.fail(f'field "{name}" must be a list of strings')
-        line.check_text(name, word, may_be_blank=word.isspace())  # a space is a word of some files
+        return [_tagged_text(line, line.get(name, str))]
+    words, label = line.strings(name), None
     if not any(word.strip() for word in words):
         line.fail(f'field "{name}" has no word')
-    label = None
-    if labelled or "label" in line.value:
+    if line.has_label:
         tags = line.get("label", list)
         if len(tags) != len(words):
             line.fail(f"{len(tags)} tags for {len(words)} words")
         label = tuple(line.class_index(tag) for tag in tags)
     text, places = annotations.glued(words, line.task.spaces)
-    spans = tuple(TextSpan(0, start, end) for start, end in places)
-    return [Example((line.index(),), ((text,),), label, spans)]
+    return [_tagged(line, text, places, label)]
 
 
-def _tagged_text(line: Line, text: str, labelled: bool) -> Example:
+def _tagged_text(line: Line, text: str) -> Example:
     """A text whose entities are characters [start, end) with a name."""
-    task, label = line.task, None
-    places, _ = annotations.tagged_characters(text, [])
-    if not labelled and task.words == "list" and task.spaces:
-        places = annotations.words_in(text)  # of a word, such a model knows the first token
-    elif labelled or "label" in line.value:
+    task = line.task
+    if not line.needed and task.words == "list" and task.spaces:
+        # Of a word, such a model knows the first token.
+        return _tagged(line, text, annotations.words_in(text), None)
+    entities = []
+    if line.has_label:
         try:
             entities = annotations.entities_of(text, line.get("label", list))
-            places, tags = annotations.tagged_characters(text, entities)
         except annotations.BAD_ENTITIES as error:
             if isinstance(error, UserError):
                 raise
             line.fail(f'field "{line.named("label")}": {error}')
-        label = tuple(line.class_index(tag) for tag in tags)
+    tags = annotations.tags_of_characters(text, entities)
+    return _tagged(line, text, [(place, place + 1) for place in range(len(text))],
+                   tuple(map(line.class_index, tags)) if line.has_label else None)
+
+
+def _tagged(line: Line, text: str, places: list[tuple[int, int]], label: Label | None) -> Example:
     spans = tuple(TextSpan(0, start, end) for start, end in places)
     return Example((line.index(),), ((text,),), label, spans)
 
 
-def _answers(line: Line, labelled: bool) -> list[Example]:
+def _answers(line: Line) -> list[Example]:
     """An answer inside a text: (question, context); several answers count, the first is learned."""
     question, context = (line.get(name, str) for name in line.task.texts)
-    answers: list[tuple[str, int]] = []
-    if labelled or "label" in line.value:
-        answers = [(text, _answer_start(line, context, text, start))
-                   for text, start in _given_answers(line)]
-        if labelled and not answers and not line.task.no_answer:
-            line.fail(f"the question has no answer, but {line.task.name} has one everywhere; of an "
-                      "own task: train must have some without an answer, too")
+    answers = [(text, _answer_start(line, context, text, start))
+               for text, start in _given_answers(line)] if line.has_label else []
+    if line.needed and not answers and not line.task.no_answer:
+        line.fail(f"the question has no answer, but {line.task.name} has one everywhere; of an own "
+                  "task: train must have some without an answer, too")
     spans = tuple(TextSpan(1, start, start + len(text)) for text, start in answers[:1])
     gold = tuple(text for text, _ in answers)
-    name = line.value.get("id", line.index())
     label = () if gold or (line.task.no_answer and "label" in line.value) else None
-    language = line.task.language or language_of(context)
-    return [Example((line.index(),), ((question, context),), label, spans, (), gold, str(name),
-                    language)]
+    return [Example((line.index(),), ((question, context),), label, spans, gold=gold,
+                    id=str(line.value.get("id", line.index())),
+                    language=line.task.language or language_of(context))]
 
 
 def _given_answers(line: Line) -> list[tuple[str, Any]]:
@@ -239,7 +217,7 @@ def _answer_start(line: Line, context: str, text: Any, start: Any) -> int:
               f"{found} (characters are counted from 0, not bytes)")
 
 
-def _copa(line: Line, labelled: bool) -> list[Example]:
+def _copa(line: Line) -> list[Example]:
     premise, question = line.get("premise", str), line.get("question", str)
     if question not in ("cause", "effect"):
         line.fail(f'field "question" must be "cause" or "effect", found {show(question)}')
@@ -247,10 +225,10 @@ def _copa(line: Line, labelled: bool) -> list[Example]:
     sequences = tuple(
         (choice, premise) if question == "cause" else (premise, choice) for choice in choices
     )
-    return [Example((line.index(),), sequences, line.label(labelled))]
+    return [Example((line.index(),), sequences, line.label())]
 
 
-def _multirc(line: Line, labelled: bool) -> list[Example]:
+def _multirc(line: Line) -> list[Example]:
     if line.value.get("version") != 1.1:
         line.fail(f'field "version" must be 1.1, found {show(line.value.get("version"))}')
     passage = line.inside("passage")
@@ -268,11 +246,11 @@ def _multirc(line: Line, labelled: bool) -> list[Example]:
                 answer.get("text", str)
             answer.check_text(f"{answer.key}text", option, may_be_blank=True)
             sequence = (text, f"{words} {option}".rstrip())
-            examples.append(Example(key, (sequence,), answer.label(labelled)))
+            examples.append(Example(key, (sequence,), answer.label()))
     return examples
 
 
-def _record(line: Line, labelled: bool) -> list[Example]:
+def _record(line: Line) -> list[Example]:
     passage = line.inside("passage")
     text = passage.get("text", str)
     spans = []
@@ -294,10 +272,10 @@ def _record(line: Line, labelled: bool) -> list[Example]:
         if PLACEHOLDER not in query:
             qa.fail(f'field "{qa.key}query" has no {PLACEHOLDER}')
         gold = ()
-        if labelled or "answers" in qa.value:
+        if qa.needed or "answers" in qa.value:
             answers = range(len(qa.get("answers", list)))
             gold = tuple(dict.fromkeys(qa.inside("answers", a).get("text", str) for a in answers))
-            if labelled and not set(gold) & set(names):
+            if qa.needed and not set(gold) & set(names):
                 qa.fail(f"no answer of query {qa.index()} is an entity of its passage")
         key = (qa.index(), line.index())
         examples.append(Example(key, ((shown, query),), None, tuple(spans), names, gold))
@@ -315,7 +293,7 @@ def without_highlight_marks(text: str) -> str:
     return _HIGHLIGHT.sub(stop, text)
 
 
-def _wic(line: Line, labelled: bool) -> list[Example]:
+def _wic(line: Line) -> list[Example]:
     sequence = tuple(line.get(name, str) for name in line.task.texts)
     spans = []
     for number in (1, 2):
@@ -326,10 +304,10 @@ def _wic(line: Line, labelled: bool) -> list[Example]:
                 f'" of {len(sequence[number])} characters'
             )
         spans.append(TextSpan(number, start, end))
-    return [Example((line.index(),), (sequence,), line.label(labelled), tuple(spans))]
+    return [Example((line.index(),), (sequence,), line.label(), tuple(spans))]
 
 
-def _wsc(line: Line, labelled: bool) -> list[Example]:
+def _wsc(line: Line) -> list[Example]:
     text, target = line.get("text", str), line.inside("target")
     spans = []
     for number in (1, 2):
@@ -339,7 +317,7 @@ def _wsc(line: Line, labelled: bool) -> list[Example]:
         if found is None:
             target.fail(f'"span{number}_text" {phrase!r} is nowhere near word {index} of the text')
         spans.append(TextSpan(0, *found))
-    return [Example((line.index(),), ((text,),), line.label(labelled), tuple(spans))]
+    return [Example((line.index(),), ((text,),), line.label(), tuple(spans))]
 
 
 def find_phrase(text: str, phrase: str, index: int) -> tuple[int, int] | None:
@@ -385,7 +363,7 @@ def _trimmed(words: list[tuple[str, int]], part: list[str]) -> tuple[int, int]:
     return start, max(end, start + 1)
 
 
-_PARSERS: dict[str, Callable[[Line, bool], list[Example]]] = {
+_PARSERS: dict[str, Callable[[Line], list[Example]]] = {
     "texts": _texts,
     "choices": _choices,
     "tags": _tags,
