@@ -23,7 +23,6 @@ _WIKIANN = re.compile(r"([a-z]{2,3}(-[a-z]+)*|simple):[^\t]+\t[^\t]+")
 _LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
 _BRACKET = re.compile(r"(?:\(([^()*]+))?\*?(\)?)")  # CoNLL-2012: (PERSON*, *, *), (GPE)
 _NO_WORD = re.compile(r"\d+[-.]\d+")  # CoNLL-U: the range of a contraction, an empty node
-_NO_TAGS = ({""}, {"_"})
 _CONLLU, _CONLL2012 = {"word": 2, "tag": 4}, {"word": 4, "tag": 11}
 
 Line = tuple[str, str, list[str]]  # file and line, the text, its columns
@@ -46,7 +45,12 @@ def read_sentences(path: str, columns: Mapping[str, int], encoding: str = "") ->
     clean = _without_language if is_wikiann(path, encoding) else iter
     form = _form(path, clean(text_lines(path, encoding=encoding)), columns)
     for block in _blocks(clean(text_lines(path, encoding=encoding))):
-        if block := _without_comments(block, form):
+        # Without the comments before its first word, and what stands for no word.
+        width = _width([line for line in block if not line[1].startswith("#")], form.width)
+        start = next((number for number, line in enumerate(block)
+                      if not _is_comment(line, width, form)), len(block))
+        if block := [line for line in block[start:]
+                     if not (form.counts_words and _NO_WORD.fullmatch(line[2][0]))]:
             yield _sentence(block, form, len(columns) > 0)
 
 
@@ -67,17 +71,18 @@ def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, s
 
 def _blocks(lines: Iterable[tuple[str, str]]) -> Iterator[list[Line]]:
     """Yield the lines between blank ones. A no-break or other wide space is part of a column."""
-    block: list[Line] = []
-    for place, line in lines:
-        if line.strip() and not line.startswith("-DOCSTART-"):
-            line = line.rstrip("\t")
-            cells = line.split("\t") if "\t" in line else [p for p in line.split(" ") if p]
-            block.append((place, line, cells))
-        elif block:
+    for is_word, group in itertools.groupby(lines, lambda line: bool(
+            line[1].strip() and not line[1].startswith("-DOCSTART-"))):
+        stripped = ((place, line.rstrip("\t")) for place, line in group if is_word)
+        if block := [(place, line, line.split("\t") if "\t" in line else
+                      [cell for cell in line.split(" ") if cell]) for place, line in stripped]:
             yield block
-            block = []
-    if block:
-        yield block
+
+
+def _width(block: list[Line], default: int) -> int:
+    """Return how many columns most lines have."""
+    widths = Counter(len(cells) for *_, cells in block)
+    return widths.most_common(1)[0][0] if widths else default
 
 
 def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int]) -> _Form:
@@ -113,23 +118,10 @@ def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int
     return _Form(word, tag, width, frozenset(tags), counting > 0.9 * long > 0, in_brackets)
 
 
-def _without_comments(block: list[Line], form: _Form) -> list[Line]:
-    """Return a block without the comments before its first word, and what stands for no word."""
-    widths = Counter(len(cells) for _, line, cells in block if not line.startswith("#"))
-    width = widths.most_common(1)[0][0] if widths else form.width
-    start = 0
-    while start < len(block) and _is_comment(block[start], width, form):
-        start += 1
-    return [line for line in block[start:]
-            if not (form.counts_words and _NO_WORD.fullmatch(line[2][0]))]
-
-
 def _is_comment(line: Line, width: int, form: _Form) -> bool:
     _, text, cells = line
-    if not text.startswith("#"):
-        return False
-    if len(cells) != width:
-        return True
+    if not text.startswith("#") or len(cells) != width:
+        return text.startswith("#")
     if width == 1 or not -width <= form.tag < width or cells[form.tag] in form.tags:
         return False
     if all(tag == "O" or PREFIXED.fullmatch(tag) for tag in form.tags):
@@ -138,7 +130,8 @@ def _is_comment(line: Line, width: int, form: _Form) -> bool:
 
 
 def _sentence(block: list[Line], form: _Form, is_asked: bool) -> Sentence:
-    place, width = block[0][0], Counter(len(cells) for *_, cells in block).most_common(1)[0][0]
+    place, width = block[0][0], _width(block, form.width)
+    has_tag = -width <= form.tag < width and form.tag % width != form.word % width
     tokens, tags = [], []
     for where, line, cells in block:
         if len(cells) == width - 1 and line.startswith(" "):  # a space between spaces
@@ -151,9 +144,8 @@ def _sentence(block: list[Line], form: _Form, is_asked: bool) -> Sentence:
                                     f"{form.word + (form.word >= 0)}"
                                     + ("; see columns in the task file" if is_asked else ""))
         tokens.append(cells[form.word])
-        has_tag = -width <= form.tag < width and form.tag % width != form.word % width
         tags.append(cells[form.tag] if has_tag else "")
-    if set(tags) in _NO_TAGS:
+    if set(tags) in ({""}, {"_"}):
         return place, {"tokens": tokens}
     if "" in tags:
         return place, UserError(f"{place}: {tags.count('')} of {len(tags)} tokens have no tag; "

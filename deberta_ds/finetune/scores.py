@@ -98,13 +98,13 @@ def as_text(title: str, scores: Mapping[str, Any]) -> str:
     if len(rows) > 1:
         rows.append(("mean of these", scores["score"], float(np.mean(list(majority.values())))))
     lines += _table(["metric", "value", "95 % interval", "majority"], [
-        [name, _percent(value["value"]),
-         f"{_percent(value.get('low'))} to {_percent(value.get('high'))}", _percent(constant)]
+        [name, percent(value["value"]),
+         f"{percent(value.get('low'))} to {percent(value.get('high'))}", percent(constant)]
         for name, value, constant in rows])
     if classes := scores.get("classes"):
         keys = ("precision", "recall", "f1")
         lines += _table(["class", *keys, "support"], [
-            [name, *(_percent(values[key]) for key in keys), f"{values['support']:,}"]
+            [name, *(percent(values[key]) for key in keys), f"{values['support']:,}"]
             for name, values in sorted(classes.items(), key=lambda item: -item[1]["support"])])
     if labels := scores.get("labels"):
         lines += _table(["gold \\ predicted", *(_cut(label, _HEAD_WIDTH) for label in labels)], [
@@ -113,12 +113,12 @@ def as_text(title: str, scores: Mapping[str, Any]) -> str:
     for column, groups in scores["groups"].items():
         lines += _table([column, "examples", *scores["metrics"]], [
             [name, f"{group['examples']:,}",
-             *(_percent(value["value"]) for value in group["metrics"].values())]
+             *(percent(value["value"]) for value in group["metrics"].values())]
             for name, group in groups.items()])
     return "\n".join(lines)
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 

@@ -29,6 +29,7 @@ from deberta_ds.finetune.readers import (
     read_split,
 )
 from deberta_ds.finetune.run import check_splits, finished, metrics_on, run, write_result
+from deberta_ds.finetune.scores import percent
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.train.step import BadStepError
@@ -71,7 +72,10 @@ def run_all(sweep: Sweep) -> list[dict]:
         check_targets(train)
         check_targets(val)
         for split in (val, *tests.values()):
-            _check_groups(split)
+            lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
+            if lost and (column := split.task.columns.get("group")):
+                raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores "
+                                "are to be shown by its values")
             shared, place = count_shared(train, split)
             if shared:
                 sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
@@ -112,14 +116,6 @@ def run_all(sweep: Sweep) -> list[dict]:
         if job.seed == sweep.num_seeds:  # the task's last
             job.encoded.clear()
     return results
-
-
-def _check_groups(split: Split) -> None:
-    """Raise UserError unless every example that is scored has a value in the `group` column."""
-    lost = [e.place for e in split.examples if e.group is None and is_labelled(e)]
-    if lost and (column := split.task.columns.get("group")):
-        raise UserError(f"{lost[0]}: no column {column!r} (group in the task file); scores are to "
-                        "be shown by its values")
 
 
 def _diverged(job: Job, error: BadStepError) -> dict:
@@ -183,10 +179,9 @@ def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
 
 def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:
     """Return the test splits of an own task by name; the one without a name by the task's."""
-    names = {place: place.removeprefix(TEST) for place in task.files if place.startswith(TEST)}
-    names |= {"test": task.name} if "test" in task.files else {}
-    return {name: read(replace(task, files={"test": task.files[place]}), "test")
-            for place, name in names.items() if predict}
+    return {task.name if place == "test" else place.removeprefix(TEST):
+            read(replace(task, files={"test": table}), "test")
+            for place, table in task.files.items() if predict and place.startswith("test")}
 
 
 def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
@@ -197,13 +192,10 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
         if not runs:
             continue
         scores = [result["score"] for result in runs]
-        names = sorted({name for result in runs for name in result["diagnostics"]})
         summary[task.name] = {
             "score": _spread(scores),
-            "metrics": {
-                name: _spread([result["metrics"][name] for result in runs])
-                for name in task.metrics
-            },
+            "metrics": {name: _spread([result["metrics"][name] for result in runs])
+                        for name in task.metrics},
             "baseline": next((r["baseline"] for r in runs if r["baseline"] is not None), None),
             "seeds": len(runs),
             "score_is": score_name(task),
@@ -214,7 +206,7 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
                 name: {metric: _spread([r["diagnostics"][name][metric] for r in runs
                                         if name in r["diagnostics"]])
                        for metric in metrics_on(task, name)}
-                for name in names
+                for name in sorted({name for result in runs for name in result["diagnostics"]})
             },
         }
     suite, main = suite_of(list(summary))
@@ -234,40 +226,34 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
         score = row["score"]
         other = compare["tasks"].get(name) if compare else None
         rows.append((
-            name, _percent(row["baseline"]), _percent(other["score"]["median"] if other else None),
-            _percent(score["median"]), _percent(score["min"]), _percent(score["max"]),
+            name, percent(row["baseline"]), percent(other["score"]["median"] if other else None),
+            percent(score["median"]), percent(score["min"]), percent(score["max"]),
             f"{row['failed']}/{row['seeds']}", _medians(row["metrics"]),
         ))
         for diagnostic, values in row["diagnostics"].items():
             text = f"{_medians(values)}  (by the {name} model)"
             rows.append((diagnostic, "", "", "", "", "", "", text))
-    what = f"{summary['mean_of']} of {summary['suite_tasks']} tasks of {summary['suite']}"
-    if summary["mean_of"] == summary["suite_tasks"]:
-        what = f"{summary['suite']}, all of {summary['mean_of']}"
-    beside = _percent(compare["mean"]) if compare else ""
     if len(summary["tasks"]) > 1:
-        rows.append(("mean", "", beside, _percent(summary["mean"]), "", "", "", what))
+        count, tasks, suite = (summary[key] for key in ("mean_of", "suite_tasks", "suite"))
+        what = f"{suite}, all of {count}" if count == tasks else (
+            f"{count} of {tasks} tasks of {suite}")
+        other = percent(compare["mean"]) if compare else ""
+        rows.append(("mean", "", other, percent(summary["mean"]), "", "", "", what))
     name_width = max(9, 2 + max(len(name) for name, *_ in rows))
     widths = (name_width, 9, 8 if compare else 0, 8, 7, 7, 8)
-    lines = []
-    for name, *cells, last in rows:
-        sized = zip(cells, widths[1:], strict=True)
-        padded = [f"{cell:>{width}}" for cell, width in sized if width]
-        lines.append(f"{name:<{name_width}}{''.join(padded)}   {last}")
-    tasks = summary["tasks"].items()
+    lines = ["".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True) if width)
+             + f"   {last}" for *cells, last in
+             ((f"{name:<{name_width}}", *others) for name, *others in rows)]
     lines += ["", *(f"{name}: majority, median, min and max are its {row['score_is']}"
-                    for name, row in tasks)]
+                    for name, row in summary["tasks"].items())]
     lines += [f"{name}: {count} of {row['seeds']} failed: {reason}"
-              for name, row in tasks for reason, count in row["failures"].items()]
-    if any(row["failed"] for _, row in tasks):
+              for name, row in summary["tasks"].items()
+              for reason, count in row["failures"].items()]
+    if any(row["failed"] for row in summary["tasks"].values()):
         lines.append("If runs fail, try another learning_rate (small models and models from "
                      "scratch need a\nhigher one), more epochs, or another seed.")
     return "\n".join(lines)
 
 
 def _medians(metrics: Mapping) -> str:
-    return "  ".join(f"{name} {_percent(value['median'])}" for name, value in metrics.items())
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
+    return "  ".join(f"{name} {percent(value['median'])}" for name, value in metrics.items())
