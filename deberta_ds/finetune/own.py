@@ -16,7 +16,7 @@ It becomes a `Task`, so that everything after that is what the benchmarks' tasks
 import glob
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,31 +27,27 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.options import STRICT, nearest, option, validate
 from deberta_ds.config.toml_files import read_toml
 from deberta_ds.finetune.answer_texts import LANGUAGES
-from deberta_ds.finetune.metrics import METRIC_NAMES
 from deberta_ds.finetune.own_labels import with_labels
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tables import HUB_TABLE, files_like
 from deberta_ds.finetune.tasks import TASK_NAMES, TEST, HeadKind, Layout, TableForm, Task
 
 Kind = Literal["classification", "multilabel", "regression", "choice", "tags", "spans"]
-# kind: (head, layout, metrics)
-_FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...]]] = {
-    "classification": ("classify", "texts", ("accuracy", "macro_f1")),
-    "multilabel": ("multilabel", "texts", ("micro_f1", "macro_f1")),
-    "regression": ("regress", "texts", ("pearson", "spearman")),
-    "choice": ("choice", "choices", ("accuracy",)),
-    "tags": ("tags", "tags", ("span_f1",)),
-    "spans": ("answer", "answers", ("f1", "em")),  # f1_v2 and em_v2 if some have no answer
-}
 _OF_TWO = ("binary_f1", "f1a", "matthews")  # metrics of a class against another one
-_METRICS = {
-    "classification": ("accuracy", "macro_f1", "matthews_multi", *_OF_TWO),
-    "multilabel": ("micro_f1", "macro_f1", "exact_labels"),
-    "regression": ("pearson", "spearman"),
-    "choice": ("accuracy",),
-    "tags": ("span_f1", "tag_accuracy"),
-    "spans": ("f1", "em", "f1_v2", "em_v2"),
+# kind: (head, layout, metrics, how many of them are the usual ones)
+_FORMS: dict[str, tuple[HeadKind, Layout, tuple[str, ...], int]] = {
+    "classification": ("classify", "texts", ("accuracy", "macro_f1", "matthews_multi", *_OF_TWO),
+                       2),
+    "multilabel": ("multilabel", "texts", ("micro_f1", "macro_f1", "exact_labels"), 2),
+    "regression": ("regress", "texts", ("pearson", "spearman"), 2),
+    "choice": ("choice", "choices", ("accuracy",), 1),
+    "tags": ("tags", "tags", ("span_f1", "tag_accuracy"), 1),
+    "spans": ("answer", "answers", ("f1", "em", "f1_v2", "em_v2"), 2),
 }
+_KINDS_OF = {"separator": "multilabel", "first_answer": "choice", "decimal": "regression",
+             "columns": "tags", "start": "spans", "language": "spans"}
+_PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
+_TAKEN = ("idx", "id", "label", "start")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -100,25 +96,27 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
     Raises UserError naming the file, the key and what it may be.
     """
     path = Path(path)
-    values = read_toml(path, "task file", "the one in docs/finetuning.md")
-    own = validate(OwnTask, values, str(path))
-    _check(own, path)
-    head, layout, metrics = _FORMS[own.kind]
+    own = validate(OwnTask, read_toml(path, "task file", "the one in docs/finetuning.md"),
+                   str(path))
+    for fault in _faults(own):
+        raise UserError(f"{path}: {fault}")
+    validate(Settings, dict(own.settings), f"{path}, [settings]")
+    head, layout, metrics, usual = _FORMS[own.kind]
     files = {split: name if name.startswith(HUB_TABLE)
              else os.path.normpath(path.parent.resolve() / name) for split, name in
              (("train", own.train), ("val", own.val), ("test", own.test),
               *((TEST + name, table) for name, table in own.tests.items())) if name}
-    if glob.has_magic(train := files["train"]) and not os.path.exists(train):
+    if not (train := files["train"]).startswith(HUB_TABLE) and not os.path.exists(train):
+        if not glob.has_magic(train):
+            raise UserError(f"{path}: train = {own.train!r}: {train}: no such file; paths are "
+                            "relative to the task file")
         files_like(train)
-    elif not train.startswith(HUB_TABLE) and not os.path.exists(train):
-        raise UserError(f"{path}: train = {own.train!r}: {files['train']}: no such file; paths are "
-                        "relative to the task file")
     columns = (own.label,) if isinstance(own.label, str) else own.label
+    named = {"label": columns[0], "start": own.start, "group": own.group}
     task = Task(
         name=own.name, head=head, layout=layout, labels=own.labels, texts=own.texts,
-        choices=own.choices, metrics=own.metrics or metrics, files=files, language=own.language,
-        columns={"label": columns[0]} | ({"start": own.start} if own.start else {})
-        | ({"group": own.group} if own.group else {}),
+        choices=own.choices, metrics=own.metrics or metrics[:usual], files=files,
+        language=own.language, columns={field: name for field, name in named.items() if name},
         may_be_blank=len(own.texts) > 1, val_share=own.val_share, settings=own.settings,
         form=TableForm(columns=own.columns, encoding=own.encoding, delimiter=own.delimiter,
                        quoted=own.quoted),
@@ -127,80 +125,58 @@ def load_own_task(path: str | Path) -> tuple[Task, OwnTask, str]:
         first_answer=own.first_answer or 0,
     )
     task, said = with_labels(task, own, path)
-    _check_positive(own, task.labels, path)
-    if len(task.labels) != 2 and (wrong := set(own.metrics) & set(_OF_TWO)):
-        raise UserError(f"{path}: metrics: {sorted(wrong)[0]!r} is of two labels, and there "
-                        f"are {len(task.labels)}; take macro_f1 or matthews_multi")
+    for name in set(own.metrics) & set(_OF_TWO):
+        if len(task.labels) != 2:
+            raise UserError(f"{path}: metrics: {name!r} is of two labels, and there are "
+                            f"{len(task.labels)}; take macro_f1 or matthews_multi")
+        if name != "matthews" and not own.labels and task.labels not in _PLAIN:
+            raise UserError(f"{path}: metrics: {name} is the F1 of the second of two labels; say "
+                            f"which it is: labels = {json.dumps(list(task.labels))}, or the other "
+                            "way around")
     return task, own, said
 
 
-def _check(own: OwnTask, path: Path) -> None:
+def _faults(own: OwnTask) -> Iterator[str]:
+    """Yield what is wrong with a task file."""
     if own.name in TASK_NAMES or not _is_name(own.name):
-        raise UserError(f"{path}: name = {own.name!r} must be letters, digits, - and _, and not a "
-                        "benchmark's task")
+        yield (f"name = {own.name!r} must be letters, digits, - and _, and not a benchmark's task")
     if (own.kind == "choice") != bool(own.choices):
-        raise UserError(f"{path}: choices are needed for kind = \"choice\", and for no other kind")
+        yield 'choices are needed for kind = "choice", and for no other kind'
     if own.kind == "spans" and len(own.texts) != 2:
-        raise UserError(f"{path}: spans are answers in a text; texts must name two columns, the "
-                        "question and the text that the answer lies in")
-    for name in (*own.texts, *own.choices):
+        yield ("spans are answers in a text; texts must name two columns, the question and the "
+               "text that the answer lies in")
+    if own.kind == "tags" and len(own.texts) != 1:
+        yield "tags are of one text; texts must name the column of its words"
+    for name, kind in _KINDS_OF.items():
+        if getattr(own, name) not in ("", None, {}) and own.kind != kind:
+            yield f'{name} is for kind = "{kind}" only'
+    if own.language not in ("", *LANGUAGES):
+        yield f"language = {own.language!r}: is none of {', '.join(LANGUAGES)}"
+    for name in (*own.texts, *own.choices, own.group):
         if name in _TAKEN:
-            raise UserError(f"{path}: the column {name!r} cannot be a text or an answer: a row has "
-                            f"its {', '.join(_TAKEN)} under these names; rename the column")
-    if own.language and (own.kind != "spans" or own.language not in LANGUAGES):
-        raise UserError(f"{path}: language = {own.language!r}: is for kind = \"spans\", and one of "
-                        f"{', '.join(LANGUAGES)}")
-    if own.group in _TAKEN:
-        raise UserError(f"{path}: group = {own.group!r}: a row has its {', '.join(_TAKEN)} under "
-                        "these names; rename the column")
+            yield (f"the column {name!r} cannot be a text or an answer or the group: a row has its "
+                   f"{', '.join(_TAKEN)} under these names; rename the column")
     taken = (own.name, "train", "val", "test")
     for name, table in own.tests.items():
         if not _is_name(name) or name in taken or not table:
-            raise UserError(f"{path}: tests: {name} = {table!r}: a test table needs a name of "
-                            f"letters, digits, - and _ that is none of {', '.join(taken)}, and a "
-                            "file")
-    if own.start and own.kind != "spans":
-        raise UserError(f'{path}: start is the place of an answer, for kind = "spans" only')
-    if own.kind == "tags" and len(own.texts) != 1:
-        raise UserError(f"{path}: tags are of one text; texts must name the column of its words")
+            yield (f"tests: {name} = {table!r}: a test table needs a name of letters, digits, - "
+                   f"and _ that is none of {', '.join(taken)}, and a file")
+    known = _FORMS[own.kind][2]
     for name in own.metrics:
-        if name not in METRIC_NAMES:
-            raise UserError(f"{path}: metrics: {name!r} is not known{nearest(name, METRIC_NAMES)}; "
-                            f"there are {', '.join(METRIC_NAMES)}")
-        if name not in _METRICS[own.kind]:
-            raise UserError(f"{path}: metrics: {name!r} is not of kind = {own.kind!r}, which has "
-                            f"{', '.join(_METRICS[own.kind])}")
-    for name, kind in _KINDS_OF.items():
-        if getattr(own, name) not in ("", None, {}) and own.kind != kind:
-            raise UserError(f'{path}: {name} is for kind = "{kind}" only')
+        if name not in known:
+            yield (f"metrics: {name!r} is not of kind = {own.kind!r}, which has "
+                   f"{', '.join(known)}{nearest(name, known)}")
     if not isinstance(own.label, str) and (
             own.labels or len(own.label) < 2 or own.kind != "multilabel"):
-        raise UserError(f'{path}: label = [...] names two columns or more, which are the labels, '
-                        'for kind = "multilabel" only; leave labels out')
+        yield ('label = [...] names two columns or more, which are the labels, for kind = '
+               '"multilabel" only; leave labels out')
     if own.ignore_labels and own.kind in ("tags", "spans") and own.ignore_labels != ("",):
-        raise UserError(f'{path}: ignore_labels of kind = "{own.kind}" can only be [""], rows '
-                        "without a label")
+        yield f'ignore_labels of kind = "{own.kind}" can only be [""], rows without a label'
     if 0 in own.columns.values():
-        raise UserError(f"{path}: columns are counted from 1, or from the end as -1, -2, ...")
+        yield "columns are counted from 1, or from the end as -1, -2, ..."
     if len(set(own.labels)) < len(own.labels):
-        raise UserError(f"{path}: labels names a label twice: {', '.join(own.labels)}")
-    validate(Settings, dict(own.settings), f"{path}, [settings]")
+        yield f"labels names a label twice: {', '.join(own.labels)}"
 
 
 def _is_name(name: str) -> bool:
     return name.replace("-", "").replace("_", "").isalnum()
-
-
-_KINDS_OF = {"separator": "multilabel", "first_answer": "choice", "decimal": "regression",
-             "columns": "tags"}
-_PLAIN = (("0", "1"), ("False", "True"), ("false", "true"), ("no", "yes"))
-_TAKEN = ("idx", "id", "label", "start")
-
-
-def _check_positive(own: OwnTask, labels: tuple[str, ...], path: Path) -> None:
-    """UserError if it is not plain of which of two labels an F1 is."""
-    wanted = [name for name in own.metrics if name in ("binary_f1", "f1a")]
-    if wanted and not own.labels and labels not in _PLAIN:
-        raise UserError(f"{path}: metrics: {wanted[0]} is the F1 of the second of two labels; say "
-                        f"which it is: labels = {json.dumps(list(labels))}, or the other way "
-                        "around")

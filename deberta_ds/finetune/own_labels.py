@@ -1,10 +1,11 @@
 """What the training table of an own task says of its labels: names, counts, form, metric.
 
-Rows that cannot be read are passed by here: reading the table as a whole names them all at once.
+Rows that cannot be read are skipped here: reading the table as a whole names them all at once.
 """
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,105 +16,106 @@ from deberta_ds.finetune.annotations import BAD_ENTITIES, entities_of, hold_spac
 from deberta_ds.finetune.column_files import PREFIXED
 from deberta_ds.finetune.labels import (
     NO_LABEL,
+    as_shown,
+    choice_label,
     has_decimal_commas,
     is_ignored,
     is_missing,
     is_sentence,
     is_vector,
     label_cell,
-    read_list,
-)
-from deberta_ds.finetune.layouts import chosen, examples_of
-from deberta_ds.finetune.tables import (
-    Row,
-    as_shown,
-    choice_label,
-    each_row,
     no_column,
-    read_table,
+    read_list,
     to_line,
 )
+from deberta_ds.finetune.layouts import chosen, examples_of
+from deberta_ds.finetune.metrics import PREFIXES
+from deberta_ds.finetune.tables import Row, each_row, read_table
 from deberta_ds.finetune.tasks import Task
 
 _MOST_LABELS = 1000
-_PREFIXES = "BIESLUM"
 
 
 def with_labels(task: Task, own: Any, path: Path) -> tuple[Task, str]:
     """Return (the task with what train says of its labels, a line that tells it)."""
     find = {"spans": _with_answers, "regression": _with_numbers, "choice": _with_choices}
-    return find.get(own.kind, _with_names)(task, own, path)
+    task, said = find.get(own.kind, _with_names)(task, own, _rows(task, path))
+    return task, f"{own.name}: {said}"
 
 
-def _rows(task: Task, path: Path) -> Iterator[Row]:
-    """Yield the rows of train that are not left out; UserError if there is none."""
-    fault, is_empty = None, True
+def _rows(task: Task, path: Path) -> list[Row]:
+    """Return the rows of train that are not left out; UserError if none can be read."""
+    train, rows, faults = task.files["train"], [], []
     columns = [*(task.label_columns or [task.columns["label"]]), *task.choices]
-    for place, row in each_row(task.files["train"], form=task.form):
+    for place, row in each_row(train, form=task.form):
         if isinstance(row, UserError):
-            fault = fault or row
+            faults.append(str(row))
         elif not is_sentence(task, row) and (lost := [name for name in columns if name not in row]):
             asked = "" if lost[0] in task.choices else f" (label in {path})"
-            fault = fault or UserError(f"{place}: {no_column(lost[0], row, asked)}")
+            faults.append(f"{place}: {no_column(lost[0], row, asked)}")
         else:
-            is_empty = False
-            if not is_ignored(task, row):
-                yield place, row
-    if is_empty and not fault:
-        raise UserError(f"{task.files['train']}: not a single row in it")
-    if is_empty:
+            rows.append((place, row))
+    if not rows:
         words = "; if it has a word per line, name its columns in the task file, counted from 1 " \
             "or from the end: columns = {word = 1, tag = -1}" if task.head == "tags" and (
-                suffix_of(task.files["train"]) in (".tsv", ".csv")) else ""
-        raise UserError(f"{fault}{words}")
+                suffix_of(train) in (".tsv", ".csv")) else ""
+        raise UserError(faults[0] + words if faults else f"{train}: not a single row in it")
+    return [(place, row) for place, row in rows if not is_ignored(task, row)]
 
 
-def _with_answers(task: Task, own: Any, path: Path) -> tuple[Task, str]:
+def _each(rows: Iterable[Row], read: Callable[[str, dict[str, Any]], Any]) -> list:
+    """Return what `read` finds in each row that it can; UserError where it finds nothing at all."""
+    found, faults = [], []
+    for place, row in rows:
+        try:
+            found.append(read(place, row))
+        except UserError as error:
+            faults.append(error)
+    if faults and not any(found):
+        raise faults[0]
+    return found
+
+
+def _with_answers(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     train = task.files["train"]
     task = replace(task, labels=("start", "end"), no_answer=True)
-    count = missing = repeated = 0
-    fault = None
-    for number, (place, row) in enumerate(_rows(task, path)):
-        try:
-            line = to_line(task, place, row, number)
-            (example,) = examples_of(task, place, line, "train")
-        except UserError as error:
-            fault = fault or error
-            continue
-        count += 1
-        missing += not example.gold
-        repeated += bool(isinstance(line["label"], str) and not own.start and example.gold) and (
+
+    def answers(place: str, row: dict[str, Any]) -> tuple[bool, bool]:
+        line = to_line(task, place, row, 0)
+        (example,) = examples_of(task, place, line, "train")
+        is_placed = bool(own.start) or not isinstance(line["label"], str) or not example.gold
+        return not example.gold, not is_placed and (
             example.sequences[0][1].count(example.gold[0]) > 1)
-    if fault and not count:
-        raise fault
-    if count == missing:
-        raise UserError(f"{train}: column {own.label!r} holds no answer in {count} rows; there is "
-                        "nothing to learn")
+
+    found = _each(rows, answers)
+    missing, repeated = (sum(part) for part in zip(*found, strict=True)) if found else (0, 0)
+    if len(found) == missing:
+        raise UserError(f"{train}: column {own.label!r} holds no answer in {missing} rows; there is"
+                        " nothing to learn")
     metrics = own.metrics or (("f1_v2", "em_v2") if missing else ("f1", "em"))
     if missing and {"f1", "em"} & set(metrics):
-        raise UserError(f"{train}: {missing} of {count} questions have no answer, which f1 and em "
-                        "cannot score; take f1_v2 and em_v2")
-    said = f"{own.name}: {count} questions, {missing} without an answer"
+        raise UserError(f"{train}: {missing} of {len(found)} questions have no answer, which f1 "
+                        "and em cannot score; take f1_v2 and em_v2")
+    said = f"{len(found)} questions, {missing} without an answer"
     if repeated:
         said += (f"; {repeated} answers occur more than once in their text and have no place: the "
                  "first is taken (name a column of places with start = ...)")
     return replace(task, no_answer=missing > 0, metrics=metrics), said
 
 
-def _with_numbers(task: Task, own: Any, path: Path) -> tuple[Task, str]:
-    cells = [label_cell(task, row) for _, row in _rows(task, path)]
-    texts = [cell for cell in cells if isinstance(cell, str)]
+def _with_numbers(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
+    texts = [cell for _, row in rows if isinstance(cell := label_cell(task, row), str)]
     decimal = own.decimal or ("," if has_decimal_commas(texts) else ".")
-    said = f"{own.name}: {own.label} is a number" + " with a decimal comma" * (decimal == ",")
+    said = f"{own.label} is a number" + " with a decimal comma" * (decimal == ",")
     return replace(task, labels=("score",), decimal=decimal), said
 
 
-def _with_choices(task: Task, own: Any, path: Path) -> tuple[Task, str]:
+def _with_choices(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     train = task.files["train"]
     forms: Counter[str] = Counter()
     numbers: set[int] = set()
     count = doubtful = 0
-    for place, row in _rows(task, path):
+    for place, row in rows:
         values = read_list(row[own.choices[0]]) if len(own.choices) == 1 else [
             row[name] for name in own.choices]
         if not isinstance(values, list):
@@ -123,9 +125,9 @@ def _with_choices(task: Task, own: Any, path: Path) -> tuple[Task, str]:
         count = count or len(values)
         value = choice_label(row.get(own.label))
         numbers |= {value} if type(value) is int and 0 <= value <= count else set()
-        found = chosen(value, values, task.first_answer)
-        forms.update(found[1:] if found else ())
-        doubtful += found is not None and str(value) in values and values[found[0]] != str(value)
+        if found := chosen(value, values, task.first_answer):
+            forms[found[1]] += 1
+            doubtful += str(value) in values and values[found[0]] != str(value)
     if count < 2:
         raise UserError(f"{train}: {', '.join(own.choices)}: {count} answers to choose from; at "
                         "least two are needed to learn from")
@@ -135,54 +137,42 @@ def _with_choices(task: Task, own: Any, path: Path) -> tuple[Task, str]:
                         "0; say in the task file whether they are counted from 1 (first_answer = 1)"
                         " or from 0 (first_answer = 0)")
     shown = ", ".join(f"{form} ({number})" for form, number in forms.items())
-    said = f"{own.name}: {count} answers, the right one is said by {shown}"
+    said = f"{count} answers, the right one is said by {shown}"
     if doubtful:
         said += (f"; in {doubtful} rows the label is the text of another answer: the number or "
                  "letter counts")
     return replace(task, labels=tuple(f"choice{number}" for number in range(count))), said
 
 
-def _with_names(task: Task, own: Any, path: Path) -> tuple[Task, str]:
+def _with_names(task: Task, own: Any, rows: list[Row]) -> tuple[Task, str]:
     """Labels are names: of classes, of several labels, of tags."""
-    if task.head == "tags":
-        task = _with_words(task, path)
+    train, is_tags = task.files["train"], task.head == "tags"
+    if is_tags:
+        task = _with_words(task, rows)
     elif task.head == "multilabel" and not task.label_columns:
-        task = _with_vectors(task, own, path)
-    counts: Counter[str] = Counter()
-    fault = None
-    for place, row in _rows(task, path):
-        try:
-            counts.update(_names(task, row, place))
-        except UserError as error:
-            fault = fault or error
-        if len(counts) > _MOST_LABELS:
-            raise UserError(f"{place}: {own.label!r} has more than {_MOST_LABELS} values, so it is "
-                            "no column of labels; is it a regression, or another column?")
-    if fault and not counts:
-        raise fault
-    _check_names(task, own, counts)
-    if task.words == "raw":
-        names = own.labels or sorted(counts)
-        if not any(map(PREFIXED.fullmatch, names)):
-            names = ["O", *(f"{prefix}-{name}" for name in names if name != "O" for prefix in "BI")]
-        labels = tuple(names)
-    else:
-        labels = own.labels or task.label_columns or tuple(sorted(counts, key=_by_number))
-    if task.head == "tags" and not own.labels:
-        labels = tuple(sorted(labels, key=lambda label: label != "O"))
+        task = _with_vectors(task, own, rows)
+    is_raw = task.words == "raw"
+    counts = Counter(name for names in _each(rows, lambda place, row: _names(task, row, place))
+                     for name in names)
+    if len(counts) > _MOST_LABELS:
+        raise UserError(f"{train}: {own.label!r} has more than {_MOST_LABELS} values, so it is no "
+                        "column of labels; is it a regression, or another column?")
+    _check_names(task, own, counts, rows)
+    labels = own.labels or task.label_columns or tuple(sorted(counts, key=lambda label: (
+        is_tags and label != "O", float(label) if label.isdecimal() else float("inf"), label)))
+    if is_raw and not any(map(PREFIXED.fullmatch, labels)):
+        labels = ("O", *(f"{prefix}-{name}" for name in labels if name != "O" for prefix in "BI"))
     if len(labels) < (1 if own.kind == "multilabel" else 2):
-        for _ in read_table(task.files["train"], form=task.form):
+        for _ in read_table(train, form=task.form):
             pass  # a row that cannot be read may be the reason
-        raise UserError(f"{task.files['train']}: column {own.label!r} has {len(labels)} labels; at "
-                        "least two are needed to learn from")
-    listed = tuple(sorted(counts)) if task.words == "raw" else labels
+        raise UserError(f"{train}: column {own.label!r} has {len(labels)} labels; at least two are "
+                        "needed to learn from")
+    listed = sorted(counts) if is_raw else labels
     shown = [f"{label} ({counts[label]})" if counts else label for label in listed[:20]]
     more = f" and {len(listed) - 20} more" if len(listed) > 20 else ""
-    what = "kinds of entities" if task.words == "raw" else "labels"
     task = replace(task, labels=labels)
-    if task.head == "tags":
-        task = _with_tag_metric(task, own, path)
-    return task, f"{own.name}: {len(listed)} {what}: {', '.join(shown)}{more}"
+    return (_with_tag_metric(task, own) if is_tags else task), (
+        f"{len(listed)} {'kinds of entities' if is_raw else 'labels'}: {', '.join(shown)}{more}")
 
 
 def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:
@@ -201,7 +191,7 @@ def _names(task: Task, row: dict[str, Any], place: str) -> list[str]:
     return names
 
 
-def _check_names(task: Task, own: Any, counts: Counter[str]) -> None:
+def _check_names(task: Task, own: Any, counts: Counter[str], rows: list[Row]) -> None:
     train = task.files["train"]
     alike: dict[str, str] = {}
     for label in counts:
@@ -214,38 +204,42 @@ def _check_names(task: Task, own: Any, counts: Counter[str]) -> None:
     if none:
         raise UserError(f"{train}: {counts[none[0]]} rows have the label {none[0]!r}, which "
                         f'elsewhere means "no label". Leave them out with ignore_labels = '
-                        f'["{none[0]}"] in the task file, or name all labels, this one too, with '
-                        "labels = [...]")
-    for mark in ";|" if task.head == "multilabel" and not own.separator else "":
+                        f"{json.dumps([*own.ignore_labels, *none])} in the task file, or name all "
+                        "labels, this one too, with labels = [...]")
+    if task.head != "multilabel" or own.separator:
+        return
+    cells = [cell for _, row in rows if isinstance(cell := read_list(label_cell(task, row)), str)]
+    has_commas = any("," in cell for cell in cells)
+    for mark in ";|":
         parts = Counter(part.strip() for label in counts for part in label.split(mark))
-        if any(mark in label for label in counts) and max(parts.values()) > 1:
+        is_repeated = any(mark in label for label in counts) and max(parts.values()) > 1
+        if is_repeated or (not has_commas and sum(mark in cell for cell in cells) > 1):
             raise UserError(f"{train}: the labels have {mark!r} in them, as if it parted several; "
                             f'say separator = "{mark}" in the task file, or separator = "," if '
                             "it is part of a name")
 
 
-def _with_vectors(task: Task, own: Any, path: Path) -> Task:
+def _with_vectors(task: Task, own: Any, rows: list[Row]) -> Task:
     """Return the task that knows whether its labels are written as 0 or 1 for each."""
-    lengths = {len(value) if is_vector(value) else 0
-               for value in (read_list(label_cell(task, row)) for _, row in _rows(task, path))}
-    length = lengths.pop() if len(lengths) == 1 else 0
-    if not length or set(own.labels) == {"0", "1"}:
+    values = (read_list(label_cell(task, row)) for _, row in rows)
+    lengths = {len(value) if is_vector(value) else 0 for value in values}
+    if len(lengths) != 1 or 0 in lengths or set(own.labels) == {"0", "1"}:
         return task
+    (length,) = lengths
     if len(own.labels) != length:
-        names = ", ".join('"..."' for _ in range(min(length, 3)))
+        names = ", ".join(['"..."'] * min(length, 3) + ["..."] * (length > 3))
         raise UserError(f"{task.files['train']}: {own.label!r} holds vectors of {length} numbers, 0"
                         f" or 1 for each label; name all {length} in their order: labels = "
-                        f"[{names}{', ...' if length > 3 else ''}] in the task file (names "
-                        f"{len(own.labels)} now)" + ('; if 0 and 1 are the labels: labels = ["0", '
-                        '"1"]' if length < 3 else ""))
+                        f"[{names}] in the task file (names {len(own.labels)} now)"
+                        + '; if 0 and 1 are the labels: labels = ["0", "1"]' * (length < 3))
     return replace(task, vectors=True)
 
 
-def _with_words(task: Task, path: Path) -> Task:
+def _with_words(task: Task, rows: list[Row]) -> Task:
     """Return the task that knows what its rows hold: words, or a text and its entities."""
     form: Literal["list", "text", "raw"] = "raw"
     words: Counter[str] = Counter()
-    for _, row in _rows(task, path):
+    for _, row in rows:
         text = row["tokens"] if is_sentence(task, row) else read_list(row.get(task.texts[0]))
         label = read_list(label_cell(task, row))
         if isinstance(text, list):
@@ -257,23 +251,17 @@ def _with_words(task: Task, path: Path) -> Task:
     return replace(task, words=form, spaces=not hold_spaces(words))
 
 
-def _with_tag_metric(task: Task, own: Any, path: Path) -> Task:
-    """Return the task with the metric of its tags: of spans if any says where one begins.
-
-    UserError if spans are counted and tags do not say where they begin.
-    """
+def _with_tag_metric(task: Task, own: Any) -> Task:
+    """Return the task with the metric of its tags: of spans if any says where one begins."""
     if "span_f1" not in (own.metrics or ("span_f1",)):
         return task
+    train = task.files["train"]
     if all(label.isdigit() for label in task.labels):
-        raise UserError(f"{path}: the tags are numbers, which do not say where spans begin; write "
+        raise UserError(f"{train}: the tags are numbers, which do not say where spans begin; write "
                         "their names, or take metrics = [\"tag_accuracy\"]")
-    odd = [label for label in task.labels if label[1:2] == "-" and label[0] not in _PREFIXES]
+    odd = [label for label in task.labels if label[1:2] == "-" and label[0] not in PREFIXES]
     if odd:
-        raise UserError(f"{path}: the tag {odd[0]!r} is not of IOB, IOBES, BILOU or BMES, which "
+        raise UserError(f"{train}: the tag {odd[0]!r} is not of IOB, IOBES, BILOU or BMES, which "
                         "span_f1 counts spans of; rename it, or take tag_accuracy")
     has_spans = any(map(PREFIXED.fullmatch, task.labels)) or {"B", "I"} <= set(task.labels)
     return task if own.metrics or has_spans else replace(task, metrics=("tag_accuracy",))
-
-
-def _by_number(label: str) -> tuple[float, str]:
-    return (float(label), "") if label.isdecimal() else (float("inf"), label)

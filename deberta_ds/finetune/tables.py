@@ -10,8 +10,7 @@ What corpus/tables.py reads, and on top of that the layouts of fine-tuning's own
 """
 
 import glob
-import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,8 @@ from deberta_ds.corpus.inputs import open_stream
 from deberta_ds.corpus.tables import TABLE_KINDS, is_quoted, named, read_each, suffix_of
 from deberta_ds.finetune.annotations import flat
 from deberta_ds.finetune.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
-from deberta_ds.finetune.labels import (
-    is_missing,
-    is_sentence,
-    label_cell,
-    label_text,
-    names_of,
-    names_of_columns,
-    number_of,
-    read_list,
-)
-from deberta_ds.finetune.tasks import TableForm, Task
-from deberta_ds.tokenizer.text import TO_UTF8, is_removed
+from deberta_ds.finetune.tasks import TableForm
+from deberta_ds.tokenizer.text import TO_UTF8
 
 HUB_TABLE = "hub:"
 _KINDS = " ".join((*TABLE_KINDS, *COLUMN_SUFFIXES))
@@ -179,72 +168,3 @@ def _race(directory: Path) -> Iterator[Row]:
             row = {"example_id": name, "article": article, "question": question,
                    "options": choices}
             yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
-
-
-def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a table's row as a line of `task`: its fields by name, "idx", "label" if it has one.
-
-    What is text in a table and something else in a line (numbers, lists) is converted.
-    """
-    line: dict[str, Any] = {"idx": number}
-    for field in (*task.texts, *task.choices):
-        column = task.columns.get(field, field)
-        if column not in row and field in row:  # RTE: SuperGLUE's names, and those of GLUE's table
-            column = field
-        if column not in row:
-            column = "tokens" if is_sentence(task, row) else column
-        if column not in row:
-            raise UserError(f"{place}: {no_column(column, row)}")
-        line[field] = row[column]
-        if (task.head == "tags" and task.words == "list") or task.choices == (field,):
-            line[field] = read_list(line[field])
-        if task.words == "text" and isinstance(line[field], str):
-            line[field] = line[field].split()
-    if (group := task.columns.get("group", "")) in row and group:
-        line[group] = row[group]
-    value = label_cell(task, row)
-    if task.head == "answer":
-        line |= {"id": row["id"]} if type(row.get("id")) in (str, int) else {}
-        start = row.get(task.columns.get("start", ""))
-        line |= {"start": start} if start not in (None, "") else {}
-        found = read_list(value)
-        value = found if isinstance(found, list | dict) and "answer_start" in str(value) else value
-        has_label = task.columns.get("label", "label") in row
-        return line | ({"label": value or []} if has_label else {})
-    if task.label_columns:
-        names = names_of_columns(task, row, place)
-        return line | ({"label": names} if names is not None else {})
-    if task.head == "multilabel" and value == "":  # none of the labels
-        value = []
-    if not is_missing(value):
-        line["label"] = _label(task, value, place)
-    return line
-
-
-def _label(task: Task, value: Any, place: str) -> Any:
-    """Return a label in the form of a line; what cannot be is left for the line's own check."""
-    if task.head == "regress":
-        return number_of(value, task.decimal)
-    if task.words == "raw":
-        return read_list(value)
-    if task.head in ("multilabel", "tags"):
-        return names_of(task, value, place)
-    return choice_label(value) if task.head == "choice" else label_text(value)
-
-
-def choice_label(value: Any) -> Any:
-    """Return the label of a choice: a number also where a table has only text."""
-    text = label_text(value)
-    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 9 else text
-
-
-def as_shown(text: str) -> str:
-    """Return what texts have in common that look alike: composed, without invisible marks."""
-    return "".join(x for x in unicodedata.normalize("NFC", text) if not is_removed(x))
-
-
-def no_column(name: str, row: Iterable, asked: str = "") -> str:
-    """Return the words for a column that is missing, by whom it was `asked`, and what looks so."""
-    alike = [column for column in map(str, row) if as_shown(column) == as_shown(name)]
-    also = f"; {ascii(alike[0])} only looks like {ascii(name)}, write both alike" if alike else ""
-    return f"no column {name!r}{asked}; there are {', '.join(map(str, row))}{also}"

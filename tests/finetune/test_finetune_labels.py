@@ -9,7 +9,7 @@ import pytest
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.labels import has_decimal_commas, read_list
+from deberta_ds.finetune.labels import read_list
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.readers import count_shared, read_split
 
@@ -84,6 +84,7 @@ def test_several_labels_in_every_form(tmp_path, name, text, task):
      "vectors of 3 numbers.*name all 3 in their order.*names 2 now"),
     ("multilabel", "a.csv", table("[a, b]", "['a'"), {}, r"'\[a, b\]' is no list that can be read"),
     ("multilabel", "a.csv", table("x;y", "y;z"), {}, "say separator = \";\" in the task file"),
+    ("multilabel", "a.csv", table("x|y", "v|w", "z"), {}, r'say separator = "\|" in the task'),
     ("multilabel", "a.csv", table((0.37, 1), header=("text", "x", "y")), {"label": ["x", "y"]},
      'column "x" must be 0 or 1, found \'0.37\''),
     ("multilabel", "a.csv", table((1, 1), header=("text", "x", "y")), {"label": ["x", "z"]},
@@ -93,6 +94,9 @@ def test_several_labels_in_every_form(tmp_path, name, text, task):
     ("classification", "a.csv", table("x", "y"), {"label": ["x", "z"]}, 'kind = "multilabel" only'),
     ("classification", "a.csv", table("a", "b", "-"), {},
      r'1 rows have the label \'-\'.*ignore_labels = \["-"\]'),
+    ("classification", "a.csv", table("a", "b", "NaN"), {}, r'.NaN.*ignore_labels = \["NaN"\]'),
+    ("classification", "a.csv", table("a", "N/A", "-", "null"), {"ignore_labels": ["-"]},
+     r'1 rows have the label .null.*ignore_labels = \["-", "null", "N/A"\]'),
     ("classification", "a.jsonl", lines(0, 1, 2, -1, -1), {},
      r'2 rows have the label \'-1\'.*ignore_labels = \["-1"\]'),
     ("classification", "a.jsonl", lines("a", "b", None, None), {},
@@ -100,6 +104,7 @@ def test_several_labels_in_every_form(tmp_path, name, text, task):
     ("classification", "a.jsonl", lines("a", "b", "-"), {"labels": ["a", "b"]},
      r"must be one of 'a', 'b', found '-'.*ignore_labels = \[...\]"),
     ("regression", "a.csv", table("1,5", "2.5"), {}, 'say decimal = "," in the task file'),
+    ("regression", "a.csv", table("1,2,3", "2"), {}, 'say decimal = "," in the task file'),
     ("regression", "a.csv", table("1,500", "2,250"), {}, 'say decimal = "," in the task file'),
     ("regression", "a.csv", table("1.500,5", "2"), {"decimal": ","}, "must be a number"),
     ("classification", "a.csv", table("a", "b"), {"decimal": ","}, "for kind = \"regression\""),
@@ -121,6 +126,7 @@ def test_what_might_mean_something_else_is_refused(tmp_path, kind, name, text, t
     (lines("a", "-", "b", "-1"), {"ignore_labels": ["-", "-1"]}, [0, 1]),
     (lines("a", None, "b", ""), {"ignore_labels": [""]}, [0, 1]),
     (lines(0, -1, 1, 0), {"ignore_labels": ["-1"]}, [0, 1, 0]),
+    (lines("a", "NaN", "b", "N/A"), {"ignore_labels": ["NaN", "N/A"]}, [0, 1]),
     (lines(1, -1, 1), {}, [0, 1, 0]),
     (lines(0, -1, 1), {"labels": ["-1", "0", "1"]}, [1, 0, 2]),
     (lines(1.0, 0.0, 1.0), {}, [1, 0, 1]),
@@ -177,11 +183,6 @@ def test_a_german_table_of_numbers(tmp_path, name, data, task):
     found, examples = read(tmp_path, "regression", data, name, label="wert", **task)
     assert [example.label for example in examples] == [1.5, -0.25, 3.0]
     assert examples[0].sequences == (("Schön, gut",),)
-
-
-def test_which_commas_are_decimal():
-    assert has_decimal_commas(["1,5", "2", "-3,125"]) and not has_decimal_commas(["1,5", "2.5"])
-    assert not has_decimal_commas(["1,500", "12,000", "3"]) and not has_decimal_commas(["1,2,3"])
 
 
 @pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])

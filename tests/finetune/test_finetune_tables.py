@@ -9,11 +9,12 @@ import pytest
 from test_finetune_own import write_task
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetune.layouts import TextSpan, chosen
+from deberta_ds.finetune.labels import to_line
+from deberta_ds.finetune.layouts import chosen
 from deberta_ds.finetune.metrics import spans_of
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.tables import read_table, to_line
+from deberta_ds.finetune.tables import read_table
 from deberta_ds.finetune.tasks import task_named
 
 
@@ -125,15 +126,6 @@ def test_conll_columns_are_sentences(tmp_path):
     wide = tmp_path / "wide.txt"
     wide.write_text("a\u00a0b  O\r\n\u3000c\tB-X\r\n")  # only spaces and tabs part columns
     assert next(read_table(wide))[1] == {"tokens": ["a\u00a0b", "\u3000c"], "tags": ["O", "B-X"]}
-    wide.write_text("EU NNP B-ORG\nrejects\n")
-    with pytest.raises(UserError, match=r"wide.txt:2: 'rejects' has 1 columns, most lines of its"):
-        list(read_table(wide))
-    path = write_task(tmp_path, "tags", [], train="train.conll", val="train.conll",
-                      texts=["tokens"], label="tags")
-    task, _, _ = load_own_task(path)
-    assert task.labels == ("O", "B-ORG", "B-PER")
-    first, _ = read_split(task, ".", "train").examples
-    assert first.label == (1, 0) and first.spans == (TextSpan(0, 0, 2), TextSpan(0, 3, 10))
 
 
 def test_wikiann_and_the_hubs_numbers_become_the_names_of_tags(tmp_path):
