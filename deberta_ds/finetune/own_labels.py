@@ -47,6 +47,8 @@ def _rows(task: Task, path: Path) -> list[Row]:
     """Return the rows of train that are not left out; UserError if none can be read."""
     train, rows, faults = task.files["train"], [], []
     columns = [*(task.label_columns or [task.columns["label"]]), *task.choices]
+    kept = {"tokens", "tags", *columns, *task.columns.values(),
+            *(task.texts if task.head in ("answer", "tags") else ())}
     for place, row in each_row(train, form=task.form):
         if isinstance(row, UserError):
             faults.append(str(row))
@@ -54,7 +56,7 @@ def _rows(task: Task, path: Path) -> list[Row]:
             asked = "" if lost[0] in task.choices else f" (label in {path})"
             faults.append(f"{place}: {no_column(lost[0], row, asked)}")
         else:
-            rows.append((place, row))
+            rows.append((place, {name: row[name] if name in kept else None for name in row}))
     if not rows:
         words = "; if it has a word per line, name its columns in the task file, counted from 1 " \
             "or from the end: columns = {word = 1, tag = -1}" if task.head == "tags" and (
