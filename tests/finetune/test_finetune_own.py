@@ -222,32 +222,12 @@ def test_two_ranks_predict_a_file_byte_for_byte_alike(process_group, tmp_path, m
     table.write_text("id,words,extra\n" + "".join(
         f"{n},{' '.join(WORDS[: 1 + n % 9])},x\n" for n in range(90)))
     processes = start_ranks(
-        2,
-        [
-            "--model",
-            str(tmp_path / "model"),
-            "--data",
-            str(table),
-            "--out",
-            str(tmp_path / "two.jsonl"),
-            "--keep",
-            "id",
-            "--global_batch_size",
-            "8",
-        ],
-        tmp_path / "log",
-        PREDICT,
-    )
+        2, ["--model", str(tmp_path / "model"), "--data", str(table), "--out",
+            str(tmp_path / "two.jsonl"), "--keep", "id", "--global_batch_size", "8"],
+        tmp_path / "log", PREDICT)
     monkeypatch.setattr("deberta_ds.finetune.predict_file.BLOCK_ROWS", 7)  # blocks change nothing
-    predict_file(
-        load_finetuned(tmp_path / "model"),
-        table,
-        out,
-        torch.device("cpu"),
-        global_batch_size=8,
-        max_length=256,
-        keep=["id"],
-    )
+    predict_file(load_finetuned(tmp_path / "model"), table, out, torch.device("cpu"),
+                 global_batch_size=8, max_length=256, keep=["id"])
     assert wait_for_ranks(processes, 120) == [0, 0], (tmp_path / "log").read_text()
     one, two = ([json.loads(line) for line in file.read_text().splitlines()]
                 for file in (out, tmp_path / "two.jsonl"))

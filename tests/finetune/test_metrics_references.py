@@ -69,29 +69,6 @@ def test_classes_that_occur_nowhere_do_not_count():
     assert found["macro_f1"] == pytest.approx(2 / 3)  # CB's official rule: all three
 
 
-def test_torchmetrics_agrees_on_classes_and_several_labels():
-    torch, theirs = pytest.importorskip("torch"), pytest.importorskip("torchmetrics.functional")
-    for seed in range(12):
-        size, gold, guess = some_classes(random.Random(seed))
-        task = task_of("macro_f1", "matthews_multi", labels="abcdef"[:max(size, 3)])
-        pair = torch.tensor(guess), torch.tensor(gold)
-        kind = {"task": "multiclass", "num_classes": max(size, 3)}
-        found = metrics.score(task, labelled(gold), guess)
-        assert found["macro_f1"] == pytest.approx(float(theirs.f1_score(
-            *pair, average="macro", **kind)), abs=1e-6)
-        if len({*gold}) > 1 and len({*guess}) > 1:  # of constants theirs is not 0 but 1 or -1
-            assert found["matthews_multi"] == pytest.approx(
-                float(theirs.matthews_corrcoef(*pair, **kind)), abs=1e-6)
-        dice = np.random.default_rng(seed)
-        many, guesses = dice.integers(0, 2, (2, 9, 4)) * dice.integers(0, 2, 4)
-        found = metrics.score(task_of("micro_f1", "macro_f1", head="multilabel", labels="abcd"),
-                              labelled(map(tuple, many)), [tuple(row) for row in guesses])
-        for average in ("micro", "macro"):
-            assert found[f"{average}_f1"] == pytest.approx(float(theirs.f1_score(
-                torch.tensor(guesses), torch.tensor(many), task="multilabel", num_labels=4,
-                average=average)), abs=1e-6)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_several_labels_are_scored_as_by_scikit_learn(seed):
     dice = np.random.default_rng(seed)
