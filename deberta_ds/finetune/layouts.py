@@ -364,13 +364,5 @@ def _trimmed(words: list[tuple[str, int]], part: list[str]) -> tuple[int, int]:
 
 
 _PARSERS: dict[str, Callable[[Line], list[Example]]] = {
-    "texts": _texts,
-    "choices": _choices,
-    "tags": _tags,
-    "answers": _answers,
-    "copa": _copa,
-    "multirc": _multirc,
-    "record": _record,
-    "wic": _wic,
-    "wsc": _wsc,
-}
+    parser.__name__.removeprefix("_"): parser for parser in
+    (_texts, _choices, _tags, _answers, _copa, _multirc, _record, _wic, _wsc)}
