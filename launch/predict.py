@@ -9,10 +9,13 @@ their scores are printed and written to a.scores.json.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from deberta_ds.base.command_line import checked, parser_for, positive
+from deberta_ds.base.command_line import checked, not_negative, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
+
+TRUNCATIONS = ("first", "second", "longest_first", "head_tail")
 
 
 def main() -> None:
@@ -26,6 +29,12 @@ def main() -> None:
         "--global_batch_size", type=positive, default=32, help="rows per forward pass")
     parser.add_argument("--max_length", type=_row_length, metavar="N",
                         help="maximum length in tokens (default: as trained)")
+    parser.add_argument("--truncation", choices=TRUNCATIONS,
+                        help="what is cut of longer texts (default: as trained)")
+    parser.add_argument("--max_bad", type=not_negative, default=0, metavar="N",
+                        help="go on after up to N rows that cannot be used; their lines say why")
+    parser.add_argument("--encoding", default="",
+                        help="of a table of text (default: UTF-8, or UTF-16 if found)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
 
@@ -35,13 +44,16 @@ def main() -> None:
     from deberta_ds.finetune.predict_file import predict_file
 
     saved = load_finetuned(find_finetuned(given.model))
+    if given.truncation:
+        saved = replace(saved, settings=replace(saved.settings, truncation=given.truncation))
     device = init_distributed()
     if dist.is_main() and saved.failure:
         print(f"warning: the run that trained {given.model} failed: {saved.failure}",
               file=sys.stderr)
     count = predict_file(saved, given.data, given.out, device,
                          global_batch_size=given.global_batch_size, keep=given.keep,
-                         max_length=given.max_length or saved.settings.max_length)
+                         max_length=given.max_length or saved.settings.max_length,
+                         max_bad=given.max_bad, encoding=given.encoding)
     if dist.is_main():
         print(f"wrote {given.out}: {count:,} predictions of {saved.task.name}", file=sys.stderr)
     dist.destroy()

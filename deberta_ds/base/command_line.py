@@ -110,6 +110,11 @@ def checked(text: str, kind: Callable[[str], N], holds: Callable[[N], bool], rul
     return value
 
 
+def not_negative(text: str) -> int:
+    """Type of an option: a whole number from 0 on."""
+    return checked(text, int, lambda value: value >= 0, "a whole number from 0 on")
+
+
 def positive(text: str) -> int:
     """Type of an option: a whole number above 0."""
     return checked(text, int, lambda value: value > 0, "a whole number above 0")

@@ -245,7 +245,7 @@ def _records_of(extent: Extent, options: ReadOptions, columns: list[str]) -> Ite
         return (Row(number, 0, fields, problem)
                 for number, fields, problem in read_records(extent, options))
     groups = range(extent.start, extent.end) if extent.kind == "parquet" else None
-    return read_rows(extent.path, columns=columns, groups=groups, quoted_tabs=True,
+    return read_rows(extent.path, columns=columns, groups=groups, quoted=True,
                      longest=min(options.max_document_bytes, 1 << 30))
 
 

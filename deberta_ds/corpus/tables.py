@@ -30,6 +30,8 @@ _DELIMITERS = ",;\t|"
 _LONGEST_CELL = 1 << 30  # characters; the csv module's own limit is 128 Ki
 _BATCH_ROWS = 1024
 _BAD_UTF8 = "invalid UTF-8"
+_UTF16 = ((r"\xff\xfe", "utf-16"), (r"\xfe\xff", "utf-16"), (r"\0.", "utf-16-be"),
+          (r".\0", "utf-16-le"))  # by the first two bytes; the last two are without a mark
 
 
 class Row(NamedTuple):
@@ -49,43 +51,57 @@ def read_table(path: str | Path, file: BinaryIO | None = None, **options
 
     `file`: the opened table, where `path` only names it (in an archive). Options: see `read_rows`.
     """
+    for place, values in read_each(path, file, **options):
+        if isinstance(values, UserError):
+            raise values
+        yield place, values
+
+
+def read_each(path: str | Path, file: BinaryIO | None = None, **options
+              ) -> Iterator[tuple[str, Any]]:
+    """As `read_table`, but a row that cannot be read comes as its UserError, and others follow."""
     for row in read_rows(path, file, **options):
-        yield row_place(path, row), row.values
-
-
-def row_place(path: str | Path, row: Row) -> str:
-    """Return file and line (or row) of a row for messages; UserError if it has a problem."""
-    place = f"{path}:{row.line}" if row.line else f"{path}:row {row.number + 1}"
-    if row.problem:
+        place = f"{path}:{row.line}" if row.line else f"{path}:row {row.number + 1}"
         remedy = f"; {TO_UTF8}" if row.problem.startswith(_BAD_UTF8) else ""
-        raise UserError(f"{place}: {row.problem}{remedy}")
-    return place
+        yield place, UserError(f"{place}: {row.problem}{remedy}") if row.problem else row.values
 
 
 def read_rows(path: str | Path, file: BinaryIO | None = None, *,
               columns: Sequence[str] | None = None, names: Sequence[str] | None = (),
-              groups: range | None = None, quoted_tabs: bool = False, class_names: bool = False,
-              longest: int = _LONGEST_CELL) -> Iterator[Row]:
+              groups: range | None = None, quoted: bool | None = None, delimiter: str = "",
+              encoding: str = "", class_names: bool = False, longest: int = _LONGEST_CELL
+              ) -> Iterator[Row]:
     """Yield the rows of a table, told apart by its suffix; bad ones have `problem` set.
 
     columns: those that are read (None: all). names: the columns of a .csv or .tsv without a header;
-    None: rows are lists of cells, of any number. groups: row groups of .parquet. quoted_tabs: cells
-    of a .tsv may be quoted, as the csv module writes them (GLUE's have no quoting). class_names:
-    class numbers that `datasets` wrote with their names become these names. longest: characters of
-    a cell.
+    None: rows are lists of cells, of any number. groups: row groups of .parquet. quoted: cells of a
+    .csv or .tsv may be quoted, as the csv module writes them (None: of a .csv; GLUE's tables have
+    no quoting). delimiter: of a .csv or .tsv, if its header has it. encoding: see `as_utf8`.
+    class_names: class numbers that `datasets` wrote with their names become these names. longest:
+    characters of a cell.
     """
     path = str(path)
     suffix = suffix_of(path)
     kind = TABLE_KINDS[suffix]
     opener = open_seekable if kind in ("parquet", "arrow") else open_bytes
     with naming(path), nullcontext(file) if file else opener(path) as opened:
+        if kind in ("json", "table"):
+            opened = as_utf8(path, opened, encoding)
         if kind == "json":
             yield from _json_rows(opened)
         elif kind == "table":
-            is_raw = suffix == ".tsv" and not quoted_tabs
+            is_raw = not (suffix == ".csv" if quoted is None else quoted)
             text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape",
                                     newline="\n" if is_raw else "")
-            rows = _unquoted(text) if is_raw else _quoted(path, text, suffix, longest)
+            first = text.readline()
+            before = int(first.startswith("sep="))  # Excel's line on the delimiter
+            if before:
+                delimiter = first[4:5]
+            elif not delimiter or delimiter not in first:
+                delimiter = "\t" if suffix == ".tsv" else _delimiter_of(first)
+            lines = text if before else chain([first], text)
+            rows = _unquoted(lines, before, delimiter) if is_raw else _quoted(
+                path, lines, before, delimiter, longest)
             yield from _separated(path, rows, columns, names)
         else:
             yield from _arrow_rows(path, opened, kind, columns, groups, class_names)
@@ -97,6 +113,49 @@ def suffix_of(path: str | Path) -> str:
     return (Path(path.stem) if path.suffix in COMPRESSED_SUFFIXES else path).suffix.lower()
 
 
+def as_utf8(path: str | Path, file: BinaryIO, encoding: str = "") -> BinaryIO:
+    """Return a file of text as UTF-8; of another `encoding`, or where it begins as UTF-16 does, it
+    is held in memory. UserError if it is not of that encoding.
+    """
+    if not encoding:
+        if hasattr(file, "peek"):
+            start = file.peek(2)[:2]
+        else:
+            start = file.read(2)
+            file.seek(0)
+        encoding = next((name for mark, name in _UTF16
+                         if re.fullmatch(mark.encode(), start, re.DOTALL)), "")
+    if not encoding:
+        return file
+    try:
+        return io.BytesIO(file.read().decode(encoding).encode())
+    except (UnicodeError, LookupError) as error:
+        raise UserError(f"{path}: is not of the encoding {encoding} ({error}); name the one it was "
+                        "saved in, such as cp1252 (Windows) or utf-16 (Excel's Unicode text)"
+                        ) from None
+
+
+def is_quoted(path: str | Path, **options) -> bool:
+    """Return whether quotation marks in a .tsv enclose cells, as the csv module and pandas write
+    them, and none is only a character. Options: see `read_rows`.
+    """
+    marks = first = width = inner = enclosed = 0
+    try:
+        with open_bytes(str(path)) as file:
+            for line in as_utf8(path, file, options.get("encoding", "")):
+                marks += line.count(b'"')
+                first = first or marks + 1
+        for row in read_rows(path, names=None, quoted=True, **options) if marks else ():
+            width = width or len(row.values)
+            if len(row.values) not in (0, width):
+                return False
+            inner += sum(cell.count('"') for cell in row.values)
+            enclosed += sum(bool(re.search('["\t\n]', cell)) for cell in row.values)
+    except UserError:
+        return False
+    return (enclosed > 0 or first - 1 == 2 * width > 0) and marks >= 2 * (inner + enclosed)
+
+
 def check_columns(wanted: Iterable[str], available: Sequence[str], path: str) -> None:
     """UserError if a column is not among those `available`, or more than once."""
     for name in wanted:
@@ -106,10 +165,11 @@ def check_columns(wanted: Iterable[str], available: Sequence[str], path: str) ->
             raise UserError(f"{path}: more than one column {name!r}; rename the others")
 
 
-def text_lines(path: str | Path, file: BinaryIO | None = None) -> Iterator[tuple[str, str]]:
+def text_lines(path: str | Path, file: BinaryIO | None = None, encoding: str = ""
+               ) -> Iterator[tuple[str, str]]:
     """Yield (place, line) of UTF-8 text; only a line feed ends a line (texts hold U+2028)."""
     with naming(path), nullcontext(file) if file else open_bytes(str(path)) as opened:
-        for number, line in enumerate(opened, start=1):
+        for number, line in enumerate(as_utf8(path, opened, encoding), start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -182,25 +242,22 @@ def _is_utf8(cells: Iterable[str]) -> bool:
     return True
 
 
-def _unquoted(text: io.TextIOWrapper) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells) of tab-separated lines in which a quotation mark is only a character."""
-    for number, line in enumerate(text, start=1):
+def _unquoted(lines: Iterable[str], before: int, delimiter: str
+              ) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, cells) of lines in which a quotation mark is only a character."""
+    for number, line in enumerate(lines, start=before + 1):
         line = line.removesuffix("\n").removesuffix("\r")
-        yield number, line.split("\t") if line else []
+        yield number, line.split(delimiter) if line else []
 
 
-def _quoted(path: str, text: io.TextIOWrapper, suffix: str, longest: int
+def _quoted(path: str, lines: Iterable[str], before: int, delimiter: str, longest: int
             ) -> Iterator[tuple[int, list[str]]]:
     """Yield (last line, cells) of rows whose cells may be quoted, and hold line ends then.
 
-    UserError for tab-separated rows, of two columns or more, that are one with quotation marks and
-    several without.
+    `before`: lines that were read already. UserError for tab-separated rows, of two columns or
+    more, that are one with quotation marks and several without.
     """
     csv.field_size_limit(longest)
-    first = text.readline()
-    before = int(first.startswith("sep="))  # Excel's line on the delimiter
-    delimiter = "\t" if suffix == ".tsv" else first[4:5] if before else _delimiter_of(first)
-    lines = chain([] if before else [first], text)
     pending: list[str] = []  # lines of the row that is read, between tabs
 
     def kept_lines() -> Iterator[str]:
@@ -261,7 +318,7 @@ def _arrow_rows(path: str, file: BinaryIO, kind: str, columns: Sequence[str] | N
     for batch in batches:
         for values in _records(batch.select(columns or schema.names)):
             if values and classes:
-                values |= {column: _named(values[column], names, f"{path}:row {number + 1}")
+                values |= {column: named(values[column], names, f"{path}:row {number + 1}")
                            for column, names in classes.items()}
             yield Row(number, 0, values, _BAD_UTF8 if values is None else "")
             number += 1
@@ -288,10 +345,10 @@ def _class_names(metadata: dict[bytes, bytes] | None) -> dict[str, list[str]]:
         return {}
 
 
-def _named(value: Any, names: list[str], place: str) -> Any:
+def named(value: Any, names: list[str], place: str) -> Any:
     """Return the name of a class number, in lists too; -1 means that there is no label."""
     if isinstance(value, list):
-        return [_named(part, names, place) for part in value]
+        return [named(part, names, place) for part in value]
     if value is None or value == -1:
         return None
     if not 0 <= value < len(names):

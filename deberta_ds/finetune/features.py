@@ -1,7 +1,7 @@
 """Examples -> token ids, token spans and padded batches.
 
-What is unusual: only one text of a sequence is ever cut, the first (of SQuAD the second), always
-from its end; MultiRC, ReCoRD and SQuAD passages are not cut but read in overlapping windows, all
+What is unusual: of texts that are too long, one is cut at its end, the first, unless `truncation`
+says otherwise; MultiRC, ReCoRD and SQuAD passages are not cut but read in overlapping windows, all
 of which stay in one batch, so the model is trained on the same scores that it predicts with. Spans
 go from characters to tokens by the tokenizer's offsets.
 
@@ -10,6 +10,7 @@ K slots (what spans are pooled for: two words, or the mentions of every example;
 start and the end in every row).
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.layouts import PLACEHOLDER, Example, Label, classes_of
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
@@ -41,6 +43,8 @@ class Feature:
     slot_labels: tuple[float, ...]
     cut_tokens: int  # tokens of the text that may be cut which the model never sees
     offsets: tuple[np.ndarray, ...] = ()  # answers: characters [tokens, 2] of each row's window
+    inner: tuple[int, ...] = ()  # tags: words whose token is that of the word before
+    lost: tuple[int, ...] = ()  # tags: words without a token, such as a space
 
     @property
     def num_tokens(self) -> int:
@@ -55,20 +59,29 @@ def encode(
     *,
     max_length: int,
     window_overlap: int,
+    truncation: str = "first",
+    faults: Faults | None = None,
 ) -> list[Feature]:
-    """Return one Feature per example, in order.
+    """Return one Feature per example, in order; without those that go to `faults`, if given.
 
     Raises TooLongError, for all examples at once, if the part that must not be cut (question and
     answer, WiC and WSC texts) does not fit into `max_length` tokens.
     """
-    encoder = _Encoder(task, tokenizer, max_length, window_overlap)
+    encoder = _Encoder(task, tokenizer, max_length, window_overlap, truncation)
     features, too_long = [], []
     for position, example in enumerate(examples):
-        needed = encoder.needed(example)
-        if needed > max_length:
-            too_long.append((needed, example.place or f"example {example.key}"))
-        elif not too_long:
-            features.append(encoder.feature(position, example))
+        needed, place = encoder.needed(example), example.place or f"example {example.key}"
+        try:
+            if needed > max_length and faults is not None:
+                raise TooLongError(place, needed, 1, 1, max_length)
+            if needed > max_length:
+                too_long.append((needed, place))
+            elif not too_long:
+                features.append(encoder.feature(position, example))
+        except UserError as error:
+            if faults is None:
+                raise
+            faults.add(place, error)
     if too_long:
         longest, place = max(too_long)
         raise TooLongError(place, longest, len(too_long), len(examples), max_length)
@@ -85,18 +98,19 @@ class TooLongError(UserError):
     """Texts do not fit into max_length; `needed` is the length at which all of them would."""
 
     def __init__(self, place: str, needed: int, count: int, total: int, max_length: int):
-        super().__init__(
-            f"{place}: {needed} tokens must be seen together, but max_length is {max_length}; "
-            f"{count} of {total} examples do not fit"
-        )
+        others = f"; {count} of {total} examples do not fit" if total > 1 else ""
+        super().__init__(f"{place}: {needed} tokens must be seen together, but max_length is "
+                         f"{max_length}{others}")
         self.needed = needed
 
 
 class _Encoder:
     """Encodes examples of one task; keeps the tokens of passages that many examples share."""
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int):
+    def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int,
+                 truncation: str):
         self.task, self.tokenizer = task, tokenizer
+        self.truncation = truncation if task.is_cut else "first"
         self.max_length, self.window_overlap = max_length, window_overlap
         self.known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
         self.ids: dict[int, int] = {}  # one object for each id: a token takes 8 bytes, not 36
@@ -114,6 +128,11 @@ class _Encoder:
             sequences += rows
             cut += lost
         label, slot_labels = self.labels(example)
+        inner, lost = self.tokenless(example) if self.task.head == "tags" else ((), ())
+        if inner or lost:
+            unlearned = {*inner, *lost}
+            slot_labels = tuple(-1.0 if slot in unlearned else value
+                                for slot, value in enumerate(slot_labels))
         return Feature(
             position=position,
             sequences=tuple(map(self.as_row, sequences)),
@@ -122,7 +141,24 @@ class _Encoder:
             label=label,
             slot_labels=slot_labels,
             cut_tokens=cut,
+            inner=inner,
+            lost=lost,
         )
+
+    def tokenless(self, example: Example) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return Feature.inner and .lost: where each character is a word, many share a token."""
+        _, offsets = self.tokens(example.sequences[0][0])
+        inner, lost, before = [], [], -1
+        for slot, span in enumerate(example.spans):
+            first, _ = token_range(offsets, span.start, span.end)
+            low, high = offsets[first]
+            if not (low < span.end and span.start < high):
+                lost.append(slot)
+            elif first == before:
+                inner.append(slot)
+            else:
+                before = first
+        return tuple(inner), tuple(lost)
 
     def as_row(self, ids: list[int]) -> tuple[int, ...]:
         return tuple(map(self.ids.setdefault, ids, ids))
@@ -143,12 +179,14 @@ class _Encoder:
         """Return the least max_length at which nothing is lost that must be seen together."""
         lengths = []
         for texts in example.sequences:
-            long = len(self.tokens(texts[self.task.long_text])[0])
+            long = self.task.long_text + (self.truncation == "second")
+            sizes = [len(self.tokens(text)[0] if i == self.task.long_text else self.plain(text))
+                     for i, text in enumerate(texts)]
             if self.task.layout not in _UNCUT:
-                long = min(long, _MIN_LONG_TOKENS)
-            others = (text for i, text in enumerate(texts) if i != self.task.long_text)
-            rest = sum(len(self.plain(text)) for text in others)
-            lengths.append(1 + long + rest + len(texts))
+                sizes = [min(size, _MIN_LONG_TOKENS)
+                         if i == long or self.truncation == "longest_first" else size
+                         for i, size in enumerate(sizes)]
+            lengths.append(1 + sum(sizes) + len(texts))
         return max(lengths)
 
     def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -166,6 +204,11 @@ class _Encoder:
         """Return (rows of ids, spans (row, slot, start, end), tokens cut off) of one sequence."""
         first, _ = self.tokens(texts[0])
         rest = [self.plain(text) for text in texts[1:]]
+        if self.truncation != "first":  # none of these has spans or windows
+            whole = [first, *rest]
+            kept = shortened(whole, self.max_length - 1 - len(texts), self.truncation)
+            return ([_join(self.tokenizer, kept)], [],
+                    sum(map(len, whole)) - sum(map(len, kept)))
         room = self.max_length - 2 - len(rest) - sum(map(len, rest))
         starts = [0]
         if self.task.layout in _WINDOWED:
@@ -233,6 +276,29 @@ class _Encoder:
         return found
 
 
+def shortened(texts: Sequence[Sequence[int]], room: int, how: str) -> list[Sequence[int]]:
+    """Return texts that have `room` tokens together.
+
+    longest_first: texts longer than others are cut to one length (as `tokenizers` does it, with an
+    odd token for the longest); second: the second is cut at its end; head_tail: the first keeps a
+    quarter of its tokens from its head and the others from its tail (128 + 382 of Sun et al. 2019,
+    arXiv:1905.05583).
+    """
+    sizes = list(map(len, texts))
+    if how == "longest_first":
+        for done, number in enumerate(sorted(range(len(texts)), key=lambda i: len(texts[i]))):
+            sizes[number] = min(sizes[number], room // (len(texts) - done))
+            room -= sizes[number]
+    else:
+        cut = int(how == "second")
+        sizes[cut] = min(sizes[cut], max(0, room - sum(sizes) + sizes[cut]))
+    kept = [text[:size] for text, size in zip(texts, sizes, strict=True)]
+    if how == "head_tail":
+        head = sizes[0] // 4
+        kept[0] = [*texts[0][:head], *texts[0][len(texts[0]) - sizes[0] + head:]]
+    return kept
+
+
 def _join(tokenizer: Tokenizer, texts: Sequence[Sequence[int]]) -> list[int]:
     """Return [CLS] a [SEP] b [SEP] ..."""
     row = [tokenizer.cls_id]
@@ -253,15 +319,16 @@ def window_starts(length: int, room: int, overlap: int) -> list[int]:
 
 
 def token_range(offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
-    """Return tokens [first, end) that overlap characters [start, end).
+    """Return tokens [first, end) that overlap characters [start, end); `offsets` are in order.
 
     Characters that give no token of their own (normalized away) take the next token.
     """
-    inside = [i for i, (low, high) in enumerate(offsets) if low < end and high > start]
-    if not inside:
-        after = [i for i, (low, _) in enumerate(offsets) if low >= start]
-        inside = after[:1] or [len(offsets) - 1]
-    return inside[0], inside[-1] + 1
+    first = bisect_right(offsets, start, key=lambda place: place[1])
+    last = bisect_left(offsets, end, key=lambda place: place[0])
+    if first < last:
+        return first, last
+    first = min(bisect_left(offsets, start, key=lambda place: place[0]), len(offsets) - 1)
+    return first, first + 1
 
 
 @dataclass

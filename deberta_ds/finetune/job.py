@@ -53,7 +53,8 @@ class Job:
         if id(split) not in self.encoded:
             self.encoded[id(split)] = encode(
                 split.task, split.examples, self.start.tokenizer,
-                max_length=self.settings.max_length, window_overlap=self.settings.window_overlap)
+                max_length=self.settings.max_length, window_overlap=self.settings.window_overlap,
+                truncation=self.settings.truncation)
         return self.encoded[id(split)]
 
     def identity(self) -> dict:

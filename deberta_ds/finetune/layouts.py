@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deberta_ds.base.errors import UserError
+from deberta_ds.finetune import annotations
 from deberta_ds.finetune.answer_texts import language_of
 from deberta_ds.finetune.line import Line, show
 from deberta_ds.finetune.tasks import Task
@@ -115,21 +117,23 @@ def _choices(line: Line, labelled: bool) -> list[Example]:
 
 
 def _choice(line: Line, answers: list[str]) -> int:
-    found = chosen(line.value.get("label"), answers)
+    first = line.task.first_answer
+    found = chosen(line.value.get("label"), answers, first)
     if found is None:
-        line.fail(f'field "{line.named("label")}" must be a number from 0 to {len(answers) - 1}, '
-                  f"a letter from A to {_LETTERS[: len(answers)][-1]}, or the answer itself; found "
-                  f"{show(line.value.get('label'))}")
+        line.fail(f'field "{line.named("label")}" must be a number from {first} to '
+                  f"{first + len(answers) - 1}, a letter from A to {_LETTERS[: len(answers)][-1]}, "
+                  "or the answer itself; found "
+                  f"{show(line.value.get('label'))}{line.without_label('label')}")
     return found[0]
 
 
-def chosen(value: Any, answers: list[str]) -> tuple[int, str] | None:
-    """Return (which answer is right, what says so): its number from 0, its letter, or its text.
+def chosen(value: Any, answers: list[str], first: int = 0) -> tuple[int, str] | None:
+    """Return (which answer is right, what says so): its number from `first`, its letter, its text.
 
     A number or letter counts before a text that reads the same, as the official files have those.
     """
-    if type(value) is int and 0 <= value < len(answers):
-        return value, "number"
+    if type(value) is int and first <= value < first + len(answers):
+        return value - first, "number"
     text = str(value) if type(value) in (int, str) else ""
     if len(text) == 1 and text in _LETTERS[: len(answers)]:
         return _LETTERS.index(text), "letter"
@@ -137,23 +141,44 @@ def chosen(value: Any, answers: list[str]) -> tuple[int, str] | None:
 
 
 def _tags(line: Line, labelled: bool) -> list[Example]:
-    words = line.get(line.task.texts[0], list)
-    spans, start = [], 0
+    name = line.task.texts[0]
+    if isinstance(line.value.get(name), str):
+        return [_tagged_text(line, line.get(name, str), labelled)]
+    words = line.get(name, list)
     for word in words:
         if not isinstance(word, str):
-            line.fail(f'field "{line.task.texts[0]}" must be a list of strings')
-        line.check_text(line.task.texts[0], word)
-        spans.append(TextSpan(0, start, start + len(word)))
-        start += len(word) + 1
-    if not words:
-        line.fail(f'field "{line.task.texts[0]}" has no word')
+            line.fail(f'field "{name}" must be a list of strings')
+        line.check_text(name, word, may_be_blank=word.isspace())  # a space is a word of some files
+    if not any(word.strip() for word in words):
+        line.fail(f'field "{name}" has no word')
     label = None
     if labelled or "label" in line.value:
         tags = line.get("label", list)
         if len(tags) != len(words):
             line.fail(f"{len(tags)} tags for {len(words)} words")
         label = tuple(line.class_index(tag) for tag in tags)
-    return [Example((line.index(),), ((" ".join(words),),), label, tuple(spans))]
+    text, places = annotations.glued(words, line.task.spaces)
+    spans = tuple(TextSpan(0, start, end) for start, end in places)
+    return [Example((line.index(),), ((text,),), label, spans)]
+
+
+def _tagged_text(line: Line, text: str, labelled: bool) -> Example:
+    """A text whose entities are characters [start, end) with a name."""
+    task, label = line.task, None
+    places, _ = annotations.tagged_characters(text, [])
+    if not labelled and task.words == "list" and task.spaces:
+        places = annotations.words_in(text)  # of a word, such a model knows the first token
+    elif labelled or "label" in line.value:
+        try:
+            entities = annotations.entities_of(text, line.get("label", list))
+            places, tags = annotations.tagged_characters(text, entities)
+        except annotations.BAD_ENTITIES as error:
+            if isinstance(error, UserError):
+                raise
+            line.fail(f'field "{line.named("label")}": {error}')
+        label = tuple(line.class_index(tag) for tag in tags)
+    spans = tuple(TextSpan(0, start, end) for start, end in places)
+    return Example((line.index(),), ((text,),), label, spans)
 
 
 def _answers(line: Line, labelled: bool) -> list[Example]:

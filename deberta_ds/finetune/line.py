@@ -32,13 +32,19 @@ class Line:
         """Return field `name`, which must be of exactly `kind` (a bool is not an int)."""
         where = self.named(name)
         if name not in self.value:
-            self.fail(f'field "{where}" is missing')
+            self.fail(f'field "{where}" is missing{self.without_label(name)}')
         value = self.value[name]
         if type(value) is not kind:
             self.fail(f'field "{where}" must be {_NAMES[kind]}, found {show(value)}')
         if kind is str:
             self.check_text(where, self.value[name], may_be_blank or name == "word")
         return value
+
+    def without_label(self, name: str) -> str:
+        """Return what can be done about a row of a task of one's own that has no label."""
+        if name != "label" or self.task.name in TASK_NAMES:
+            return ""
+        return '; rows without a label are left out by ignore_labels = [""] in the task file'
 
     def check_text(self, where: str, text: str, may_be_blank: bool = False) -> None:
         """Fail on a text that is blank, or that no tokenizer can read."""
@@ -73,6 +79,9 @@ class Line:
             value: Any = self.value.get("label")
             where = self.named("label")
             if type(value) not in (int, float) or not math.isfinite(value):
+                if isinstance(value, str) and "," in value:
+                    self.fail(f'field "{where}" must be a number, found {show(value)}; if the comma'
+                              ' is a decimal mark everywhere, say decimal = "," in the task file')
                 self.get("label", float)
                 self.fail(f'field "{where}" must be a finite number, found {show(value)}')
             return float(value)
@@ -82,13 +91,14 @@ class Line:
         """Return the class index of a label; of several, of one of them."""
         values, where = self.task.values or self.task.labels, self.named("label")
         if "label" not in self.value:
-            self.fail(f'field "{where}" is missing')
+            self.fail(f'field "{where}" is missing{self.without_label("label")}')
         if type(value) is not type(values[0]):
             self.fail(f'field "{where}" must be {_NAMES[type(values[0])]}, found {show(value)}')
         if value not in values:
             wanted = ", ".join(show(known) for known in values)
             more = "" if self.task.name in TASK_NAMES else (
-                "; labels that train has not are named by labels = [...] in the task file")
+                "; labels that train has not are named by labels = [...] in the task file, those "
+                "of rows to leave out by ignore_labels = [...]")
             self.fail(f'field "{where}" must be one of {wanted}, found {show(value)}{more}')
         return values.index(value)
 

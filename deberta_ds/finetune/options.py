@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deberta_ds.base.command_line import positive
+from deberta_ds.base.command_line import not_negative, positive
 from deberta_ds.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--carve_train", nargs="+", default=[], metavar="TASK",
         help="cut the train split of these tasks out of val, by passage")
     add("--any_size", action="store_true", help="accept files that are not of the official size")
+    add("--max_bad", type=not_negative, default=0, metavar="N",
+        help="leave out up to N rows of a table that cannot be used")
     add("--skip_test", action="store_true", help="make no test predictions")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
 
@@ -99,6 +101,7 @@ def build_sweep(
         init_from=init_from,
         carved=tuple(task_named(name).name for name in options.carve_train),
         any_size=options.any_size,
+        max_bad=options.max_bad,
         predict_test=not options.skip_test,
         keep_models=keep_models,
         show_scores=show_scores,

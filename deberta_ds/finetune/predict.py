@@ -6,17 +6,22 @@ because under ZeRO-3 every rank must make the same number of forward passes.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import softmax
 
 from deberta_ds.cluster import dist
-from deberta_ds.finetune.answers import answer_text
+from deberta_ds.finetune.answers import NEVER, answer_text
+from deberta_ds.finetune.column_files import PREFIXED
 from deberta_ds.finetune.features import Feature, FeatureBatch, collate
 from deberta_ds.finetune.heads import TaskOutput
 from deberta_ds.finetune.layouts import Example
-from deberta_ds.finetune.metrics import Prediction
+from deberta_ds.finetune.metrics import Prediction, spans_of
 from deberta_ds.finetune.tasks import Task
+
+INNER, LOST = NEVER, 2 * NEVER  # scores of words without a token of their own: Feature.inner, .lost
 
 
 def score_split(
@@ -46,7 +51,47 @@ def score_split(
             for i, part in zip(chosen, scores.split([sizes[i] for i in chosen]), strict=True):
                 totals[starts[i] : starts[i + 1]] = part
     totals = dist.sum_over_ranks(totals.to(device)).cpu().numpy()
-    return [totals[starts[i] : starts[i + 1]] for i in range(len(features))]
+    parts = [totals[starts[i] : starts[i + 1]] for i in range(len(features))]
+    for feature, part in zip(features, parts, strict=True):
+        for slots, value in ((feature.inner, INNER), (feature.lost, LOST)):
+            if slots:
+                part.reshape(feature.num_slots, -1)[list(slots)] = value
+    return parts
+
+
+def _tags(task: Task, scores: np.ndarray) -> tuple[int, ...]:
+    """Return the tag of each word; one inside a token goes on with the tag of the token, one
+    without a token (a space) is part of an entity that goes on behind it."""
+    labels = {label: number for number, label in enumerate(task.labels)}
+    goes_on = [labels.get(f"I{name[1:]}", number) if name[:2] == "B-" else number
+               for name, number in labels.items()]
+    tags, tops, last = scores.argmax(-1).tolist(), scores.max(-1, initial=LOST), 0
+    for word in range(len(tags)):
+        if tops[word] == INNER:
+            tags[word] = goes_on[last]
+        last = tags[word] if tops[word] != LOST else last
+    for word in reversed(np.flatnonzero(tops == LOST)):
+        before, behind = (tags[at] if 0 <= at < len(tags) else 0 for at in (word - 1, word + 1))
+        goes_through = goes_on[before] == behind or "O" not in labels
+        tags[word] = behind if goes_through else labels["O"]
+    return tuple(tags)
+
+
+def entities_in(
+    task: Task, example: Example, tags: Sequence[str], scores: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return the entities that tags mark in a text, with the mean probability of the tags of their
+    tokens; of tags that mark no spans, every word.
+    """
+    text, words = example.sequences[0][0], example.spans
+    rows = scores.reshape(len(words), -1)
+    best = np.where(rows.max(-1) > INNER, softmax(rows, -1).max(-1), np.nan)
+    spans = spans_of(tags) if any(map(PREFIXED.fullmatch, task.labels)) else [
+        (tag, number, number + 1) for number, tag in enumerate(tags)]
+    return [{"start": words[first].start, "end": words[end - 1].end, "label": name,
+             "text": text[words[first].start : words[end - 1].end],
+             "probability": round(float(np.nan_to_num(np.nanmean(best[first:end]))), 5)}
+            for name, first, end in spans]
 
 
 def num_scores(task: Task, example: Example) -> int:
@@ -77,8 +122,7 @@ def predictions_of(
     if task.head == "multilabel":
         return [tuple((values > 0).astype(int).tolist()) for values in scores]
     if task.head == "tags":
-        words = [values.reshape(-1, len(task.labels)) for values in scores]
-        return [tuple(values.argmax(-1).tolist()) for values in words]
+        return [_tags(task, values.reshape(-1, len(task.labels))) for values in scores]
     best = [int(np.argmax(values)) for values in scores]
     if task.head != "mentions":
         return best

@@ -18,10 +18,12 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.corpus import tables
+from deberta_ds.finetune.faults import Faults
+from deberta_ds.finetune.labels import is_ignored, without_label
 from deberta_ds.finetune.layouts import Example, classes_of, examples_of
 from deberta_ds.finetune.line import line_format
-from deberta_ds.finetune.tables import read_table, to_line
-from deberta_ds.finetune.tasks import TASK_NAMES, NoSplitError, Task
+from deberta_ds.finetune.tables import each_row, to_line
+from deberta_ds.finetune.tasks import TASK_NAMES, NoSplitError, TableForm, Task
 
 # SuperGLUE and GLUE as the Hugging Face Hub keeps them -> the objects of the official JSON lines.
 #
@@ -147,31 +149,47 @@ class Split:
     split: str
     source: str
     examples: tuple[Example, ...]
+    left_out: str = ""  # what is said of rows that are not among the examples
 
 
-def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = False) -> Split:
+def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = False,
+               faults: Faults | None = None) -> Split:
     """Return `split` ("train", "val" or "test") of `task` under `data`.
 
     `data` is a directory with TASK/split.jsonl, TASK.zip, combined.zip or CONFIG/split-*.parquet,
-    a zip, or "hub". Raises UserError naming the file, the line and the expected format; and,
-    unless `any_size`, when the number of predictions is not the official one.
+    a zip, or "hub". Raises UserError naming the files, lines and the expected format of all rows
+    that cannot be used, unless `faults` allows them; and, unless `any_size`, when the number of
+    predictions is not the official one.
     """
     source, lines = _open(task, data, split)
     examples: list[Example] = []
     seen: dict[int | str | tuple[int, ...], str] = {}
+    faults = faults or Faults()
+    total = ignored = 0
     for place, value in lines:
-        for example in examples_of(task, place, value, split):
-            name: int | str | tuple[int, ...] = example.key
-            if task.layout == "record":
-                name = example.key[0]
-            if example.id and split != "train":  # what its prediction is filed under
-                name = example.id
-            if name in seen:
-                what = "id" if name == example.id else "idx"
-                raise UserError(f"{place}: {what} {name} was already used at {seen[name]}; each "
-                                "needs its own, under which its prediction is filed")
-            seen[name] = place
-            examples.append(example)
+        total += 1
+        try:
+            if value is None:
+                ignored += 1
+                continue
+            if isinstance(value, UserError):
+                raise value
+            found = examples_of(task, place, value, split)
+            for example in found:
+                name = _name(task, example, split)
+                if name in seen:
+                    what = "id" if name == example.id else "idx"
+                    raise UserError(f"{place}: {what} {name} was already used at {seen[name]}; each"
+                                    " needs its own, under which its prediction is filed")
+                seen[name] = place
+            examples += found
+        except UserError as error:
+            faults.add(place, error)
+    labelled = [example for example in examples if example.label is not None]
+    if split == "test" and task.ignore_labels and labelled:
+        ignored, examples = ignored + len(examples) - len(labelled), labelled
+    notes = [faults.check(total)]
+    notes += [f"{ignored:,} of {total:,} rows are left out by ignore_labels"] if ignored else []
     official = task.count(split)
     if not examples:
         raise UserError(f"{source}: not a single example in it\n  expected format: "
@@ -184,7 +202,21 @@ def read_split(task: Task, data: str | Path, split: str, *, any_size: bool = Fal
         )
     if "gender_parity" in task.metrics:
         _check_pairs(examples)
-    return Split(task, split, source, tuple(examples))
+    return Split(task, split, source, tuple(examples), "; ".join(filter(None, notes)))
+
+
+def _name(task: Task, example: Example, split: str) -> int | str | tuple[int, ...]:
+    """Return what no two examples may share: an id under which a prediction is filed, or the key"""
+    if example.id and split != "train":
+        return example.id
+    return example.key[0] if task.layout == "record" else example.key
+
+
+def count_shared(first: Split, second: Split) -> tuple[int, str]:
+    """Return (how many examples of `second` have the texts of one of `first`, the first's place)"""
+    known = {example.sequences for example in first.examples}
+    places = [example.place for example in second.examples if example.sequences in known]
+    return len(places), places[0] if places else ""
 
 
 def check_targets(split: Split) -> None:
@@ -256,7 +288,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     if task.name not in TASK_NAMES:  # a user's own, whose file names its tables: no other is read
         if split not in task.files:
             raise NoSplitError(f"{task.name}: its task file names no {split} table")
-        return task.files[split], table_lines(task, Path(task.files[split]), split)
+        return task.files[split], table_lines(task, task.files[split], split)
     if str(data) == HUB:
         return f"hub:{task.hub}/{split}", official_lines(task, read_hub(task, split))
     root = Path(data)
@@ -267,7 +299,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     elif root.is_dir():
         file = root / name
         if file.is_file():
-            return str(file), tables.read_table(file)
+            return str(file), tables.read_each(file)
         tried.append(str(file))
         if split in task.files:
             for table in _places(task, root, task.files[split]):
@@ -286,7 +318,7 @@ def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple
     for archive in archives:
         tried.append(f"{archive}!{name}")
         if archive.is_file() and (found := _member(archive, name)) is not None:
-            return f"{archive}!{name}", tables.read_table(f"{archive}!{name}", io.BytesIO(found))
+            return f"{archive}!{name}", tables.read_each(f"{archive}!{name}", io.BytesIO(found))
     raise NoSplitError(
         f"{task.name} {split} is not there: looked for {', '.join(tried)} and "
         f"{root / task.hub}/{hub_split(task, split)}-*.parquet. Unpack the official "
@@ -303,12 +335,25 @@ def _places(task: Task, root: Path, name: str) -> list[Path]:
     return [Path(os.path.normpath(place)) for place in places]
 
 
-def table_lines(task: Task, table: Path, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, line) of a table; a test table of GLUE has a header where others have none."""
+def table_lines(task: Task, table: str | Path, split: str) -> Iterator[tuple[str, Any]]:
+    """Yield (place, line) of a table: the UserError of one that cannot be read, None for one that
+    is left out (of a test table: a line without label). GLUE's test tables have a header.
+    """
     headless = task.headless if split != "test" else ()
     broken = task.broken_rows if split == "train" else 0
-    for number, (place, row) in enumerate(read_table(table, headless, broken)):
-        yield place, to_line(task, place, row, number)
+    form = TableForm(quoted=False) if task.name in TASK_NAMES else task.form
+    for number, (place, row) in enumerate(each_row(table, headless, broken, form)):
+        try:
+            if isinstance(row, UserError):
+                raise row
+            if is_ignored(task, row):
+                if split != "test":
+                    yield place, None
+                    continue
+                row = without_label(task, row)
+            yield place, to_line(task, place, row, number)
+        except UserError as error:
+            yield place, error
 
 
 def _member(archive: Path, name: str) -> bytes | None:

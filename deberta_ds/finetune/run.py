@@ -191,6 +191,8 @@ def check_splits(jobs: Sequence[Job]) -> None:
             except TooLongError as error:
                 fits = positions is None or error.needed <= positions
                 remedy = f"{option}{error.needed}" if fits else f"{too_few}: take another model"
+                if split.task.is_cut:
+                    remedy += f", or --{job.task.name}.truncation=longest_first to cut any text"
                 problems.append(f"{error}. {remedy}")
             else:
                 if positions is not None and longest > positions:

@@ -17,7 +17,7 @@ from deberta_ds.base.errors import UserError, refuse_pipe
 from deberta_ds.base.files import atomic_path
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.finetune.layouts import Example, class_of, classes_of
-from deberta_ds.finetune.metrics import Prediction
+from deberta_ds.finetune.metrics import Prediction, spans_of
 from deberta_ds.finetune.tasks import GLUE, SUBMITTED_FILES, TASKS, Task
 
 # RuntimeError: encrypted, or packed in a way that Python cannot unpack.
@@ -35,6 +35,10 @@ def render(task: Task, examples: Sequence[Example], predictions: Sequence[Predic
             {"idx": example.key[0], "label": as_written(task, prediction)}
             for example, prediction in pairs
         ]
+    if task.words == "raw":  # entities, as the training table has them
+        for line, (example, _) in zip(lines, pairs, strict=True):
+            line["label"] = [[example.spans[first].start, example.spans[end - 1].end, name]
+                             for name, first, end in spans_of(line["label"])]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 

@@ -14,12 +14,20 @@ import torch
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
-from deberta_ds.finetune.features import Feature
+from deberta_ds.finetune.faults import Faults
+from deberta_ds.finetune.features import Feature, encode
 from deberta_ds.finetune.job import Job
 from deberta_ds.finetune.layouts import is_labelled
 from deberta_ds.finetune.metrics import score_name
 from deberta_ds.finetune.models import Start, start_from
-from deberta_ds.finetune.readers import Split, carve, check_targets, has_split, read_split
+from deberta_ds.finetune.readers import (
+    Split,
+    carve,
+    check_targets,
+    count_shared,
+    has_split,
+    read_split,
+)
 from deberta_ds.finetune.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
@@ -45,6 +53,7 @@ class Sweep:
     init_from: Mapping[str, str] | None = None  # task name -> fine-tuned directory
     carved: tuple[str, ...] = ()  # tasks whose train split is cut out of val
     any_size: bool = False
+    max_bad: int = 0  # rows of a table that may be left out because they cannot be used
     predict_test: bool = True
     keep_models: bool = True
     show_scores: bool = False  # of every run
@@ -63,6 +72,11 @@ def run_all(sweep: Sweep) -> list[dict]:
         check_targets(val)
         for split in (val, *tests.values()):
             _check_groups(split)
+            shared, place = count_shared(train, split)
+            if shared:
+                sweep.say(f"WARNING: {shared:,} of {len(split.examples):,} examples of "
+                          f"{split.source} are in {train.source} too (such as {place}); their "
+                          "scores say nothing about new texts")
     settings = {task.name: resolve(task, sweep.settings) for task in sweep.tasks}
     jobs = []
     for task in sweep.tasks:
@@ -127,7 +141,13 @@ def read_task(
     Both dictionaries are by name; the diagnostic of MNLI is MNLI-mm. Labelled tests are scored too.
     """
     def read(name: Task, split: str) -> Split:
-        return read_split(name, sweep.data, split, any_size=sweep.any_size)
+        faults = Faults(sweep.max_bad, sweep.out / f"{name.name}.{split}.bad_rows.txt")
+        found = read_split(name, sweep.data, split, any_size=sweep.any_size, faults=faults)
+        if sweep.max_bad:
+            found = _that_fit(sweep, found, faults)
+        if found.left_out:
+            sweep.say(f"{found.source}: {found.left_out}")
+        return found
 
     if task.val_share and "val" not in task.files:
         train, val = carve(read(task, "train"), 1 - task.val_share, _CARVE_SEED)
@@ -146,6 +166,19 @@ def read_task(
             continue
         tests[test.name] = read(test, "test")
     return train, val, tests, diagnostics
+
+
+def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
+    """Return a split without the examples that cannot be encoded, such as texts too long."""
+    settings, before = resolve(split.task, sweep.settings), len(faults.errors)
+    features = encode(split.task, split.examples, sweep.start.tokenizer,
+                      max_length=settings.max_length, window_overlap=settings.window_overlap,
+                      truncation=settings.truncation, faults=faults)
+    if len(faults.errors) == before:
+        return split
+    return replace(split, examples=tuple(split.examples[f.position] for f in features),
+                   left_out=faults.check(before + len(split.examples),
+                                         faults.fit(split.task, f"--{split.task.name}.")))
 
 
 def _tests(task: Task, read: Callable[[Task, str], Split], predict: bool) -> dict[str, Split]:

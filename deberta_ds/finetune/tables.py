@@ -1,15 +1,15 @@
 """Tables of any common kind -> lines of the form that layouts.py reads, by column names.
 
-What data.prep.tables reads, and on top of that the layouts of fine-tuning's own:
-    .json                  a SQuAD document
-    .conll .txt .bio .iob2 eng.train eng.testa eng.testb
-                           one token a line (token first, tag last), a blank line after a sentence
-    no ending, or those and .tsv    WikiANN's, known by its lines: en:token, a tab, the tag
+What corpus/tables.py reads, and on top of that the layouts of fine-tuning's own:
+    .json                  a SQuAD document, Label Studio's export
+    .conll .txt .bio ...   a token per line (column_files.py); WikiANN's by its lines, also without
+                           an ending; every other ending too where a task file has `columns`
     a directory            RACE's: a JSON document a file, with an article and its questions
+    DIR/train-*.parquet    several tables, in the order of their names
+    hub:NAME@CONFIG#SPLIT  a data set of the Hub, streamed
 """
 
-import itertools
-import re
+import glob
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,58 +17,120 @@ from typing import Any
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.json_files import read_json
-from deberta_ds.corpus.tables import TABLE_KINDS, read_rows, row_place, suffix_of, text_lines
-from deberta_ds.finetune.tasks import Task
-from deberta_ds.tokenizer.text import is_removed
+from deberta_ds.corpus.inputs import open_stream
+from deberta_ds.corpus.tables import TABLE_KINDS, is_quoted, named, read_each, suffix_of
+from deberta_ds.finetune.annotations import flat
+from deberta_ds.finetune.column_files import COLUMN_SUFFIXES, is_wikiann, read_sentences
+from deberta_ds.finetune.labels import (
+    is_missing,
+    is_sentence,
+    label_cell,
+    label_text,
+    names_of,
+    names_of_columns,
+    number_of,
+    read_list,
+)
+from deberta_ds.finetune.tasks import TableForm, Task
+from deberta_ds.tokenizer.text import TO_UTF8, is_removed
 
-_COLUMNS = (".conll", ".txt", ".bio", ".iob2", ".train", ".testa", ".testb")
-_KINDS = " ".join((*TABLE_KINDS, *_COLUMNS))
-_WIKIANN = re.compile(r"[a-z]{2,3}(-[a-z]+)*:[^\t]+\t[^\t]+")
-_LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
+HUB_TABLE = "hub:"
+_KINDS = " ".join((*TABLE_KINDS, *COLUMN_SUFFIXES))
+_ENCODING = (", or name its encoding, such as cp1252 (encoding in the task file, --encoding of "
+             "predict.py)")
 Row = tuple[str, dict[str, Any]]  # (file and line, values by column)
 
 
-def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int = 0
-               ) -> Iterator[Row]:
-    """Yield the rows of a table, told apart by its ending; UserError names the file and the line.
+def read_table(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int = 0,
+               form: TableForm | None = None) -> Iterator[Row]:
+    """Yield the rows of a table; UserError for the first that cannot be read. See `each_row`."""
+    for place, row in each_row(path, headless, skip_broken, form):
+        if isinstance(row, UserError):
+            raise row
+        yield place, row
+
+
+def each_row(path: str | Path, headless: tuple[str, ...] = (), skip_broken: int = 0,
+             form: TableForm | None = None) -> Iterator[tuple[str, dict[str, Any] | UserError]]:
+    """Yield (file and line, row) of a table, told apart by its ending; a row that cannot be read is
+    its UserError. `form`: what a task file says of its tables.
 
     `headless` are the columns of a .tsv without a header; up to `skip_broken` of its rows may have
     too few columns and are left out.
     """
-    path = Path(path)
-    if path.is_dir():
+    form = form or TableForm()
+    name, path = str(path), Path(path)
+    if name.startswith(HUB_TABLE):
+        yield from _hub_rows(name)
+    elif glob.has_magic(name) and not path.exists():
+        for file in files_like(name):
+            yield from each_row(file, headless, skip_broken, form)
+    elif path.is_dir():
         yield from _race(path)
-        return
-    if not path.is_file():
+    elif not path.is_file():
         raise UserError(f"{path}: no such file")
+    else:
+        try:
+            yield from _file_rows(path, headless, skip_broken, form)
+        except UserError as error:
+            raise _with_encoding(error) from None
+
+
+def files_like(pattern: str) -> list[str]:
+    """Return the files that a pattern such as DIR/train-*.parquet names, in order."""
+    if files := sorted(glob.glob(pattern)):
+        return files
+    raise UserError(f"{pattern}: no file is called so")
+
+
+def _with_encoding(error: UserError) -> UserError:
+    text = str(error)
+    return UserError(text + _ENCODING) if text.endswith(TO_UTF8) else error
+
+
+def _hub_rows(name: str) -> Iterator[Row]:
+    stream = open_stream(name)
+    classes = {column: getattr(feature, "feature", feature)
+               for column, feature in (stream.features or {}).items()}
+    classes = {column: feature.names for column, feature in classes.items()
+               if hasattr(feature, "names")}
+    for number, row in enumerate(stream, start=1):
+        place = f"{name}:row {number}"
+        yield place, row | {column: named(row[column], names, place)
+                            for column, names in classes.items()}
+
+
+def _file_rows(path: Path, headless: tuple[str, ...], skip_broken: int, form: TableForm
+               ) -> Iterator[tuple[str, dict[str, Any] | UserError]]:
     suffix = suffix_of(path)
-    if suffix in ("", ".tsv", *_COLUMNS):
-        lines = text_lines(path)
-        first = list(itertools.islice(lines, _LOOK_AHEAD))
-        lines = itertools.chain(first, lines)
-        if _is_wikiann(first):
-            yield from _conll(_without_language(lines))
-            return
-        if suffix in _COLUMNS:
-            yield from _conll(lines)
-            return
+    if suffix not in TABLE_KINDS and (suffix in COLUMN_SUFFIXES or form.columns) or (
+            suffix in (".tsv", ".csv") and form.columns) or (
+            suffix in ("", ".tsv") and is_wikiann(str(path), form.encoding)):
+        yield from read_sentences(str(path), form.columns, form.encoding)
+        return
     if suffix == "":
         raise UserError(f"{path}:1: a file without an ending is read as WikiANN's, whose lines are "
                         "LANGUAGE:TOKEN, a tab, TAG; give it an ending that says what it is, of "
                         f"{_KINDS}")
     if suffix not in TABLE_KINDS:
-        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}")
-    for row in read_rows(path, names=headless, class_names=True):
-        if row.problem and skip_broken:
-            skip_broken -= 1
-            continue
-        place = row_place(path, row)
-        if row.number == 0 and _is_squad(row.values):
-            yield from squad_rows(place, row.values["data"])
-        elif not isinstance(row.values, dict):
-            raise UserError(f"{place}: not a JSON object; write one object a line")
+        raise UserError(f"{path}: unknown kind of table; the ending must be one of {_KINDS}, or the"
+                        " task file name the columns of a file with a word per line: columns = "
+                        "{word = 1, tag = -1}, counted from 1 or from the end")
+    how: dict[str, Any] = {"delimiter": form.delimiter, "encoding": form.encoding}
+    how["quoted"] = is_quoted(path, **how) if form.quoted is None and suffix == ".tsv" and (
+        not headless) else form.quoted
+    for number, (place, row) in enumerate(read_each(path, names=headless, class_names=True, **how)):
+        if isinstance(row, UserError):
+            if skip_broken:
+                skip_broken -= 1
+            else:
+                yield place, _with_encoding(row)
+        elif number == 0 and _is_squad(row):
+            yield from squad_rows(place, row["data"])
+        elif not isinstance(row, dict):
+            yield place, UserError(f"{place}: not a JSON object; write one object a line")
         else:
-            yield place, row.values
+            yield place, flat(row)
 
 
 def _is_squad(value: Any) -> bool:
@@ -119,45 +181,6 @@ def _race(directory: Path) -> Iterator[Row]:
             yield f"{path}, question {number}", row | ({"answer": answer} if answer else {})
 
 
-def _is_wikiann(lines: list[tuple[str, str]]) -> bool:
-    """Return whether the first lines of a file all are LANGUAGE:TOKEN, a tab, TAG."""
-    filled = [line for _, line in lines if line.strip()]
-    return bool(filled) and all(map(_WIKIANN.fullmatch, filled))
-
-
-def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    for place, line in lines:
-        if line.strip() and not _WIKIANN.fullmatch(line):
-            raise UserError(f"{place}: the lines before are WikiANN's, LANGUAGE:TOKEN, a tab, TAG; "
-                            f"found {line[:40]!r}")
-        yield place, line.partition(":")[2]
-
-
-def _conll(lines: Iterator[tuple[str, str]]) -> Iterator[Row]:
-    tokens: list[str] = []
-    tags: list[str] = []
-    start = ""
-    for place, line in lines:
-        if line.strip() and not line.startswith("-DOCSTART-"):
-            # Spaces and tabs part columns; a no-break or other wide space is part of a token.
-            parts = line.split("\t") if "\t" in line else [p for p in line.split(" ") if p]
-            start = start or place
-            tokens.append(parts[0])
-            tags.append(parts[-1] if len(parts) > 1 else "")
-            if bool(tags[-1]) != bool(tags[0]):
-                raise UserError(f"{place}: {line[:40]!r} has {len(parts)} columns; either all "
-                                "tokens of a sentence have a tag, or none")
-        elif tokens:
-            yield start, _sentence(tokens, tags)
-            tokens, tags, start = [], [], ""
-    if tokens:
-        yield start, _sentence(tokens, tags)
-
-
-def _sentence(tokens: list[str], tags: list[str]) -> dict[str, Any]:
-    return {"tokens": tokens} | ({"tags": tags} if tags[0] else {})
-
-
 def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[str, Any]:
     """Return a table's row as a line of `task`: its fields by name, "idx", "label" if it has one.
 
@@ -169,55 +192,50 @@ def to_line(task: Task, place: str, row: dict[str, Any], number: int) -> dict[st
         if column not in row and field in row:  # RTE: SuperGLUE's names, and those of GLUE's table
             column = field
         if column not in row:
+            column = "tokens" if is_sentence(task, row) else column
+        if column not in row:
             raise UserError(f"{place}: {no_column(column, row)}")
         line[field] = row[column]
-        if task.head == "tags" and isinstance(line[field], str):
+        if (task.head == "tags" and task.words == "list") or task.choices == (field,):
+            line[field] = read_list(line[field])
+        if task.words == "text" and isinstance(line[field], str):
             line[field] = line[field].split()
     if (group := task.columns.get("group", "")) in row and group:
         line[group] = row[group]
-    column = task.columns.get("label", "label")
-    value = row.get(column)
+    value = label_cell(task, row)
     if task.head == "answer":
         line |= {"id": row["id"]} if type(row.get("id")) in (str, int) else {}
         start = row.get(task.columns.get("start", ""))
         line |= {"start": start} if start not in (None, "") else {}
-        return line | ({"label": value or []} if column in row else {})
+        found = read_list(value)
+        value = found if isinstance(found, list | dict) and "answer_start" in str(value) else value
+        has_label = task.columns.get("label", "label") in row
+        return line | ({"label": value or []} if has_label else {})
+    if task.label_columns:
+        names = names_of_columns(task, row, place)
+        return line | ({"label": names} if names is not None else {})
     if task.head == "multilabel" and value == "":  # none of the labels
         value = []
-    if value is not None and value != "":
-        line["label"] = _label(task, value)
+    if not is_missing(value):
+        line["label"] = _label(task, value, place)
     return line
 
 
-def _label(task: Task, value: Any) -> Any:
+def _label(task: Task, value: Any, place: str) -> Any:
     """Return a label in the form of a line; what cannot be is left for the line's own check."""
     if task.head == "regress":
-        try:  # to Python 1_000 is a number, to whoever wrote the table perhaps a slip
-            return value if isinstance(value, str) and "_" in value else float(value)
-        except (TypeError, ValueError):
-            return value
+        return number_of(value, task.decimal)
+    if task.words == "raw":
+        return read_list(value)
     if task.head in ("multilabel", "tags"):
-        if isinstance(value, str):
-            value = value.split() if task.head == "tags" else value.split(",")
-        return [label_text(part) for part in value] if isinstance(value, list) else value
-    if task.head == "choice":
-        return choice_label(value)
-    return label_text(value)
+        return names_of(task, value, place)
+    return choice_label(value) if task.head == "choice" else label_text(value)
 
 
 def choice_label(value: Any) -> Any:
     """Return the label of a choice: a number also where a table has only text."""
     text = label_text(value)
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 9 else text
-
-
-def label_text(value: Any) -> Any:
-    """Return how a label of a table is named: true, 3 and "x " are "true", "3" and "x"."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    return value.strip() if isinstance(value, str) else value
 
 
 def as_shown(text: str) -> str:

@@ -28,6 +28,16 @@ class NoSplitError(UserError):
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
+class TableForm:
+    """What a task file says of the form of its tables, where it is not found."""
+
+    columns: Mapping[str, int] = field(default_factory=dict)  # word, tag: from 1, or from the end
+    encoding: str = ""
+    delimiter: str = ""
+    quoted: bool | None = None
+
+
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class Task:
     """What is particular to one task; everything else is shared code."""
 
@@ -60,11 +70,27 @@ class Task:
     predicted_by: str | None = None  # a diagnostic set: the task whose model predicts it
     val_share: float = 0.0  # of train, to evaluate on where there is no val table
     settings: Mapping[str, Any] = field(default_factory=dict)  # where Settings' defaults do not fit
+    # Of a user's own: how its tables are written.
+    form: TableForm = field(default_factory=TableForm)
+    decimal: str = "."  # the mark in the numbers of a regression
+    separator: str = ","  # between the names of several labels in a text
+    vectors: bool = False  # several labels are written as 0 or 1 for each
+    label_columns: tuple[str, ...] = ()  # one column of 0 and 1 for each label
+    ignore_labels: tuple[str, ...] = ()  # rows with these are left out
+    first_answer: int = 0  # the number of the first answer of a choice
+    spaces: bool = True  # of tags: False where the words hold the spaces between them themselves
+    # Of tags, what a row has: a list of words, words with spaces between, or a text and entities.
+    words: Literal["list", "text", "raw"] = "list"
 
     @property
     def long_text(self) -> int:
         """Which of the texts may be cut or read in windows: a passage that many examples share."""
         return 1 if self.layout == "answers" else 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether texts that are too long are cut: not read in windows, nor needed whole."""
+        return self.layout in ("texts", "choices", "copa")
 
     def count(self, split: str) -> int | None:
         """Return how many predictions the official `split` asks for, None if there is none."""
@@ -230,7 +256,8 @@ _GLUE_ONLY: tuple[Task, ...] = (
         name="QNLI", head="classify", labels=_RTE, submitted=_RTE, texts=("question", "sentence"),
         metrics=("accuracy",), counts=_splits(104743, 5463, 5463), files=_TSV, hub="qnli",
         hub_repository="nyu-mll/glue", hub_labels=("entailment", "not_entailment"),
-        settings=_OFFICIAL | {"epochs": 4, "warmup_steps": 500, "max_length": 512},
+        settings=_OFFICIAL | {"epochs": 4, "warmup_steps": 500, "max_length": 512,
+                              "truncation": "longest_first"},
     ),
     Task(
         name="WNLI", head="classify", labels=_RTE, values=_NUMBERS, submitted=(0, 1),

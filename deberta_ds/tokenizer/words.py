@@ -43,7 +43,7 @@ def piece_starts_word(piece: str) -> bool:
 def wordpiece_starts_word(piece: str, prefix: str) -> bool:
     """Return whether a piece of WordPiece starts a word; `prefix` marks what continues one."""
     rest = piece.removeprefix(prefix)
-    return rest == piece or (bool(rest) and _is_unspaced(rest[0]))
+    return rest == piece or (bool(rest) and is_unspaced(rest[0]))
 
 
 def bytes_start_word(data: bytes) -> bool:
@@ -66,10 +66,10 @@ def character_starts_word(character: str) -> bool:
         return False
     if character.isspace() or (category[0] in "PS" and character != "_"):
         return True
-    return _is_unspaced(character)
+    return is_unspaced(character)
 
 
-def _is_unspaced(character: str) -> bool:
+def is_unspaced(character: str) -> bool:
     code = ord(character)
     return (any(low <= code <= high for low, high in UNSPACED_SCRIPTS)
             and unicodedata.category(character)[0] != "M")

@@ -132,7 +132,10 @@ def test_invalid_utf_8_in_a_table_is_one_bad_row(tmp_path):
     found = read(path, id_key="id")
     assert [document.text for document in found] == ["hello", "", "third"]
     assert found[1].problem == "invalid UTF-8" and found[1].place() == f"{path}:row 2"
-    (tmp_path / "wide.csv").write_bytes("text,id\nhello,1\n".encode("utf-16"))
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):  # what Excel calls Unicode text
+        (tmp_path / "wide.csv").write_bytes("text,id\nhello,1\n".encode(encoding))
+        assert [document.text for document in read(tmp_path / "wide.csv")] == ["hello"]
+    (tmp_path / "wide.csv").write_bytes("text,n\xba\nhello,1\n".encode("latin-1"))
     with pytest.raises(UserError, match="wide.csv: its header is not UTF-8"):
         read(tmp_path / "wide.csv")
     cells = pa.array([b"hello", b"caf\xe9", b"third"])

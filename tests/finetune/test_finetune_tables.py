@@ -126,7 +126,7 @@ def test_conll_columns_are_sentences(tmp_path):
     wide.write_text("a\u00a0b  O\r\n\u3000c\tB-X\r\n")  # only spaces and tabs part columns
     assert next(read_table(wide))[1] == {"tokens": ["a\u00a0b", "\u3000c"], "tags": ["O", "B-X"]}
     wide.write_text("EU NNP B-ORG\nrejects\n")
-    with pytest.raises(UserError, match=r"wide.txt:2: 'rejects' has 1 columns; either all tokens"):
+    with pytest.raises(UserError, match=r"wide.txt:2: 'rejects' has 1 columns, most lines of its"):
         list(read_table(wide))
     path = write_task(tmp_path, "tags", [], train="train.conll", val="train.conll",
                       texts=["tokens"], label="tags")

@@ -1,0 +1,173 @@
+"""Files with a word per line -> sentences: CoNLL-2002, 2003, 2012 and CoNLL-U, GermEval, WNUT,
+MultiCoNER, KLUE, MasakhaNER, WikiANN.
+
+Columns lie between tabs or spaces, a blank line ends a sentence. The word is in the first column
+and the tag in the last, unless a task file says `columns = {word = 2, tag = 3}`, the name ends in
+.conllu (the word and UPOS) or the file is one of CoNLL-2012 (the word and its named entity).
+A file is read twice: what a comment is, is told by the columns and tags of all other lines.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from deberta_ds.base.errors import UserError
+from deberta_ds.corpus.tables import suffix_of, text_lines
+
+COLUMN_SUFFIXES = (".conll", ".conllu", ".txt", ".bio", ".bioes", ".bmes", ".iob", ".iob2",
+                   ".train", ".testa", ".testb")
+PREFIXED = re.compile(r"[BIESLUM]-.+")
+_WIKIANN = re.compile(r"([a-z]{2,3}(-[a-z]+)*|simple):[^\t]+\t[^\t]+")
+_LOOK_AHEAD = 20  # lines that must look like WikiANN's for a file to be taken as such
+_BRACKET = re.compile(r"(?:\(([^()*]+))?\*?(\)?)")  # CoNLL-2012: (PERSON*, *, *), (GPE)
+_NO_WORD = re.compile(r"\d+[-.]\d+")  # CoNLL-U: the range of a contraction, an empty node
+_NO_TAGS = ({""}, {"_"})
+_CONLLU, _CONLL2012 = {"word": 2, "tag": 4}, {"word": 4, "tag": 11}
+
+Line = tuple[str, str, list[str]]  # file and line, the text, its columns
+Sentence = tuple[str, "dict[str, Any] | UserError"]
+
+
+class _Form(NamedTuple):
+    """What all lines of a file say about one of them."""
+
+    word: int  # columns as Python counts them
+    tag: int
+    width: int  # columns of most lines
+    tags: frozenset[str]
+    counts_words: bool  # column 1 is 1, 2, 3 ...
+    in_brackets: bool
+
+
+def read_sentences(path: str, columns: Mapping[str, int], encoding: str = "") -> Iterator[Sentence]:
+    """Yield (place, {"tokens", "tags" if there are}) or (place, UserError) of each sentence."""
+    clean = _without_language if is_wikiann(path, encoding) else iter
+    form = _form(path, clean(text_lines(path, encoding=encoding)), columns)
+    for block in _blocks(clean(text_lines(path, encoding=encoding))):
+        if block := _without_comments(block, form):
+            yield _sentence(block, form, len(columns) > 0)
+
+
+def is_wikiann(path: str, encoding: str = "") -> bool:
+    """Return whether the first lines of a file all are LANGUAGE:TOKEN, a tab, TAG."""
+    lines = itertools.islice(text_lines(path, encoding=encoding), _LOOK_AHEAD)
+    filled = [line for _, line in lines if line.strip()]
+    return bool(filled) and all(map(_WIKIANN.fullmatch, filled))
+
+
+def _without_language(lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    for place, line in lines:
+        if line.strip() and not _WIKIANN.fullmatch(line):
+            raise UserError(f"{place}: the lines before are WikiANN's, LANGUAGE:TOKEN, a tab, TAG; "
+                            f"found {line[:40]!r}")
+        yield place, line.partition(":")[2]
+
+
+def _blocks(lines: Iterable[tuple[str, str]]) -> Iterator[list[Line]]:
+    """Yield the lines between blank ones. A no-break or other wide space is part of a column."""
+    block: list[Line] = []
+    for place, line in lines:
+        if line.strip() and not line.startswith("-DOCSTART-"):
+            line = line.rstrip("\t")
+            cells = line.split("\t") if "\t" in line else [p for p in line.split(" ") if p]
+            block.append((place, line, cells))
+        elif block:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _form(path: str, lines: Iterator[tuple[str, str]], columns: Mapping[str, int]) -> _Form:
+    first = next(lines, ("", ""))
+    is_2012 = first[1].startswith("#begin document")
+    asked = columns or (_CONLL2012 if is_2012 else
+                        _CONLLU if suffix_of(path) == ".conllu" else {})
+    word, tag = (number - (number > 0) for number in (asked.get("word", 1), asked.get("tag", -1)))
+    widths: Counter[int] = Counter()
+    tags: set[str] = set()
+    long = counting = constant = 0
+    for block in _blocks(itertools.chain([first], lines)):
+        words = [cells for _, _, cells in
+                 itertools.dropwhile(lambda line: line[1].startswith("#"), block)]
+        widths.update(map(len, words))
+        tags.update(cells[tag] for cells in words if -len(cells) <= tag < len(cells))
+        numbers = [cells[0] for cells in words if not _NO_WORD.fullmatch(cells[0])]
+        if len(numbers) > 1:
+            long += 1
+            low = int(numbers[0] != "0")
+            counting += numbers == [str(n) for n in range(low, low + len(numbers))]
+            constant += len(numbers) > 4 and len(set(numbers)) == 1
+    width = widths.most_common(1)[0][0] if widths else 1
+    for number, what in ((counting, "counts the words (1, 2, 3 ...)"),
+                         (constant, "is the same in all lines of a sentence")):
+        if word == 0 and number > 0.9 * long:
+            example = _CONLLU if width >= 10 else {"word": 2, "tag": min(3, width)}
+            raise UserError(
+                f"{path}: column 1 {what}, so it is not the word; name the columns of word and tag "
+                f"in the task file, counted from 1 (-1: the last), such as: columns = "
+                f"{{word = {example['word']}, tag = {example['tag']}}}")
+    in_brackets = "*" in tags and all(map(_BRACKET.fullmatch, tags))
+    return _Form(word, tag, width, frozenset(tags), counting > 0.9 * long > 0, in_brackets)
+
+
+def _without_comments(block: list[Line], form: _Form) -> list[Line]:
+    """Return a block without the comments before its first word, and what stands for no word."""
+    widths = Counter(len(cells) for _, line, cells in block if not line.startswith("#"))
+    width = widths.most_common(1)[0][0] if widths else form.width
+    start = 0
+    while start < len(block) and _is_comment(block[start], width, form):
+        start += 1
+    return [line for line in block[start:]
+            if not (form.counts_words and _NO_WORD.fullmatch(line[2][0]))]
+
+
+def _is_comment(line: Line, width: int, form: _Form) -> bool:
+    _, text, cells = line
+    if not text.startswith("#"):
+        return False
+    if len(cells) != width:
+        return True
+    if width == 1 or not -width <= form.tag < width or cells[form.tag] in form.tags:
+        return False
+    if all(tag == "O" or PREFIXED.fullmatch(tag) for tag in form.tags):
+        return not PREFIXED.fullmatch(cells[form.tag])
+    return re.match(r"#+\s", text) is not None
+
+
+def _sentence(block: list[Line], form: _Form, is_asked: bool) -> Sentence:
+    place, width = block[0][0], Counter(len(cells) for *_, cells in block).most_common(1)[0][0]
+    tokens, tags = [], []
+    for where, line, cells in block:
+        if len(cells) == width - 1 and line.startswith(" "):  # a space between spaces
+            cells = [" ", *cells]
+        if len(cells) != width:
+            return place, UserError(f"{where}: {line[:40]!r} has {len(cells)} columns, most lines "
+                                    f"of its sentence have {width}")
+        if not -width <= form.word < width or not cells[form.word]:
+            return place, UserError(f"{where}: {line[:40]!r} has no word in column "
+                                    f"{form.word + (form.word >= 0)}"
+                                    + ("; see columns in the task file" if is_asked else ""))
+        tokens.append(cells[form.word])
+        has_tag = -width <= form.tag < width and form.tag % width != form.word % width
+        tags.append(cells[form.tag] if has_tag else "")
+    if set(tags) in _NO_TAGS:
+        return place, {"tokens": tokens}
+    if "" in tags:
+        return place, UserError(f"{place}: {tags.count('')} of {len(tags)} tokens have no tag; "
+                                "either all tokens of a sentence have a tag, or none")
+    return place, {"tokens": tokens, "tags": _opened(tags) if form.in_brackets else tags}
+
+
+def _opened(tags: list[str]) -> list[str]:
+    """Return the tags of CoNLL-2012, which bracket an entity, as IOB2."""
+    found, inside = [], ""
+    for tag in tags:
+        match = _BRACKET.fullmatch(tag)
+        assert match
+        begins, ends = match.groups()
+        found.append(f"B-{begins}" if begins else f"I-{inside}" if inside else "O")
+        inside = "" if ends else begins or inside
+    return found
