@@ -16,8 +16,8 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.features import Feature, encode
-from deberta_ds.finetune.job import Job
+from deberta_ds.finetune.features import Feature
+from deberta_ds.finetune.job import Job, encode_split
 from deberta_ds.finetune.layouts import is_labelled
 from deberta_ds.finetune.metrics import score_name
 from deberta_ds.finetune.models import Start, start_from
@@ -177,9 +177,7 @@ def read_task(
 def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
     """Return a split without the examples that cannot be encoded, such as texts too long."""
     settings, before = resolve(split.task, sweep.settings), len(faults.errors)
-    features = encode(split.task, split.examples, sweep.start.tokenizer,
-                      max_length=settings.max_length, window_overlap=settings.window_overlap,
-                      truncation=settings.truncation, faults=faults)
+    features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
     if len(faults.errors) == before:
         return split
     return replace(split, examples=tuple(split.examples[f.position] for f in features),
