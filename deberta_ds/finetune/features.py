@@ -10,9 +10,11 @@ K slots (what spans are pooled for: two words, or the mentions of every example;
 start and the end in every row).
 """
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,15 +28,17 @@ from deberta_ds.tokenizer import Tokenizer
 
 _WINDOWED = ("multirc", "record", "tags", "answers")
 _UNCUT = ("wic", "wsc")
+_SPANNED = ("wic", "wsc", "record", "tags", "answers")
 _MIN_LONG_TOKENS = 8  # at least so much of the text that may be cut must be seen
+_KEPT_TEXTS = 64  # examples that share a passage are neighbors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Feature:
     """One encoded example. Spans are (sequence, slot, first token, end token)."""
 
     position: int  # in its split
-    sequences: tuple[tuple[int, ...], ...]
+    sequences: tuple[Sequence[int], ...]  # arrays: 4 bytes a token
     spans: tuple[tuple[int, int, int, int], ...]
     num_slots: int
     label: Label  # -1: unknown; several labels: 0 or 1 for each
@@ -54,7 +58,7 @@ class Feature:
 
 def encode(
     task: Task,
-    examples: Sequence[Example],
+    examples: Iterable[Example],
     tokenizer: Tokenizer,
     *,
     max_length: int,
@@ -84,7 +88,7 @@ def encode(
             faults.add(place, error)
     if too_long:
         longest, place = max(too_long)
-        raise TooLongError(place, longest, len(too_long), len(examples), max_length)
+        raise TooLongError(place, longest, len(too_long), position + 1, max_length)
     return features
 
 
@@ -105,20 +109,20 @@ class TooLongError(UserError):
 
 
 class _Encoder:
-    """Encodes examples of one task; keeps the tokens of passages that many examples share."""
+    """Encodes examples of one task; keeps the tokens of the last texts, as many share a passage."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer, max_length: int, window_overlap: int,
                  truncation: str):
         self.task, self.tokenizer = task, tokenizer
         self.truncation = truncation if task.is_cut else "first"
         self.max_length, self.window_overlap = max_length, window_overlap
-        self.known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
-        self.ids: dict[int, int] = {}  # one object for each id: a token takes 8 bytes, not 36
+        self.tokens = lru_cache(_KEPT_TEXTS)(self._tokens)
+        self.plain = lru_cache(_KEPT_TEXTS)(self._plain)
 
     def feature(self, position: int, example: Example) -> Feature:
         if self.task.layout == "answers":
             return self.answer_feature(position, example)
-        sequences: list[list[int]] = []
+        sequences: list[Sequence[int]] = []
         spans: list[tuple[int, int, int, int]] = []
         cut = 0
         for texts in example.sequences:
@@ -135,7 +139,7 @@ class _Encoder:
                                 for slot, value in enumerate(slot_labels))
         return Feature(
             position=position,
-            sequences=tuple(map(self.as_row, sequences)),
+            sequences=tuple(sequences),
             spans=tuple(spans),
             num_slots=len(example.spans),
             label=label,
@@ -159,9 +163,6 @@ class _Encoder:
             else:
                 before = first
         return tuple(inner), tuple(lost)
-
-    def as_row(self, ids: list[int]) -> tuple[int, ...]:
-        return tuple(map(self.ids.setdefault, ids, ids))
 
     def labels(self, example: Example):
         """Return (label, label of every slot); where the file has none, what stands for that."""
@@ -189,12 +190,13 @@ class _Encoder:
             lengths.append(1 + sum(sizes) + len(texts))
         return max(lengths)
 
-    def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        if text not in self.known:
-            self.known[text] = self.tokenizer.encode_with_offsets(text)
-        return self.known[text]
+    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and the characters of each, which take most of the time: if needed at all."""
+        if self.task.layout in _SPANNED:
+            return self.tokenizer.encode_with_offsets(text)
+        return self.tokenizer.encode(text), []
 
-    def plain(self, text: str) -> list[int]:
+    def _plain(self, text: str) -> list[int]:
         """Return ids of a text that is never windowed; a ReCoRD placeholder becomes [MASK]."""
         if self.task.layout != "record":
             return self.tokenizer.encode(text)
@@ -238,7 +240,7 @@ class _Encoder:
         targets: list[int] = []
         for number, start in enumerate(starts):
             window = ids[start : start + room]
-            rows.append(self.as_row(_join(self.tokenizer, [asked, window])))
+            rows.append(_join(self.tokenizer, [asked, window]))
             spans.append((number, 2 * number, low, low + len(window)))
             if answer and start <= answer[0] and answer[1] <= start + len(window):
                 targets += [low + answer[0] - start, low + answer[1] - start - 1]
@@ -299,12 +301,12 @@ def shortened(texts: Sequence[Sequence[int]], room: int, how: str) -> list[Seque
     return kept
 
 
-def _join(tokenizer: Tokenizer, texts: Sequence[Sequence[int]]) -> list[int]:
+def _join(tokenizer: Tokenizer, texts: Sequence[Sequence[int]]) -> Sequence[int]:
     """Return [CLS] a [SEP] b [SEP] ..."""
     row = [tokenizer.cls_id]
     for ids in texts:
         row += [*ids, tokenizer.sep_id]
-    return row
+    return array("i", row)
 
 
 def window_starts(length: int, room: int, overlap: int) -> list[int]:
@@ -364,10 +366,10 @@ def collate(features: Sequence[Feature], weights: Sequence[float] | None = None)
     """Return one batch; rows are padded to the longest."""
     rows = [(e, row) for e, feature in enumerate(features) for row in feature.sequences]
     length = max(len(row) for _, row in rows)
-    ids_RL = torch.zeros(len(rows), length, dtype=torch.long)
-    segments_RL = torch.zeros(len(rows), length, dtype=torch.int32)
+    ids_RL = np.zeros((len(rows), length), np.int64)
+    segments_RL = np.zeros((len(rows), length), np.int32)
     for r, (_, row) in enumerate(rows):
-        ids_RL[r, : len(row)] = torch.tensor(row)
+        ids_RL[r, : len(row)] = row
         segments_RL[r, : len(row)] = 1
     spans, first_row, first_slot = [], 0, 0
     for feature in features:
@@ -382,8 +384,8 @@ def collate(features: Sequence[Feature], weights: Sequence[float] | None = None)
     for part, (r, _, low, high) in zip(offsets, spans, strict=False):
         characters_RL2[r, low:high] = torch.from_numpy(part)
     return FeatureBatch(
-        input_ids_RL=ids_RL,
-        segments_RL=segments_RL,
+        input_ids_RL=torch.from_numpy(ids_RL),
+        segments_RL=torch.from_numpy(segments_RL),
         example_R=torch.tensor([e for e, _ in rows]),
         span_row_S=spans_S4[:, 0],
         span_slot_S=spans_S4[:, 1],

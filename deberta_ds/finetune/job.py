@@ -1,7 +1,8 @@
 """One (task, seed) run: what it is made of, and what another one must agree in to stand for it."""
 
 import itertools
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,12 +13,17 @@ import xxhash
 from deberta_ds.base.files import xxh3
 from deberta_ds.config.run_config import to_dict
 from deberta_ds.engine import ds_config
+from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.features import Feature, encode
+from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.models import Start
 from deberta_ds.finetune.readers import Split
 from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.release.tensors import weight_file
+from deberta_ds.tokenizer import Tokenizer
+
+_SAY_SECONDS = 10.0  # between two lines on the progress of encoding
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,8 @@ class Job:
         UserError names an example that cannot be made to fit.
         """
         if id(split) not in self.encoded:
-            self.encoded[id(split)] = encode(
-                split.task, split.examples, self.start.tokenizer,
-                max_length=self.settings.max_length, window_overlap=self.settings.window_overlap,
-                truncation=self.settings.truncation)
+            self.encoded[id(split)] = encode_split(split, self.start.tokenizer, self.settings,
+                                                   self.say)
         return self.encoded[id(split)]
 
     def identity(self) -> dict:
@@ -72,6 +76,22 @@ class Job:
             "labels_and_texts": digest(self.task, self.train, self.val),
             "precision": ds_config.precision(self.deepspeed),
         }
+
+
+def encode_split(split: Split, tokenizer: Tokenizer, settings: Settings,
+                 say: Callable[[str], None], faults: Faults | None = None) -> list[Feature]:
+    """Return a split's features as `encode` does, and say every 10 seconds how far it is."""
+    def examples() -> Iterator[Example]:
+        said = time.monotonic()
+        for number, example in enumerate(split.examples):
+            if time.monotonic() >= said + _SAY_SECONDS:
+                say(f"  encoding {split.source}: {number:,} of {len(split.examples):,}")
+                said = time.monotonic()
+            yield example
+
+    return encode(split.task, examples(), tokenizer, max_length=settings.max_length,
+                  window_overlap=settings.window_overlap, truncation=settings.truncation,
+                  faults=faults)
 
 
 @lru_cache

@@ -23,7 +23,7 @@ _HIGHLIGHT = re.compile(r"\s*@highlight\s*")
 Label = int | float | tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextSpan:
     """Characters [start, end) of text number `text` of an example's sequence."""
 
@@ -32,7 +32,7 @@ class TextSpan:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Example:
     """One prediction to make."""
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.features import Feature, encode
-from deberta_ds.finetune.job import Job
+from deberta_ds.finetune.features import Feature
+from deberta_ds.finetune.job import Job, encode_split
 from deberta_ds.finetune.layouts import is_labelled
 from deberta_ds.finetune.metrics import score_name
 from deberta_ds.finetune.models import Start, start_from
@@ -32,6 +33,8 @@ from deberta_ds.finetune.run import check_splits, finished, metrics_on, run, wri
 from deberta_ds.finetune.scores import percent
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
+from deberta_ds.train.check import check_alike
+from deberta_ds.train.setup import versions
 from deberta_ds.train.step import BadStepError
 
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
@@ -99,6 +102,9 @@ def run_all(sweep: Sweep) -> list[dict]:
             )
             for seed in range(1, sweep.num_seeds + 1)
         ]
+    check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
+        f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds] for key, value in
+        flatten(job.identity() | {"deepspeed": sweep.deepspeed, "version of": versions()}).items()})
     unfinished = {job.task.name: job for job in jobs if finished(job) is None}
     check_splits(list(unfinished.values()))
     for job in unfinished.values():
@@ -167,9 +173,7 @@ def read_task(
 def _that_fit(sweep: Sweep, split: Split, faults: Faults) -> Split:
     """Return a split without the examples that cannot be encoded, such as texts too long."""
     settings, before = resolve(split.task, sweep.settings), len(faults.errors)
-    features = encode(split.task, split.examples, sweep.start.tokenizer,
-                      max_length=settings.max_length, window_overlap=settings.window_overlap,
-                      truncation=settings.truncation, faults=faults)
+    features = encode_split(split, sweep.start.tokenizer, settings, sweep.say, faults)
     if len(faults.errors) == before:
         return split
     return replace(split, examples=tuple(split.examples[f.position] for f in features),
