@@ -1,4 +1,4 @@
-"""Tables of any common kind -> lines of the form that layouts.py reads, by column names.
+"""Tables of any common kind -> rows, by column names.
 
 What corpus/tables.py reads, and on top of that the layouts of fine-tuning's own:
     .json                  a SQuAD document, Label Studio's export
@@ -79,10 +79,8 @@ def _with_encoding(error: UserError) -> UserError:
 
 def _hub_rows(name: str) -> Iterator[Row]:
     stream = open_stream(name)
-    classes = {column: getattr(feature, "feature", feature)
-               for column, feature in (stream.features or {}).items()}
-    classes = {column: feature.names for column, feature in classes.items()
-               if hasattr(feature, "names")}
+    classes = {column: names for column, feature in (stream.features or {}).items()
+               if (names := getattr(getattr(feature, "feature", feature), "names", None))}
     for number, row in enumerate(stream, start=1):
         place = f"{name}:row {number}"
         yield place, row | {column: named(row[column], names, place)
