@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.layouts import PLACEHOLDER, Example, Label, classes_of
+from deberta_ds.finetune.layouts import PLACEHOLDER, Example, Label, classes_of, shared
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
@@ -118,6 +118,7 @@ class _Encoder:
         self.max_length, self.window_overlap = max_length, window_overlap
         self.tokens = lru_cache(_KEPT_TEXTS)(self._tokens)
         self.plain = lru_cache(_KEPT_TEXTS)(self._plain)
+        self.places = lru_cache(_KEPT_TEXTS)(self._places)
 
     def feature(self, position: int, example: Example) -> Feature:
         if self.task.layout == "answers":
@@ -140,10 +141,10 @@ class _Encoder:
         return Feature(
             position=position,
             sequences=tuple(sequences),
-            spans=tuple(spans),
+            spans=tuple(map(shared, spans)),
             num_slots=len(example.spans),
             label=label,
-            slot_labels=slot_labels,
+            slot_labels=tuple(map(shared, slot_labels)),
             cut_tokens=cut,
             inner=inner,
             lost=lost,
@@ -196,6 +197,9 @@ class _Encoder:
             return self.tokenizer.encode_with_offsets(text)
         return self.tokenizer.encode(text), []
 
+    def _places(self, text: str) -> np.ndarray:
+        return np.array(self.tokens(text)[1], dtype=np.int32).reshape(-1, 2)
+
     def _plain(self, text: str) -> list[int]:
         """Return ids of a text that is never windowed; a ReCoRD placeholder becomes [MASK]."""
         if self.task.layout != "record":
@@ -228,7 +232,7 @@ class _Encoder:
         if not ids:
             raise UserError(f"{example.place}: {context!r} gives no token, so no answer can be "
                             "found in it; remove the line, or use another tokenizer")
-        offsets = np.array(places, dtype=np.int32).reshape(-1, 2)
+        offsets = self.places(context)
         asked = self.plain(question)
         low = 2 + len(asked)
         room = self.max_length - low - 1

@@ -9,6 +9,7 @@ Character spans are end-exclusive here; ReCoRD's files count the last character 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from deberta_ds.base.errors import UserError
@@ -49,6 +50,12 @@ class Example:
     language: str = ""  # SQuAD: by whose rule answers are compared (answer_texts.py)
     group: str | None = None  # the part of the table that it is scored with, if there are any
     place: str = field(default="", compare=False)  # file and line it was read from
+
+
+@lru_cache(1 << 16, typed=True)
+def shared(value: Any) -> Any:
+    """Return the same object for equal values: places of words recur from text to text."""
+    return value
 
 
 def class_of(label: object) -> int:
@@ -158,7 +165,7 @@ def _tags(line: Line, labelled: bool) -> list[Example]:
             line.fail(f"{len(tags)} tags for {len(words)} words")
         label = tuple(line.class_index(tag) for tag in tags)
     text, places = annotations.glued(words, line.task.spaces)
-    spans = tuple(TextSpan(0, start, end) for start, end in places)
+    spans = tuple(shared(TextSpan(0, start, end)) for start, end in places)
     return [Example((line.index(),), ((text,),), label, spans)]
 
 
@@ -177,7 +184,7 @@ def _tagged_text(line: Line, text: str, labelled: bool) -> Example:
                 raise
             line.fail(f'field "{line.named("label")}": {error}')
         label = tuple(line.class_index(tag) for tag in tags)
-    spans = tuple(TextSpan(0, start, end) for start, end in places)
+    spans = tuple(shared(TextSpan(0, start, end)) for start, end in places)
     return Example((line.index(),), ((text,),), label, spans)
 
 
