@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetune.directory import find_finetuned, load_finetuned
 from deberta_ds.finetune.faults import Faults
 from deberta_ds.finetune.features import Feature
@@ -31,6 +32,8 @@ from deberta_ds.finetune.readers import (
 from deberta_ds.finetune.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetune.settings import resolve
 from deberta_ds.finetune.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
+from deberta_ds.train.check import check_alike
+from deberta_ds.train.setup import versions
 from deberta_ds.train.step import BadStepError
 
 CARVED_SHARE = 0.8  # of a labelled validation split, where the train file is not at hand
@@ -95,6 +98,9 @@ def run_all(sweep: Sweep) -> list[dict]:
             )
             for seed in range(1, sweep.num_seeds + 1)
         ]
+    check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
+        f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds] for key, value in
+        flatten(job.identity() | {"deepspeed": sweep.deepspeed, "version of": versions()}).items()})
     unfinished = {job.task.name: job for job in jobs if finished(job) is None}
     check_splits(list(unfinished.values()))
     for job in unfinished.values():

@@ -1,11 +1,16 @@
 """Consistency checks between a run file, its DeepSpeed config, tokenizer and checkpoint."""
 
+import hashlib
 import itertools
 import json
+import socket
+from typing import Any
 
+from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.own_code import short_name
 from deberta_ds.checkpoint.find import CheckpointError
 from deberta_ds.checkpoint.run_record import RunRecord
+from deberta_ds.cluster import dist
 from deberta_ds.config import own_parts, run_config
 from deberta_ds.config.options import ConfigError, raise_problems
 from deberta_ds.config.run_config import FREE_FIELDS, IDENTITY_FIELDS, RunConfig
@@ -48,6 +53,23 @@ def check_run(run: RunConfig, ds: dict, world_size: int, tokenizer_size: int | N
                         f"train.steps = {train.steps}")
     problems += ds_config.problems_with_optimizer(optim.name, ds)
     raise_problems(place, problems)
+
+
+def check_alike(values: dict[str, Any]) -> None:
+    """Raise UserError on every rank, with the differences, unless all ranks have these `values`."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    if len(set(dist.gather_objects(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    mine, first = json.loads(text), json.loads(dist.broadcast_object(text))
+    lines = [f"rank {dist.rank()} on {socket.gethostname()}: {key} = {mine.get(key, 'not set')!r}, "
+             f"on rank 0 {first.get(key, 'not set')!r}"
+             for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]
+    found = [line for part in dist.gather_objects(lines) for line in part]
+    error = UserError("the ranks of this job are not one run: another job may use its port, or a "
+                      "node has other files or options. Start all ranks with the same: "
+                      + listed(found))
+    error.on_every_rank = True
+    raise error
 
 
 def check_identity(run: RunConfig, content_hashes: dict[str, str], tokenizer_sha256: str,

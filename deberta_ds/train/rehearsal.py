@@ -21,11 +21,11 @@ from deberta_ds.engine import engine
 from deberta_ds.engine.state import check_restorable
 from deberta_ds.planner.goodput import STATE_BYTES
 from deberta_ds.train.check import changed_values
-from deberta_ds.train.setup import batches_of, describe, join_group, open_run, versions
+from deberta_ds.train.setup import batches_of, describe, join_group, open_run
 from deberta_ds.train.start import first_weights
 from deberta_ds.train.step import BadStepError, count_over_ranks, find_bad_gradients, seed_step
 
-# Checks of the nodes of a job: versions, clocks, links within and between nodes, disk.
+# Checks of the nodes of a job: clocks, links within and between nodes, disk.
 #
 # Between nodes, each exchanges a message with the next one and with the one before, in rounds of
 # pairs; the faster exchange counts: a slow node is slow in both, its neighbors in one only.
@@ -35,23 +35,19 @@ _CLOCK_SECONDS = 2.0  # of difference that are worth a warning
 _SLOW_SHARE = 0.7  # of the median
 
 
-def preflight(device: torch.device, host: str, versions: dict[str, str]) -> list[str]:
-    """Return log lines about the nodes; call on every rank. `host` is this rank's.
-
-    UserError on every rank if the versions differ.
-    """
+def preflight(device: torch.device, host: str) -> list[str]:
+    """Return log lines about the nodes; call on every rank. `host` is this rank's."""
     if dist.world_size() == 1:
         return []
-    facts = dist.gather_objects((host, versions))
+    names = dist.gather_objects(host)
     hosts: dict[str, list[int]] = {}
-    for rank, (name, _) in enumerate(facts):
+    for rank, name in enumerate(names):
         hosts.setdefault(name, []).append(rank)
-    dist.together(lambda: _check_versions(facts))
     dist.barrier()
     clocks = dist.gather_number(time.time(), device)
     message = torch.ones((_CPU_BYTES if device.type == "cpu" else _GPU_BYTES) // 4, device=device)
     lines = [f"{counted(len(hosts), 'node')}, {dist.world_size():,} ranks, the same versions "
-             "everywhere", *_clock_lines(clocks, [name for name, _ in facts])]
+             "everywhere", *_clock_lines(clocks, names)]
     lines += _inside(hosts, host, message, device)
     lines += _between(list(hosts.values()), list(hosts), message, device)
     whole = _fastest(lambda: dist.all_reduce(message), device)
@@ -77,15 +73,6 @@ def room(out_dir: str | Path, parameters: int, keep: int, has_best: bool) -> str
     warning = "WARNING: not enough disk space: " if free < needed else ""
     return (f"{warning}{out_dir}: {free / 1e9:,.1f} GB free, train.keep + {more} checkpoints need "
             f"{needed / 1e9:,.1f} GB")
-
-
-def _check_versions(facts: list[tuple[str, dict[str, str]]]) -> None:
-    first_host, first = facts[0]
-    for host, found in facts:
-        for name in first.keys() | found.keys():
-            if found.get(name) != first.get(name):
-                raise UserError(f"{name} is {found.get(name)} on {host} and {first.get(name)} "
-                                f"on {first_host}; install the same on every node")
 
 
 def _clock_lines(clocks: list[float], hosts: list[str]) -> list[str]:
@@ -177,7 +164,7 @@ def rehearse(run: RunConfig, ds_values: dict, *, resume: str, place: str,
     found, record, inputs = open_run(run, ds_values, place, resume)
     if dist.is_main():
         print("\n".join(describe(run, inputs, origins)))
-    lines = preflight(engine.local_device(), socket.gethostname(), versions())
+    lines = preflight(engine.local_device(), socket.gethostname())
     lines += [*warnings, *found.warnings()]
     if record:
         lines.append(f"would go on from {found.path}, step {record.step:,}")

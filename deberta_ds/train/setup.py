@@ -1,5 +1,6 @@
 """Setup before the model is built: process group, inputs, consistency checks, log lines."""
 
+import hashlib
 import json
 import os
 import platform
@@ -36,7 +37,7 @@ from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.train import meters
 from deberta_ds.train.best import check_link
-from deberta_ds.train.check import check_identity, check_run
+from deberta_ds.train.check import check_alike, check_identity, check_run
 
 EVAL_SEED = 20_260_101  # of the held-out masks: the same for every run, so scores compare
 # Repeating text up to 4 times costs little, 40 nearly all (arXiv 2305.16264).
@@ -88,6 +89,9 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:
     """
     warnings = check_deepspeed(ds_values, place)
     device = engine.init_distributed()
+    check_alike(flatten(run_config.to_dict(run)) | {
+        f"{key} of the DeepSpeed JSON": value for key, value in flatten(ds_values).items()} | {
+        f"version of {name}": version for name, version in versions().items()})
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), None, place))
     if device.type == "cpu":
         cpu.use_onednn()
@@ -101,6 +105,13 @@ def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     ds = ds_config.resolve(run, ds_values, dist.world_size())
     num_parameters = count_parameters(on_meta(build_model, run))
     pairs = dist.together(lambda: open_pairs(run, tokenizer))
+    check_alike({"sha256 of data.tokenizer": tokenizer.sha256,
+                 "hash of evaluate.minimal_pairs": hashlib.sha256(repr(pairs).encode()).hexdigest()}
+                | {f"content hash of {name}": digest for name, digest in
+                   (dataset.content_hashes | own_parts.digests(run)).items()}
+                | {f"hash of held-out {name}": hashlib.sha256(
+                    b"".join(row.input_ids.tobytes() for row in rows)).hexdigest()
+                   for name, rows in held_out.items()})
     return Inputs(tokenizer, dataset, held_out, ds, num_parameters, pairs)
 
 

@@ -153,7 +153,8 @@ def test_ctrl_c_while_a_script_imports(path):
     """Seconds go by in imports: they happen inside `main`, where Ctrl-C is one word."""
     light = {"argparse", "contextlib", "itertools", "json", "os", "pathlib", "sys", "time",
              "typing", "shutil", "subprocess", "threading", "dataclasses", "functools", "options",
-             "deberta_ds.base.errors", "deberta_ds.base.command_line", "deberta_ds.base.files",
+             "runpy", "deberta_ds.base.errors", "deberta_ds.base.command_line",
+             "deberta_ds.base.files",
              "deberta_ds.finetune.options", "deberta_ds.tracking.log", "deberta_ds.base.numbers",
              "deberta_ds.tracking.records"}
     for node in ast.parse(path.read_text()).body:

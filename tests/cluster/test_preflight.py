@@ -1,4 +1,4 @@
-"""The check of all hosts before a run: who is slow, whose versions differ, what is free."""
+"""The check of all hosts before a run: who is slow, what is free."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ WORKER = Path(__file__).parents[1] / "workers/preflight.py"
 
 
 @pytest.mark.multi
-def test_the_slow_host_and_the_one_of_another_version_are_named(tmp_path):
+def test_the_slow_host_is_named(tmp_path):
     text = rank_helpers.run(4, [], tmp_path / "log", WORKER)
     two, four = (next(line for line in text.splitlines() if line.startswith(name))
                  for name in ("two hosts of two", "four hosts"))
@@ -19,8 +19,6 @@ def test_the_slow_host_and_the_one_of_another_version_are_named(tmp_path):
     assert "between nodes, each way: " in two and "all-reduce of 4 MiB over all ranks" in two
     assert "inside a node" not in four
     assert "WARNING: between nodes, each way: " in four and "slowest node2" in four
-    for rank in range(4):
-        assert f"rank {rank}: torch is 3 on node3 and 2 on node0; install the same" in text
 
 
 @pytest.mark.parametrize("count", range(2, 10))

@@ -101,8 +101,9 @@ NO_LABEL = 'text,queue\na b,""\nc d,""\n'
 OUTSIDE = '{"text": ["a", "b"], "queue": ["O", "O"]}\n' * 3
 INSIDE = '{"text": ["a", "b"], "queue": ["O", "B-x"]}\n' * 3
 WITHOUT_TARGETS = {  # what is wrong: (values of the task file, its tables, words of the error)
-    "no row to train on": ({}, {"t.csv": HEADER}, "t.csv: column 'queue' has 0 labels"),
-    "no number to train on": ({"kind": "regression"}, {"t.csv": HEADER}, "t.csv: not a single ex"),
+    "no row to train on": ({}, {"t.csv": HEADER}, "t.csv: not a single row in it"),
+    "no number to train on": ({"kind": "regression"}, {"t.csv": HEADER},
+                              "t.csv: not a single row in it"),
     "no row to evaluate on": ({"val": "v.csv"}, {"t.csv": BOTH, "v.csv": HEADER},
                               "v.csv: not a single example"),
     "one text, so none is left": ({}, {"t.csv": "text,queue\na b,x\na b,y\n"},
