@@ -139,15 +139,9 @@ class _Encoder:
             slot_labels = tuple(-1.0 if slot in unlearned else value
                                 for slot, value in enumerate(slot_labels))
         return Feature(
-            position=position,
-            sequences=tuple(sequences),
-            spans=tuple(map(shared, spans)),
-            num_slots=len(example.spans),
-            label=label,
-            slot_labels=tuple(map(shared, slot_labels)),
-            cut_tokens=cut,
-            inner=inner,
-            lost=lost,
+            position=position, sequences=tuple(sequences), spans=tuple(map(shared, spans)),
+            num_slots=len(example.spans), label=label,
+            slot_labels=tuple(map(shared, slot_labels)), cut_tokens=cut, inner=inner, lost=lost,
         )
 
     def tokenless(self, example: Example) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -219,9 +213,7 @@ class _Encoder:
         starts = [0]
         if self.task.layout in _WINDOWED:
             starts = window_starts(len(first), room, min(self.window_overlap, room // 2))
-        rows = [
-            _join(self.tokenizer, [first[start : start + room], *rest]) for start in starts
-        ]
+        rows = [_join(self.tokenizer, [first[start : start + room], *rest]) for start in starts]
         spans = self.spans(example, texts, starts, room)
         return rows, spans, 0 if len(starts) > 1 else max(0, len(first) - room)
 

@@ -22,6 +22,7 @@ PLACEHOLDER = "@placeholder"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HIGHLIGHT = re.compile(r"\s*@highlight\s*")
 Label = int | float | tuple[int, ...]
+shared = lru_cache(1 << 16, typed=True)(lambda value: value)  # the places of words recur
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,6 @@ class Example:
     language: str = ""  # SQuAD: by whose rule answers are compared (answer_texts.py)
     group: str | None = None  # the part of the table that it is scored with, if there are any
     place: str = field(default="", compare=False)  # file and line it was read from
-
-
-@lru_cache(1 << 16, typed=True)
-def shared(value: Any) -> Any:
-    """Return the same object for equal values: places of words recur from text to text."""
-    return value
 
 
 def class_of(label: object) -> int:
