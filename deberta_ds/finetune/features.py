@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.layouts import PLACEHOLDER, Example, Label, classes_of
+from deberta_ds.finetune.layouts import PLACEHOLDER, Example, Label, classes_of, shared
 from deberta_ds.finetune.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
@@ -118,6 +118,7 @@ class _Encoder:
         self.max_length, self.window_overlap = max_length, window_overlap
         self.tokens = lru_cache(_KEPT_TEXTS)(self._tokens)
         self.plain = lru_cache(_KEPT_TEXTS)(self._plain)
+        self.places = lru_cache(_KEPT_TEXTS)(self._places)
 
     def feature(self, position: int, example: Example) -> Feature:
         if self.task.layout == "answers":
@@ -138,15 +139,9 @@ class _Encoder:
             slot_labels = tuple(-1.0 if slot in unlearned else value
                                 for slot, value in enumerate(slot_labels))
         return Feature(
-            position=position,
-            sequences=tuple(sequences),
-            spans=tuple(spans),
-            num_slots=len(example.spans),
-            label=label,
-            slot_labels=slot_labels,
-            cut_tokens=cut,
-            inner=inner,
-            lost=lost,
+            position=position, sequences=tuple(sequences), spans=tuple(map(shared, spans)),
+            num_slots=len(example.spans), label=label,
+            slot_labels=tuple(map(shared, slot_labels)), cut_tokens=cut, inner=inner, lost=lost,
         )
 
     def tokenless(self, example: Example) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -196,6 +191,9 @@ class _Encoder:
             return self.tokenizer.encode_with_offsets(text)
         return self.tokenizer.encode(text), []
 
+    def _places(self, text: str) -> np.ndarray:
+        return np.array(self.tokens(text)[1], dtype=np.int32).reshape(-1, 2)
+
     def _plain(self, text: str) -> list[int]:
         """Return ids of a text that is never windowed; a ReCoRD placeholder becomes [MASK]."""
         if self.task.layout != "record":
@@ -215,9 +213,7 @@ class _Encoder:
         starts = [0]
         if self.task.layout in _WINDOWED:
             starts = window_starts(len(first), room, min(self.window_overlap, room // 2))
-        rows = [
-            _join(self.tokenizer, [first[start : start + room], *rest]) for start in starts
-        ]
+        rows = [_join(self.tokenizer, [first[start : start + room], *rest]) for start in starts]
         spans = self.spans(example, texts, starts, room)
         return rows, spans, 0 if len(starts) > 1 else max(0, len(first) - room)
 
@@ -228,7 +224,7 @@ class _Encoder:
         if not ids:
             raise UserError(f"{example.place}: {context!r} gives no token, so no answer can be "
                             "found in it; remove the line, or use another tokenizer")
-        offsets = np.array(places, dtype=np.int32).reshape(-1, 2)
+        offsets = self.places(context)
         asked = self.plain(question)
         low = 2 + len(asked)
         room = self.max_length - low - 1

@@ -9,6 +9,7 @@ Character spans are end-exclusive here; ReCoRD's files count the last character 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from deberta_ds.base.errors import UserError
@@ -21,6 +22,7 @@ PLACEHOLDER = "@placeholder"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HIGHLIGHT = re.compile(r"\s*@highlight\s*")
 Label = int | float | tuple[int, ...]
+shared = lru_cache(1 << 16, typed=True)(lambda value: value)  # the places of words recur
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def _tagged_text(line: Line, text: str) -> Example:
 
 
 def _tagged(line: Line, text: str, places: list[tuple[int, int]], label: Label | None) -> Example:
-    spans = tuple(TextSpan(0, start, end) for start, end in places)
+    spans = tuple(shared(TextSpan(0, start, end)) for start, end in places)
     return Example((line.index(),), ((text,),), label, spans)
 
 

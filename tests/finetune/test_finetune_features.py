@@ -1,6 +1,8 @@
 """Features: spans on the right tokens, windows that lose nothing, only the first text cut."""
 
 import dataclasses
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,11 +10,14 @@ import torch
 from superglue_helpers import ALL_TASKS, FEW, needs_real, sample, tiny_start
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetune import features as module
+from deberta_ds.finetune import job
 from deberta_ds.finetune.features import TooLongError, collate, encode, token_range, window_starts
 from deberta_ds.finetune.heads import MentionHead, TaskModel, mean_by
 from deberta_ds.finetune.layouts import Example, TextSpan, without_highlight_marks
 from deberta_ds.finetune.predict import num_scores, predictions_of
 from deberta_ds.finetune.readers import read_split
+from deberta_ds.finetune.settings import Settings
 from deberta_ds.finetune.tasks import task_named
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.init import init_parameters
@@ -71,6 +76,37 @@ def test_only_the_first_text_is_cut_and_from_its_end():
     assert len(encoded("WSC", max_length=e.value.needed)) == 6
     with pytest.raises(TooLongError):
         encoded("WSC", max_length=e.value.needed - 1)
+
+
+def test_features_are_those_of_encoding_each_text_with_offsets(monkeypatch):
+    for name in ALL_TASKS:
+        found = encoded(name, max_length=100, window_overlap=16)
+        with monkeypatch.context() as context:
+            context.setattr(module, "_SPANNED", (task_named(name).layout,))
+            context.setattr(module, "_KEPT_TEXTS", 0)
+            assert encoded(name, max_length=100, window_overlap=16) == found
+
+
+def test_large_tables_take_little_memory_and_say_how_far_they_are(tmp_path, monkeypatch):
+    rows, tokenizer = 1500, tiny_start().tokenizer
+    (tmp_path / "SST-2").mkdir()
+    table = tmp_path / "SST-2" / "train.tsv"
+    words = "the stone oven in the house near a river keeps its heat all night long".split()
+    dice = np.random.default_rng(1)
+    table.write_text("sentence\tlabel\n" + "".join(
+        f"{' '.join(dice.choice(words, 60))}\t{row % 2}\n" for row in range(rows)))
+    monkeypatch.setattr(job, "_SAY_SECONDS", 0.0)
+    said: list[str] = []
+    tracemalloc.start()
+    try:
+        split = read_split(task_named("SST-2"), tmp_path, "train", any_size=True)
+        features = job.encode_split(split, tokenizer, Settings(), said.append)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert said[-1] == f"  encoding {table}: 1,499 of 1,500"
+    assert np.mean([feature.num_tokens for feature in features]) > 90
+    assert peak - sum(map(sys.getsizeof, said)) < 2000 * rows
 
 
 def test_windows_cover_everything():

@@ -167,6 +167,7 @@ def test_every_split_is_encoded_once_for_all_seeds(process_group, tmp_path, monk
     encoded, encode = Counter(), finetune_job.encode
 
     def count(task, examples, *arguments, **options):
+        examples = list(examples)
         encoded[examples[0].place] += 1
         return encode(task, examples, *arguments, **options)
 
