@@ -162,7 +162,7 @@ def load_finetuned(path: str | Path) -> Finetuned:
         weights[(BACKBONE if own else HEAD) + key] = value
     tokenizer = open_tokenizer(release.tokenizer_files)
     if tokenizer is None:
-        raise UserError(f"{path}: no tokenizer beside the weights; fine-tune it again")
+        raise UserError(f"{path}: no tokenizer next to the weights; fine-tune it again")
     threshold = facts["threshold"]
     if type(threshold) is not float or not math.isfinite(threshold):
         raise UserError(f"{path / FACTS}: threshold {threshold!r} is no finite number")

@@ -107,7 +107,7 @@ def as_text(title: str, scores: Mapping[str, Any]) -> str:
             [name, *(percent(values[key]) for key in keys), f"{values['support']:,}"]
             for name, values in sorted(classes.items(), key=lambda item: -item[1]["support"])])
     if labels := scores.get("labels"):
-        lines += _table(["gold \\ predicted", *(_cut(label, _HEAD_WIDTH) for label in labels)], [
+        lines += _table(["gold \\ pred.", *(_cut(label, _HEAD_WIDTH) for label in labels)], [
             [label, *map(str, row)] for label, row in
             zip(labels, scores["confusion"], strict=True)])
     for column, groups in scores["groups"].items():

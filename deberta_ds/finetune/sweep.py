@@ -225,7 +225,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def table(summary: Mapping, compare: Mapping | None = None) -> str:
     """Return the summary as text; `compare` is another sweep's summary for one more column."""
-    rows = [("task", "majority", "beside", "median", "min", "max", "failed", "metrics (medians)")]
+    rows = [("task", "majority", "compared", "median", "min", "max", "failed", "metrics (medians)")]
     for name, row in summary["tasks"].items():
         score = row["score"]
         other = compare["tasks"].get(name) if compare else None

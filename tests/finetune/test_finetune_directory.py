@@ -180,7 +180,7 @@ def test_damage_is_named(tmp_path):
     refused("unknown key", settings=facts["settings"] | {"epoch": 1})
     (tmp_path / "spm.model").unlink()
     (tmp_path / "tokenizer.json").unlink()
-    refused("no tokenizer beside")
+    refused("no tokenizer next to")
     (tmp_path / "finetuned.json").write_text("[1]")
     with pytest.raises(UserError, match="not a JSON object"):
         load_finetuned(tmp_path)
