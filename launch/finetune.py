@@ -6,7 +6,7 @@
     python launch/finetune.py --task my_task.toml --model MODEL --out OUT
 
 Writes result.json, scores.json, model/, val_predictions.jsonl and submission/TASK.jsonl to
-OUT/TASK/seed-N/. Finished runs are reused.
+OUT/TASK/seed-N/, and OUT/results.json and OUT/report.html. Finished runs are reused.
 """
 
 import os
@@ -33,13 +33,18 @@ def main() -> None:
 
     from deberta_ds.cluster import dist  # heavy imports after the options are known good
     from deberta_ds.finetune import sweep
+    from deberta_ds.report import run_pages
 
     task = options.open_task(given.task)
     init_from = {task.name: given.init_from} if given.init_from else {}
     plan = options.build_sweep(given, overrides, (task,), init_from, not given.no_save_model,
                                show_scores=True)
     results = sweep.run_all(plan)
-    options.say("\n" + sweep.table(sweep.summarize(plan.tasks, results)))
+    summary = sweep.summarize(plan.tasks, results)
+    options.say("\n" + sweep.table(summary))
+    if dist.is_main():
+        whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
+        print(run_pages.write_results(given.out, whole))
     dist.destroy()
 
 

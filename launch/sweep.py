@@ -9,7 +9,6 @@ Prints a table and writes OUT/results.json and OUT/report.html. Finished runs ar
 interruption, run the same command again.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -38,7 +37,6 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     options.add_options(parser)
     given, overrides = parser.parse_known_args()  # settings: --TASK.KEY=VALUE
 
-    from deberta_ds.base.files import write_atomic
     from deberta_ds.cluster import dist
     from deberta_ds.finetune import sweep
     from deberta_ds.finetune.tasks import SUITES
@@ -54,10 +52,8 @@ def main(about: str = __doc__, is_suite: bool = False) -> None:
     options.say("\n" + sweep.table(summary, compare))
     if dist.is_main():
         whole = {"model": given.model, "data": given.data} | summary | {"runs": results}
-        write_atomic(given.out / "results.json", json.dumps(whole, indent=1) + "\n")
-        page = given.out / run_pages.PAGE
-        run_pages.write_sweep(page, [given.out, *([given.compare] if given.compare else [])])
-        print(f"\nwrote {given.out / 'results.json'} and {page}")
+        beside = [given.compare] if given.compare else []
+        print(run_pages.write_results(given.out, whole, beside))
     dist.destroy()
 
 

@@ -1,4 +1,4 @@
-"""The model card of an exported directory: README.md with what the Hub shows next to a model.
+"""The model card of an exported or fine-tuned directory: README.md, which the Hub shows.
 
 Facts come from the checkpoint and its run's metrics.jsonl, from a fine-tuned run's result.json, and
 from the directory itself; what is not known is left out. License, languages and data sets are not
@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic import Field
 
 from deberta_ds import __version__
 from deberta_ds.base.errors import UserError
@@ -20,14 +21,17 @@ from deberta_ds.base.json_files import read_json
 from deberta_ds.base.numbers import format_value
 from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.run_record import read_run_record
+from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.finetune.directory import FACTS, find_finetuned, is_finetuned
+from deberta_ds.finetune.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
+from deberta_ds.finetune.models import RANDOM
+from deberta_ds.finetune.tasks import TEST, Task
 from deberta_ds.objectives.build import OBJECTIVES
 from deberta_ds.release.convert import Summary
 from deberta_ds.release.hf import GENERATOR_DIRECTORY
 from deberta_ds.release.tensors import SAFETENSORS
 from deberta_ds.report.pages import TEMPLATES
-from deberta_ds.report.rundata import baseline_name
+from deberta_ds.report.rundata import READ, Count, Score, Text, baseline_name, checked, read_checked
 from deberta_ds.tracking.records import METRICS_FILE, read_metrics
 
 CARD = "README.md"
@@ -39,18 +43,24 @@ _ENCODER = '''from transformers import AutoModel, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{0}")
 model = AutoModel.from_pretrained("{0}")
 states = model(**tokenizer("A text.", return_tensors="pt")).last_hidden_state'''
-_HEAD = '''from transformers import AutoModelFor{1}, AutoTokenizer
+_HEAD = '''from transformers import AutoModel{1}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{0}")
-model = AutoModelFor{1}.from_pretrained("{0}")'''
+model = AutoModel{1}.from_pretrained("{0}")'''
 _PIPELINE = '''from transformers import pipeline
 
-ask = pipeline("{1}", "{0}")'''
+ask = pipeline("{1}", "{0}"{2})'''
 DISCRIMINATOR = (
     "This is a discriminator: it was trained to say of every token whether it was replaced. It is "
     "made to be fine-tuned. It has no masked-LM head: transformers' fill-mask pipeline gives it a "
     "random one (and says that `cls.predictions` was newly initialized), so its proposals mean "
     "nothing.")
+NO_CLASS = ("transformers has no class for the head of this task: AutoModel loads the encoder "
+            "alone. Predict with `launch/predict.py` of deberta_ds.")
+_KINDS = {"multilabel": "multilabel classification", "regress": "regression", "tags": "tagging",
+          "choice": "multiple choice", "answer": "question answering"}  # the others: classification
+_METRICS = {"f1": "f1", "accuracy": "accuracy", "em": "exact_match", "pearson": "pearsonr",
+            "spearman": "spearmanr", "matthews": "matthews_correlation"}  # to the Hub's names
 
 
 @dataclass
@@ -62,6 +72,40 @@ class Training:
     scores: list[tuple[str, ...]] = field(default_factory=list)
     scores_note: str = ""
     settings: list[tuple[str, str]] = field(default_factory=list)
+    about: str = ""  # the task of a fine-tuned model, and the others below
+    base_model: str = ""
+    failure: str = ""
+    pipeline_options: str = ""
+    results: list[dict] = field(default_factory=list)  # as the Hub's model-index has them
+
+
+@checked(config=READ, frozen=True)
+class _Table:
+    """The scores of a labelled table."""
+
+    examples: Count
+    metrics: dict[Text, dict[Text, Score]]  # {name: {"value", "low", "high"}}
+    majority: dict[Text, Score]
+
+
+@checked(config=READ, frozen=True)
+class _Result:
+    """What a card says of a fine-tuning run's result.json."""
+
+    seed: Count
+    start: str
+    init_from: str
+    train: tuple[str, Count]
+    val: tuple[str, Count]
+    scores: dict[Text, _Table] = Field(default_factory=dict)  # none of a diverged run
+    failure: str = ""
+
+
+def write_finetuned_card(out: Path, task: str, seed: int) -> None:
+    """Write the card of a run's model/, if that was kept and has none: it may have been edited."""
+    name = Path(task, f"seed-{seed}", MODEL)
+    if is_finetuned(out / name) and not (out / name / CARD).exists():
+        write_card(out / name, out / name, Summary((), (), ()), str(name))
 
 
 def write_card(source: str | Path, out: Path, summary: Summary, repository: str = "") -> Path:
@@ -84,11 +128,13 @@ def model_card(source: Path, out: Path, summary: Summary, name: str) -> str:
     training = _of_source(source)
     environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True,
                               lstrip_blocks=True, undefined=StrictUndefined)
+    title = Path(name).parent.as_posix() if source == out else Path(name).name
     return environment.get_template("model_card.md").render(
-        name=_cell(Path(name).name), directory=name, what=_what(architecture, is_discriminator),
+        name=_cell(title), directory=name, what=_what(architecture, is_discriminator),
         pipeline_tag=_PIPELINES.get(head, ""), tags=_tags(values, head, is_discriminator),
-        shape=_shape(values, out), usage=_usage(name, head),
-        note=DISCRIMINATOR if is_discriminator else "",
+        shape=_shape(values, out), usage=_usage(name, head, training),
+        note=DISCRIMINATOR if is_discriminator else
+        NO_CLASS if training.about and head == "Model" else "",
         fill_mask="the generator in `generator/`" if has_generator else
         "this model" if head == "ForMaskedLM" else "", onnx=(out / "onnx").is_dir(),
         version=__version__, checks=[_cell(line) for line in summary.checks],
@@ -132,14 +178,12 @@ def count_parameters(weights: Path) -> int:
     return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def _usage(name: str, head: str) -> str:
+def _usage(name: str, head: str, training: Training) -> str:
     if head in ("Model", "ForMaskedLM"):
         return _ENCODER.format(name)
-    if head == "ForMultipleChoice":
-        return _HEAD.format(name, "MultipleChoice")
-    if head == "ForQuestionAnswering":  # transformers 5 has no pipeline for it
-        return _HEAD.format(name, "QuestionAnswering")
-    return _PIPELINE.format(name, _PIPELINES[head])
+    if head in ("ForMultipleChoice", "ForQuestionAnswering"):  # transformers 5 has no pipeline
+        return _HEAD.format(name, head)
+    return _PIPELINE.format(name, _PIPELINES[head], training.pipeline_options)
 
 
 def _of_source(source: Path) -> Training:
@@ -222,20 +266,51 @@ def _add_scores(training: Training, records: list[dict], step: int, kind: str) -
 
 def _of_finetuned(directory: Path) -> Training:
     facts = read_json(directory / FACTS)
-    task = facts["task"]["name"] if isinstance(facts["task"], dict) else facts["task"]
-    settings = {"task": task, **facts.get("settings", {})}
-    training = Training(settings=[(_cell(key), _cell(value)) for key, value in settings.items()])
-    place = directory.parent / "result.json"
-    if not place.is_file():
-        return training
-    result = read_json(place)
-    training.scores_note = (f"On the validation examples of {_cell(task)}, on which the kept "
-                            "evaluation was chosen.")
-    baseline = result.get("baseline")
-    beside = "" if baseline is None else f"baseline {baseline:.3f}"
-    training.scores = [(_cell(name), f"{value:.4f}", beside) for name, value in
-                       result.get("metrics", {}).items() if isinstance(value, int | float)]
+    task = validate(Task, facts["task"], f"{directory / FACTS}, task")
+    training = Training(
+        about=f"Fine-tuned on the task {task.name} ({_KINDS.get(task.head, 'classification')}).",
+        failure=_cell(facts.get("failure", "")))
+    if task.head == "tags":
+        strategy = "simple" if task.words == "raw" else "first"
+        training.pipeline_options = f', aggregation_strategy="{strategy}"'
+    rows = [("task", task.name)]
+    if (directory.parent / RESULT).is_file():
+        result = read_checked(directory.parent / RESULT, _Result)[0]
+        training.base_model, training.failure = _end(result.start, 2), _cell(result.failure)
+        rows += [("base model", training.base_model),
+                 ("initialized from", _end(result.init_from, 3)), ("seed", f"{result.seed}"),
+                 ("training data", f"{_end(result.train[0])}, {result.train[1]:,} examples")]
+        _add_tables(training, rows, task, result)
+    if task.head not in ("regress", "choice", "answer", "mentions"):
+        rows.append(("labels", ", ".join(task.labels)))
+    training.settings = [(_cell(key), _cell(value)) for key, value in
+                         (*rows, *facts.get("settings", {}).items()) if value != ""]
     return training
+
+
+def _add_tables(training: Training, rows: list, task: Task, result: _Result) -> None:
+    """Add the scores of a fine-tuned model's labelled tables, and the names of their files."""
+    training.scores_note = ("With 95 % bootstrap intervals. The kept evaluation was chosen on the "
+                            "validation set.")
+    files = {key.removeprefix(TEST): file for key, file in task.files.items()}
+    for key, table in result.scores.items():
+        name, file = ("validation", result.val[0]) if key == "val" else (key, files.get(key, key))
+        rows.append((f"{name} data", f"{_end(file)}, {table.examples:,} examples"))
+        measured = []
+        for metric, found in table.metrics.items():
+            interval = f" ({found['low']:.4f} to {found['high']:.4f})" if "low" in found else ""
+            training.scores.append((f"{name}: {metric}", f"{found['value']:.4f}{interval}",
+                                    f"majority {table.majority[metric]:.4f}"))
+            kind = next((kind for part, kind in _METRICS.items() if part in metric), metric)
+            measured.append({"type": kind, "name": metric, "value": round(found["value"], 6)})
+        dataset = {"type": task.hub_repository if task.hub else task.name, "name": task.name}
+        training.results.append({"dataset": dataset | {"split": name}, "metrics": measured})
+
+
+def _end(place: str, parts: int = 1) -> str:
+    """Return the last parts of a path, which say nothing of the machine."""
+    prefix = next((start for start in (RANDOM, "hub:") if place.startswith(start)), "")
+    return prefix + "/".join(place.removeprefix(prefix).rstrip("/").split("/")[-parts:])
 
 
 def _cell(value) -> str:

@@ -1,7 +1,8 @@
 """The HTML reports of pretraining runs and of fine-tuning sweeps, each one document."""
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from deberta_ds.evaluate.fill_mask import Filling, fill_mask, load_masked_lm
 from deberta_ds.model.init import init_parameters
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.report import charts, facts, sweep, tables
+from deberta_ds.report.model_card import write_finetuned_card
 from deberta_ds.report.pages import render
 from deberta_ds.report.rundata import RESULTS_FILE, Run, Sweep, read_run, read_sweep
 from deberta_ds.report.tables import Cell, Table
@@ -44,6 +46,18 @@ def write_sweep(path: str | Path, directories: list[str | Path]) -> None:
     _check_number("sweeps", directories)
     first, *beside = [read_sweep(Path(directory) / RESULTS_FILE) for directory in directories]
     write_atomic(path, sweep_page(first, beside))
+
+
+def write_results(out: Path, results: Mapping, beside: Sequence[Path] = ()) -> str:
+    """Write the results of fine-tuning to `out`: results.json, its page and the models' cards.
+
+    Returns a line that says so. `beside` are the directories of sweeps to compare with.
+    """
+    write_atomic(out / RESULTS_FILE, json.dumps(results, indent=1) + "\n")
+    write_sweep(out / PAGE, [out, *beside])
+    for run in results["runs"]:
+        write_finetuned_card(out, run["task"], run["seed"])
+    return f"\nwrote {out / RESULTS_FILE} and {out / PAGE}"
 
 
 def _check_number(what: str, directories: list) -> None:

@@ -58,7 +58,7 @@ class TaskCard:
 
 def mean_note(sweep: Sweep) -> str:
     """Return what the mean is of."""
-    if sweep.mean_of == sweep.suite_tasks:
+    if sweep.mean_of == sweep.suite_tasks and sweep.suite != "own tasks":
         return "the leaderboard's rule"
     return f"{sweep.mean_of} of {sweep.suite_tasks} tasks"
 

@@ -302,6 +302,9 @@ def test_the_first_page_of_the_docs_works_as_it_is_written(process_group, tmp_pa
         assert "Traceback" not in log
         if script.endswith("finetune.py"):
             assert "tickets: 2 labels: mail (12), phone (12)" in log
+            assert "<h1>" in (tmp_path / "runs/mine/report.html").read_text()
+            card = (tmp_path / "runs/mine/tickets/seed-1/model/README.md").read_text()
+            assert "train.csv, 24 examples" in card and str(tmp_path) not in card
     found = [json.loads(line) for line in (tmp_path / "predictions.jsonl").open()]
     assert [line["id"] for line in found] == [str(n) for n in range(24)]
     assert all(line["prediction"] in ("mail", "phone") for line in found)

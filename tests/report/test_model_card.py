@@ -1,6 +1,7 @@
 """The model card says where a model came from; --push brings a directory to the Hub."""
 
 import base64
+import dataclasses
 import json
 import re
 import runpy
@@ -14,9 +15,13 @@ import yaml
 from data_helpers import RUN_RECORD
 from export_cases import make_release
 from launching import ROOT
-from superglue_helpers import saved_model
+from superglue_helpers import saved_model, tiny_start
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetune.directory import save_finetuned
+from deberta_ds.finetune.models import build_model
+from deberta_ds.finetune.settings import Settings
+from deberta_ds.finetune.tasks import task_named
 from deberta_ds.release import hf
 from deberta_ds.release.convert import convert
 from deberta_ds.release.ours import write_ours
@@ -97,12 +102,92 @@ def test_cards_of_a_masked_lm_and_of_a_fine_tuned_model(tmp_path):
     assert "masked-lm" in metadata["tags"] and "pipeline_tag" not in metadata
     assert "filled by this model" in text and "discriminator" not in text
     saved_model(tmp_path / "seed-1" / "model", "CB")
-    (tmp_path / "seed-1" / "result.json").write_text(json.dumps(
-        {"metrics": {"accuracy": 0.81, "macro_f1": 0.7}, "baseline": 0.5}))
+    write_result(tmp_path / "seed-1")
     summary = convert(tmp_path / "seed-1" / "model", tmp_path / "cb", "hf")
     card = model_card.write_card(tmp_path / "seed-1", tmp_path / "cb", summary).read_text()
     assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "text-classification"
-    assert "| accuracy | 0.8100 | baseline 0.500 |" in card and "| task | CB |" in card
+    assert "| validation: accuracy | 0.8100 (0.7000 to 0.9000) | majority 0.5000 |" in card
+    assert "| task | CB |" in card and "# cb\n" in card and "## Checks" in card
+
+
+def write_result(directory, **changes):
+    """Write what a card reads of a fine-tuning run's result.json."""
+    table = {"examples": 56, "majority": {"accuracy": 0.5, "macro_f1": 0.2},
+             "metrics": {"accuracy": {"value": 0.81, "low": 0.7, "high": 0.9},
+                         "macro_f1": {"value": 0.7}}}
+    (directory / "result.json").write_text(json.dumps({
+        "seed": 1, "start": "/home/me/microsoft/deberta-v3-small", "init_from": "",
+        "train": ["/home/me/train.jsonl", 1250], "val": ["/home/me/val.jsonl", 56],
+        "failure": "", "scores": {"val": table, "test": table}} | changes))
+
+
+CB = task_named("CB")
+
+
+def finetuned_card(out, task=CB, **changes):
+    """Return the card of OUT/TASK/seed-1/model as the commands write it."""
+    run, start = out / task.name / "seed-1", tiny_start()
+    weights = dict(build_model(task, start, Settings(), 1).state_dict())
+    save_finetuned(run / "model", task, Settings(), start.config, weights, start.tokenizer)
+    write_result(run, **changes)
+    model_card.write_finetuned_card(out, task.name, 1)
+    return (run / "model" / "README.md").read_text()
+
+
+def test_the_hub_reads_the_scores_of_a_fine_tuned_model(tmp_path):
+    """The reference is huggingface_hub, which reads model-index as the Hub does."""
+    from huggingface_hub import ModelCard
+
+    card = finetuned_card(tmp_path)
+    data = ModelCard(card).data
+    assert data.base_model == "microsoft/deberta-v3-small" and data.model_name == "CB/seed-1"
+    assert [(one.task_type, one.dataset_type, one.dataset_name, one.dataset_split,
+             one.metric_type, one.metric_name, one.metric_value) for one in data.eval_results] == [
+        ("text-classification", "aps/super_glue", "CB", split, *metric)
+        for split in ("validation", "test")
+        for metric in (("accuracy", "accuracy", 0.81), ("f1", "macro_f1", 0.7))]
+    assert "| training data | train.jsonl, 1,250 examples |" in card
+    assert "| labels | contradiction, neutral, entailment |" in card
+    assert "/home" not in card and "WARNING" not in card and "## Checks" not in card
+
+
+TAGS = dataclasses.replace(task_named("RTE"), name="people", hub="", head="tags", layout="tags",
+                           words="raw", labels=("O", "B-PER"))
+
+
+@pytest.mark.parametrize(("task", "loads"), [
+    (CB, "TextClassificationPipeline"), (TAGS, "TokenClassificationPipeline"),
+    (task_named("COPA"), "DebertaV2ForMultipleChoice"), (task_named("WiC"), "DebertaV2Model"),
+    (task_named("SQuAD-v1.1"), "DebertaV2ForQuestionAnswering")])
+def test_code_of_a_fine_tuned_models_card_runs_in_out(task, loads, tmp_path, monkeypatch):
+    card = finetuned_card(tmp_path, task)
+    monkeypatch.chdir(tmp_path)
+    values = {}
+    exec(re.search(r"```python\n(.*?)```", card, re.S)[1], values)  # noqa: S102
+    assert loads in {type(value).__name__ for value in values.values()}
+    assert ("no class for the head" in card) == (task.name == "WiC")
+    if task is TAGS:
+        assert 'aggregation_strategy="simple"' in card and isinstance(values["ask"]("Anna"), list)
+
+
+def test_the_card_of_a_diverged_run_warns(tmp_path):
+    """Such a run has no scores, and may have left the weights of an earlier evaluation."""
+    card = finetuned_card(tmp_path, failure="step 7: the loss is nan | inf", scores={},
+                          start="random:/home/me/tiny")
+    assert "WARNING: the run of this model failed:** step 7: the loss is nan \\| inf" in card
+    assert "model-index" not in card and "base_model" not in card
+    assert "| base model | random:me/tiny |" in card
+
+
+def test_an_edited_card_stays(tmp_path):
+    """A finished run is reused, and the license that was written into its card is, too."""
+    finetuned_card(tmp_path)
+    path = tmp_path / "CB/seed-1/model/README.md"
+    path.write_text("license: mit")
+    model_card.write_finetuned_card(tmp_path, "CB", 1)
+    assert path.read_text() == "license: mit"
+    model_card.write_finetuned_card(tmp_path, "CB", 2)  # no weights were kept: no card
+    assert not (tmp_path / "CB/seed-2").exists()
 
 
 class StandIn(BaseHTTPRequestHandler):
