@@ -115,7 +115,7 @@ def measure(work: Path, stage: int, rounds: int) -> dict:
                  "beat": seconds_a_call(lambda: watchdog.beat(1))}
         heartbeat = 0.0  # a rank alone talks to nobody
         if dist.world_size() > 1:
-            heartbeat = seconds_a_call(lambda: watchdog._exchange(0.0))
+            heartbeat = seconds_a_call(lambda: watchdog._exchange(watchdog._store, 0.0))
     step = statistics.median(seconds["bare"])
     ratios = sorted(c / b for b, c in zip(seconds["bare"], seconds["checked"], strict=True))
     parameters = inputs.num_parameters

@@ -23,7 +23,14 @@ from deberta_ds.cluster import dist, lock
 from deberta_ds.engine.ds_config import precision
 from deberta_ds.finetune import metrics
 from deberta_ds.finetune.answers import write_official
-from deberta_ds.finetune.directory import MODEL, RESULT, Finetuned, load_finetuned, mark_failed
+from deberta_ds.finetune.directory import (
+    MODEL,
+    RESULT,
+    Finetuned,
+    is_finetuned,
+    load_finetuned,
+    mark_failed,
+)
 from deberta_ds.finetune.features import TooLongError, count_unknown
 from deberta_ds.finetune.job import Job, digest
 from deberta_ds.finetune.layouts import Example
@@ -82,13 +89,13 @@ def _keep(job: Job, result: dict) -> None:
     keep_best(job.out, result["best_step"])
     if not job.keep_model:
         shutil.rmtree(job.out / MODEL)
-    elif result["failure"]:
-        mark_failed(job.out / MODEL, result["failure"])
 
 
 def write_result(job: Job, result: dict) -> None:
     """End a run: write its result.json, then delete its checkpoint; call on every rank."""
     def write() -> None:
+        if result["failure"] and is_finetuned(job.out / MODEL):
+            mark_failed(job.out / MODEL, result["failure"])
         write_atomic(job.out / RESULT, json.dumps(result, indent=1) + "\n")
         forget(job.out)
 

@@ -5,11 +5,12 @@ import json
 import random
 import shutil
 import unicodedata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from superglue_helpers import tiny_start
+from superglue_helpers import saved_model, tiny_start
 from test_finetune_own import rows_of, train, write_task
 from test_metrics_references import labelled, task_of
 
@@ -19,6 +20,7 @@ from deberta_ds.finetune.directory import load_finetuned
 from deberta_ds.finetune.layouts import Example
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
+from deberta_ds.finetune.run import write_result
 from deberta_ds.finetune.scores import as_text, scores_of
 from deberta_ds.finetune.tasks import task_named
 
@@ -166,3 +168,9 @@ def test_a_test_tables_name_is_a_files(tmp_path, name):
     path.write_text(path.read_text().replace("[settings]", f'[tests]\n"{name}" = "x.csv"'))
     with pytest.raises(UserError, match="a test table needs a name of letters, digits, - and _"):
         load_own_task(path)
+
+
+def test_a_model_that_was_kept_before_its_run_diverged_is_marked(tmp_path):
+    saved_model(tmp_path / "model", "CB")
+    write_result(SimpleNamespace(out=tmp_path), {"failure": "step 9: the loss is nan"})
+    assert load_finetuned(tmp_path / "model").failure == "step 9: the loss is nan"
