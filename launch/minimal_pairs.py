@@ -44,6 +44,10 @@ def main() -> None:
     parser.add_argument("--sample", type=natural, default=0, metavar="N",
                         help="score a sample of N pairs per paradigm (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of --sample")
+    parser.add_argument("--scoring", choices=("word", "word_ids"), default="word",
+                        help="words of the likelihood per word: of whole-word masking (word), or "
+                             "the published rule, PLL-word-l2r of Kauf and Ivanova 2023: "
+                             "word_ids() of the exported tokenizer")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it
     options = parser.parse_args()
 
@@ -61,7 +65,7 @@ def main() -> None:
     pairs, model = dist.together(lambda: (read_pairs(options.data), load(options.model)))
     if options.sample:
         pairs = sample_pairs(pairs, options.sample, options.seed)
-    scored = dist.together(lambda: pair_scores.score_pairs(model, pairs))
+    scored = dist.together(lambda: pair_scores.score_pairs(model, pairs, options.scoring))
     result = pair_scores.describe(scored, pairs, options.model, options.data)
     if dist.is_main():
         beside = pair_scores.published_scores(pair_scores.phenomena_of(result))

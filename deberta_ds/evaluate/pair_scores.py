@@ -24,16 +24,18 @@ from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
 from deberta_ds.evaluate.sentence_scores import Work, cut_work, masked_scores, original_scores
 from deberta_ds.objectives.sentences import queries_of
 from deberta_ds.release.pretrained import LoadedModel
+from deberta_ds.release.tokenizer_files import exported_word_ids
 
 PUBLISHED = Path(__file__).with_name("blimp_published.json")  # of BLiMP
 _DRAWS, _LEVEL = 10_000, 0.95
 _FEW_PAIRS = 5  # of a paradigm, whose pairs are resampled by themselves
 
-SCORERS = {"pll_word": "PLL by word", "pll_piece": "PLL by token",
+SCORERS = {"pll_word": "PLL by word (of whole-word masking)",
+           "pll_word_ids": "PLL by word (published: word_ids)", "pll_piece": "PLL by token",
            "discriminator_sum": "discriminator, sum", "discriminator_mean": "discriminator, mean",
            "discriminator_differing": "discriminator, differing tokens"}
-# By reasoning, not by score: both are log-probabilities of the whole sentence.
-HEADLINES = ("pll_word", "discriminator_sum")
+# By reasoning, not by score: these are log-probabilities of the whole sentence.
+HEADLINES = ("pll_word", "pll_word_ids", "discriminator_sum")
 
 
 @dataclass(frozen=True)
@@ -46,24 +48,33 @@ class PairScores:
     seconds: float
 
 
-def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
-    """Return what every head of `model` says of every pair; call on every rank, all get it."""
+def score_pairs(model: LoadedModel, pairs: list[MinimalPair], scoring: str = "word") -> PairScores:
+    """Return what every head of `model` says of every pair; call on every rank, all get it.
+
+    scoring: the words, "word" of whole-word masking, "word_ids" of the exported tokenizer.
+    """
     if model.tokenizer is None:
         raise UserError("no tokenizer next to the model; put its files there")
     if model.masked_lm is None and model.replaced_token_head is None:
         raise UserError("the model has neither a masked-LM head with a position table nor a "
                         "discriminator's head, so it cannot score sentences; give a pretraining "
                         "checkpoint, or a directory exported with its heads")
+    if model.masked_lm is None and scoring != "word":
+        raise UserError(f"the model has no masked LM to score by {scoring}; leave --scoring out")
     started = time.monotonic()
     texts = [sentence for pair in pairs for sentence in (pair.good, pair.bad)]
     encoded = [tuple(ids) for ids in encode_sentences(texts, model.tokenizer,
                                                       model.model_config.max_position)]
-    numbers = {ids: number for number, ids in enumerate(dict.fromkeys(encoded))}
+    text_of = dict(zip(encoded, texts, strict=True))
+    numbers = {ids: number for number, ids in enumerate(text_of)}
     place = np.array([numbers[ids] for ids in encoded]).reshape(-1, 2)  # of each pair's sentences
     sentences = [list(ids) for ids in numbers]
     scores: dict[str, np.ndarray] = {}
     if model.masked_lm is not None:
-        scores |= {name: values[place] for name, values in _likelihoods(model, sentences).items()}
+        word_ids = (None if scoring == "word"
+                    else exported_word_ids(model.tokenizer, list(text_of.values())))
+        scores |= {name: values[place]
+                   for name, values in _likelihoods(model, sentences, word_ids).items()}
     if model.replaced_token_head is not None:
         scores |= _originality(model, sentences, place)
     for name, values in scores.items():
@@ -75,11 +86,12 @@ def score_pairs(model: LoadedModel, pairs: list[MinimalPair]) -> PairScores:
     return PairScores(scores, len(texts), unknown, time.monotonic() - started)
 
 
-def _likelihoods(model: LoadedModel, sentences: list[list[int]]) -> dict[str, np.ndarray]:
+def _likelihoods(model: LoadedModel, sentences: list[list[int]],
+                 word_ids: list[list[int]] | None) -> dict[str, np.ndarray]:
     """Return {scorer: [sentences]} of the masked LM."""
     assert model.masked_lm is not None and model.tokenizer is not None
     (words, masked_lm), tokenizer = model.masked_lm, model.tokenizer
-    queries = queries_of(sentences, tokenizer)
+    queries = queries_of(sentences, tokenizer, word_ids)
     lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
     scored = _over_ranks(
         lambda work: masked_scores(words, masked_lm, tokenizer, sentences, queries, work),
@@ -88,7 +100,8 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]]) -> dict[str, np
     for items, part in scored:
         values[items] = part
     return {name: np.bincount(queries.sentence, weights=values * chosen, minlength=len(sentences))
-            for name, chosen in (("pll_word", queries.by_word), ("pll_piece", queries.by_piece))}
+            for name, chosen in (("pll_word_ids" if word_ids else "pll_word", queries.by_word),
+                                 ("pll_piece", queries.by_piece))}
 
 
 def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarray

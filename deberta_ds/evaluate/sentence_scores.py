@@ -3,7 +3,8 @@
 Pseudo-log-likelihood (Salazar et al. 2020): the sum over the pieces of log p(piece | the others),
 each by a forward of its own through the enhanced mask decoder. With one piece masked at a time the
 pieces of a word give each other away, so "by word" also hides the pieces that follow in the same
-word (Kauf and Ivanova 2023, within-word left to right). A discriminator needs one forward for all
+word (Kauf and Ivanova 2023, within-word left to right): a word of whole-word masking, or, as they
+have it, one of the tokenizer's `word_ids()`. A discriminator needs one forward for all
 pieces: log p(original) = log sigmoid(-logit). [CLS] and [SEP] carry no words and are not counted.
 
 Sentences are cut into batches of one length: nothing is padded, and a batch does not depend on the

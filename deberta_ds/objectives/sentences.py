@@ -17,7 +17,7 @@ class Queries:
     """Sequences for pseudo-log-likelihoods: log p(token at `target`) with [target, end) masked.
 
     Both definitions (by token, by word) share a sequence where they agree: words of one token, and
-    last tokens of words.
+    last tokens of words. An unknown token is masked with its word, and never a target.
     """
 
     sentence: np.ndarray
@@ -27,18 +27,26 @@ class Queries:
     by_word: np.ndarray
 
 
-def queries_of(sentences: list[list[int]], tokenizer: Tokenizer) -> Queries:
-    """Return the sequences that both definitions need for all sentences, each once."""
+def queries_of(sentences: list[list[int]], tokenizer: Tokenizer,
+               word_ids: list[list[int]] | None = None) -> Queries:
+    """Return the sequences that both definitions need for all sentences, each once.
+
+    `word_ids` numbers the word of each token between [CLS] and [SEP]; None: whole-word masking's.
+    """
     word_start, special = tokenizer.word_starts(), tokenizer.is_special()
     rows = []
     for number, sentence in enumerate(sentences):
         ids = np.array(sentence)
-        for start, length in zip(*word_spans(ids, word_start, special[ids]), strict=True):
-            end = int(start + length)
-            rows += [(number, target, end, target + 1 == end, True)
-                     for target in range(int(start), end)]
-            rows += [(number, target, target + 1, True, False)
-                     for target in range(int(start), end - 1)]
+        if word_ids is None:
+            starts, lengths = word_spans(ids, word_start, special[ids])
+        else:
+            edges = np.flatnonzero(np.diff(word_ids[number], prepend=-1, append=-1)) + 1
+            starts, lengths = edges[:-1], np.diff(edges)
+        for start, end in zip(starts, starts + lengths, strict=True):
+            targets = start + np.flatnonzero(~special[ids[start:end]])
+            rows += [(number, target, end, target + 1 == end, True) for target in targets]
+            rows += [(number, target, target + 1, True, False) for target in targets
+                     if target + 1 < end]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
     return Queries(*columns[:3], *columns[3:].astype(bool))
 

@@ -14,7 +14,7 @@ from deberta_ds import __version__
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.files import write_atomic, xxh3
 from deberta_ds.base.json_files import read_json
-from deberta_ds.release import configs, names
+from deberta_ds.release import configs, names, read_back
 from deberta_ds.release.hf import write_hugging_face
 from deberta_ds.release.onnx_files import require_onnx, write_onnx
 from deberta_ds.release.ours import write_ours
@@ -76,6 +76,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     described = [f"read: {name}: {_shape(network)}"
                  for name, network in release.networks().items()]
+    changes = read_back.changes_beyond_reach(release)
     if to == "hf":
         release = _with_readable_tables(release)
     try:
@@ -103,7 +104,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
         raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return Summary(tuple(notes), tuple(checks), tuple(warnings))
+    return Summary(tuple(notes), tuple(checks), (*changes, *warnings))
 
 
 def check_out(out: str | Path, *sources: str | Path) -> None:

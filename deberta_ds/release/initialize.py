@@ -17,7 +17,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.model import FREE, without_unused
 from deberta_ds.config.run_config import ModelConfig, RunConfig
 from deberta_ds.objectives.build import objective_of
-from deberta_ds.release.read_back import SENTENCES
+from deberta_ds.release.read_back import SENTENCES, changes_beyond_reach
 from deberta_ds.release.reader import read_release
 from deberta_ds.release.release import Network, Release
 from deberta_ds.release.tokenizer_files import open_tokenizer
@@ -48,6 +48,8 @@ def initial_tensors(run: RunConfig) -> tuple[dict[str, Tensor], list[str]]:
         run, {name: network.tensors for name, network in networks.items()})
     for name, network in networks.items():
         notes += _random_parts(network, objective.HEADS[name])
+    if run.model.max_position > run.model.largest_distance:
+        notes += [f"WARNING: {line}" for line in changes_beyond_reach(release)]
     notes += _other_tokenizer(run, release)
     return tensors, [f"init: {note}" for note in [f"from {place}", *release.notes, *notes]]
 

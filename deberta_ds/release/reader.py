@@ -23,7 +23,7 @@ from deberta_ds.base.json_files import read_json
 from deberta_ds.checkpoint.find import is_unsaved_run
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.release import configs, names, ours
-from deberta_ds.release.relative_rows import with_unread_rows
+from deberta_ds.release.relative_rows import TABLE, with_unread_rows
 from deberta_ds.release.release import Network, Release, check_network, derive_words
 from deberta_ds.release.tensors import read_tensors, weight_file
 from deberta_ds.release.tokenizer_files import find_tokenizer_files, open_tokenizer
@@ -209,9 +209,10 @@ def _read_network(files: _Files, notes: list[str]) -> Network:
     elif values.get("model_type") != configs.V2 and configs.is_v1_shape(config):
         tensors, key_bias = _without_zero_key_biases(tensors, notes)
         config, rest = configs.from_theirs(values, place, key_bias=key_bias)
+    table = tensors.get(TABLE) if "model_type" in values else None
     tensors = with_unread_rows(tensors, config, str(weights))
     tensors = names.to_ours(tensors, config.num_layers, config.absolute_input)
-    return Network(config, tensors, rest)
+    return Network(config, tensors, rest, table)
 
 
 def _without_prefix(tensors: dict[str, Tensor], place: Path) -> dict[str, Tensor]:

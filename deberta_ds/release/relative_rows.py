@@ -5,7 +5,8 @@ logarithm (DeBERTa/deberta/da_utils.py, make_log_bucket_position), so the rows o
 buckets (row 0, for an even number of buckets) are never read or trained. transformers takes the
 logarithm of any distance and clamps the row, so beyond max_relative tokens it reads just those. An
 exported table repeats the outermost trained row there, which makes both the same function at every
-length; the rows that were there are kept beside it and come back on the way in.
+length; the rows that were there are kept beside it and come back on the way in. A model that
+transformers trained beyond max_relative tokens has trained them, and is another function here.
 
 Where the buckets have a row for every distance already (256 of them for 128 tokens), transformers
 divides by the logarithm of one or less, and the official code takes none. For transformers such a
@@ -79,6 +80,20 @@ def with_unread_rows(tensors: dict[str, Tensor], config: ModelConfig, place: str
     table = table.to(torch.promote_types(table.dtype, rows.dtype), copy=True)
     table[unread] = rows.to(table.dtype)
     return tensors | {TABLE: table}
+
+
+def as_transformers_reads(network: Network, length: int) -> Network:
+    """Return what transformers computes from the file's table in texts of up to `length` tokens,
+    as a network with a row a distance (`build_relative_position` there).
+    """
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    config, span, table = network.config, network.config.position_buckets, network.source_table
+    assert table is not None and span
+    rows = make_log_bucket_position(torch.arange(-length, length), span, config.largest_distance)
+    table = table[(rows + span).clamp(0, 2 * span - 1).long()]
+    return replace(network, config=replace(config, position_buckets=0, max_relative=length),
+                   tensors=network.tensors | {_OURS: table})
 
 
 def _unread_rows(config: ModelConfig) -> tuple[list[int], list[int]]:

@@ -25,11 +25,14 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass
 class Network:
-    """One encoder; `rest` are keys of the source's configuration that do not concern it."""
+    """One encoder; `rest` are keys of the source's configuration that do not concern it, and
+    `source_table` is the relative table as a Hugging Face file has it.
+    """
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     rest: dict = field(default_factory=dict)
+    source_table: Tensor | None = None
 
     def has(self, head: str) -> bool:
         """Return whether the network has any tensor whose name starts with `head`."""

@@ -11,7 +11,9 @@ their ids; our tokenizer never searches text for them.
 import itertools
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import atomic_path
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.files import ADDED, FORMS, JSON, NAMES, OTHER_MODELS, SETTINGS, SPM
@@ -68,3 +70,18 @@ def write_tokenizer_files(files: dict[str, Path], out: Path, max_length: int) ->
     write_tokenizer_json(tokenizer, out, max_length, text)
     made_of = ", ".join(tokenizer.files)
     return [*notes, f"derived: {JSON} and {SETTINGS} from {made_of}"]
+
+
+def exported_word_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return `word_ids()` of the exported tokenizer for each text, without [CLS] and [SEP]."""
+    import tokenizers
+
+    with TemporaryDirectory() as out:
+        write_tokenizer_files(tokenizer.files, Path(out), max_length=0)
+        exported = tokenizers.Tokenizer.from_file(str(Path(out) / JSON))
+    found = exported.encode_batch(texts, add_special_tokens=False)
+    for text, encoding, ids in zip(texts, found, tokenizer.encode_batch(texts), strict=True):
+        if encoding.ids != ids or " " in text.strip() and not any(encoding.word_ids):
+            raise UserError(f"{text!r}: the exported tokenizer gives it other tokens, or takes it "
+                            "for one word; use --scoring word, or take the sentence out")
+    return [encoding.word_ids for encoding in found]

@@ -10,6 +10,7 @@ import pytest
 import rank_helpers
 import torch
 import torch.nn.functional as F
+import transformers
 from data_helpers import tiny_tokenizer
 from hugging_face_models import FAMILIES, hugging_face, random_values
 from launching import ROOT
@@ -24,10 +25,13 @@ from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.objectives.sentences import queries_of
+from deberta_ds.release import tokenizer_files
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import LoadedModel, load_backbone
+from deberta_ds.release.tokenizer_files import exported_word_ids, write_tokenizer_files
 from deberta_ds.report.small_pages import pairs_page
 from deberta_ds.tokenizer import piece_starts_word
+from deberta_ds.tokenizer.sentencepiece_json import build_tokenizer_json
 from deberta_ds.tracking.records import read_metrics
 
 PAIRS = [
@@ -98,10 +102,28 @@ def transformers_log_probabilities(model: LoadedModel):
     return log_probabilities
 
 
-@pytest.mark.parametrize("family", ["v3", "v2_conv"])
-def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(family):
+@pytest.fixture(scope="module")
+def words_of_transformers(tmp_path_factory):
+    """Return a function sentence -> the columns of each word, by word_ids() of AutoTokenizer."""
+    path = tmp_path_factory.mktemp("exported")
+    write_tokenizer_files(tiny_tokenizer().files, path, 64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+
+    def words_of_sentence(sentence: str) -> list[range]:
+        numbers = tokenizer(sentence).word_ids()
+        assert numbers[0] is numbers[-1] is None
+        return [range(numbers.index(number), numbers.index(number) + numbers.count(number))
+                for number in sorted(set(numbers[1:-1]))]
+
+    return words_of_sentence
+
+
+@pytest.mark.parametrize("family, scoring", [("v3", "word"), ("v2_conv", "word_ids")])
+def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(
+        family, scoring, words_of_transformers):
     model = masked_model(family)
-    found = pair_scores.score_pairs(model, PAIRS).scores
+    found, name = pair_scores.score_pairs(model, PAIRS, scoring).scores, f"pll_{scoring}"
+    assert set(found) == {name, "pll_piece"}
     log_probabilities = transformers_log_probabilities(model)  # turns the heads into float64
     mask_id = tiny_tokenizer().mask_id
     several = 0
@@ -109,7 +131,7 @@ def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(family):
         for side, sentence in enumerate((pair.good, pair.bad)):
             ids = encode_sentences([sentence], tiny_tokenizer(), 64)[0]
             by_word = by_piece = 0.0
-            for word in words_of(ids):
+            for word in words_of(ids) if scoring == "word" else words_of_transformers(sentence):
                 several += len(word) > 1
                 for column in word:
                     hidden = [mask_id if column <= k < word.stop else token
@@ -117,9 +139,33 @@ def test_pseudo_log_likelihoods_equal_a_loop_over_transformers_layers(family):
                     by_word += float(log_probabilities(hidden, column)[ids[column]])
                     hidden = [mask_id if k == column else token for k, token in enumerate(ids)]
                     by_piece += float(log_probabilities(hidden, column)[ids[column]])
-            assert found["pll_word"][number, side] == pytest.approx(by_word, rel=1e-5)
+            assert found[name][number, side] == pytest.approx(by_word, rel=1e-5)
             assert found["pll_piece"][number, side] == pytest.approx(by_piece, rel=1e-5)
     assert several > 5  # words of several pieces, or the two readings are one
+
+
+def test_the_published_rule_has_other_words_and_masks_unknown_tokens_with_them(
+        words_of_transformers):
+    """By word_ids() a mark belongs to the word before it; an unknown token is no target."""
+    sentence = PAIRS[1].bad
+    ids = encode_sentences([sentence], tiny_tokenizer(), 64)[0]
+    assert words_of(ids) != words_of_transformers(sentence)
+    unknown = tiny_tokenizer().unk_id
+    queries = queries_of([[1, 9, unknown, 9, 9, 2]], tiny_tokenizer(), [[0, 0, 0, 1]])
+    asked = zip(queries.target, queries.end, queries.by_word, queries.by_piece, strict=True)
+    assert sorted(map(tuple, asked)) == [(1, 2, False, True), (1, 4, True, False),
+                                         (3, 4, True, True), (4, 5, True, True)]
+
+
+def test_word_ids_of_no_words_and_without_a_masked_lm_are_errors(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="leave --scoring out"):
+        pair_scores.score_pairs(discriminator(), PAIRS, "word_ids")
+    with pytest.raises(UserError, match="'\\[MASK\\] is it': the exported tokenizer gives"):
+        exported_word_ids(tiny_tokenizer(), ["[MASK] is it"])
+    text = json.loads(build_tokenizer_json(tiny_tokenizer())) | {"pre_tokenizer": None}
+    monkeypatch.setattr(tokenizer_files, "build_tokenizer_json", lambda _: json.dumps(text))
+    with pytest.raises(UserError, match="or takes it for one word"):
+        exported_word_ids(tiny_tokenizer(), ["It is."])
 
 
 def test_originality_equals_a_loop_over_transformers_layers():
@@ -187,7 +233,7 @@ def test_a_constant_model_gets_exactly_half():
     both = dataclasses.replace(constant_discriminator(), masked_lm=model.masked_lm)
     assert same_length
     result = pair_scores.summarize(pair_scores.score_pairs(both, same_length), same_length)
-    assert set(result) == set(pair_scores.SCORERS)
+    assert set(result) == set(pair_scores.SCORERS) - {"pll_word_ids"}
     for scores in result.values():
         assert scores["accuracy"] == 0.5 and scores["interval"] == [0.5, 0.5]
         assert scores["ties"] == len(same_length)
@@ -206,7 +252,7 @@ def test_scores_that_are_no_numbers_are_no_scores(tmp_path):
     model = dataclasses.replace(discriminator(), masked_lm=masked_model().masked_lm)
     with torch.no_grad():
         model.masked_lm[0].weight.fill_(torch.nan)
-    with pytest.raises(UserError, match=r"PLL by word: the score of 'The .* is no number"):
+    with pytest.raises(UserError, match=r"PLL by word \(.*: the score of 'The .* is no number"):
         pair_scores.score_pairs(model, PAIRS)
     scores = np.array([[np.nan, 1.0], [-np.inf, np.nan], [np.inf, np.inf], [1.0, 0.0]])
     assert np.isnan(outcomes(scores)).tolist() == [True, True, True, False]
@@ -342,10 +388,11 @@ def test_two_ranks_write_what_one_writes(tmp_path):
     results = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
-        rank_helpers.run(ranks, ["--model", str(model), "--data", str(data), "--out", str(out)],
+        rank_helpers.run(ranks, ["--model", str(model), "--data", str(data), "--out", str(out),
+                                 "--scoring", "word_ids"],
                          tmp_path / f"log{ranks}", ROOT / "launch/minimal_pairs.py")
         results.append(json.loads((out / "minimal_pairs.json").read_text()))
     assert [result["ranks"] for result in results] == [1, 2]
     assert results[0]["scorers"] == results[1]["scorers"]
-    assert set(results[0]["scorers"]) == set(pair_scores.SCORERS)
+    assert set(results[0]["scorers"]) == set(pair_scores.SCORERS) - {"pll_word"}
     assert "agreement" in (tmp_path / "2/minimal_pairs.html").read_text()

@@ -6,22 +6,26 @@ mistake that our reader and our writer share still shows.
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 import transformers
 from convert_cases import MS_FILES, microsoft_directory, transformers_model
-from export_cases import FAMILIES, make_release, same_networks
+from export_cases import FAMILIES, make_release, run_config, same_networks
 from safetensors.torch import load_file
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.release import configs
+from deberta_ds.config.run_config import InitConfig, ModelConfig
+from deberta_ds.release import configs, read_back
 from deberta_ds.release.convert import convert
+from deberta_ds.release.initialize import initial_tensors
 from deberta_ds.release.ours import write_ours
 from deberta_ds.release.pretrained import load_backbone
 from deberta_ds.release.reader import SIDE_FILE, read_release
 from deberta_ds.release.release import build_backbone
+
+SAID = "transformers reads other rows of the source's relative table"
 
 
 def same_tensors(first, second, names=None):
@@ -79,6 +83,43 @@ def test_hugging_face_round_trip_is_bit_identical(tmp_path, family, head):
     with torch.no_grad():
         assert torch.equal(model(ids, attention_mask=mask)[0], again(ids, attention_mask=mask)[0])
     assert again.config.architectures == [type(model).__name__]
+
+
+@pytest.mark.parametrize("max_relative, buckets", [(32, 15), (-1, 16), (16, 40)])
+def test_a_model_that_transformers_trained_beyond_the_reach_is_said_to_change(
+        tmp_path, max_relative, buckets, monkeypatch):
+    """Import and export compared with ourselves only: 5e-2 of the source at 1,000 tokens, in
+    silence."""
+    changes = {"max_relative": max_relative, "position_buckets": buckets}
+    monkeypatch.setitem(FAMILIES, "v3", FAMILIES["v3"] | changes)
+    model = transformers_model("v3")
+    model.save_pretrained(tmp_path / "source")
+    ours = read_release(tmp_path / "source").main
+    ids, mask = read_back._sample_batches(ours.config)[-1]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).last_hidden_state
+        gap = (build_backbone(ours)(ids, mask) - expected).abs().max() / expected.abs().max()
+    assert ids.size(1) == 1.5 * ours.config.largest_distance and gap > 1e-3
+    for to in ("ours", "hf"):
+        summary = convert(tmp_path / "source", tmp_path / to, to)
+        line, = (line for line in summary.warnings if SAID in line)
+        assert float(re.search(r"differ by (\S+)", line)[1]) == pytest.approx(float(gap), rel=0.06)
+    assert SAID not in str(convert(tmp_path / "hf", tmp_path / "again", "ours"))
+
+
+def test_only_what_transformers_reads_otherwise_is_said_to_change(tmp_path, monkeypatch):
+    """An export that is trained on in its own directory has the rows kept beside it, too."""
+    monkeypatch.setitem(FAMILIES, "v3", FAMILIES["v3"] | {"max_relative": 32})
+    source = microsoft_directory(tmp_path / "ms", "v3")
+    assert SAID not in str(convert(source, tmp_path / "hf", "hf"))
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        model.deberta.encoder.rel_embeddings.weight[0].neg_()
+    model.save_pretrained(tmp_path / "hf")
+    assert SAID in str(convert(tmp_path / "hf", tmp_path / "again", "hf").warnings)
+    run = dataclasses.replace(run_config("v3", "mlm"),
+                              init=InitConfig(source=str(tmp_path / "hf")))
+    assert any("WARNING" in note and SAID in note for note in initial_tensors(run)[1])
 
 
 @pytest.mark.parametrize("family", ["v1", "v2", "v3", "mdeberta"])
