@@ -15,7 +15,7 @@ from pathlib import Path
 from deberta_ds.base.command_line import checked, not_negative, parser_for, positive
 from deberta_ds.base.errors import exit_cleanly
 
-TRUNCATIONS = ("first", "second", "longest_first", "head_tail")
+TRUNCATIONS = ("first", "second", "longest_first", "head_tail", "windows_mean", "windows_max")
 
 
 def main() -> None:

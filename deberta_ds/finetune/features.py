@@ -204,14 +204,15 @@ class _Encoder:
         """Return (rows of ids, spans (row, slot, start, end), tokens cut off) of one sequence."""
         first, _ = self.tokens(texts[0])
         rest = [self.plain(text) for text in texts[1:]]
-        if self.truncation != "first":  # none of these has spans or windows
+        in_windows = self.truncation.startswith("windows")
+        if self.truncation != "first" and not in_windows:  # none of these has spans
             whole = [first, *rest]
             kept = shortened(whole, self.max_length - 1 - len(texts), self.truncation)
             return ([_join(self.tokenizer, kept)], [],
                     sum(map(len, whole)) - sum(map(len, kept)))
         room = self.max_length - 2 - len(rest) - sum(map(len, rest))
         starts = [0]
-        if self.task.layout in _WINDOWED:
+        if self.task.layout in _WINDOWED or in_windows:
             starts = window_starts(len(first), room, min(self.window_overlap, room // 2))
         rows = [_join(self.tokenizer, [first[start : start + room], *rest]) for start in starts]
         spans = self.spans(example, texts, starts, room)

@@ -105,11 +105,11 @@ class TaskModel(nn.Module):
     """`backbone` and `head` of `task`; forward takes a FeatureBatch."""
 
     def __init__(self, task: Task, backbone: Backbone, dropout: float, sift: Sift | None = None,
-                 max_answer_tokens: int = 30):
+                 max_answer_tokens: int = 30, largest: bool = False):
         super().__init__()
         self.max_answer_tokens = max_answer_tokens
         self.backbone = backbone
-        self.head = build_head(task, backbone.config.hidden_size, dropout)
+        self.head = build_head(task, backbone.config.hidden_size, dropout, largest)
         self.sift = sift
         self.kind = task.head
 
@@ -160,8 +160,8 @@ def reads_first_only(head: nn.Module) -> bool:
     return isinstance(head, ClassifyHead)
 
 
-def build_head(task: Task, hidden_size: int, dropout: float) -> nn.Module:
-    """Return the head of `task`, not yet initialized."""
+def build_head(task: Task, hidden_size: int, dropout: float, largest: bool) -> nn.Module:
+    """Return the head of `task`, not yet initialized; `largest` score of windows, else the mean."""
     if task.head == "choice":
         return ClassifyHead(hidden_size, 1, dropout, choices=True)
     if task.head == "tags":
@@ -173,7 +173,7 @@ def build_head(task: Task, hidden_size: int, dropout: float) -> nn.Module:
     if task.head in ("words", "spans"):
         with_cls = task.head == "words"
         return SpanPairHead(hidden_size, len(task.labels), dropout, with_cls)
-    return ClassifyHead(hidden_size, len(task.labels), dropout)
+    return ClassifyHead(hidden_size, len(task.labels), dropout, largest=largest)
 
 
 def loss_sum(kind: HeadKind, scores: Tensor, batch: FeatureBatch) -> Tensor:
@@ -223,11 +223,13 @@ class ContextPooler(nn.Module):
 
 
 class ClassifyHead(nn.Module):
-    """Scores per example, averaged over windows; with `choices`, one score per sequence."""
+    """Scores per example, averaged over windows or the `largest`; with `choices`, one score per
+    sequence."""
 
-    def __init__(self, hidden_size: int, num_labels: int, dropout: float, choices: bool = False):
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, choices: bool = False,
+                 largest: bool = False):
         super().__init__()
-        self.choices = choices
+        self.choices, self.largest = choices, largest
         # The official configuration for SuperGLUE sets the pooler's own dropout to 0.
         self.pooler = ContextPooler(hidden_size, hidden_size, 0.0)
         self.dropout = nn.Dropout(dropout)
@@ -238,6 +240,10 @@ class ClassifyHead(nn.Module):
         num_examples = batch.weights_E.numel()
         if self.choices:  # the rows of an example are alternatives
             return scores_RN.view(num_examples, -1)
+        if self.largest:
+            group_RN = batch.example_R[:, None].expand_as(scores_RN)
+            return scores_RN.new_zeros(num_examples, scores_RN.size(1)).scatter_reduce(
+                0, group_RN, scores_RN, "amax", include_self=False)
         return mean_by(scores_RN, batch.example_R, num_examples)
 
 

@@ -96,7 +96,7 @@ def build_model(task: Task, start: Start, settings: Settings, seed: int) -> Task
         sift = Sift(settings.sift_weight, settings.sift_step, settings.sift_noise,
                     settings.sift_loss)
     model = TaskModel(task, Backbone(config), settings.head_dropout, sift,
-                      settings.max_answer_tokens)
+                      settings.max_answer_tokens, settings.truncation == "windows_max")
     if start.weights is None:
         init_parameters(model.backbone, config.init_std, seed)
     else:

@@ -40,9 +40,11 @@ class Settings:
     dropout: float = option("dropout of the encoder; below 0: as in pretraining", -1.0, ge=-1, lt=1)
     max_length: int = option("maximum length of an encoded example in tokens", 256, ge=8,
                              le=1 << 16)
-    truncation: Literal["first", "second", "longest_first", "head_tail"] = option(
+    truncation: Literal["first", "second", "longest_first", "head_tail", "windows_mean",
+                        "windows_max"] = option(
         "what is cut of texts beyond max_length that are not read in windows: the end of the first "
-        "or second, of whichever is the longest, or the middle of the first", "first")
+        "or second, of whichever is the longest, or the middle of the first; windows: nothing, the "
+        "first is read in windows, of whose scores the mean or the largest counts", "first")
     window_overlap: int = option("tokens that neighboring windows of a long text share", 128, ge=0,
                                  le=1 << 16)
     max_answer_tokens: int = option("question answering: longest predicted answer in tokens", 30,
@@ -141,6 +143,9 @@ def resolve(task: Task, tables: Mapping[str, Mapping[str, Any]]) -> Settings:
     _check_class_weights(task, settings.class_weights)
     if settings.truncation == "second" and len(task.texts) + len(task.choices) < 2:
         raise ConfigError(f'settings of {task.name}: truncation = "second", but it has one text')
+    if settings.truncation.startswith("windows") and task.head == "choice":
+        raise ConfigError(f"settings of {task.name}: truncation = {settings.truncation!r}: a "
+                          "choice compares whole texts; take another truncation")
     return settings
 
 

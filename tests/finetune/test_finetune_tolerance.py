@@ -12,7 +12,7 @@ from test_finetune_own import WORDS, rows_of, train, write_task
 from deberta_ds.base.errors import UserError
 from deberta_ds.finetune.directory import load_finetuned, save_finetuned
 from deberta_ds.finetune.faults import Faults
-from deberta_ds.finetune.features import encode, shortened
+from deberta_ds.finetune.features import collate, encode, shortened
 from deberta_ds.finetune.models import build_model
 from deberta_ds.finetune.own import load_own_task
 from deberta_ds.finetune.predict_file import predict_file
@@ -166,3 +166,32 @@ def test_a_long_text_is_cut_where_it_is_allowed(tmp_path, how):
     lost = {"second": ["1"], "longest_first": []}.get(how, ["2"])
     assert [place.rpartition(":")[2] for place in faults.errors] == lost
     assert all(feature.cut_tokens > 0 for feature in features)
+
+
+@pytest.mark.parametrize("how", ["windows_mean", "windows_max"])
+def test_a_long_text_is_read_in_windows_and_nothing_is_cut(tmp_path, how):
+    rows = rows_of("classification")
+    task = load_own_task(write_task(tmp_path, "classification", rows, f'truncation = "{how}"'))[0]
+    start, settings = tiny_start(), resolve(task, {})
+    examples = [dataclasses.replace(example, sequences=((LONG, "b"),)) for example in
+                read_split(task, tmp_path, "train").examples[:2]]
+    features = encode(task, examples, start.tokenizer, max_length=24, window_overlap=8,
+                      truncation=how)
+    first = features[0]
+    assert first.cut_tokens == 0 and len(first.sequences) > 3
+    ids = start.tokenizer.encode(LONG)
+    shown = [list(row[1:-3]) for row in first.sequences]  # without [CLS], [SEP] b [SEP]
+    assert shown[0] == ids[:len(shown[0])] and shown[-1] == ids[-len(shown[-1]):]
+    model = build_model(task, start, settings, 1).eval()
+    with torch.no_grad():
+        whole = model(collate(features)).scores
+        each = torch.cat([model(collate([dataclasses.replace(first, sequences=(row,))])).scores
+                          for row in first.sequences])
+    expected = each.mean(0) if how == "windows_mean" else each.amax(0)
+    torch.testing.assert_close(whole, torch.stack([expected] * 2))
+
+
+def test_a_choice_is_not_read_in_windows(tmp_path):
+    task = load_own_task(write_task(tmp_path, "choice", rows_of("choice")))[0]
+    with pytest.raises(UserError, match="a choice compares whole texts"):
+        resolve(task, {task.name: {"truncation": "windows_max"}})
