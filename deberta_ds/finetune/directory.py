@@ -21,6 +21,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,9 @@ def save_finetuned(
     write_atomic(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     if not find_tokenizer_files(directory):
         write_tokenizer_files(tokenizer.files, directory, settings.max_length)
-    facts = {"format": _FORMAT, "task": dataclasses.asdict(task),
+    files = {split: Path(name).name if os.path.isabs(name) else name  # the rest is private
+             for split, name in task.files.items()}
+    facts = {"format": _FORMAT, "task": dataclasses.asdict(dataclasses.replace(task, files=files)),
              "settings": dataclasses.asdict(settings), "threshold": threshold}
     write_atomic(directory / FACTS, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 

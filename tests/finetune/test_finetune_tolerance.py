@@ -39,6 +39,10 @@ def model(tmp_path_factory):
     return load_finetuned(directory / "model")
 
 
+def test_a_saved_model_says_nothing_of_the_machines_directories(model):
+    assert set(model.task.files.values()) == {"train.jsonl"}
+
+
 def predict(model, table, out, **options):
     options = {"global_batch_size": 8, "max_length": 64, "keep": ["n"]} | options
     return predict_file(model, table, out, torch.device("cpu"), **options)
