@@ -29,8 +29,9 @@ def main() -> None:
         "--global_batch_size", type=positive, default=32, help="rows per forward pass")
     parser.add_argument("--max_length", type=_row_length, metavar="N",
                         help="maximum length in tokens (default: as trained)")
-    parser.add_argument("--truncation", choices=TRUNCATIONS,
-                        help="what is cut of longer texts (default: as trained)")
+    parser.add_argument("--truncation", choices=TRUNCATIONS, metavar="HOW",
+                        help="what is cut of longer texts: " + ", ".join(TRUNCATIONS)
+                        + " (default: as trained)")
     parser.add_argument("--max_bad", type=not_negative, default=0, metavar="N",
                         help="go on after up to N rows that cannot be used; their lines say why")
     parser.add_argument("--encoding", default="",
