@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -61,6 +61,10 @@ class Job:
                                                    self.say)
         return self.encoded[id(split)]
 
+    @cached_property  # a pass over all texts, and an identity is compared several times
+    def data_digest(self) -> str:
+        return digest(self.task, self.train, self.val)
+
     def identity(self) -> dict:
         """Return what a run on disk must agree in, to stand for this one."""
         return {
@@ -73,7 +77,7 @@ class Job:
             "init_weights": _digest_of(self.init_from) if self.init_from else "",
             "train": [self.train.source, len(self.train.examples)],
             "val": [self.val.source, len(self.val.examples)],
-            "labels_and_texts": digest(self.task, self.train, self.val),
+            "labels_and_texts": self.data_digest,
             "precision": ds_config.precision(self.deepspeed),
         }
 
