@@ -21,13 +21,14 @@ NOTHING_STAYS = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0
                  "stage3_param_persistence_threshold": 0}
 WHOLE_TABLE = "FULL_TABLE" in os.environ
 RECOMPUTED = ["--train.activation_checkpointing=full"]
-QUICK = {2: [{"stage": 3, "zero": NOTHING_STAYS, "overrides": RECOMPUTED, "micro_batches": 2}]}
+QUICK = {2: [{"stage": 3, "zero": NOTHING_STAYS, "slack": 1.3, "overrides": RECOMPUTED,
+              "micro_batches": 2}]}
 CASES = {
     2: [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3},
         {"stage": 1, "ds": {"communication_data_type": "fp32"}},
         {"stage": 3, "ds": {"communication_data_type": "fp32"}},
         {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0}},
-        {"stage": 3, "zero": NOTHING_STAYS},
+        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.3},
         {"stage": 3, "zero": NOTHING_STAYS | {"stage3_max_reuse_distance": 400_000}, "slack": 4},
         {"stage": 3, "zero": {"stage3_param_persistence_threshold": 10_000}},
         {"stage": 3, "zero": {"stage3_param_persistence_threshold": 10_000,
@@ -36,11 +37,11 @@ CASES = {
                               "stage3_max_live_parameters": 500_000,
                               "stage3_max_reuse_distance": 200_000,
                               "stage3_prefetch_bucket_size": 100_000}, "slack": 4},
-        {"stage": 3, "zero": NOTHING_STAYS, "overrides": ["--objective.kind=mlm"]},
-        {"stage": 3, "zero": NOTHING_STAYS, "micro_batches": 1,
+        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.3, "overrides": ["--objective.kind=mlm"]},
+        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.3, "micro_batches": 1,
          "overrides": ["--train.activation_checkpointing=selective"]}, *QUICK[2]],
     4: [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3},
-        {"stage": 3, "zero": NOTHING_STAYS, "micro_batches": 1}],
+        {"stage": 3, "zero": NOTHING_STAYS, "slack": 1.3, "micro_batches": 1}],
 } if WHOLE_TABLE else QUICK
 
 
@@ -68,6 +69,6 @@ def test_bytes_are_those_counted(tmp_path, ranks):
         assert gradients == pytest.approx(sent.gradients, rel=0.01), name
         if case["stage"] == 3:
             assert weights <= sent.weights + 1000, name
-            assert sent.weights <= case.get("slack", 1.4) * weights, name
+            assert sent.weights <= case.get("slack", 1.15) * weights, name
         else:
             assert weights == pytest.approx(sent.weights, rel=0.01, abs=1000), name
