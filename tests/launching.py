@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from data_helpers import make_corpus, random_documents, tiny_tokenizer, tokenizer_path
@@ -108,3 +110,14 @@ def run_command(command: list[str], timeout: float, check: bool) -> subprocess.C
         raise AssertionError(f"{command} exited with {done.returncode}\n{done.stdout[-3000:]}\n"
                              f"{done.stderr[-6000:]}")
     return done
+
+
+def wait_for_server(port: int) -> None:
+    """Return when a server of this machine listens on `port`."""
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the server did not start")

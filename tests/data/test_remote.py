@@ -20,7 +20,7 @@ import pytest
 import rank_helpers
 from data_helpers import make_corpus, random_documents, tiny_tokenizer
 from fsspec.implementations.local import LocalFileSystem
-from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run
+from launching import ENVIRONMENT, ROOT, deepspeed_json, losses, make_run, wait_for_server
 
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.batch_schedule import Stretch
@@ -226,7 +226,7 @@ def bucket(monkeypatch):
         return faults
 
     try:
-        _wait_for(port)
+        wait_for_server(port)
         for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
                             "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
                             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
@@ -284,16 +284,6 @@ def test_a_run_from_an_s3_server_with_faults_has_the_losses_of_local_files(corpu
 
 def _aws() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-
-def _wait_for(port: int) -> None:
-    for _ in range(600):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError("the server did not start")
 
 
 def _faulty_proxy(port: int) -> tuple[int, dict[str, int]]:

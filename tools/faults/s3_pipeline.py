@@ -26,6 +26,11 @@ from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from launching import wait_for_server  # noqa: E402
+from rank_helpers import free_port  # noqa: E402
+
 PREP = "data_prep"
 FILTERS = 'use = ["language", "repetition", "gopher", "lines", "personal"]\n'
 FILTERS += '[language]\nkeep = ["en"]\n[lines]\nend_mark = false\n'
@@ -74,7 +79,7 @@ def main() -> None:
     server = subprocess.Popen(["moto_server", "-p", str(port)],
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(port)
+        wait_for_server(port)
         report = pipeline(args, Proxy(port), port)
     finally:
         server.kill()
@@ -279,22 +284,6 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def wait_for(port: int) -> None:
-    for _ in range(600):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit("the server did not start")
 
 
 if __name__ == "__main__":
