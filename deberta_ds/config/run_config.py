@@ -147,6 +147,9 @@ class OptimConfig:
                                             ge=0, le=1)
 
 
+PROFILE_AFTER = 5  # steps in which kernels are compiled and memory is found
+
+
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class TrainConfig:
     """How long, how much at a time, and what is written when."""
@@ -187,6 +190,11 @@ class TrainConfig:
                                  "deviations is bad; 0: never", 0.0, ge=0, le=1e6)
     stop_after: int = option("save and stop at this step, for example before a time limit; 0: run "
                              "to the end", 0, ge=0, le=1 << 40)
+
+    profile_steps: int = option(f"steps to record with torch.profiler after the first "
+                                f"{PROFILE_AFTER} of a start; 0: none", 0, ge=0, le=100)
+    profile_ranks: tuple[int, ...] = option("ranks that write OUT/traces/*-rank-N.json.gz (for "
+                                            "ui.perfetto.dev)", (0,), min_length=1)
 
     def __post_init__(self):
         if bool(self.initial_batch_size) != bool(self.batch_warmup_steps):
