@@ -110,19 +110,22 @@ def checked(text: str, kind: Callable[[str], N], holds: Callable[[N], bool], rul
     return value
 
 
+_LARGEST = 1 << 62
+
+
 def not_negative(text: str) -> int:
     """Type of an option: a whole number from 0 on."""
-    return checked(text, int, lambda value: value >= 0, "a whole number from 0 on")
+    return checked(text, int, lambda value: 0 <= value < _LARGEST, "a whole number from 0 to 2^62")
 
 
 def positive(text: str) -> int:
     """Type of an option: a whole number above 0."""
-    return checked(text, int, lambda value: value > 0, "a whole number above 0")
+    return checked(text, int, lambda value: 0 < value < _LARGEST, "a whole number from 1 to 2^62")
 
 
 def natural(text: str) -> int:
     """Type of an option: a whole number, 0 for what the option's help says."""
-    return checked(text, int, lambda value: value >= 0, "a whole number from 0 on")
+    return not_negative(text)
 
 
 def positive_number(text: str) -> float:

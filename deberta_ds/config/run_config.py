@@ -261,6 +261,8 @@ class RunConfig:
     evaluate: EvaluateConfig = EvaluateConfig()
 
     def __post_init__(self):
+        if "\0" in self.out_dir:
+            raise ValueError("out_dir holds a NUL character")
         if self.init.generator and not self.init.source and self.objective.kind != "rtd_cached":
             raise ValueError("init.generator needs init.from")
         if self.init.embeddings_only and self.objective.kind != "mlm":
@@ -325,7 +327,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), complete: Complete | N
             set_value(values, key, value)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        origins[key] = "command line"
+        origins = {name: origin for name, origin in origins.items()
+                   if not name.startswith(f"{key}.")}  # a table takes the place of the whole
+        origins |= dict.fromkeys(flatten({key: value}), "command line")
     _apply_defaults(values, origins, str(path))
     if complete:
         complete(values, origins)

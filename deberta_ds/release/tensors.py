@@ -9,11 +9,10 @@ import struct
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deberta_ds.base.errors import UserError, first_line, refuse_pipe
+from deberta_ds.base.errors import UserError, first_line, naming, refuse_pipe
 from deberta_ds.base.files import atomic_path
 from deberta_ds.base.json_files import read_json
 
@@ -39,11 +38,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         return _read_parts(path)
     refuse_pipe(path)
     if path.suffix == ".safetensors":
-        try:
+        with naming(path):
             return load_file(path), []
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: damaged or truncated safetensors file ({error}); fetch it "
-                            "again") from None
     values = _read_pickle(path)
     if isinstance(values.get("model_state_dict", None), dict):
         values = values["model_state_dict"]
@@ -76,8 +72,9 @@ def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
 def _read_pickle(path: Path) -> dict:
     try:
         values = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except OSError:
+        with naming(path):
+            raise
     except pickle.UnpicklingError:
         raise UserError(f"{path}: refused: the pickle holds more than tensors, or is damaged; "
                         "code in it was not run. Ask its author for safetensors") from None
