@@ -47,10 +47,6 @@ def check_roles(place: object, roles: Roles, settings: dict, ids: Mapping[str, i
         usual = ", ".join(f"{role} ({' or '.join(USUAL_NAMES[role][:2])})" for role in missing)
         raise UserError(f"{place}: no token for {usual}; name it in tokenizer_config.json, or "
                         f"{_remedy(place)}")
-    _check_distinct(place, roles)
-
-
-def _check_distinct(place: object, roles: Roles) -> None:
     taken: dict[int, str] = {}
     for role, number in roles.items():
         if number in taken:

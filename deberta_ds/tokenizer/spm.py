@@ -75,14 +75,14 @@ class SentencePieceEngine:
             self.roles: Roles = {"pad": 0, "cls": 1, "sep": 2, "unk": 3,
                                  "mask": self.pieces.index(MASK_PIECE)}
         else:
-            self.roles = _roles(processor, path, settings)
+            self.roles, ids, names = _look_up(processor, settings)
+            check_roles(path, self.roles, names, ids, needs_unknown=True)
             if self.roles != _look_up(processor, {})[0]:  # the files next to it say otherwise
                 known = json.dumps([self.sha256, self.roles], sort_keys=True)
                 self.sha256 = hashlib.sha256(known.encode()).hexdigest()
         self.normalizes_itself = proto.normalizer_spec.name != RULES_NAME
         _check_settings(settings, self.pieces, self.roles, path)
         self._processor, self._path = processor, path
-        self._plain = str if self.normalizes_itself else _plain_spaces
         self.special = {number for number in range(processor.get_piece_size())
                         if processor.is_control(number) or processor.is_unused(number)}
 
@@ -94,12 +94,10 @@ class SentencePieceEngine:
 
     def _read(self, text: str) -> tuple[str, Places | None]:
         """Return what the model is given of `text`, and its places unless it is one for one."""
-        plain = self._plain(text)
-        return (plain, None) if self.normalizes_itself else _composed(plain)
-
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        return self._fast_processor.encode(texts, return_type="numpy", num_threads=1,
-                                           **_one_thread())
+        if self.normalizes_itself:
+            return text, None
+        # Every kind of white space as U+0020, one for one: offsets stay true.
+        return _composed(text if text.isprintable() else text.translate(_SPACE_TABLE))
 
     @cached_property
     def _fast_processor(self) -> sentencepiece.SentencePieceProcessor:
@@ -113,7 +111,8 @@ class SentencePieceEngine:
         return _load(proto.SerializeToString(), self._path)
 
     def encode_joined(self, texts: list[str]) -> tuple[np.ndarray, list[int]]:
-        found = self.encode_arrays(texts)
+        found = self._fast_processor.encode(texts, return_type="numpy", num_threads=1,
+                                            **_one_thread())
         return (np.concatenate(found) if found else np.zeros(0, np.int32)), list(map(len, found))
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -239,12 +238,6 @@ def with_special_tokens(path: Path, settings: dict) -> tuple[bytes, list[str]]:
     return (proto.SerializeToString(deterministic=True) if names else data), names
 
 
-def _roles(processor: sentencepiece.SentencePieceProcessor, path: Path, named: dict) -> Roles:
-    roles, ids, settings = _look_up(processor, named)
-    check_roles(path, roles, settings, ids, needs_unknown=True)
-    return roles
-
-
 def _look_up(processor: sentencepiece.SentencePieceProcessor, named: dict
              ) -> tuple[Roles, dict, dict]:
     """Return (roles, {piece: id}, the names that the files beside the model or itself give)."""
@@ -257,11 +250,6 @@ def _look_up(processor: sentencepiece.SentencePieceProcessor, named: dict
 
 
 _SPACE_TABLE = {code: " " for code in range(0x3001) if chr(code).isspace()}
-
-
-def _plain_spaces(text: str) -> str:
-    """Return `text` with every kind of white space as U+0020, one for one (offsets stay true)."""
-    return text if text.isprintable() else text.translate(_SPACE_TABLE)
 
 
 def _composed(text: str) -> tuple[str, Places | None]:

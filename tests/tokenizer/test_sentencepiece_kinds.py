@@ -46,7 +46,7 @@ def test_ids_are_those_of_the_library_on_the_text_as_it_stands(made):
     wanted = [library.encode(text) for text in RAW]
     assert tokenizer.normalizes_itself
     assert tokenizer.encode_batch(list(RAW)) == [tokenizer.encode(text) for text in RAW] == wanted
-    assert [ids.tolist() for ids in tokenizer.encode_arrays(list(RAW))] == wanted
+    assert [tokenizer.encode_array(text).tolist() for text in RAW] == wanted
     assert len(set(tokenizer.special_ids.values())) == 5
     special = tokenizer.is_special()
     special[tokenizer.unk_id] = False

@@ -32,7 +32,7 @@ def test_ids_are_those_of_auto_tokenizer(name):
     wanted = theirs(list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
     assert ours.encode_batch(list(WITHOUT_NAMES)) == wanted
     assert [ours.encode(text) for text in WITHOUT_NAMES] == wanted
-    assert [array.tolist() for array in ours.encode_arrays(list(WITHOUT_NAMES))] == wanted
+    assert [ours.encode_array(text).tolist() for text in WITHOUT_NAMES] == wanted
     for role, number in ours.special_ids.items():
         assert getattr(theirs, f"{role}_token_id") == number
     assert ours.size == len(theirs)
