@@ -342,20 +342,18 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
         if not isinstance(name, str) or name not in MODELS:
             raise ConfigError(f"{origin}: model.preset = {name!r}: "
                               f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
-        _merge_under(values, origins, "model", MODELS[name], f"preset {name}")
+        _merge_under(model, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
     if not isinstance(objective, dict):  # missing, or what `validate` refuses
         return
     kind = objective.get("kind")
     if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
-        if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
-            _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
+        mask = objective.setdefault("mask", {})
+        if isinstance(mask, dict):  # if not, `validate` says so
+            _merge_under(mask, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
 
 
-def _merge_under(values: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:
-    target = values
-    for part in section.split("."):
-        target = target[part]
+def _merge_under(target: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:
     for key, value in defaults.items():
         if key not in target:
             target[key] = value

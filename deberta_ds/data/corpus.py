@@ -7,8 +7,6 @@ clear error.
 
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,8 +53,12 @@ class Corpus:
         self._plans = SmallFiles(self._read)
         self.seq_len = seq_len
         rows_path = rows_directory(self.path, seq_len)
-        with self._naming_url():
+        try:
             self._read_manifests(rows_path)
+        except UserError as error:
+            if self._remote is None:
+                raise
+            raise UserError(f"{self._remote.url}: {error}") from None  # else it names the cache
         self._shards = _part_of(
             list(zip(self.manifest.shards, self.rows_manifest.shards, strict=True)), part,
             self.path)
@@ -89,16 +91,6 @@ class Corpus:
         if planned != there:
             raise UserError(f"{rows_path / MANIFEST}: damaged: plans {planned} shards of {there}; "
                             f"{remedy}")
-
-    @contextmanager
-    def _naming_url(self) -> Iterator[None]:
-        """Context in which an error about a remote corpus names its URL, not only the cache."""
-        try:
-            yield
-        except UserError as error:
-            if self._remote is None:
-                raise
-            raise UserError(f"{self._remote.url}: {error}") from None
 
     @staticmethod
     def row_plans(path: str | Path) -> list[Path]:

@@ -190,25 +190,21 @@ def frame_pieces(pieces: list[np.ndarray], seq_len: int, cls_id: int, sep_id: in
     return ids, segments, positions
 
 
-def eval_sequences(path: str, tokenizer, *, seq_len: int, mask: MaskConfig, eval_seed: int,
-                   num_rows: int | None = None, attend_across_documents: bool = False,
-                   verify: str = "sizes", verify_rank: int = 0, verify_world_size: int = 1,
-                   replaced: str = "", cache: Cache = DEFAULT_CACHE) -> list[Row]:
+def eval_sequences(path: str, tokenizer, *, eval_seed: int, num_rows: int | None = None,
+                   replaced: str = "", **options) -> list[Row]:
     """Return `num_rows` rows of a held-out corpus, spread evenly over it, with fixed masks.
 
     They are the same for every checkpoint and world size. None means all; UserError if the corpus
-    has fewer than `num_rows`.
+    has fewer than `num_rows`. Options: see `RowDataset`.
     """
-    dataset = RowDataset([SourceConfig(path=path, replaced=replaced)], tokenizer, seq_len=seq_len,
-                         seed=eval_seed, mask=mask, attend_across_documents=attend_across_documents,
-                         verify=verify, verify_rank=verify_rank,
-                         verify_world_size=verify_world_size, cache=cache)
+    dataset = RowDataset([SourceConfig(path=path, replaced=replaced)], tokenizer, seed=eval_seed,
+                         **options)
     available = dataset.num_rows[path]
     count = available if num_rows is None else num_rows
     if count > available:
         raise UserError(
             f"{path}: {num_rows} evaluation rows asked for, but it has {available} rows of "
-            f"{seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
+            f"{dataset.seq_len} tokens; ask for fewer (train.eval_sequences = {available}, "
             "evaluate.py --rows), or hold out more documents (tokenize_corpus.py --heldout_share)")
     rows = [(2 * number + 1) * available // (2 * count) for number in range(count)]
     return [dataset.natural_row(row, eval_seed) for row in rows]

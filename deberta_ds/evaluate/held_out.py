@@ -27,7 +27,6 @@ from deberta_ds.tokenizer import Tokenizer
 _SEED = 0  # of samples: the same for every run and discriminator, so scores compare
 _ROWS_AT_ONCE = 16  # of `score_rows`
 Pairs = list[tuple[list[int], list[int]]]  # ids of the good and of the bad sentence
-_ONE = {"targets": torch.ones(()), "tokens": torch.ones(())}
 
 
 @torch.no_grad()
@@ -46,7 +45,7 @@ def evaluate(model, objective: Objective, device: torch.device, rows: dict[str, 
                for name, found in rows.items()
                for start in range(0, len(found), micro_batch_size)]
     turns = math.ceil(len(batches) / dist.world_size())
-    normalizers = {name: one.to(device) for name, one in _ONE.items()}
+    normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     parts: dict[str, _Part] = {name: _Part() for name in rows}
     model.eval()
     for turn in range(turns):
@@ -147,7 +146,7 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     turns = math.ceil(len(sentences) / ranks)
     mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)]
             for turn in range(turns)]
-    normalizers = {name: torch.ones((), device=device) for name in ("targets", "tokens")}
+    normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     model.eval()
     scores = objective.sentence_scores(lambda batch: model(batch.to(device), normalizers)[1:], mine,
                                        tokenizer)
@@ -189,8 +188,7 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict
     """Return the scores of `judge` on `rows` with `writer`'s samples at their targets."""
     assert writer.masked_lm is not None and writer.tokenizer is not None
     assert judge.replaced_token_head is not None
-    total = dict.fromkeys(("targets", "tokens"), 0.0)
-    views: dict[str, list[torch.Tensor]] = {"logits": [], "replaced": []}
+    counted = _Part()
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         batch = collate(rows[start:start + _ROWS_AT_ONCE])
         loss_sum, correct, ids_BL = rtd.replace_targets(
@@ -200,11 +198,8 @@ def score_rows(judge: LoadedModel, writer: LoadedModel, rows: list[Row]) -> dict
         replaced_BL, real_BL = ids_BL != original_BL, batch.segments > 0
         logits_BL = judge.replaced_token_head(
             judge.backbone(ids_BL, batch.segments, batch.positions), batch.positions)
-        sums = {"targets": batch.num_targets, "tokens": batch.num_tokens,
-                "generator_loss": loss_sum, "generator_correct": correct,
-                **rtd.detection_sums(logits_BL, replaced_BL, real_BL)}
-        for name, value in sums.items():
-            total[name] = total.get(name, 0.0) + float(value)
-        views["logits"].append(logits_BL[real_BL])
-        views["replaced"].append(replaced_BL[real_BL])
-    return rtd.scores(total, {name: torch.cat(parts) for name, parts in views.items()})
+        counted.add(batch, {"generator_loss": loss_sum, "generator_correct": correct,
+                            **rtd.detection_sums(logits_BL, replaced_BL, real_BL)},
+                    {"logits": logits_BL[real_BL], "replaced": replaced_BL[real_BL]})
+    return rtd.scores(counted.totals, {
+        name: torch.cat(parts) for name, parts in counted.per_token.items()})

@@ -253,14 +253,10 @@ def published_scores(paradigms: dict[str, str]) -> dict[str, dict[str, float]]:
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     if paradigms.keys() != published["paradigms"].keys():
         return {}
-    return {model: _means(published["paradigms"], number, paradigms)
-            for number, model in enumerate(published["columns"])}
-
-
-def _means(scores: dict[str, list[float]], number: int, paradigms: dict[str, str]
-           ) -> dict[str, float]:
-    groups = {"overall": list(scores)}
+    groups = {"overall": list(published["paradigms"])}
     for paradigm, phenomenon in sorted(paradigms.items()):
         groups.setdefault(phenomenon, []).append(paradigm)
-    return {group: sum(scores[name][number] for name in names) / len(names)
-            for group, names in groups.items()}
+    scores = published["paradigms"]
+    return {model: {group: sum(scores[name][number] for name in names) / len(names)
+                    for group, names in groups.items()}
+            for number, model in enumerate(published["columns"])}

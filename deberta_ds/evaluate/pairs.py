@@ -110,25 +110,20 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
             data = path.read_bytes()
         yield str(path), path.name, data
     else:
-        yield from _members(path)
+        try:
+            with naming(path), tarfile.open(path) as archive:
+                for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                    if member.isfile() and _holds_pairs(Path(member.name)):
+                        content = archive.extractfile(member)
+                        assert content is not None  # of a regular file
+                        yield f"{path}, {member.name}", member.name, content.read()
+        except tarfile.TarError:
+            raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
 
 
 def _holds_pairs(file: Path) -> bool:
     is_about = file.stem.lower().startswith(_ABOUT) and file.suffix == ".txt"
     return file.suffix in _SUFFIXES and not is_about and not file.name.startswith(".")
-
-
-def _members(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    try:
-        with naming(path), tarfile.open(path) as archive:
-            members = [member for member in archive.getmembers()
-                       if member.isfile() and _holds_pairs(Path(member.name))]
-            for member in sorted(members, key=lambda member: member.name):
-                file = archive.extractfile(member)
-                assert file is not None  # of a regular file
-                yield f"{path}, {member.name}", member.name, file.read()
-    except tarfile.TarError:
-        raise UserError(f"{path}: neither .jsonl nor .txt nor a whole tar archive") from None
 
 
 def _of_table(place: str, stem: str, file: BinaryIO) -> Iterator[MinimalPair]:

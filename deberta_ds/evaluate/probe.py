@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deberta_ds.base.errors import UserError, listed, naming
+from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.json_files import parse_json
+from deberta_ds.corpus.tables import text_lines
 from deberta_ds.evaluate.sentence_scores import cut_work
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.tokenizer.text import BadTextError, normalise
@@ -26,13 +27,10 @@ _DRAWS = 10_000
 
 def read_examples(path: str | Path, keys: list[str], label: str) -> tuple[list[tuple], list]:
     """Return the texts under `keys` and the labels of a .jsonl; UserError names a bad line."""
-    with naming(path):
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     texts, labels = [], []
-    for number, line in enumerate(lines, start=1):
+    for place, line in text_lines(path):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
         try:
             values = parse_json(line)
             if lost := [key for key in (*keys, label) if key not in values]:

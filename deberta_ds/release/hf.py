@@ -66,18 +66,15 @@ def head_class(network: Network) -> str:
     if network.has("rtd_head."):
         return "Model"
     if network.has("pooler.") and is_classifier:
-        return "ForMultipleChoice" if _chooses(network) else "ForSequenceClassification"
+        # A classifier that scores each of several choices; v1 has no class for that.
+        chooses = (_num_labels(network) > 1 == network.tensors["classifier.weight"].size(0)
+                   and model_type(network) == configs.V2)
+        return "ForMultipleChoice" if chooses else "ForSequenceClassification"
     if network.has("qa_outputs."):
         return "ForQuestionAnswering"
     if is_classifier and not network.has("proj."):
         return "ForTokenClassification"
     return "ForMaskedLM" if network.has("mlm_head.") else "Model"
-
-
-def _chooses(network: Network) -> bool:
-    """Return whether a classifier scores each of several choices; there is no such class of v1."""
-    return (_num_labels(network) > 1 and network.tensors["classifier.weight"].size(0) == 1
-            and model_type(network) == configs.V2)
 
 
 def _num_labels(network: Network) -> int:

@@ -191,11 +191,9 @@ def _gap(ours: Tensor, theirs: Tensor, mask: Tensor) -> Gap:
     largest = difference.abs().max() / max(1.0, ours.abs().max().item())
     mean_square = difference.square().mean().sqrt() / ours.double().square().mean().sqrt()
     same = ours.argmax(-1) == theirs.argmax(-1) if ours.ndim > 1 else (ours > 0) == (theirs > 0)
-    return Gap(_or_infinity(largest), _or_infinity(mean_square), same.double().mean().item())
-
-
-def _or_infinity(value: Tensor) -> float:
-    return float(value) if value.isfinite() else float("inf")
+    largest, mean_square = (value.nan_to_num(np.inf, np.inf).item()
+                            for value in (largest, mean_square))
+    return Gap(largest, mean_square, same.double().mean().item())
 
 
 @torch.no_grad()

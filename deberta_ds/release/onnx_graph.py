@@ -81,11 +81,9 @@ class Graph:
         if isinstance(module, nn.Linear):
             return self.linear(inputs, module.weight, module.bias, name)
         assert isinstance(module, nn.LayerNorm)
-        return self.norm(inputs, module.weight, module.bias, module.eps, name)
-
-    def norm(self, inputs: str, weight: Tensor, bias: Tensor, eps: float, name: str) -> str:
-        return self.add("LayerNormalization", inputs, self.constant(weight, f"{name}.weight"),
-                        self.constant(bias, f"{name}.bias"), epsilon=eps, axis=-1)
+        weight, bias = (self.constant(tensor, f"{name}.{part}") for tensor, part in (
+            (module.weight, "weight"), (module.bias, "bias")))
+        return self.add("LayerNormalization", inputs, weight, bias, epsilon=module.eps, axis=-1)
 
     def model(self, name: str, facts: dict[str, str]) -> onnx.ModelProto:
         graph = helper.make_graph(self.nodes, name, self.inputs, self.outputs,

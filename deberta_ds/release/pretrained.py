@@ -58,12 +58,8 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
     masked_lm = None
     for network in (release.main, release.generator):
         if masked_lm is None and network is not None and network.has_masked_lm:
-            masked_lm = _own_masked_lm(network)
+            masked_lm = build_masked_lm(Network(network.config, {
+                name: tensor.float().clone() for name, tensor in network.tensors.items()}))
     head = build_replaced_token_head(release.main) if release.main.has("rtd_head.") else None
     return LoadedModel(build_backbone(release.main), opened, release.main.config, masked_lm,
                        head)
-
-
-def _own_masked_lm(network: Network) -> tuple[TokenEmbedding, MaskedLm]:
-    copies = {name: tensor.float().clone() for name, tensor in network.tensors.items()}
-    return build_masked_lm(Network(network.config, copies))

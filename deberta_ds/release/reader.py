@@ -52,16 +52,12 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     if tokenizer is not None:
-        _give_tokenizer(release, path, tokenizer)
+        given = Tokenizer(tokenizer)
+        if own := open_tokenizer(release.tokenizer_files):
+            check_same(given, own, path)
+        check_table(given, release, path)
+        release.tokenizer_files = given.files
     return release
-
-
-def _give_tokenizer(release: Release, place: Path, path: str | Path) -> None:
-    given, own = Tokenizer(path), open_tokenizer(release.tokenizer_files)
-    if own:
-        check_same(given, own, place)
-    check_table(given, release, place)
-    release.tokenizer_files = given.files
 
 
 def check_same(given: Tokenizer, own: Tokenizer, place: str | Path) -> None:
@@ -89,7 +85,7 @@ def read_shapes(source: str | Path) -> dict[str, ModelConfig]:
     if _is_run(path):
         return ours.shapes_of_checkpoint(path)
     if ours.is_ours(path):
-        return ours.shapes_of_ours(path)
+        return {name: config for name, (config, _) in ours.describe_ours(path).items()}
     shapes = {}
     for name, files in _find_foreign(path).items():
         shape, _ = configs.from_theirs(files.values, files.place, key_bias=True)

@@ -21,7 +21,6 @@ from deberta_ds.evaluate.attention_parts import (
     HeadParts,
     Similarity,
     attention_parts,
-    check_numbers,
     position_similarity,
 )
 from deberta_ds.release.pretrained import load_backbone
@@ -66,7 +65,6 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
         layers = sorted({0, config.num_layers // 2, config.num_layers - 1})
     if heads is None:
         heads = list(range(min(4, config.num_heads)))
-    check_numbers(model, layers, heads)
     pieces, found = attention_parts(model, text, layers, heads)
     pairs = len(found) * len(pieces) ** 2
     if pairs > MAX_PAIRS:
@@ -109,9 +107,11 @@ def _head(one: HeadParts) -> Head:
 
 
 def _map(name: str, plane_LL: np.ndarray, scale: float, unit: str) -> Map:
+    from matplotlib.image import imsave  # takes a second to import
+
     integers = np.rint(plane_LL / scale * _STEPS).astype(int)
     image = io.BytesIO()
-    _write_image(image, colored(plane_LL / scale))
+    imsave(image, colored(plane_LL / scale), format="png")
     encoded = base64.b64encode(image.getvalue()).decode()
     return Map(name, f"data:image/png;base64,{encoded}", scale / _STEPS,
                json.dumps(integers.flatten().tolist(), separators=(",", ":")), unit)
@@ -123,12 +123,6 @@ def colored(shares_LL: np.ndarray) -> np.ndarray:
     pixels[..., :3] = np.where((shares_LL < 0)[..., None], _NEGATIVE, _POSITIVE)
     pixels[..., 3] = np.rint(255 * np.abs(shares_LL).clip(0, 1))
     return pixels
-
-
-def _write_image(file, pixels: np.ndarray) -> None:
-    from matplotlib.image import imsave  # takes a second to import
-
-    imsave(file, pixels, format="png")
 
 
 _CHARTS = {

@@ -47,16 +47,14 @@ def header(run: Run) -> Header:
     """Return the title, its state, what was learned in a sentence, and the progress."""
     state, tone = _state(run)
     total = run.total_steps
-    seconds = run.training_seconds()
-    progress = f"Step {run.last_step:,} of {total:,} · {format_duration(seconds)} of training"
     return Header(
         name=run.name, state=state, tone=tone, lead=_NUMBER.split(_sentence(run)),
         failure=run.events[-1].get("detail", "") if state == "Failed" else "",
         done=round(100 * run.last_step / total, 2),
         marks=[round(min(100.0, 100 * at / total), 2) for at in run.resumed_at],
-        progress=progress,
-        history=_history(run),
-        resumed=_resumed(run))
+        progress=f"Step {run.last_step:,} of {total:,} · "
+                 f"{format_duration(run.training_seconds())} of training",
+        history=_history(run), resumed=_resumed(run))
 
 
 def _state(run: Run) -> tuple[str, str]:

@@ -150,26 +150,21 @@ class _Report:
 
 def write_filters_page(directory: str | Path) -> Path:
     """Write DIRECTORY/filters.html from its filters.json; return its path."""
-    report, _ = read_checked(Path(directory) / REPORT, _Report)
-    path = Path(directory) / PAGE
-    write_atomic(path, filters_page(report, Path(directory).resolve().name))
-    return path
-
-
-def filters_page(report: _Report, name: str) -> str:
-    """Return the page as one HTML document."""
+    report: _Report = read_checked(Path(directory) / REPORT, _Report)[0]
     gone, characters = (sum(counts[part] for counts in report.dropped.values()) for part in (0, 1))
     samples = [(reason, [(place, text[:_TEXT_CHARACTERS] + "…" * (len(text) > _TEXT_CHARACTERS))
                          for place, text in report.examples.get(reason, [])[:_SHOWN]])
                for reason in (*_by_size(report.dropped), *_by_size(report.changed))]
-    return render(
-        "filters.html", name=name, documents=f"{report.documents:,}", dropped=f"{gone:,}",
-        share=f"{gone / max(report.documents, 1):.1%}",
+    path = Path(directory) / PAGE
+    write_atomic(path, render(
+        "filters.html", name=path.parent.resolve().name, documents=f"{report.documents:,}",
+        dropped=f"{gone:,}", share=f"{gone / max(report.documents, 1):.1%}",
         characters=f"{characters / max(report.characters, 1):.1%}",
         rules=", ".join(map(str, (*report.rules.get("use", []),
                                   *report.rules.get("functions", [])))),
         tables=[table for table in (_dropped(report), _changed(report)) if table.rows],
-        samples=[(reason, found) for reason, found in samples if found])
+        samples=[(reason, found) for reason, found in samples if found]))
+    return path
 
 
 def _dropped(report: _Report) -> Table:

@@ -92,8 +92,7 @@ def evaluation(run: Run) -> Table | None:
     for network in dict.fromkeys(metric.network for metric in run.metrics):
         metrics = [metric for metric in run.metrics if metric.network == network]
         shown_metrics += metrics
-        head += [Cell(metric.short_title, below=baseline_name(metric))
-                 for metric in metrics]
+        head += [Cell(metric.short_title, below=baseline_name(metric)) for metric in metrics]
         groups.append(Cell(network, kind="", span=len(metrics), color=color_of(metrics[0], run)))
     rows = [[Cell(f"{record['step']:,}", record["step"]),
              *(_beside_baseline(metric, record) for metric in shown_metrics)]
@@ -115,8 +114,7 @@ def evaluation_by_corpus(run: Run) -> Table | None:
                   if key.endswith(f"/{name}")}
         rows.append([Cell(name, kind="name"),
                      *(_beside_baseline(metric, record) for metric in metrics)])
-    head = [Cell(metric.title, below=baseline_name(metric))
-            for metric in metrics]
+    head = [Cell(metric.title, below=baseline_name(metric)) for metric in metrics]
     return Table("By held-out corpus", "The last evaluation, each corpus of data.heldout alone.",
                  [Cell("Corpus", kind=""), *head], rows)
 

@@ -114,7 +114,8 @@ class Tokenizer:
         for number, part in enumerate(parts):
             ids += [self.mask_id] if number else []
             part = part.rstrip() if number + 1 < len(parts) else part
-            ids += self.encode_after(part) if number and part else self.encode(part)
+            if part:
+                ids += self.encode_after(part) if number else self.encode(part)
         return ids
 
     def decode(self, ids) -> str:
