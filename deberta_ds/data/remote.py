@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def file_system(url: str):
         raise UserError(f"{url}: needs another package: {error}") from error
     except ValueError as error:  # an unknown protocol
         raise UserError(f"{url}: {error}") from error
+
+
+@cache
+def _system_of_process(url: str, process: int) -> tuple:
+    """Return `file_system`, one for each process: clients do not survive a fork."""
+    return file_system(url)
 
 
 class _Files(LocalFileSystem):
@@ -139,7 +146,6 @@ class RemoteCorpus:
         self.url, self._cache = url.rstrip("/"), cache
         root = Path(cache.directory).expanduser()
         self.directory = root / xxhash.xxh3_64_hexdigest(self.url.encode())
-        self._systems: dict[int, tuple] = {}
         self._sums: dict[str, np.ndarray] = {}
         self._written = 0
         self.fetch(MANIFEST)
@@ -217,7 +223,7 @@ class RemoteCorpus:
     def _get(self, name: str, begin: int | None, end: int | None, is_whole) -> bytes:
         """Return bytes of a remote file, tried again where an answer is cut short or damaged."""
         def get() -> bytes:
-            system, root = self._system
+            system, root = _system_of_process(self.url, os.getpid())
             return system.cat_file(f"{root}/{name}", start=begin, end=end)
 
         try:
@@ -225,17 +231,6 @@ class RemoteCorpus:
         except FileNotFoundError:
             raise UserError(f"{self.url}/{name}: no such file; upload the corpus with data_prep"
                             "/upload.py, or give the right address") from None
-
-    @property
-    def _system(self) -> tuple:
-        """The file system of this process: clients do not survive a fork."""
-        found = self._systems.get(os.getpid())
-        if found is None:
-            found = self._systems[os.getpid()] = file_system(self.url)
-        return found
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_systems": {}}
 
     def _make_room(self) -> None:
         """Empty files, least recently written first, until a fifth of the limit is free."""

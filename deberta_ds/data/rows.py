@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from deberta_ds.data.mixture import Permutation, build_mixture
 from deberta_ds.data.remote import DEFAULT_CACHE, Cache
 from deberta_ds.data.replaced import Replacements
 
-_PERMUTATIONS_KEPT = 4096
+_permutation = lru_cache(4096)(Permutation)
 
 
 class RowDataset:
@@ -64,7 +65,6 @@ class RowDataset:
         self._special, self._mask_id = tokenizer.is_special(), tokenizer.mask_id
         self._cls_id, self._sep_id, self._pad_id = (tokenizer.cls_id, tokenizer.sep_id,
                                                     tokenizer.pad_id)
-        self._permutations: dict[tuple[int, int], Permutation] = {}
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -100,15 +100,8 @@ class RowDataset:
     def locate(self, g: int) -> tuple[int, int]:
         """Return (source number, row of that corpus) of row g."""
         source, epoch, position = self._place(g)
-        key = (source, epoch)
-        permutation = self._permutations.get(key)
-        if permutation is None:
-            if len(self._permutations) >= _PERMUTATIONS_KEPT:
-                self._permutations.clear()
-            order = self.sources[source].order or (self.seed, source)
-            permutation = Permutation(self._corpora[source].num_rows, (*order, epoch))
-            self._permutations[key] = permutation
-        return source, permutation[position]
+        order = self.sources[source].order or (self.seed, source)
+        return source, _permutation(self._corpora[source].num_rows, (*order, epoch))[position]
 
     def __getitem__(self, g: int) -> Row:
         return self.build(g, self.read(g))

@@ -10,8 +10,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.base.numbers import counted
 from deberta_ds.cluster import dist
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
-from deberta_ds.evaluate.sentence_scores import Work, cut_work, masked_scores, original_scores
+from deberta_ds.evaluate.sentence_scores import cut_work, masked_scores, original_scores
 from deberta_ds.objectives.sentences import queries_of
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.release.tokenizer_files import exported_word_ids
@@ -94,7 +95,7 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
     queries = queries_of(sentences, tokenizer, word_ids)
     lengths = np.array([len(ids) for ids in sentences])[queries.sentence]
     scored = _over_ranks(
-        lambda work: masked_scores(words, masked_lm, tokenizer, sentences, queries, work),
+        lambda items: masked_scores(words, masked_lm, tokenizer, sentences, queries, items),
         cut_work(lengths), "masked LM", per_item=len(sentences) / max(1, len(lengths)))
     values = np.empty(len(lengths))
     for items, part in scored:
@@ -107,8 +108,10 @@ def _likelihoods(model: LoadedModel, sentences: list[list[int]],
 def _originality(model: LoadedModel, sentences: list[list[int]], place: np.ndarray
                  ) -> dict[str, np.ndarray]:
     """Return {scorer: [pairs, 2]} of the discriminator."""
+    head = model.replaced_token_head
+    assert head is not None
     scored = _over_ranks(
-        lambda work: original_scores(model.backbone, model.replaced_token_head, sentences, work),
+        lambda items: original_scores(model.backbone, head, sentences, items),
         cut_work(np.array([len(ids) for ids in sentences])), "discriminator", per_item=1.0)
     pieces: list[np.ndarray] = [np.empty(0)] * len(sentences)
     for items, rows in scored:
@@ -125,29 +128,27 @@ def _differing(sentences: list[list[int]], pieces: list[np.ndarray], good: int, 
                ) -> tuple[float, float]:
     """Return both sums over what lies between the longest common beginning and end."""
     one, other = sentences[good][1:-1], sentences[bad][1:-1]
-    shorter = min(len(one), len(other))
-    before = next((k for k in range(shorter) if one[k] != other[k]), shorter)
-    after = next((k for k in range(shorter - before) if one[-1 - k] != other[-1 - k]),
-                 shorter - before)
+    before = len(commonprefix((one, other)))
+    after = len(commonprefix((one[before:][::-1], other[before:][::-1])))
     return (pieces[good][before:len(one) - after].sum(),
             pieces[bad][before:len(other) - after].sum())
 
 
-def _over_ranks(run: Callable[[list[Work]], Iterator[tuple[Work, np.ndarray]]], work: list[Work],
+def _over_ranks(score: Callable[[np.ndarray], np.ndarray], batches: list[np.ndarray],
                 title: str, per_item: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (items, values) of every batch of `work`, each computed by one rank.
+    """Return (items, their scores) of every batch, each computed by one rank.
 
     `per_item` is how many sentences an item stands for in the progress on stderr.
     """
-    mine = work[dist.rank()::dist.world_size()]
-    total = sum(len(batch.items) for batch in mine) * per_item
+    mine = batches[dist.rank()::dist.world_size()]
+    total = sum(map(len, mine)) * per_item
     interval = 0.5 if sys.stderr.isatty() else 20.0
     done = []
     with tqdm(total=total + 1e-6, desc=title, unit=" sentences", unit_scale=True, ncols=90,
               mininterval=interval, disable=not dist.is_main()) as bar:
-        for batch, values in run(mine):
-            done.append((batch.items, values))
-            bar.update(len(batch.items) * per_item)
+        for items in mine:
+            done.append((items, score(items)))
+            bar.update(len(items) * per_item)
     return [part for parts in dist.gather_objects(done) for part in parts]
 
 

@@ -71,12 +71,12 @@ def features(model: LoadedModel, texts: list[tuple], pooling: str) -> np.ndarray
         raise UserError(f"the tokenizer has no token for {empty[0]!r} ({len(empty)} inputs of "
                         f"{len(texts)}); take such inputs out")
     found = np.empty((len(ids), model.model_config.hidden_size), dtype=np.float32)
-    for work in cut_work(np.array([len(one) for one in ids])):
-        inputs_BL = torch.tensor([ids[item] for item in work.items],
+    for items in cut_work(np.array([len(one) for one in ids])):
+        inputs_BL = torch.tensor([ids[item] for item in items],
                                  device=model.backbone.words.weight.device)
         states_BLC = model.backbone(inputs_BL, torch.ones_like(inputs_BL, dtype=torch.int32))
         pooled_BC = states_BLC[:, 0] if pooling == "cls" else states_BLC[:, 1:-1].mean(1)
-        found[work.items] = pooled_BC.cpu().numpy()
+        found[items] = pooled_BC.cpu().numpy()
     return found
 
 

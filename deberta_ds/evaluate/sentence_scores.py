@@ -13,13 +13,9 @@ number of ranks, so neither do the scores.
 Legend: N sentences of one length, B batch, L length, C hidden, V vocabulary.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
@@ -31,51 +27,33 @@ BATCH_TOKENS = 4096
 _LOGITS_AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True)
-class Work:
-    """A batch: items (of a list of queries or sentences) that share one length."""
+def cut_work(lengths: np.ndarray, batch_tokens: int = BATCH_TOKENS) -> list[np.ndarray]:
+    """Return batches of items (of `lengths`) that share one length, long ones first.
 
-    items: np.ndarray
-    length: int
-
-
-def cut_work(lengths: np.ndarray, batch_tokens: int = BATCH_TOKENS) -> list[Work]:
-    """Return batches of at most `batch_tokens` that hold every item once, long ones first."""
-    batches = []
+    They hold every item once, and at most `batch_tokens`.
+    """
+    batches: list[np.ndarray] = []
     for length in np.unique(lengths)[::-1]:
         items = np.flatnonzero(lengths == length)
         rows = max(1, batch_tokens // int(length))
-        batches += [Work(items[start:start + rows], int(length))
-                    for start in range(0, len(items), rows)]
+        batches += [items[start:start + rows] for start in range(0, len(items), rows)]
     return batches
 
 
 @torch.no_grad()
 def masked_scores(words: TokenEmbedding, masked_lm: MaskedLm, tokenizer: Tokenizer,
-                  sentences: list[list[int]], queries: Queries, work: list[Work],
-                  ) -> Iterator[tuple[Work, np.ndarray]]:
-    """Yield (batch, log p of its queries' pieces, fp64 [B]) for each batch of `work`."""
-    device = words.weight.device
-    for batch in work:
-        asked = zip(queries.sentence[batch.items], queries.target[batch.items],
-                    queries.end[batch.items], strict=True)
-        inputs = masked_batch([(sentences[number], target, end) for number, target, end in asked],
-                              tokenizer).to(device)
-        states_BC = masked_lm.target_states(words, inputs)
-        label_B = inputs.labels.gather(1, inputs.target_positions)[:, 0]
-        yield batch, log_probabilities(words, masked_lm, states_BC, label_B, tokenizer.size)
-
-
-def log_probabilities(words: TokenEmbedding, masked_lm: MaskedLm, states_BC: Tensor,
-                      label_B: Tensor, valid_vocab: int) -> np.ndarray:
-    """Return fp64 [B]: log softmax at the labels over the ids below `valid_vocab`."""
-    head = masked_lm.head
-    states_BC = head.norm(F.gelu(head.dense(states_BC)))
-    weight_VC, bias_V = words.weight[:valid_vocab], head.bias[:valid_vocab]
-    rows = max(1, _LOGITS_AT_ONCE // valid_vocab)
+                  sentences: list[list[int]], queries: Queries, items: np.ndarray) -> np.ndarray:
+    """Return fp64 [B]: log p of the tokens of a batch of queries, over the tokenizer's ids."""
+    asked = zip(queries.sentence[items], queries.target[items], queries.end[items], strict=True)
+    inputs = masked_batch([(sentences[number], target, end) for number, target, end in asked],
+                          tokenizer).to(words.weight.device)
+    label_B = inputs.labels.gather(1, inputs.target_positions)[:, 0]
+    head, size = masked_lm.head, tokenizer.size
+    states_BC = head.norm(F.gelu(head.dense(masked_lm.target_states(words, inputs))))
+    rows = max(1, _LOGITS_AT_ONCE // size)
     parts = []
     for some_BC, some_B in zip(states_BC.split(rows), label_B.split(rows), strict=True):
-        logits_BV = F.linear(some_BC, weight_VC, bias_V)
+        logits_BV = F.linear(some_BC, words.weight[:size], head.bias[:size])
         chosen_B = logits_BV.gather(1, some_B[:, None])[:, 0]
         parts.append((chosen_B - logits_BV.logsumexp(-1)).double())
     return torch.cat(parts).cpu().numpy()
@@ -83,12 +61,11 @@ def log_probabilities(words: TokenEmbedding, masked_lm: MaskedLm, states_BC: Ten
 
 @torch.no_grad()
 def original_scores(backbone: Backbone, head: ReplacedTokenHead, sentences: list[list[int]],
-                    work: list[Work]) -> Iterator[tuple[Work, np.ndarray]]:
-    """Yield (batch, log p(original) [B, L] of its sentences' tokens) for each batch of `work`."""
-    device = backbone.words.weight.device
-    for batch in work:
-        ids_BL = torch.tensor([sentences[number] for number in batch.items], device=device)
-        positions_BL = torch.arange(batch.length, device=device).expand_as(ids_BL)
-        segments_BL = torch.ones_like(ids_BL, dtype=torch.int32)
-        logits_BL = head(backbone(ids_BL, segments_BL, positions_BL), positions_BL)
-        yield batch, F.logsigmoid(-logits_BL).double().cpu().numpy()
+                    items: np.ndarray) -> np.ndarray:
+    """Return fp64 [B, L]: log p(original) of the tokens of a batch of sentences."""
+    ids_BL = torch.tensor([sentences[number] for number in items],
+                          device=backbone.words.weight.device)
+    positions_BL = torch.arange(ids_BL.size(1), device=ids_BL.device).expand_as(ids_BL)
+    segments_BL = torch.ones_like(ids_BL, dtype=torch.int32)
+    logits_BL = head(backbone(ids_BL, segments_BL, positions_BL), positions_BL)
+    return F.logsigmoid(-logits_BL).double().cpu().numpy()

@@ -236,7 +236,7 @@ def microsoft_tensors(network: Network, notes: list[str]) -> dict[str, Tensor]:
     if not config.key_bias:
         tensors = with_zero_key_biases(network)
         notes.append("derived: zero key biases, which the official code gives v1 models")
-    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = names.to_theirs(tensors, config)
     return {(names.PREFIX if names.is_encoder_name(name) else "") + name: tensor
             for name, tensor in theirs.items()}
 

@@ -134,7 +134,7 @@ def split_tensors(network: Network, kind: str, head: str
     if kind == configs.V2 and not config.key_bias:
         tensors = with_zero_key_biases(network)
         notes.append("derived: zero key biases, which transformers' v2 class always has")
-    theirs = names.to_theirs(tensors, config.num_layers, config.absolute_input)
+    theirs = names.to_theirs(tensors, config)
     theirs, added = without_unread_rows(theirs, config)
     notes += added
     if kind == configs.V1:

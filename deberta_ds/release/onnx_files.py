@@ -21,14 +21,9 @@ from torch import Tensor
 from deberta_ds.base.errors import UserError
 from deberta_ds.config.run_config import ModelConfig
 from deberta_ds.model.encoder import DecoderQueries
+from deberta_ds.release import release as networks
 from deberta_ds.release.hf import GENERATOR_DIRECTORY, head_class
-from deberta_ds.release.release import (
-    Network,
-    Release,
-    build_backbone,
-    build_masked_lm,
-    build_replaced_token_head,
-)
+from deberta_ds.release.release import Network, Release
 
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
 MODEL, QUANTIZED = "model.onnx", "model_quantized.onnx"
@@ -201,12 +196,12 @@ def expected(network: Network, head: str, ids: Tensor, mask: Tensor) -> tuple[Te
     """Return the graph's outputs, computed by PyTorch."""
     if head == "ForMaskedLM":
         return (_masked_lm_logits(network, ids, mask),)
-    hidden_BLC = build_backbone(network)(ids.flatten(0, -2), mask.flatten(0, -2))
+    hidden_BLC = networks.build_backbone(network)(ids.flatten(0, -2), mask.flatten(0, -2))
     if head == "Model":
         if not network.has("rtd_head."):
             return (hidden_BLC,)
         positions_BL = torch.arange(ids.size(1)).expand(ids.shape)
-        return hidden_BLC, build_replaced_token_head(network)(hidden_BLC, positions_BL)
+        return hidden_BLC, networks.build_replaced_token_head(network)(hidden_BLC, positions_BL)
     get = network.tensors
     if head in ("ForSequenceClassification", "ForMultipleChoice"):
         activation = getattr(F, network.rest.get("pooler_hidden_act", "gelu"))
@@ -221,7 +216,7 @@ def expected(network: Network, head: str, ids: Tensor, mask: Tensor) -> tuple[Te
 
 def _masked_lm_logits(network: Network, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """Return logits [B, L, V] of the enhanced mask decoder in every column."""
-    words, masked_lm = build_masked_lm(network)
+    words, masked_lm = networks.build_masked_lm(network)
     columns_BL = torch.arange(ids_BL.size(1)).expand(ids_BL.shape)
     decoder = masked_lm.positions and DecoderQueries(masked_lm.positions(columns_BL), columns_BL)
     hidden_BLC = masked_lm.trunk(words(ids_BL), mask_BL, None, decoder)

@@ -47,8 +47,7 @@ def read_release(source: str | Path, tokenizer: str | Path | None = None) -> Rel
         release = ours.read_ours(path)
     else:
         release = _read_foreign(path)
-        said = partial(names.their_name, num_layers=release.main.config.num_layers,
-                       absolute_input=release.main.config.absolute_input)
+        said = partial(names.their_name, config=release.main.config)
     for name, network in release.networks().items():
         check_network(network, f"{path} ({name})" if release.generator else str(path), said)
     if tokenizer is not None:
@@ -207,7 +206,7 @@ def _read_network(files: _Files, notes: list[str]) -> Network:
         config, rest = configs.from_theirs(values, place, key_bias=key_bias)
     table = tensors.get(TABLE) if "model_type" in values else None
     tensors = with_unread_rows(tensors, config, str(weights))
-    tensors = names.to_ours(tensors, config.num_layers, config.absolute_input)
+    tensors = names.to_ours(tensors, config)
     return Network(config, tensors, rest, table)
 
 

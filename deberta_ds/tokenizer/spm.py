@@ -20,6 +20,7 @@ import numpy as np
 import sentencepiece
 
 from deberta_ds.base.errors import UserError, refuse_pipe
+from deberta_ds.tokenizer import words
 from deberta_ds.tokenizer.files import SPM, read_settings
 from deberta_ds.tokenizer.roles import (
     ROLES,
@@ -28,12 +29,6 @@ from deberta_ds.tokenizer.roles import (
     check_roles,
     look_up_roles,
     token_name,
-)
-from deberta_ds.tokenizer.words import (
-    SPACE_MARK,
-    byte_value,
-    character_length,
-    piece_starts_word,
 )
 
 SPECIAL_PIECES = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
@@ -121,7 +116,7 @@ class SentencePieceEngine:
         pieces, offsets = found["pieces"], [tuple(span) for span in found["offsets"]]
         for index in range(len(pieces) - 2, -1, -1):
             start, end = offsets[index]
-            if start == end and byte_value(pieces[index]) is not None:
+            if start == end and words.byte_value(pieces[index]) is not None:
                 offsets[index] = offsets[index + 1]
         if places:
             starts = [*(start for start, _ in places), places[-1][1]]
@@ -136,14 +131,14 @@ class SentencePieceEngine:
         return self.pieces[number]
 
     def starts_word(self, number: int) -> bool:
-        return piece_starts_word(self.pieces[number])
+        return words.piece_starts_word(self.pieces[number])
 
     def starts_character(self, number: int) -> bool:
-        value = byte_value(self.pieces[number])
-        return value is None or bool(character_length(value))
+        value = words.byte_value(self.pieces[number])
+        return value is None or bool(words.character_length(value))
 
     def readable(self, number: int) -> str:
-        return self.pieces[number].replace(SPACE_MARK, " ")
+        return self.pieces[number].replace(words.SPACE_MARK, " ")
 
 
 def _load(data: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:

@@ -42,8 +42,8 @@ def test_every_parameter_has_one_name_on_each_side():
         release = make_release(family)
         for network in release.networks().values():
             config = network.config
-            there = names.to_theirs(network.tensors, config.num_layers, config.absolute_input)
-            back = names.to_ours(there, config.num_layers, config.absolute_input)
+            there = names.to_theirs(network.tensors, config)
+            back = names.to_ours(there, config)
             assert back.keys() == network.tensors.keys() and len(there) == len(back)
             assert not there.keys() & back.keys()
 
