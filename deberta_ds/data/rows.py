@@ -126,9 +126,10 @@ class RowDataset:
         replaced = self._replaced[source]
         if not replaced:
             return 0
+        draws = len(replaced.manifest.temperatures)
         if self._draws_by == "course":
-            return min(replaced.draws - 1, g * replaced.draws // max(1, self._rows_of_run))
-        return epoch % replaced.draws
+            return min(draws - 1, g * draws // max(1, self._rows_of_run))
+        return epoch % draws
 
     def natural_row(self, row: int, eval_seed: int) -> Row:
         """Return row `row` of the first source as stored; masks are keyed by (eval_seed, row)."""

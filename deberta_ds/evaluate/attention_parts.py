@@ -96,10 +96,9 @@ def _heads_of(attention: Attention, layer: int, heads: list[int], queries_BHLD: 
     q_HLD, k_HLD, v_HLD = queries_BHLD[0], keys_BHLD[0], values_BHLD[0]
     length = q_HLD.size(1)
     columns = torch.arange(length)
-    geometry = Geometry(config.largest_distance, config.position_buckets) \
-        if config.relative_attention else None
     parts_HLL = {"content": q_HLD @ k_HLD.transpose(-1, -2)}
-    if geometry is not None:
+    if config.relative_attention:
+        geometry = Geometry(config.largest_distance, config.position_buckets)
         slots_LL = geometry.slots(columns[:, None] - columns)
         index_HLL = slots_LL.expand(config.num_heads, -1, -1)
         if position_key_HSD is not None:

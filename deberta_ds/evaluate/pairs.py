@@ -60,7 +60,12 @@ def read_pairs(path: str | Path) -> list[MinimalPair]:
     if not pairs:
         raise UserError(f"{path}: no pairs; a .jsonl with sentence_good and sentence_bad, a .txt "
                         "of Zorro, or a directory or tar archive of such files is expected")
-    _check_names(pairs, str(path))
+    phenomena: dict[str, str] = {}
+    for pair in pairs:  # a paradigm of two phenomena would count twice
+        if phenomena.setdefault(pair.paradigm, pair.phenomenon) != pair.phenomenon:
+            raise UserError(f"{path}: paradigm {pair.paradigm!r} is of phenomenon "
+                            f"{phenomena[pair.paradigm]!r} and of {pair.phenomenon!r}; rename one "
+                            "of the two")
     return pairs
 
 
@@ -168,13 +173,3 @@ def _name(values: dict, what: str, default: str, place: str) -> str:
                 raise UserError(f"{place}, {key}: must be a name, it is {values[key]!r}")
             return _SAME_PHENOMENON.get(values[key], values[key])
     return default
-
-
-def _check_names(pairs: list[MinimalPair], place: str) -> None:
-    """A paradigm belongs to one phenomenon, or its mean would count twice."""
-    known: dict[str, str] = {}
-    for pair in pairs:
-        if known.setdefault(pair.paradigm, pair.phenomenon) != pair.phenomenon:
-            raise UserError(f"{place}: paradigm {pair.paradigm!r} is of phenomenon "
-                            f"{known[pair.paradigm]!r} and of {pair.phenomenon!r}; rename one of "
-                            "the two")

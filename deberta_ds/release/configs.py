@@ -93,9 +93,6 @@ def from_theirs(values: dict, place: str, *, key_bias: bool) -> tuple[ModelConfi
 def model_config(values: dict, place: str) -> ModelConfig:
     """Return a validated ModelConfig; UserError names `place` and the first bad key."""
     try:
-        for name in ("hidden_dropout", "attention_dropout", "norm_eps", "init_std"):
-            if isinstance(values.get(name), int):
-                values = values | {name: float(values[name])}
         # JSON mode: strict about types, but arrays become tuples.
         return TypeAdapter(ModelConfig).validate_json(json.dumps(values))
     except ValidationError as error:

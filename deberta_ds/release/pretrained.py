@@ -52,7 +52,9 @@ def load_backbone(path: str | Path, tokenizer: str | Path | None = None, *, for_
         check_table(opened, release, path)
     main = release.main
     decoding = next((one for one in release.networks().values() if one.has_masked_lm), None)
-    masked_lm = None if decoding is None else networks.build_masked_lm(networks.Network(
-        decoding.config, {name: tensor.float().clone() for name, tensor in decoding.tensors.items()}))
+    masked_lm = None
+    if decoding is not None:
+        masked_lm = networks.build_masked_lm(networks.Network(decoding.config, {
+            name: tensor.float().clone() for name, tensor in decoding.tensors.items()}))
     head = networks.build_replaced_token_head(main) if main.has("rtd_head.") else None
     return LoadedModel(networks.build_backbone(main), opened, main.config, masked_lm, head)

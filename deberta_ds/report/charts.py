@@ -118,11 +118,8 @@ def _domain(chart: Chart) -> tuple[float, float, str]:
     if chart.from_zero:
         low = min(0.0, low)
     largest = max(abs(high), abs(low))
-    if chart.unit == "rate":
-        is_flat = high - low <= _FLAT * largest
-    else:
-        is_flat = high - low <= _FLAT * max(1.0, largest)
-    if is_flat:  # one value: in the middle, with room that means something
+    if high - low <= _FLAT * (largest if chart.unit == "rate" else max(1.0, largest)):
+        # One value: in the middle, with room that means something.
         margin = 0.5 * largest if largest > _FLAT or chart.unit == "rate" and largest else _ROOM
     else:
         margin = 0.08 * (high - low)

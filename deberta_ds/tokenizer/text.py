@@ -48,7 +48,7 @@ WORD = re.compile(f"{LETTERS}|{UNSPACED_LETTER}")
 TEXT_RULES_VERSION = 1
 TO_UTF8 = "convert the file, such as by: iconv -f ENCODING -t UTF-8"
 ENCODE_CHARACTERS = 1 << 18
-_LONG = 1 << 13  # characters
+_LONG = 1 << 13  # characters; in fewer the calls of NumPy would cost more than the work
 _FRONT = 64  # characters, of a text of which only the front is looked at
 
 _APART = "\0"  # between texts that are normalised together
@@ -141,11 +141,7 @@ def _is_printable(text: str, apart: int = 0) -> bool:
     """
     if not text.isascii():
         return not apart and text.isprintable()
-    data = text.encode()
-    if len(data) < _LONG:  # here the calls of NumPy would cost more than the work
-        return len(data.translate(None, _PRINTABLE_ASCII)) == apart
-    codes = np.frombuffer(data, np.uint8)
-    return bool(codes.max() < 0x7F) and np.count_nonzero(codes < 0x20) == apart
+    return len(text.encode().translate(None, _PRINTABLE_ASCII)) == apart
 
 
 def _printable(text: str) -> tuple[str, int]:

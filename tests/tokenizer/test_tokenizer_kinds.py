@@ -56,7 +56,7 @@ def test_ids_of_tokenizers_that_transformers_has_trained_and_saved(name, tmp_pat
         list(WITHOUT_NAMES), add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
 def test_names_of_special_tokens_in_text_are_text(name):
     tokenizer = Tokenizer(directory_of(name))
     special = tokenizer.is_special()
