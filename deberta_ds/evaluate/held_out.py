@@ -4,7 +4,6 @@ The same rows, masks and samples for every checkpoint and world size, dropout of
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,18 +82,17 @@ class _Part:
 def _scores(objective: Objective, gathered: list[dict[str, tuple]], rows: dict[str, list[Row]],
             metrics: tuple[str, ...]) -> dict[str, float]:
     """Return the scores over all corpora, and of each; `gathered`: what every rank has counted."""
-    def over(names: Iterable[str]) -> dict[str, float]:
-        return _scores_over(objective, [found[name] for found in gathered for name in names],
-                            [row for name in names for row in rows[name]], metrics)
-
-    scores = over(rows)
-    if len(rows) > 1:
-        scores |= {f"{key}/{name}": value for name in rows for key, value in over([name]).items()}
+    scores = _scores_over(objective, gathered, rows, metrics)
+    for name in rows if len(rows) > 1 else ():
+        of_corpus = _scores_over(objective, gathered, {name: rows[name]}, metrics)
+        scores |= {f"{key}/{name}": value for key, value in of_corpus.items()}
     return scores
 
 
-def _scores_over(objective: Objective, parts: list[tuple], rows: list[Row],
-                 metrics: tuple[str, ...]) -> dict[str, float]:
+def _scores_over(objective: Objective, gathered: list[dict[str, tuple]],
+                 rows_of: dict[str, list[Row]], metrics: tuple[str, ...]) -> dict[str, float]:
+    parts = [found[name] for found in gathered for name in rows_of]
+    rows = [row for found in rows_of.values() for row in found]
     names = dict.fromkeys(name for totals, _ in parts for name in totals)
     total = {name: sum(totals.get(name, 0.0) for totals, _ in parts) for name in names}
     if not total["targets"]:
