@@ -17,7 +17,7 @@ import torch
 from deberta_ds.base.errors import UserError, listed
 from deberta_ds.base.json_files import parse_json
 from deberta_ds.corpus.tables import text_lines
-from deberta_ds.evaluate.sentence_scores import cut_work
+from deberta_ds.evaluate.pair_scores import cut_work
 from deberta_ds.release.pretrained import LoadedModel
 from deberta_ds.tokenizer.text import BadTextError, normalise
 

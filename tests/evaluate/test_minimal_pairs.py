@@ -18,8 +18,8 @@ from launching import ROOT
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate import pair_scores
 from deberta_ds.evaluate.held_out import score_minimal_pairs
+from deberta_ds.evaluate.pair_scores import cut_work, masked_scores
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
-from deberta_ds.evaluate.sentence_scores import cut_work, masked_scores
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
