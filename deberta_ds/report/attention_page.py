@@ -44,15 +44,6 @@ class Map:
     unit: str  # "score" or "share"
 
 
-@dataclass(frozen=True)
-class Head:
-    """A card: its maps, and the range of its colors."""
-
-    title: str
-    maps: list[Map]
-    note: str
-
-
 def write_attention(model_path: str, text: str, layers: list[int] | None, heads: list[int] | None,
                     out: Path, *, png: bool, tokenizer: str | None = None) -> list[Path]:
     """Write the page of `text` (and a picture beside it); return what was written."""
@@ -80,7 +71,7 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
 def attention_page(model: str, text: str, pieces: list[str], found: list[HeadParts],
                    similarities: dict[str, list[Similarity]]) -> str:
     """Return one self-contained HTML document."""
-    by_layer: dict[int, list[Head]] = {}
+    by_layer: dict[int, list[tuple[str, list[Map], str]]] = {}
     for one in found:
         by_layer.setdefault(one.layer, []).append(_head(one))
     return render(
@@ -99,11 +90,12 @@ def _planes(one: HeadParts) -> list[tuple[str, np.ndarray, float, str]]:
             ("probability", one.probabilities, float(one.probabilities.max()), "share")]
 
 
-def _head(one: HeadParts) -> Head:
+def _head(one: HeadParts) -> tuple[str, list[Map], str]:
+    """Return (title, maps, range of the colors) of a card."""
     planes = _planes(one)
-    return Head(f"Head {one.head}", [_map(*plane) for plane in planes],
-                f"Scores from −{planes[0][2]:.3g} to {planes[0][2]:.3g}, probabilities "
-                f"to {100 * planes[-1][2]:.3g} %.")
+    return (f"Head {one.head}", [_map(*plane) for plane in planes],
+            f"Scores from −{planes[0][2]:.3g} to {planes[0][2]:.3g}, probabilities "
+            f"to {100 * planes[-1][2]:.3g} %.")
 
 
 def _map(name: str, plane_LL: np.ndarray, scale: float, unit: str) -> Map:

@@ -103,17 +103,8 @@ class Part:
     text: str
 
 
-@dataclass(frozen=True)
-class Bar:
-    """The time of one run."""
-
-    name: str
-    whole: str
-    parts: list[Part]
-
-
-def _time_bar(run: Run) -> Bar | None:
-    """Return the bar of a run's newest record that says where its time went."""
+def _time_bar(run: Run) -> tuple[str, str, list[Part]] | None:
+    """Return (name, time, parts of the bar) of a run's newest record that says where it went."""
     records = [record for record in run.train + run.events
                if all(record.get(key) is not None for key in _KEYS)]
     if not records:
@@ -124,10 +115,10 @@ def _time_bar(run: Run) -> Bar | None:
     whole = sum(values)
     if min(values) < 0 or whole <= 0:  # not what a run writes
         return None
-    return Bar(run.name, format_duration(whole), [
+    return run.name, format_duration(whole), [
         Part(name, color, seconds, round(100 * seconds / whole, 2),
              f"{seconds / whole:.1%}, {format_duration(seconds)}")
-        for (name, color), seconds in zip(_TIMES.items(), values, strict=True)])
+        for (name, color), seconds in zip(_TIMES.items(), values, strict=True)]
 
 
 def filled_masks(run_directory: str | Path, texts: Sequence[str]) -> Table:
