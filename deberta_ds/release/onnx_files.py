@@ -10,7 +10,6 @@ The names are those that optimum and transformers.js look for. onnx and onnxrunt
 
 import logging
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,15 +27,6 @@ from deberta_ds.release.release import Network, Release
 TOLERANCE = 1e-4  # of the largest output, or of 1: two orders of summation in fp32
 MODEL, QUANTIZED = "model.onnx", "model_quantized.onnx"
 _INLINE_BYTES = 1_500_000_000  # protobuf ends at 2 GiB
-
-
-@dataclass(frozen=True)
-class Gap:
-    """How far ONNX's outputs are from PyTorch's on real tokens."""
-
-    largest: float  # difference, in parts of the largest output or of 1
-    mean_square: float  # root of the mean square of the difference, in parts of the outputs'
-    same_choice: float  # share of logits whose largest class, or whose sign, is the same
 
 
 def require_onnx() -> None:
@@ -71,19 +61,19 @@ def write_network(network: Network, directory: Path, precision: str) -> list[str
     head = graph_head(network)
     _save(build(network, head), directory / MODEL)
     batches = sample_batches(network.config, head)
-    gap = compare(network, head, directory / MODEL, batches)
-    if not gap.largest <= TOLERANCE:
+    largest, _, _ = compare(network, head, directory / MODEL, batches)
+    if not largest <= TOLERANCE:
         raise UserError(f"{directory / MODEL}: onnxruntime computes other values than PyTorch "
-                        f"(difference {gap.largest:.1e}, allowed {TOLERANCE:.0e})")
+                        f"(difference {largest:.1e}, allowed {TOLERANCE:.0e})")
     lengths = ", ".join(str(ids.size(-1)) for ids, _ in batches)
-    lines = [f"onnx/{MODEL} ({head}): {gap.largest:.1e} from PyTorch at lengths {lengths}, padded"]
+    lines = [f"onnx/{MODEL} ({head}): {largest:.1e} from PyTorch at lengths {lengths}, padded"]
     if precision == "int8":
         quantize(build(network, head, tied=False), directory / QUANTIZED)
-        gap = compare(network, head, directory / QUANTIZED, batches)
-        if not np.isfinite(gap.mean_square):
+        _, mean_square, same = compare(network, head, directory / QUANTIZED, batches)
+        if not np.isfinite(mean_square):
             raise UserError(f"{directory / QUANTIZED}: gives values that are no numbers")
-        lines.append(f"onnx/{QUANTIZED}: int8, {gap.mean_square:.1%} from PyTorch (root mean "
-                     f"square); {gap.same_choice:.1%} of the choices the same, on random tokens")
+        lines.append(f"onnx/{QUANTIZED}: int8, {mean_square:.1%} from PyTorch (root mean "
+                     f"square); {same:.1%} of the choices the same, on random tokens")
     return lines
 
 
@@ -156,16 +146,20 @@ def sample_batches(config: ModelConfig, head: str) -> list[tuple[Tensor, Tensor]
     return batches
 
 
-def compare(network: Network, head: str, path: Path, batches: list[tuple[Tensor, Tensor]]) -> Gap:
-    """Return how far the outputs of the file at `path` are from `expected`'s, at the worst."""
+def compare(network: Network, head: str, path: Path, batches: list[tuple[Tensor, Tensor]]
+            ) -> tuple[float, float, float]:
+    """Return how far the outputs of the file at `path` are from `expected`'s, at the worst: the
+    largest difference, in parts of the largest output or of 1; the root of its mean square, in
+    parts of the outputs'; the share of logits whose largest class, or whose sign, is the same.
+    """
     session = open_session(path)
     gaps = []
     for ids, mask in batches:
         found = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
         for ours, theirs in zip(expected(network, head, ids, mask), found, strict=True):
             gaps.append(_gap(ours, torch.from_numpy(theirs), mask))
-    return Gap(max(gap.largest for gap in gaps), max(gap.mean_square for gap in gaps),
-               min(gap.same_choice for gap in gaps))
+    largest, mean_square, same = zip(*gaps, strict=True)
+    return max(largest), max(mean_square), min(same)
 
 
 def open_session(path: Path):
@@ -178,7 +172,7 @@ def open_session(path: Path):
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _gap(ours: Tensor, theirs: Tensor, mask: Tensor) -> Gap:
+def _gap(ours: Tensor, theirs: Tensor, mask: Tensor) -> tuple[float, float, float]:
     by_token = ours.shape[:2] == mask.shape and mask.ndim == 2
     if by_token:  # what stands in the columns of padding means nothing
         ours, theirs = ours[mask.bool()], theirs[mask.bool()]
@@ -188,7 +182,7 @@ def _gap(ours: Tensor, theirs: Tensor, mask: Tensor) -> Gap:
     same = ours.argmax(-1) == theirs.argmax(-1) if ours.ndim > 1 else (ours > 0) == (theirs > 0)
     largest, mean_square = (value.nan_to_num(np.inf, np.inf).item()
                             for value in (largest, mean_square))
-    return Gap(largest, mean_square, same.double().mean().item())
+    return largest, mean_square, same.double().mean().item()
 
 
 @torch.no_grad()
