@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deberta_ds.base.command_line import parser_for
+from deberta_ds.base.command_line import fill, parser_for
 from deberta_ds.base.errors import UserError, exit_cleanly
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import format_count, format_duration
@@ -212,14 +212,10 @@ def fine_tune(demo: Demo, launcher: tuple[str, ...]) -> None:
 
 def print_summary(rows: list[Row]) -> None:
     """Print the table of what was done."""
-    table = [[row.stage, row.what, row.result, format_duration(row.seconds) if row.seconds else ""]
-             for row in rows]
-    widths = [max(len(cells[i]) for cells in table) for i in range(4)]
-    rule = "  ".join("-" * width for width in widths)
-    print(f"\n{rule}")
-    for cells in table:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)))
-    print(rule)
+    print()
+    for row in rows:
+        seconds = format_duration(row.seconds) if row.seconds else ""
+        print(fill(f"{row.stage:<13} {seconds:>7}  {row.what}: {row.result}", 79, hanging=23))
 
 
 if __name__ == "__main__":

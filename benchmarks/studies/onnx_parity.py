@@ -20,11 +20,11 @@ from benchmarks.measure import RESULTS, interleaved_minimum, save
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config.model import MODELS
 from deberta_ds.config.run_config import ModelConfig
-from deberta_ds.finetune import metrics
-from deberta_ds.finetune.directory import load_finetuned
-from deberta_ds.finetune.features import collate, encode
-from deberta_ds.finetune.readers import read_split
-from deberta_ds.finetune.run import finetuned_model
+from deberta_ds.finetuning import metrics
+from deberta_ds.finetuning.directory import load_finetuned
+from deberta_ds.finetuning.features import collate, encode
+from deberta_ds.finetuning.readers import read_split
+from deberta_ds.finetuning.run import finetuned_model
 from deberta_ds.model.backbone import on_meta
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
 from deberta_ds.release import onnx_files

@@ -36,7 +36,7 @@ from deberta_ds.objectives.build import build_model, objective_of
 from deberta_ds.release.shape import padded_rows
 from deberta_ds.tokenizer import Tokenizer
 from deberta_ds.tokenizer.text import normalise
-from deberta_ds.train.step import seed_step
+from deberta_ds.training.step import seed_step
 
 KINDS = ("unigram", "bpe", "byte_bpe", "wordpiece")
 READ = ReadOptions("match:(CHAPTER|Chapter) ")

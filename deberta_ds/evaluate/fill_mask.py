@@ -34,12 +34,17 @@ class Filling:
 def load_masked_lm(path: str | Path, tokenizer: str | Path | None = None) -> LoadedModel:
     """Return the model at `path`; UserError if it cannot predict masked words from text."""
     model = load_backbone(path, tokenizer, for_text=True)
+    check_fills_masks(model, path)
+    return model
+
+
+def check_fills_masks(model: LoadedModel, path: str | Path) -> None:
+    """Raise UserError if the model at `path` cannot predict masked words."""
     if model.masked_lm is None:
         raise UserError(
             f"{path}: no masked-LM head with an absolute position table; the enhanced mask decoder "
             "needs both. Give a masked LM, a generator, or a directory exported with its generator "
             "(transformers saves a model without the table; the published .bin files have it)")
-    return model
 
 
 @torch.no_grad()

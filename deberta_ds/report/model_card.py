@@ -23,9 +23,9 @@ from deberta_ds.checkpoint.find import newest
 from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.config.options import validate
 from deberta_ds.data.shards import read_manifest
-from deberta_ds.finetune.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
-from deberta_ds.finetune.models import RANDOM
-from deberta_ds.finetune.tasks import TEST, Task
+from deberta_ds.finetuning.directory import FACTS, MODEL, RESULT, find_finetuned, is_finetuned
+from deberta_ds.finetuning.models import RANDOM
+from deberta_ds.finetuning.tasks import TEST, Task
 from deberta_ds.objectives.build import OBJECTIVES
 from deberta_ds.release.convert import Summary
 from deberta_ds.release.hf import GENERATOR_DIRECTORY

@@ -55,6 +55,11 @@ def tensorboard(out_dir: Path, purge_step: int | None) -> Tracker:
     return Tracker(write, writer.close)
 
 
+def callback(function: Callable[[dict[str, Any]], None]) -> Open:
+    """Hand every record to a function of the user's own; what it raises ends the run."""
+    return lambda out_dir, purge_step: Tracker(function, lambda: None)
+
+
 def wandb(project: str) -> Open:
     """Log to a project of Weights & Biases; WANDB_MODE=offline keeps it in out_dir/wandb."""
     def begin(out_dir: Path, purge_step: int | None) -> Tracker:

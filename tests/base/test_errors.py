@@ -155,7 +155,7 @@ def test_ctrl_c_while_a_script_imports(path):
              "typing", "shutil", "subprocess", "threading", "dataclasses", "functools", "options",
              "runpy", "deberta_ds.base.errors", "deberta_ds.base.command_line",
              "deberta_ds.base.files",
-             "deberta_ds.finetune.options", "deberta_ds.tracking.log", "deberta_ds.base.numbers",
+             "deberta_ds.finetuning.options", "deberta_ds.tracking.log", "deberta_ds.base.numbers",
              "deberta_ds.tracking.records"}
     for node in ast.parse(path.read_text()).body:
         names = [node.module] if isinstance(node, ast.ImportFrom) else \

@@ -7,7 +7,7 @@ import torch
 from deberta_ds.base.errors import exit_cleanly
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config
-from deberta_ds.train import rehearsal
+from deberta_ds.training import rehearsal
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from deberta_ds.checkpoint.run_record import read_run_record
 from deberta_ds.cluster import dist
 from deberta_ds.config import run_config
 from deberta_ds.engine import ds_config, engine
-from deberta_ds.train import loop
+from deberta_ds.training import loop
 
 real_step = loop.train_step
 
