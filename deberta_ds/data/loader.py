@@ -65,8 +65,7 @@ def build_loader(dataset: RowDataset, *, stretches: list[Stretch], micro_batch_s
 class RankRows:
     """The row numbers of each micro-batch of one rank, in order."""
 
-    def __init__(self, stretches: list[Stretch], micro_batch_size: int, rank: int,
-                 world_size: int):
+    def __init__(self, stretches: list[Stretch], micro_batch_size: int, rank: int, world_size: int):
         self._stretches, self._rank, self._world_size = stretches, rank, world_size
         self._counts = [micro_batches(one.rows, world_size, micro_batch_size) for one in stretches]
         totals = (one.steps * count for one, count in zip(stretches, self._counts, strict=True))

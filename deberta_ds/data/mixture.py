@@ -34,8 +34,7 @@ class Mixture:
     def shares(self) -> list[float]:
         """Return each source's share of the rows."""
         total = self.cumulative[-1]
-        return [(b - a) / total
-                for a, b in zip(self.cumulative, self.cumulative[1:], strict=False)]
+        return [(b - a) / total for a, b in zip(self.cumulative, self.cumulative[1:], strict=False)]
 
     def locate(self, row: int) -> tuple[int, int]:
         """Return (source, number of earlier rows of that source) for row number `row`."""

@@ -142,8 +142,7 @@ def score_minimal_pairs(model, objective: Objective, device: torch.device, pairs
     sentences = [ids for pair in pairs for ids in pair]
     ranks = dist.world_size()
     turns = math.ceil(len(sentences) / ranks)
-    mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)]
-            for turn in range(turns)]
+    mine = [sentences[min(turn * ranks + dist.rank(), len(sentences) - 1)] for turn in range(turns)]
     normalizers = dict.fromkeys(("targets", "tokens"), torch.ones((), device=device))
     model.eval()
     scores = objective.sentence_scores(lambda batch: model(batch.to(device), normalizers)[1:], mine,

@@ -74,8 +74,7 @@ def write_release(release: Release, source: str | Path, out: Path, to: str, onnx
     _clean_up_after_killed(out)
     before = _state(out)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    described = [f"read: {name}: {_shape(network)}"
-                 for name, network in release.networks().items()]
+    described = [f"read: {name}: {_shape(network)}" for name, network in release.networks().items()]
     changes = read_back.changes_beyond_reach(release)
     if to == "hf":
         release = _with_readable_tables(release)

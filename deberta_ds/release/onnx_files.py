@@ -141,8 +141,7 @@ def sample_batches(config: ModelConfig, head: str) -> list[tuple[Tensor, Tensor]
             mask_BL[row, max(1, length * row // rows):] = 0
         batches.append((ids_BL * mask_BL, mask_BL))
     if head == "ForMultipleChoice":
-        batches = [(ids.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2)))
-                   for ids, mask in batches]
+        batches = [(ids.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2))) for ids, mask in batches]
     return batches
 
 

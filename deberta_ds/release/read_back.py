@@ -38,16 +38,15 @@ def check_tensors(release: Release, out: Path) -> int:
         found = again.networks().get(name)
         if found is None:
             raise UserError(f"{out}: the {name} network did not read back")
-        # A format that always has key biases gives a model without them zero ones.
-        extra = [key for key in found.tensors.keys() - network.tensors.keys()
-                 if found.tensors[key].any() or not key.endswith("key.bias")]
-        missing = network.tensors.keys() - found.tensors.keys()  # and v1 is read without them
-        lost = sorted(key for key in missing
-                      if network.tensors[key].any() or not key.endswith("key.bias"))
+        # A format that always has key biases gives a model without them zero ones, and v1 is read
+        # without them.
+        lost, extra = (sorted(key for key in one.tensors.keys() - other.tensors.keys()
+                              if one.tensors[key].any() or not key.endswith("key.bias"))
+                       for one, other in ((network, found), (found, network)))
         if lost or extra:
             raise UserError(f"{out}: {name} read back with {lost[:3]} lost and {extra[:3]} new")
         for key, tensor in network.tensors.items():
-            if key in missing:
+            if key not in found.tensors:
                 continue
             if tensor.dtype != found.tensors[key].dtype or not torch.equal(tensor,
                                                                            found.tensors[key]):

@@ -85,8 +85,7 @@ class PairBar:
     marks: list[tuple[str, float]]
 
 
-def pairs_page(result: dict, titles: dict[str, str], published: dict[str, dict[str, float]]
-               ) -> str:
+def pairs_page(result: dict, titles: dict[str, str], published: dict[str, dict[str, float]]) -> str:
     """Return one self-contained HTML document.
 
     result: minimal_pairs.json. titles: {scorer: how it is called}. published: {model: {"overall" or

@@ -25,8 +25,7 @@ def look_up_roles(settings: dict, ids: Mapping[str, int], specification: dict) -
         boundary = {"cls": "bos", "sep": "eos"}.get(role)
         names = [token_name(settings.get(f"{role}_token")), *USUAL_NAMES[role], other.get(role),
                  token_name(settings.get(f"{boundary}_token"))]
-        roles[role] = next((ids[name] for name in names if name is not None and name in ids),
-                           None)
+        roles[role] = next((ids[name] for name in names if name is not None and name in ids), None)
     return roles
 
 

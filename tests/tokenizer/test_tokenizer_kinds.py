@@ -64,7 +64,7 @@ def test_names_of_special_tokens_in_text_are_text(name):
     assert not special[tokenizer.encode(TEXTS[-1])].any()
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [*MAKERS, "sentencepiece"])
 def test_offsets_decoding_and_another_process(name):
     tokenizer = pickle.loads(pickle.dumps(Tokenizer(directory_of(name))))
     for text in SENTENCES:
