@@ -108,16 +108,16 @@ class DataConfig:
     @property
     def heldout_corpora(self) -> dict[str, str]:
         """{name: directory} of the held-out corpora; the name of a single one is its path."""
-        return self.heldout if isinstance(self.heldout, dict) else {self.heldout: self.heldout} \
-            if self.heldout else {}
+        return _by_name(self.heldout, str(self.heldout))
 
     @property
     def heldout_replacements(self) -> dict[str, str]:
         """{name: directory of its replacements} of `heldout_corpora`."""
-        if isinstance(self.heldout_replaced, dict):
-            return self.heldout_replaced
-        return dict.fromkeys([self.heldout] if isinstance(self.heldout, str) else [],
-                             self.heldout_replaced) if self.heldout_replaced else {}
+        return _by_name(self.heldout_replaced, str(self.heldout))
+
+
+def _by_name(value: str | dict[str, str], name: str) -> dict[str, str]:
+    return value if isinstance(value, dict) else {name: value} if value else {}
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -61,23 +61,16 @@ def write_attention(model_path: str, text: str, layers: list[int] | None, heads:
     if pairs > MAX_PAIRS:
         raise UserError(f"{format_count(pairs)} pairs of tokens are too many for a page (at most "
                         f"{format_count(MAX_PAIRS)}); choose fewer --layers or --heads")
-    similarities = position_similarity(model, layers)
-    write_atomic(out, attention_page(str(model_path), text, pieces, found, similarities))
-    if png:
-        write_picture(picture, pieces, found)
-    return [out, picture] if png else [out]
-
-
-def attention_page(model: str, text: str, pieces: list[str], found: list[HeadParts],
-                   similarities: dict[str, list[Similarity]]) -> str:
-    """Return one self-contained HTML document."""
     by_layer: dict[int, list[tuple[str, list[Map], str]]] = {}
     for one in found:
         by_layer.setdefault(one.layer, []).append(_head(one))
-    return render(
-        "attention.html", model=model, text=text, pieces=json.dumps(pieces),
-        shown=pieces, labelled=len(pieces) <= _LABELLED_TOKENS,
-        layers=by_layer, charts=_charts(similarities), terms=list(found[0].parts))
+    write_atomic(out, render(
+        "attention.html", model=str(model_path), text=text, pieces=json.dumps(pieces),
+        shown=pieces, labelled=len(pieces) <= _LABELLED_TOKENS, layers=by_layer,
+        charts=_charts(position_similarity(model, layers))))
+    if png:
+        write_picture(picture, pieces, found)
+    return [out, picture] if png else [out]
 
 
 def _planes(one: HeadParts) -> list[tuple[str, np.ndarray, float, str]]:
