@@ -89,10 +89,10 @@ def measure_family(preset: str, changes: dict, directory: Path, rounds: int) -> 
         entry = result["heads"][name] = {}
         for length in sorted({min(length, limit) for length in LENGTHS}):
             for precision, file in (("fp32", onnx_files.MODEL), ("int8", onnx_files.QUANTIZED)):
-                gap = onnx_files.compare(network, head, directory / file,
-                                         [batch(network, 2, length)])
+                largest, mean_square, _ = onnx_files.compare(network, head, directory / file,
+                                                             [batch(network, 2, length)])
                 entry.setdefault(precision, {})[str(length)] = (
-                    gap.largest if precision == "fp32" else gap.mean_square)
+                    largest if precision == "fp32" else mean_square)
         entry["bytes"] = {file: (directory / file).stat().st_size
                           for file in (onnx_files.MODEL, onnx_files.QUANTIZED)}
         if name == "discriminator":

@@ -38,11 +38,8 @@ def find(path: str | Path) -> Path:
 
 def as_typed(text: str) -> str:
     """Return a text with its commands as they are typed here: scripts of a clone, or installed."""
-    return _SCRIPT.sub(_installed_name, text) if IS_INSTALLED else text
-
-
-def _installed_name(found: re.Match) -> str:
-    return _AS_MODULE.get(found[1], "deberta-") + found[2].replace("_", "-")
+    return _SCRIPT.sub(lambda found: _AS_MODULE.get(found[1], "deberta-")
+                       + found[2].replace("_", "-"), text) if IS_INSTALLED else text
 
 
 _MOST_COLUMNS = 100

@@ -1,7 +1,7 @@
 """The shape of one encoder: section [model] of a run file."""
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
@@ -14,12 +14,8 @@ HOW_COMPUTED = ("attention", "keep_position_terms", "cross_entropy")
 FREE = (*HOW_COMPUTED, "hidden_dropout", "attention_dropout", "init_std")
 
 
-def _none_is_zero(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
 # -1 is what Hugging Face and microsoft write for none.
-_Buckets = Annotated[int, BeforeValidator(_none_is_zero)]
+_Buckets = Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)]
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -108,16 +108,16 @@ class DataConfig:
     @property
     def heldout_corpora(self) -> dict[str, str]:
         """{name: directory} of the held-out corpora; the name of a single one is its path."""
-        return self.heldout if isinstance(self.heldout, dict) else {self.heldout: self.heldout} \
-            if self.heldout else {}
+        return _by_name(self.heldout, str(self.heldout))
 
     @property
     def heldout_replacements(self) -> dict[str, str]:
         """{name: directory of its replacements} of `heldout_corpora`."""
-        if isinstance(self.heldout_replaced, dict):
-            return self.heldout_replaced
-        return dict.fromkeys([self.heldout] if isinstance(self.heldout, str) else [],
-                             self.heldout_replaced) if self.heldout_replaced else {}
+        return _by_name(self.heldout_replaced, str(self.heldout))
+
+
+def _by_name(value: str | dict[str, str], name: str) -> dict[str, str]:
+    return value if isinstance(value, dict) else {name: value} if value else {}
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -354,20 +354,18 @@ def _apply_defaults(values: dict, origins: dict, place: str) -> None:
         if not isinstance(name, str) or name not in MODELS:
             raise ConfigError(f"{origin}: model.preset = {name!r}: "
                               f"unknown{nearest(str(name), MODELS)}; one of {', '.join(MODELS)}")
-        _merge_under(values, origins, "model", MODELS[name], f"preset {name}")
+        _merge_under(model, origins, "model", MODELS[name], f"preset {name}")
     objective = values.get("objective")
     if not isinstance(objective, dict):  # missing, or what `validate` refuses
         return
     kind = objective.get("kind")
     if isinstance(kind, str) and kind in MASK_DEFAULTS:  # what is no string `validate` refuses
-        if isinstance(objective.setdefault("mask", {}), dict):  # if not, `validate` says so
-            _merge_under(values, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
+        mask = objective.setdefault("mask", {})
+        if isinstance(mask, dict):  # if not, `validate` says so
+            _merge_under(mask, origins, "objective.mask", MASK_DEFAULTS[kind], f"{kind} recipe")
 
 
-def _merge_under(values: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:
-    target = values
-    for part in section.split("."):
-        target = target[part]
+def _merge_under(target: dict, origins: dict, section: str, defaults: dict, origin: str) -> None:
     for key, value in defaults.items():
         if key not in target:
             target[key] = value

@@ -95,10 +95,6 @@ class Replacements:
                 f"{self.manifest.attend_across_documents}, the run has {attend_across_documents}")
         self._files: dict[tuple[int, str], list[_Stored]] = {}
 
-    @property
-    def draws(self) -> int:
-        return len(self.manifest.temperatures)
-
     def verify(self, mode: str) -> None:
         """Check every file's size and, for "full", its checksum; UserError names a bad one."""
         for draw, shards in enumerate(self.manifest.shards):

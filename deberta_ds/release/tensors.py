@@ -36,10 +36,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Return (tensors by name, names of entries that are no tensors) of a file or an index."""
     if path.name.endswith(".index.json"):
         return _read_parts(path)
-    refuse_pipe(path)
     if path.suffix == ".safetensors":
         with naming(path):
             return load_file(path), []
+    refuse_pipe(path)
     values = _read_pickle(path)
     if isinstance(values.get("model_state_dict", None), dict):
         values = values["model_state_dict"]
@@ -72,9 +72,8 @@ def _read_parts(index: Path) -> tuple[dict[str, Tensor], list[str]]:
 def _read_pickle(path: Path) -> dict:
     try:
         values = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        with naming(path):
-            raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except pickle.UnpicklingError:
         raise UserError(f"{path}: refused: the pickle holds more than tensors, or is damaged; "
                         "code in it was not run. Ask its author for safetensors") from None

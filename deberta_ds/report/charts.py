@@ -54,15 +54,6 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Stroke:
-    """One SVG path."""
-
-    kind: str
-    color: str
-    path: str
-
-
-@dataclass(frozen=True)
 class Drawing:
     """A chart in percent of its frame, ready for the template."""
 
@@ -71,7 +62,7 @@ class Drawing:
     y_ticks: list[tuple[float, str]]
     x_ticks: list[tuple[float, str]]
     marks: list[float]
-    strokes: list[Stroke]
+    strokes: list[tuple[str, str, str]]  # SVG paths: kind, color, path
     ends: list[tuple[float, Series]]
     hover: str  # JSON, for the script
 
@@ -118,11 +109,8 @@ def _domain(chart: Chart) -> tuple[float, float, str]:
     if chart.from_zero:
         low = min(0.0, low)
     largest = max(abs(high), abs(low))
-    if chart.unit == "rate":
-        is_flat = high - low <= _FLAT * largest
-    else:
-        is_flat = high - low <= _FLAT * max(1.0, largest)
-    if is_flat:  # one value: in the middle, with room that means something
+    if high - low <= _FLAT * (largest if chart.unit == "rate" else max(1.0, largest)):
+        # One value: in the middle, with room that means something.
         margin = 0.5 * largest if largest > _FLAT or chart.unit == "rate" and largest else _ROOM
     else:
         margin = 0.08 * (high - low)
@@ -163,24 +151,24 @@ def _short(text: str) -> str:
     return re.sub(r"\.?0+(?=[kMBT]$)", "", text) if "." in text else text
 
 
-def _strokes(line: Series, x_of: Callable, y_of: Callable) -> list[Stroke]:
+def _strokes(line: Series, x_of: Callable, y_of: Callable) -> list[tuple[str, str, str]]:
     def path(points: Points) -> str:
         return "M" + "L".join(f"{x_of(x)} {y_of(y)}" for x, y in points)
 
     if line.style == "baseline":
-        return [Stroke("base", line.color, path(line.points))]
+        return [("base", line.color, path(line.points))]
     if line.style == "dots" or len(line.points) == 1:  # a line of one point is not seen
         dots = "".join(f"M{x_of(x)} {y_of(y)}h0" for x, y in line.points)
-        return [Stroke("line", line.color, path(line.points)), Stroke("dots", line.color, dots)]
+        return [("line", line.color, path(line.points)), ("dots", line.color, dots)]
     thin, trend, band = summarize(line.points)
     if line.style == "plain":
-        return [Stroke("line", line.color, path(thin))]
-    strokes = [Stroke("line", line.color, path(trend))]
+        return [("line", line.color, path(thin))]
+    strokes = [("line", line.color, path(trend))]
     if band:
         outline = [(x, high) for x, _, high in band] + [(x, low) for x, low, _ in band[::-1]]
-        strokes.insert(0, Stroke("band", line.color, path(outline) + "Z"))
+        strokes.insert(0, ("band", line.color, path(outline) + "Z"))
     elif len(trend) > 1:
-        strokes.insert(0, Stroke("raw", line.color, path(thin)))
+        strokes.insert(0, ("raw", line.color, path(thin)))
     return strokes
 
 
@@ -241,30 +229,22 @@ COURSE = ((Metric("tokens_per_second", "Throughput", "Tokens per second.", "coun
 _AGREE = 1e-9  # baselines of runs on the same rows
 
 
-@dataclass(frozen=True)
-class Group:
-    """A heading with charts below it, in `columns` columns."""
-
-    title: str
-    note: str
-    columns: int
-    charts: list[Drawing]
-
-
-def groups(runs: list[Run]) -> list[Group]:
-    """Return all charts. One run: lines by data set and baseline; several: one line a run."""
+def groups(runs: list[Run]) -> list[tuple[str, str, int, list[Drawing]]]:
+    """Return all charts in groups (title, note, columns, charts). One run: lines by data set and
+    baseline; several: one line per run.
+    """
     declared = list({metric.key: metric for run in runs for metric in run.metrics}.values())
     several = len(runs) > 1
     rows = "Every logged training step, and the evaluations on fixed held-out sequences."
     found = [
-        Group("Learning curves", "One line per run." if several else rows, 2,
-              _charts([metric for metric in declared if metric.is_loss], runs)),
-        Group("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
-              _charts([metric for metric in declared if not metric.is_loss], runs)),
-        Group("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
-              [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
+        ("Learning curves", "One line per run." if several else rows, 2,
+         _charts([metric for metric in declared if metric.is_loss], runs)),
+        ("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
+         _charts([metric for metric in declared if not metric.is_loss], runs)),
+        ("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
+         [chart for metric, headline in COURSE for chart in _course(metric, headline, runs)]),
     ]
-    return [group for group in found if group.charts]
+    return [group for group in found if group[-1]]
 
 
 def color_of(metric: Metric, run: Run) -> str:

@@ -35,13 +35,8 @@ class ScoreRow:
     diagnostics: list[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The table of a sweep; `beside` are (name, color) of the sweeps it is held against."""
-
-    head: list[Cell]
-    rows: list[ScoreRow]
-    beside: list[tuple[str, str]]
+# The table of a sweep: its head, its rows, (name, color) of the sweeps it is compared with.
+Scores = tuple[list[Cell], list[ScoreRow], list[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ def scores(sweep: Sweep, beside: list[Sweep]) -> Scores:
                  [other.tasks[name].score.median if name in other.tasks else None
                   for other in beside])
             for name, task in sweep.tasks.items()]
-    return Scores(head, rows, names)
+    return head, rows, names
 
 
 def _row(name: str, task: TaskScores, runs: list[SeedRun], beside: list[float | None]) -> ScoreRow:

@@ -18,8 +18,8 @@ from launching import ROOT
 from deberta_ds.base.errors import UserError
 from deberta_ds.evaluate import pair_scores
 from deberta_ds.evaluate.held_out import score_minimal_pairs
+from deberta_ds.evaluate.pair_scores import cut_work, masked_scores
 from deberta_ds.evaluate.pairs import MinimalPair, encode_sentences, outcomes
-from deberta_ds.evaluate.sentence_scores import cut_work, masked_scores
 from deberta_ds.model.backbone import Backbone
 from deberta_ds.model.embeddings import TokenEmbedding
 from deberta_ds.model.heads import MaskedLm, ReplacedTokenHead
@@ -264,7 +264,7 @@ def test_every_piece_is_asked_once_in_each_reading():
     for chosen in (queries.by_word, queries.by_piece):
         asked = sorted(zip(queries.sentence[chosen], queries.target[chosen], strict=True))
         assert asked == [(n, k) for n, ids in enumerate(sentences) for k in range(1, len(ids) - 1)]
-    items = [item for work in cut_work(np.array([5, 9, 5, 5]), 10) for item in work.items]
+    items = np.concatenate(cut_work(np.array([5, 9, 5, 5]), 10))
     assert sorted(items) == [0, 1, 2, 3]
 
 
@@ -276,9 +276,9 @@ def test_scores_do_not_depend_on_the_batch():
 
     def scores(batch_tokens):
         values = np.empty(len(lengths))
-        for work, part in masked_scores(*model.masked_lm, tiny_tokenizer(), sentences, queries,
-                                        cut_work(lengths, batch_tokens)):
-            values[work.items] = part
+        for items in cut_work(lengths, batch_tokens):
+            values[items] = masked_scores(*model.masked_lm, tiny_tokenizer(), sentences, queries,
+                                          items)
         return values
 
     assert scores(1) == pytest.approx(scores(4096), rel=1e-5)

@@ -356,7 +356,7 @@ def test_starts_that_cannot_be(tmp_path):
                    dict(model.state_dict()), start.tokenizer)
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match="damaged or truncated"):
+    with pytest.raises(UserError, match="damaged or cut short"):
         load_finetuned(tmp_path)
 
 
