@@ -280,7 +280,7 @@ def restore(engine, state: SavedState) -> None:
         names = [name for name, _ in buffer.held] or layout.groups[number].names
         # A parameter that never had a gradient may lack what the others of its buffer have.
         _fill(buffer, max(names, key=lambda name: len(state.state_keys(name))), optimizer, state)
-    write_loss_scale(engine, state.loss_scale())
+    write_loss_scale(engine, state.loss_scale)
     for name, value in state.counters.items():
         setattr(engine, name, value)
     for name, value in engine.module.named_buffers():

@@ -84,9 +84,8 @@ def _inside(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def save_finetuned(
-    directory: Path, task: Task, settings: Settings, config: ModelConfig,
-    weights: Mapping[str, Tensor], tokenizer: Tokenizer, threshold: float = 0.0,
-) -> None:
+        directory: Path, task: Task, settings: Settings, config: ModelConfig,
+        weights: Mapping[str, Tensor], tokenizer: Tokenizer, threshold: float = 0.0) -> None:
     """Write the TaskModel weights of a fine-tuned model; a reader never sees a half-new one."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FACTS).unlink(missing_ok=True)

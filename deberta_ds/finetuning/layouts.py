@@ -225,8 +225,7 @@ def _copa(line: Line) -> list[Example]:
         line.fail(f'field "question" must be "cause" or "effect", found {show(question)}')
     choices = [line.get(name, str) for name in ("choice1", "choice2")]
     sequences = tuple(
-        (choice, premise) if question == "cause" else (premise, choice) for choice in choices
-    )
+        (choice, premise) if question == "cause" else (premise, choice) for choice in choices)
     return [Example((line.index(),), sequences, line.label())]
 
 

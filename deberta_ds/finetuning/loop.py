@@ -163,8 +163,7 @@ def _evaluate(job: Job, engine) -> tuple[dict[str, float], float]:
     engine.eval()
     scores = score_split(
         engine, job.features(job.val), sizes, global_batch_size=job.settings.eval_batch_size,
-        device=job.device
-    )
+        device=job.device)
     engine.train()
     threshold = best_threshold(job.val.examples, scores) if job.task.no_answer else 0.0
     guesses = predictions_of(job.task, job.val.examples, scores, threshold)
@@ -231,8 +230,7 @@ def stream(
     high = min(low + group_updates, end)
     order = _order(num_rows, seed, epoch)
     rows = order[
-        low * global_batch_size - epoch * num_rows : high * global_batch_size - epoch * num_rows
-    ]
+        low * global_batch_size - epoch * num_rows : high * global_batch_size - epoch * num_rows]
     by_length = rows[np.argsort(lengths[rows], kind="stable")] if group_updates > 1 else rows
     turn = np.random.default_rng([seed, epoch, low]).permutation(high - low)[step - low]
     number = turn if group_updates > 1 else 0

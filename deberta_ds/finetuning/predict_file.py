@@ -45,9 +45,8 @@ _OWN_LINES = ("copa", "multirc", "record", "wic", "wsc")  # layouts that are no 
 
 
 def predict_file(
-    saved: Finetuned, data: Path, out: Path, device: torch.device, *, global_batch_size: int,
-    max_length: int, keep: Sequence[str] = (), max_bad: int = 0, encoding: str = "",
-) -> int:
+        saved: Finetuned, data: Path, out: Path, device: torch.device, *, global_batch_size: int,
+        max_length: int, keep: Sequence[str] = (), max_bad: int = 0, encoding: str = "") -> int:
     """Write a JSON line for each row of `data` to `out`; return how many.
 
     A line holds "idx", the columns in `keep`, "prediction" and, where there are classes, their

@@ -257,10 +257,8 @@ def carve(val: Split, train_share: float, seed: int) -> tuple[Split, Split]:
         raise UserError(f"{val.source}: {twice[1]} rows have the id {twice[0]!r}; each that is "
                         "evaluated needs its own, under which its prediction is filed")
     note = f"{val.source} carved by passage, seed {seed}"
-    return (
-        Split(val.task, "train", note, tuple(train)),
-        Split(val.task, "val", note, tuple(sorted(kept, key=lambda example: example.key))),
-    )
+    return (Split(val.task, "train", note, tuple(train)),
+            Split(val.task, "val", note, tuple(sorted(kept, key=lambda example: example.key))))
 
 
 def _open(task: Task, data: str | Path, split: str) -> tuple[str, Iterable[tuple[str, Any]]]:

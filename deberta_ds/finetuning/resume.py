@@ -8,11 +8,10 @@ The weights of a better evaluation wait in OUT/.model-STEP until a checkpoint th
 whole, and become OUT/model then. So OUT/model is always the best of what a killed run goes on from.
 """
 
-import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,6 @@ class Progress:
             return False
         self.best, self.best_step, self.since_best = score, self.step, 0
         return True
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def read_progress(path: Path) -> Progress:

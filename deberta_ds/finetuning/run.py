@@ -276,8 +276,7 @@ def _scores(job: Job, model, split: Split) -> list[np.ndarray]:
 
 
 def finetuned_model(
-    saved: Finetuned, device: torch.device, precision_name: str = "fp32"
-) -> torch.nn.Module:
+        saved: Finetuned, device: torch.device, precision_name: str = "fp32") -> torch.nn.Module:
     """Return the plain model of a fine-tuned directory in evaluation mode."""
     shape = Start("", saved.config, saved.tokenizer, None)
     plain = dataclasses.replace(saved.settings, dropout=-1.0)

@@ -72,14 +72,9 @@ class Settings:
     def optim(self, total_steps: int) -> OptimConfig:
         """Return the optimizer and schedule of a run of `total_steps` updates."""
         warmup = self.warmup_steps or round(self.warmup_share * total_steps)
-        return OptimConfig(
-            learning_rate=self.learning_rate,
-            betas=(0.9, 0.999),
-            eps=1e-6,
-            weight_decay=self.weight_decay,
-            clip_norm=self.clip_norm,
-            warmup_steps=min(warmup, total_steps),
-        )
+        return OptimConfig(learning_rate=self.learning_rate, betas=(0.9, 0.999), eps=1e-6,
+                           weight_decay=self.weight_decay, clip_norm=self.clip_norm,
+                           warmup_steps=min(warmup, total_steps))
 
 
 def load(

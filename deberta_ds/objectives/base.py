@@ -159,14 +159,16 @@ def masked_headline(scores: Numbers, network: str, who: str) -> str:
             f"guessing the most frequent one would name {unigram:.1%}.")
 
 
+def network_tensors(state: Tensors, prefix: str, head: str) -> Tensors:
+    """Return the tensors below `prefix`, which ends with a dot, under the names of model files."""
+    names = {name: name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+    return {head + short if short.startswith("head.") else short: state[name]
+            for name, short in names.items()}
+
+
 def masked_lm_tensors(state: Tensors, prefix: str) -> Tensors:
-    """Return a masked LM's tensors under the names of model files; `prefix` ends with a dot."""
-    tensors = {"words.weight": state["words.weight"]}
-    for name, tensor in state.items():
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix)
-            tensors["mlm_" + name if name.startswith("head.") else name] = tensor
-    return tensors
+    """Return a masked LM's tensors under the names of model files."""
+    return {"words.weight": state["words.weight"]} | network_tensors(state, prefix, "mlm_")
 
 
 def masked_lm_parameters(tensors: Tensors, prefix: str) -> Tensors:

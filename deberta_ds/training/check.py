@@ -107,8 +107,7 @@ def _difference(key: str, then: str, now: str) -> str:
 
 
 def _described_sources(
-    sources: list[dict], content_hashes: dict[str, str]
-) -> list[tuple[str, str]]:
+        sources: list[dict], content_hashes: dict[str, str]) -> list[tuple[str, str]]:
     """Return (path, everything else that decides its rows) of each source, in order."""
     return [(source["path"], json.dumps(
         {"content_hash": content_hashes.get(source["path"])}
