@@ -15,9 +15,9 @@ from typing import TypeVar
 
 N = TypeVar("N", int, float)
 
-# What comes with the program beside its modules: scripts, recipes, DeepSpeed configurations.
+# What comes with the program next to its modules: scripts, recipes, DeepSpeed configurations.
 #
-# In a clone they lie beside the package, in an installation inside it (setup.py). A path that does
+# In a clone they lie next to the package, in an installation inside it (setup.py). A path that does
 # not exist in the working directory is looked for here, so that `--config
 # launch/runs/v3_base.toml` means the recipe wherever a command is called.
 _PACKAGE = Path(__file__).resolve().parents[1]  # deberta_ds/

@@ -190,8 +190,8 @@ def scores(total: Numbers, per_token: Tensors) -> Numbers:
 
 
 def detection_scores(total: Numbers, per_token: Tensors) -> Numbers:
-    """Accuracy means little here (most tokens are original), so it is shown beside the class prior,
-    with the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
+    """Accuracy means little here (most tokens are original), so it is shown with the class prior,
+    the gain over it in nats, ROC-AUC and average precision (scikit-learn's definitions).
     """
     prior = total["replaced"] / total["tokens"]
     loss = total["discriminator_loss"] / total["tokens"]
