@@ -34,7 +34,7 @@ class RunRecord:
     since_line: dict[str, float]  # sums since the last logged line
     time_use: dict[str, float]  # seconds of saves and evaluations
     best: dict[str, Any]  # train/best.py
-    begun_from: str  # the PATH of --resume with which the run's course began
+    begun_from: str  # the PATH of --resume from which the run began
 
     def run(self, place: str | Path) -> RunConfig:
         """Return the run's config; `place` is named in errors."""

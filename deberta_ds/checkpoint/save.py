@@ -188,8 +188,8 @@ def point_best(path: Path) -> None:
 def set_aside(out_dir: str | Path, step: int) -> list[str]:
     """Rename the checkpoints of later steps than the one that a run goes on from; say so.
 
-    They are of a course that was left, or damaged: as the newest ones they would be what is kept,
-    and what the next start or a rollback takes. Rank 0 alone calls it.
+    They are damaged, or not what this run goes on from: as the newest ones they would be what is
+    kept, and what the next start or a rollback takes. Rank 0 alone calls it.
     """
     lines = []
     for path in find.list_finished(out_dir):
@@ -211,7 +211,7 @@ def prune(out_dir: str | Path, keep: int) -> None:
     Call on every rank: each deletes the files of its own number. The remains of killed saves that
     are older than the newest whole one go too.
     """
-    doomed = dist.broadcast_object(_take_manifests(out_dir, keep) if dist.is_main() else None)
+    doomed = dist.from_main(lambda: _take_manifests(out_dir, keep))
     for path, world_size in doomed:
         for rank in range(dist.rank(), world_size, dist.world_size()):
             (path / rank_file(rank)).unlink(missing_ok=True)

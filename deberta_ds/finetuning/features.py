@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from deberta_ds.base.errors import UserError
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.layouts import PLACEHOLDER, Example, Label, classes_of, shared
+from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import Task
 from deberta_ds.tokenizer import Tokenizer
 
@@ -255,8 +255,7 @@ class _Encoder:
                 # Longer than the overlap: taken from the window that shows most of it.
                 whole = whole[:1] or [
                     max(range(len(starts)),
-                        key=lambda w: min(end, starts[w] + room) - max(first, starts[w]))
-                ]
+                        key=lambda w: min(end, starts[w] + room) - max(first, starts[w]))]
             for window in whole:
                 low = max(first - starts[window], 0)
                 high = min(end - starts[window], room) if span.text == 0 else end
@@ -343,8 +342,7 @@ class FeatureBatch:
         tensors = {
             field.name: getattr(self, field.name).to(device)
             for field in fields(self)
-            if field.name not in ("longest_span", "rows")
-        }
+            if field.name not in ("longest_span", "rows")}
         return replace(self, **tensors)
 
 

@@ -116,15 +116,15 @@ def training_of(job: Job) -> Training:
     return Training(prepare, name, "Lower learning_rate, or look at those examples")
 
 
-def micro_batches(picked: Sequence[Feature], settings: Settings,
+def micro_batches(rows: Sequence[Feature], settings: Settings,
                   class_weights: Sequence[float] = ()) -> list[FeatureBatch]:
-    """Return this rank's part of an update, `picked`, in micro-batches of the same size."""
+    """Return this rank's part of an update, `rows`, in micro-batches of the same size."""
     micro_rows, accumulation = shape_of(settings)
     slots = micro_rows * accumulation
-    mine = list(picked[dist.rank() * slots : (dist.rank() + 1) * slots])
+    mine = list(rows[dist.rank() * slots : (dist.rank() + 1) * slots])
     weights = [class_weights[class_of(row.label)] if class_weights else 1.0 for row in mine]
     weights += [0.0] * (slots - len(mine))
-    mine += [picked[0]] * (slots - len(mine))
+    mine += [rows[0]] * (slots - len(mine))
     return [collate(mine[first : first + micro_rows], weights[first : first + micro_rows])
             for first in range(0, slots, micro_rows)]
 
@@ -273,5 +273,4 @@ def _say_epoch(job: Job, entry: Mapping, total_steps: int, seconds: float, bette
     job.say(
         f"{job.task.name:<8} seed {job.seed}  epoch {entry['epoch']:>5.1f}  step {entry['step']:>5}"
         f"/{total_steps}  loss {entry['loss']:.4f}{attack}  val {values}  {seconds:6.1f}s"
-        f"{'  best' if better else ''}"
-    )
+        f"{'  best' if better else ''}")

@@ -72,8 +72,7 @@ def build_sweep(options: argparse.Namespace, overrides: list[str], tasks: "tuple
         if task.predicted_by:
             raise UserError(
                 f"{task.name} has no training data; the {task.predicted_by} model predicts it: "
-                f"run --task {task.predicted_by}"
-            )
+                f"run --task {task.predicted_by}")
     own = [task.name for task in tasks if task.name not in TASK_NAMES]
     if not options.data and len(own) < len(tasks):
         raise UserError("--data: name the directory of the benchmark's files, a zip, or hub")

@@ -16,7 +16,6 @@ from deberta_ds.base.errors import UserError
 from deberta_ds.config.toml_files import flatten
 from deberta_ds.finetuning import readers
 from deberta_ds.finetuning.directory import find_finetuned, load_finetuned
-from deberta_ds.finetuning.faults import Faults
 from deberta_ds.finetuning.features import Feature
 from deberta_ds.finetuning.job import Job, encode_split
 from deberta_ds.finetuning.layouts import is_labelled
@@ -26,6 +25,7 @@ from deberta_ds.finetuning.readers import Split
 from deberta_ds.finetuning.run import check_splits, finished, metrics_on, run, write_result
 from deberta_ds.finetuning.scores import percent
 from deberta_ds.finetuning.settings import resolve
+from deberta_ds.finetuning.tables import Faults
 from deberta_ds.finetuning.tasks import TASK_NAMES, TEST, Task, diagnostics_of, suite_of
 from deberta_ds.training.check import check_alike
 from deberta_ds.training.setup import versions
@@ -92,8 +92,7 @@ def run_all(sweep: Sweep) -> list[dict]:
                 deepspeed=sweep.deepspeed, device=sweep.device,
                 init_from=init_from, keep_model=sweep.keep_models,
                 show_scores=sweep.show_scores, say=sweep.say, encoded=encoded)
-            for seed in range(1, sweep.num_seeds + 1)
-        ]
+            for seed in range(1, sweep.num_seeds + 1)]
     check_alike({"--seeds": sweep.num_seeds, "--out": str(sweep.out)} | {
         f"{job.task.name} {key}": value for job in jobs[::sweep.num_seeds] for key, value in
         flatten(job.identity() | {"deepspeed": sweep.deepspeed, "version of": versions()}).items()})
@@ -200,9 +199,7 @@ def summarize(tasks: Sequence[Task], results: Sequence[dict]) -> dict:
                 name: {metric: _spread([r["diagnostics"][name][metric] for r in runs
                                         if name in r["diagnostics"]])
                        for metric in metrics_on(task, name)}
-                for name in sorted({name for result in runs for name in result["diagnostics"]})
-            },
-        }
+                for name in sorted({name for result in runs for name in result["diagnostics"]})}}
     suite, main = suite_of(list(summary))
     medians = [row["score"]["median"] for name, row in summary.items() if name in main]
     return {"tasks": summary, "mean": statistics.fmean(medians or [0.0]), "mean_of": len(medians),
@@ -222,8 +219,7 @@ def table(summary: Mapping, compare: Mapping | None = None) -> str:
         rows.append((
             name, percent(row["baseline"]), percent(other["score"]["median"] if other else None),
             percent(score["median"]), percent(score["min"]), percent(score["max"]),
-            f"{row['failed']}/{row['seeds']}", _medians(row["metrics"]),
-        ))
+            f"{row['failed']}/{row['seeds']}", _medians(row["metrics"])))
         for diagnostic, values in row["diagnostics"].items():
             text = f"{_medians(values)}  (by the {name} model)"
             rows.append((diagnostic, "", "", "", "", "", "", text))

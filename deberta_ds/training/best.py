@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -36,9 +36,6 @@ class Best:
             return True
         self.without += 1
         return False
-
-    def state(self) -> dict:
-        return asdict(self)
 
     def __str__(self) -> str:
         return f"{self.score} = {self.value:.6g} at step {self.step:,}" if self.value is not None \

@@ -173,12 +173,12 @@ class Trainer:
         return 0 < self.run.train.patience <= self.best.without
 
     def _account(self, result: StepResult) -> None:
-        """Count a good step; pass over a bad one as train.on_spike says."""
+        """Count a good step; skip a bad one as train.on_spike says."""
         if result.problem:
             with self.meters.during("saves"):
                 if self.run.train.on_spike == "rollback":
                     self.finish_save(wait=True)
-                event, detail, place = self.bad_steps.pass_over(self.journal.step, result.problem)
+                event, detail, place = self.bad_steps.skip(self.journal.step, result.problem)
             self.journal.event(event, detail, **place)
             return
         if not result.updated:
@@ -208,7 +208,7 @@ class Trainer:
         record = self.journal.run_record(self.bad_steps, self.best)
         with self.meters.during("saves"):
             self.finish_save(wait=True)
-            dist.together(lambda: lock.check(self.run.out_dir) if dist.is_main() else None)
+            dist.on_main(lambda: lock.check(self.run.out_dir))
             self.saver.begin(record, is_best)
             self.finish_save(wait=not self.run.train.save_in_background)
 

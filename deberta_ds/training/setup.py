@@ -131,8 +131,7 @@ def _open(run: RunConfig) -> tuple[Tokenizer, RowDataset, dict[str, list[Row]]]:
             num_rows=run.train.eval_sequences, attend_across_documents=data.attend_across_documents,
             verify=data.verify, verify_rank=dist.rank(), verify_world_size=dist.world_size(),
             replaced=data.heldout_replacements.get(name, ""), cache=cache)
-        for name, path in data.heldout_corpora.items()
-    }
+        for name, path in data.heldout_corpora.items()}
     return tokenizer, dataset, held_out
 
 

@@ -131,12 +131,9 @@ BROKEN = {
     "flat MultiRC": edit_line("MultiRC", lambda v: '{"idx": 0, "label": 1}'),
     "a MultiRC question missing": edit_line("MultiRC", lambda v: questions(v).pop()),
     "a MultiRC answer missing": edit_line("MultiRC", lambda v: questions(v)[0]["answers"].pop()),
-    "MultiRC answers swapped": edit_line(
-        "MultiRC", lambda v: questions(v)[0]["answers"].reverse()
-    ),
+    "MultiRC answers swapped": edit_line("MultiRC", lambda v: questions(v)[0]["answers"].reverse()),
     "a MultiRC bool label": edit_line(
-        "MultiRC", lambda v: questions(v)[0]["answers"][0].update(label=True)
-    ),
+        "MultiRC", lambda v: questions(v)[0]["answers"][0].update(label=True)),
     "answers not a list": edit_line("MultiRC", lambda v: questions(v)[0].update(answers=1)),
     "not UTF-8": lambda c: c.update({"RTE.jsonl": b"\xff\xfe"}),
 }
