@@ -242,7 +242,8 @@ def groups(runs: list[Run]) -> list[tuple[str, str, int, list[Drawing]]]:
         ("What was learned", "Measured on held-out sequences, next to the baseline.", 2,
          _charts([metric for metric in declared if not metric.is_loss], runs)),
         ("Hardware and optimizer", "What the hardware and the optimizer did.", 3,
-         [chart for metric, headline in RUN_CHARTS for chart in _run_chart(metric, headline, runs)]),
+         [chart for metric, headline in RUN_CHARTS
+          for chart in _run_chart(metric, headline, runs)]),
     ]
     return [group for group in found if group[-1]]
 
