@@ -93,12 +93,12 @@ def batch_of_packed_rows():
     return collate(rows)
 
 
-def step_of(kind: str, absolute: bool):
+def step_of(kind: str, absolute: bool, attention: str):
     """Return a function that takes one forward and backward pass."""
     config = ModelConfig(vocab_size=200, hidden_size=32, num_layers=2, num_heads=2,
                          intermediate_size=64, max_position=64, position_buckets=8,
                          conv_kernel=3 if kind == "mlm" else 0, absolute_input=absolute,
-                         relative_attention=not absolute)
+                         relative_attention=not absolute, attention=attention)
     if kind == "mlm":
         model = MlmModel(config, 190)
     else:
@@ -108,15 +108,17 @@ def step_of(kind: str, absolute: bool):
     return lambda: model(batch, {"targets": count, "tokens": count})[0].backward()
 
 
-@pytest.mark.parametrize(("kind", "absolute"), [("mlm", False), ("mlm", True), ("rtd", False)])
-def test_no_operator_of_a_step_depends_on_an_order(monkeypatch, kind, absolute):
+@pytest.mark.parametrize(("kind", "absolute", "attention"), [
+    ("mlm", False, "tiled"), ("mlm", True, "tiled"), ("rtd", False, "tiled"),
+    ("mlm", False, "dense")])
+def test_no_operator_of_a_step_depends_on_an_order(monkeypatch, kind, absolute, attention):
     def whole_rows(segments, columns):
         return [segments_module._whole_row(segments, columns, row) for row in range(len(segments))]
 
     monkeypatch.setattr(tiled, "split_into_spans", whole_rows)
     monkeypatch.setattr(skew.Expansion, "collapse", skew.Expansion.collapse_by_product)
     monkeypatch.setattr(dropout, "is_hashed", lambda tensor: False)
-    step = step_of(kind, absolute)
+    step = step_of(kind, absolute, attention)
     with Watch() as watch:
         step()
     assert watch.found == []

@@ -106,10 +106,10 @@ def test_an_old_card_or_a_variable_rules_out_triton(card, monkeypatch):
 
 
 def test_kernels_by_name(card):
-    for mode in ("reference", "tiled"):
+    for mode in ("dense", "reference", "tiled"):
         choice = pick("attention", request("attention", CPU), mode)
         assert (choice.name, choice.why) == (mode, f"attention = '{mode}'")
-    with pytest.raises(UserError, match="choose one of auto, fused, reference, tiled"):
+    with pytest.raises(UserError, match="choose one of auto, fused, dense, reference, tiled"):
         pick("attention", request("attention", CPU), "flash")
     with pytest.raises(UserError, match="cross_entropy = 'fused' cannot run here: no GPU"):
         loss_function("fused", torch.zeros(1, 16), torch.zeros(8, 16))

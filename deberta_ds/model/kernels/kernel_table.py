@@ -32,7 +32,7 @@ _ALIGNED = 16  # hidden sizes at which every hidden state begins at a whole vect
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALF)
-_GPU, _CPU = ("cuda",), ("cpu",)
+_GPU, _CPU, _ANY = ("cuda",), ("cpu",), ("cuda", "cpu", "meta")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Kernel:
     limits: Callable[[Request], str] | None = None  # why it cannot run, or an empty string
     check: Callable[[Request], Verdict] | None = None  # of Triton kernels: is it right here?
     needs: str = ""  # the limits in words, for the documentation
-    by_name_only: bool = False
+    by_name_on: tuple[str, ...] = ()  # devices where it runs only when asked for
 
     def load(self) -> Any:
         """Return the function, or None. Imported late: Triton need not be installed."""
@@ -101,7 +101,7 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
         return _named(mode, known, request, interpreted)
     missed: list[str] = []
     for kernel in known[:-1]:
-        if kernel.by_name_only:
+        if request.device.type in kernel.by_name_on:
             continue
         problem = _problem(kernel, request, interpreted)
         if not problem and kernel.check and not interpreted:
@@ -126,7 +126,7 @@ def _named(mode: str, known: list[Kernel], request: Request, interpreted: bool) 
     kernel = known[names.index(mode)]
     if problem := _problem(kernel, request, interpreted):
         raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or "
-                        f"'{known[-1].name}'")
+                        f"'{known[1].name}'")
     return Choice(kernel, f"{option} = {mode!r}")
 
 
@@ -190,7 +190,9 @@ _ROWS = f"hidden size up to {MOST_COLUMNS:,}"
 KERNELS = (
     Kernel("attention", "fused", "kernels.attention:fused_path", _GPU, _HALF, _head_size,
            _check_attention, _HEADS),
-    Kernel("attention", "reference", "attention.reference:reference_attention", by_name_only=True),
+    Kernel("attention", "dense", "attention.dense:dense_attention", by_name_on=("cpu", "meta"),
+           needs="memory for the scores of all pairs"),
+    Kernel("attention", "reference", "attention.reference:reference_attention", by_name_on=_ANY),
     Kernel("attention", "tiled", "attention.tiled:tiled_attention"),
     Kernel("cross-entropy", "fused", "kernels.fused_cross_entropy:fused_linear_cross_entropy",
            _GPU, _HALF, _aligned, _check_loss,
@@ -246,6 +248,7 @@ def in_a_line(found: dict[str, dict[str, str]]) -> str:
 def table() -> list[str]:
     """Return the rows of the table of docs/attention.md."""
     where = {_GPU: "GPU", _CPU: "CPU", (): "everywhere else"}
+    by_name = {_ANY: "only by name", ("cpu", "meta"): "GPU; elsewhere by name"}
     return [f"| {one.idea} | `{one.name}` | "
-            f"{'only by name' if one.by_name_only else where[one.devices]} | "
+            f"{by_name.get(one.by_name_on) or where[one.devices]} | "
             f"{_names(one.dtypes) if one.dtypes else 'any'} | {one.needs} |" for one in KERNELS]
