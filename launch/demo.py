@@ -78,11 +78,11 @@ class Demo:
 
 def _environment() -> dict[str, str]:
     """The environment of every command: quiet on machines without a GPU, no model hub."""
-    import torch
+    from deberta_ds.cluster.driver import count_gpus
 
     extra = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
              "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    if not torch.cuda.is_available():
+    if not count_gpus():
         extra |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return os.environ | extra
 
@@ -95,10 +95,10 @@ def main() -> None:
                         help="seed of the weights, the sequence order and the masks (default: 0)")
     options = parser.parse_args()
 
-    import torch
+    from deberta_ds.cluster.driver import count_gpus
 
     started = time.monotonic()
-    gpus = gpus_taken(torch.cuda.device_count())
+    gpus = gpus_taken(count_gpus())
     launcher = ("deepspeed", f"--num_gpus={gpus or MOST_RANKS}")
     ds_config = deepspeed_config(gpus)
     demo = Demo()
