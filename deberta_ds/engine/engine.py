@@ -30,6 +30,7 @@ from deberta_ds.engine.optim import build_optimizer
 from deberta_ds.model import cpu
 from deberta_ds.model.dropout import LinearGelu
 from deberta_ds.model.init import init_parameters
+from deberta_ds.model.kernels import kernel_check
 from deberta_ds.objectives.build import build_model, fixed_parameters, objective_of
 from deberta_ds.tracking import log
 
@@ -50,11 +51,12 @@ def prepare_rank() -> torch.device:
         check_parts("deepspeed", deepspeed, CPU_PARTS)
         # Only inference all-reduce uses this operator, and building it takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    device = local_device()
     count_gpus()
+    device = local_device()
     if device.type == "cpu":
         cpu.keep_heap()
     if device.type == "cuda":
+        kernel_check.keep_on_this_node()
         if device.index >= torch.cuda.device_count():
             seen = counted(torch.cuda.device_count(), "GPU")
             raise UserError(f"LOCAL_RANK = {device.index}, but this process sees only {seen}; "

@@ -174,8 +174,8 @@ def _costs(run: Run) -> list[Tile]:
     others = dict(run.saved.kernels)  # {part of the model: the kernel it took, and why}
     if attention := others.pop("attention", None):
         names = ", ".join(f"{part} {one.get('kernel', '')}" for part, one in others.items())
-        found.append(Tile("kernels", "Kernels", f"attention {attention.get('kernel', '')}", names,
-                          is_name=True))
+        found.append(Tile("kernels", "Kernels", f"attention {attention.get('kernel', '')}",
+                          " · ".join(filter(None, (attention.get("why"), names))), is_name=True))
     if peaks := [value for _, value in run.points("train", "peak_memory_bytes")]:
         found.append(Tile("peak_memory_bytes", "Peak memory", format_value(max(peaks), "bytes"),
                           "of the first rank", max(peaks)))

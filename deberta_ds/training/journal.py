@@ -62,9 +62,9 @@ class Journal:
         for name, value in result.sums.items():
             self._since_line[name] = self._since_line.get(name, 0.0) + value
 
-    def event(self, event: str, detail: str, **numbers: float) -> None:
+    def event(self, event: str, detail: str, **more: float | str) -> None:
         self._log.metrics({"kind": "event", "step": self.step, "seconds": self.seconds,
-                           "event": event, "detail": detail} | numbers)
+                           "event": event, "detail": detail} | more)
 
     def end(self, event: str, detail: str) -> None:
         """As `event`, with where the time of the whole run went."""

@@ -5,12 +5,15 @@ import json
 import os
 import platform
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from deberta_ds import __version__
+from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
 from deberta_ds.base.numbers import counted, format_count
 from deberta_ds.checkpoint.find import Found, find
@@ -30,7 +33,7 @@ from deberta_ds.engine.engine import local_device
 from deberta_ds.evaluate.held_out import Pairs, open_pairs
 from deberta_ds.model import cpu
 from deberta_ds.model.backbone import count_parameters, on_meta
-from deberta_ds.model.kernels import kernel_table
+from deberta_ds.model.kernels import kernel_check, kernel_table
 from deberta_ds.model.precision import DTYPES
 from deberta_ds.objectives.build import build_model
 from deberta_ds.release.shape import padded_rows
@@ -88,11 +91,13 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:
     every rank.
     """
     warnings = check_deepspeed(ds_values, place)
+    check_kernels_first(lambda: kernel_choices(run, ds_values))
     device = engine.init_distributed()
     check_alike(flatten(run_config.to_dict(run)) | {
         f"{key} of the DeepSpeed JSON": value for key, value in flatten(ds_values).items()} | {
         f"version of {name}": version for name, version in versions().items()})
     dist.together(lambda: check_run(run, ds_values, dist.world_size(), None, place))
+    agree_on_kernels(lambda: kernel_choices(run, ds_values))
     if device.type == "cpu":
         cpu.use_onednn()
     return warnings
@@ -100,6 +105,24 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:
 
 def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
     """Open the inputs and check the whole run; as `join_group`."""
+def check_kernels_first(choose: Callable[[], Any]) -> None:
+    """Check the kernels of this node before the process group is there: its first rank alone."""
+    engine.prepare_rank()
+    if dist.local_rank() == 0:
+        with suppress(UserError):  # said by `agree_on_kernels`, on every rank
+            choose()
+
+
+def agree_on_kernels(choose: Callable[[], Any]) -> Any:
+    """Return what `choose` says, with the verdicts of all nodes; call on every rank.
+
+    Raises UserError, on every rank, if a kernel fails its check on any.
+    """
+    for found in dist.gather_objects(kernel_check.verdicts):
+        kernel_check.merge(found)
+    return dist.together(choose)
+
+
     tokenizer, dataset, held_out = dist.together(lambda: _open(run))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = ds_config.resolve(run, ds_values, dist.world_size())

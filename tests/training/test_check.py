@@ -96,3 +96,5 @@ def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path
     saved = json.loads((tmp_path / "out/config.json").read_text())["kernels"]
     assert saved["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
     assert saved["dropout"]["kernel"] == "hash"
+    begun = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[0])
+    assert begun["event"] == "start" and begun["kernels"].startswith("attention reference, cross-")
