@@ -166,6 +166,7 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "full", "selective"] = option(
         "what the backward pass of a layer recomputes; full: the whole layer; selective: all but "
         "the outputs of its linear layers", "none")
+    tf32: bool = option("fp32 matmuls on a GPU in TF32: faster, with 10 bits of mantissa", False)
     activation_checkpointing_interval: int = option("every n-th layer is checkpointed", 1, ge=1,
                                                     le=1000)
     log_every: int = option("steps between two log lines", 10, ge=1, le=1 << 40)

@@ -38,9 +38,10 @@ class Journal:
         self._seconds_before = record.seconds if record else 0.0
         self._started = time.monotonic()
         device = self._engine.device
-        speed = SpeedMeter(self._objective.flops_per_token(run),
-                           peak_flops(device, ds_config.product_precision(self._inputs.ds)),
-                           dist.world_size(), self.sequences_seen)
+        products = ds_config.product_precision(self._inputs.ds)
+        peak = None if run.train.tf32 and products == "fp32" else peak_flops(device, products)
+        speed = SpeedMeter(self._objective.flops_per_token(run), peak, dist.world_size(),
+                           self.sequences_seen)
         time_use = TimeUse(record.time_use if record else {},
                            started.lost_before + started.lost_now)
         self.meters = Meters(speed, time_use, WorkMeter(device), watchdog)

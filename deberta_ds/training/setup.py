@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deberta_ds import __version__
 from deberta_ds.base.errors import UserError
 from deberta_ds.base.files import write_atomic
@@ -100,11 +102,11 @@ def join_group(run: RunConfig, ds_values: dict, place: str) -> list[str]:
     agree_on_kernels(lambda: kernel_choices(run, ds_values))
     if device.type == "cpu":
         cpu.use_onednn()
+    elif run.train.tf32:
+        torch.set_float32_matmul_precision("high")
     return warnings
 
 
-def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
-    """Open the inputs and check the whole run; as `join_group`."""
 def check_kernels_first(choose: Callable[[], Any]) -> None:
     """Check the kernels of this node before the process group is there: its first rank alone."""
     engine.prepare_rank()
@@ -123,6 +125,8 @@ def agree_on_kernels(choose: Callable[[], Any]) -> Any:
     return dist.together(choose)
 
 
+def _open_inputs(run: RunConfig, ds_values: dict, place: str) -> Inputs:
+    """Open the inputs and check the whole run; as `join_group`."""
     tokenizer, dataset, held_out = dist.together(lambda: _open(run))
     check_run(run, ds_values, dist.world_size(), tokenizer.size, place)
     ds = ds_config.resolve(run, ds_values, dist.world_size())
@@ -179,6 +183,8 @@ def describe(run: RunConfig, inputs: Inputs, origins: dict[str, str]) -> list[st
     products = ds_config.product_precision(inputs.ds)
     if products != precision:
         precision += f" weights with {products} matmuls"
+    if run.train.tf32 and local_device().type == "cuda":
+        precision += ", fp32 matmuls in TF32"
     rows = batch_schedule.rows_of_run(run.train)
     epochs = ", ".join(f"{path} {share:.2f}" for path, share in inputs.dataset.epochs(rows).items())
     lines.append(f"{run.objective.kind} model: {format_count(inputs.num_parameters)} parameters, "

@@ -2,14 +2,18 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from data_helpers import make_corpus, tiny_tokenizer
 from launching import ROOT, deepspeed_json, make_run
 from rank_helpers import PRETRAIN, start, wait
 
+from deberta_ds.config import run_config
 from deberta_ds.tracking.records import read_metrics
+from deberta_ds.training import setup
 
 pytestmark = [pytest.mark.multi]
 CHECK_NAN = ROOT / "tests/workers/check_nan.py"
@@ -93,8 +97,24 @@ def test_kernels_are_named_by_check_at_the_start_and_in_the_runs_config(tmp_path
         text = log.read_text()
         assert "kernels: attention reference (attention = 'reference'); " in text
         assert "cross-entropy chunked, LayerNorm torch" in text and "(not fused: no GPU)" in text
+    begun = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[0])
+    assert begun["event"] == "start" and begun["kernels"].startswith("attention reference, cross-")
     saved = json.loads((tmp_path / "out/config.json").read_text())["kernels"]
     assert saved["attention"] == {"kernel": "reference", "why": "attention = 'reference'"}
     assert saved["dropout"]["kernel"] == "hash"
-    begun = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[0])
-    assert begun["event"] == "start" and begun["kernels"].startswith("attention reference, cross-")
+
+
+def test_tf32_is_for_gpus_alone_and_only_on_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "check_deepspeed", lambda *_: [])
+    monkeypatch.setattr(setup, "kernel_choices", lambda *_: {})
+    monkeypatch.setattr(setup.engine, "prepare_rank", lambda: None)
+    monkeypatch.setattr(setup.cpu, "use_onednn", lambda: None)
+    run_file, found = str(make_run(tmp_path)), []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(setup.engine, "init_distributed", partial(torch.device, device))
+        for given in ("false", "true"):
+            run, _ = run_config.load(run_file, [f"--train.tf32={given}"])
+            setup.join_group(run, {}, "run.toml")
+            found.append(f"{device} {given}")
+    assert found == ["cpu false", "cpu true", "cuda false", "high", "cuda true"]
