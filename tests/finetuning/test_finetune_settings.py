@@ -4,10 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from superglue_helpers import sample, tiny_start
 from test_finetune_loop import ROOT
 
 from deberta_ds.base.errors import UserError
+from deberta_ds.finetuning import options
 from deberta_ds.finetuning.features import encode
 from deberta_ds.finetuning.settings import Settings, load, resolve
 from deberta_ds.finetuning.tasks import TASK_NAMES, TASKS, task_named
@@ -85,3 +87,12 @@ def test_every_preset_file_resolves_for_every_task_and_fits_its_texts(path):
 
 def test_there_is_a_preset_for_every_size():
     assert [path.stem for path in PRESETS] == ["1p5b", "base", "demo", "large", "small", "xsmall"]
+
+
+@pytest.mark.parametrize(("gpus", "able", "name"), [
+    (0, True, ""), (1, False, ""), (8, True, "ds_configs/zero1_bf16.json")])
+def test_a_gpu_with_bf16_takes_it_unless_told(monkeypatch, gpus, able, name):
+    """In fp32 a GPU's kernels lie idle, and that was the default."""
+    monkeypatch.setattr("deberta_ds.cluster.driver.count_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: able)
+    assert options._default_json() == name
