@@ -53,7 +53,7 @@ class ModelConfig:
     attention_dropout: float = option("dropout of attention probabilities", 0.1, ge=0, lt=1)
     norm_eps: float = option("epsilon of every LayerNorm", 1e-7, ge=1e-20, le=1)
     init_std: float = option("standard deviation of the initial weights", 0.02, gt=0, le=10)
-    attention: Literal["auto", "fused", "dense", "reference", "tiled"] = option(
+    attention: Literal["auto", "fused", "tiled", "reference", "dense"] = option(
         "implementation of attention; all give the same result (docs/attention.md)", "auto")
     keep_position_terms: bool = option("fused attention keeps its position terms for the backward "
                                        "pass: about 5 % faster, for 4 bytes x heads x min(seq_len, "

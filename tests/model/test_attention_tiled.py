@@ -97,7 +97,7 @@ def test_long_rows_are_recomputed_tile_by_tile(monkeypatch):
     case = Case(SMALL_BUCKETS, ones(1, 300), dropout=0.1)
     whole = run(case, "tiled", torch.float64)
     monkeypatch.setattr(tiled, "KEEP_LENGTH", 64)
-    monkeypatch.setitem(tiled.groups.__globals__["_TILE_BYTES"], "cpu", 300 * 70 * 8)
+    monkeypatch.setitem(tiled.groups.__globals__, "_TILE_BYTES", 300 * 70 * 8)
     parts = run(case, "tiled", torch.float64)
     assert max(relative_errors(parts, whole)) < 1e-14
 
@@ -108,12 +108,12 @@ def test_rows_together_in_tiles_of_any_size(monkeypatch, planes, packed):
     segments = PACKED[[0, 1, 2, 0, 1], 100:190] if packed else ones(5, 90)
     case = Case(SMALL_BUCKETS, segments, dropout=0.1)
     whole = run(case, "tiled", torch.float64)
-    monkeypatch.setitem(tiled.groups.__globals__["_TILE_BYTES"], "cpu", 90 * 90 * planes * 8)
+    monkeypatch.setitem(tiled.groups.__globals__, "_TILE_BYTES", 90 * 90 * planes * 8)
     assert max(relative_errors(run(case, "tiled", torch.float64), whole)) < 1e-14
 
 
 def test_a_mask_without_reading_segments_is_the_same(monkeypatch):
-    """The way of the GPU: whole rows under a mask."""
+    """As for segments in two parts: whole rows under a mask."""
     case = Case(SMALL_BUCKETS, PACKED, dropout=0.1)
     cut = run(case, "tiled", torch.float64)
     spans = tiled.split_into_spans.__globals__

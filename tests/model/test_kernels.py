@@ -91,7 +91,7 @@ def test_on_a_card_triton_runs_or_nothing_does(card):
     ("projections", {"obstacle": "ZeRO-3"}, "ZeRO-3")])
 def test_what_cannot_run_says_why(card, idea, more, reason):
     choice = pick(idea, request(idea, **more))
-    assert choice.name not in ("fused", "shared") and choice.why.endswith(f": {reason}")
+    assert choice.name not in ("fused", "shared") and f": {reason}" in choice.why
     if idea in kernel_table.OPTIONS:
         with pytest.raises(UserError, match=f"= 'fused' cannot run here: {reason}; use 'auto' or "):
             pick(idea, request(idea, **more), "fused")
@@ -109,7 +109,7 @@ def test_kernels_by_name(card):
     for mode in ("dense", "reference", "tiled"):
         choice = pick("attention", request("attention", CPU), mode)
         assert (choice.name, choice.why) == (mode, f"attention = '{mode}'")
-    with pytest.raises(UserError, match="choose one of auto, fused, dense, reference, tiled"):
+    with pytest.raises(UserError, match="choose one of auto, fused, tiled, reference, dense"):
         pick("attention", request("attention", CPU), "flash")
     with pytest.raises(UserError, match="cross_entropy = 'fused' cannot run here: no GPU"):
         loss_function("fused", torch.zeros(1, 16), torch.zeros(8, 16))

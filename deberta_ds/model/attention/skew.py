@@ -51,16 +51,9 @@ class Expansion:
 
     def collapse(self, grad_HCD: Tensor, num_slots: int) -> Tensor:
         """Return the gradient [H,S,D] of the relative table, summed in a fixed order."""
-        if grad_HCD.is_cuda:
-            return self.collapse_by_product(grad_HCD, num_slots)
         heads, _, size = grad_HCD.shape
         grad_HSD = grad_HCD.new_zeros(heads, num_slots, size)
         return grad_HSD.index_add_(1, self.slots_C, grad_HCD)
-
-    def collapse_by_product(self, grad_HCD: Tensor, num_slots: int) -> Tensor:
-        """Return the same on a GPU, where `index_add_` adds in any order."""
-        one_hot_SC = self.slots_C == torch.arange(num_slots, device=grad_HCD.device)[:, None]
-        return one_hot_SC.to(grad_HCD.dtype) @ grad_HCD
 
 
 def expansion(geometry: Geometry, longest: int, rows_are_queries: bool, clip: bool, like: Tensor
@@ -158,10 +151,8 @@ class Scratch:
 _LOCAL = threading.local()
 
 
-def scratch_of(device: torch.device) -> Scratch:
-    """Return this thread's scratch for the CPU, some tiles large; on a GPU a new one."""
-    if device.type != "cpu":
-        return Scratch()
+def own_scratch() -> Scratch:
+    """Return this thread's scratch, some tiles large."""
     if not hasattr(_LOCAL, "scratch"):
         _LOCAL.scratch = Scratch()
     return _LOCAL.scratch

@@ -32,7 +32,7 @@ _ALIGNED = 16  # hidden sizes at which every hidden state begins at a whole vect
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALF)
-_GPU, _CPU, _ANY = ("cuda",), ("cpu",), ("cuda", "cpu", "meta")
+_GPU, _CPU = ("cuda",), ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Kernel:
     limits: Callable[[Request], str] | None = None  # why it cannot run, or an empty string
     check: Callable[[Request], Verdict] | None = None  # of Triton kernels: is it right here?
     needs: str = ""  # the limits in words, for the documentation
-    by_name_on: tuple[str, ...] = ()  # devices where it runs only when asked for
+    by_name_only: bool = False
 
     def load(self) -> Any:
         """Return the function, or None. Imported late: Triton need not be installed."""
@@ -100,8 +100,7 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
     if mode != "auto":
         return _named(mode, known, request, interpreted)
     missed: list[str] = []
-    usable = [kernel for kernel in known if request.device.type not in kernel.by_name_on]
-    for kernel in usable:  # the last one runs everywhere
+    for kernel in (one for one in known if not one.by_name_only):  # the last one runs everywhere
         problem = _problem(kernel, request, interpreted)
         if not problem:
             break
@@ -110,7 +109,7 @@ def _pick(idea: str, request: Request, mode: str, interpreted: bool) -> Choice:
     if kernel.check and not interpreted:
         verdict = kernel.check(request)
         if not verdict.passed:
-            raise UserError(_failure(kernel, known[1], verdict))
+            raise UserError(_failure(kernel, known[-1], verdict))
         why = verdict.text
     if missed and request.device.type == "cuda" and known[0].check:
         _LOG.warning("WARNING: %s runs as %s, several times slower than %s: %s", idea, kernel.name,
@@ -134,7 +133,7 @@ def _named(mode: str, known: list[Kernel], request: Request, interpreted: bool) 
     kernel = known[names.index(mode)]
     if problem := _problem(kernel, request, interpreted):
         raise UserError(f"{option} = {mode!r} cannot run here: {problem}; use 'auto' or "
-                        f"'{known[1].name}'")
+                        f"'{known[-1].name}'")
     return Choice(kernel, f"{option} = {mode!r}")
 
 
@@ -198,10 +197,10 @@ _ROWS = f"hidden size up to {MOST_COLUMNS:,}"
 KERNELS = (
     Kernel("attention", "fused", "kernels.attention:fused_path", _GPU, _HALF, _head_size,
            _check_attention, _HEADS),
-    Kernel("attention", "dense", "attention.dense:dense_attention", by_name_on=("cpu", "meta"),
+    Kernel("attention", "tiled", "attention.tiled:tiled_attention", _CPU),
+    Kernel("attention", "reference", "attention.reference:reference_attention", by_name_only=True),
+    Kernel("attention", "dense", "attention.dense:dense_attention",
            needs="memory for the scores of all pairs"),
-    Kernel("attention", "reference", "attention.reference:reference_attention", by_name_on=_ANY),
-    Kernel("attention", "tiled", "attention.tiled:tiled_attention"),
     Kernel("cross-entropy", "fused", "kernels.fused_cross_entropy:fused_linear_cross_entropy",
            _GPU, _HALF, _aligned, _check_loss,
            f"hidden size a multiple of {_ALIGNED}; under 2^31 elements"),
@@ -258,7 +257,6 @@ def in_a_line(found: dict[str, dict[str, str]]) -> str:
 def table() -> list[str]:
     """Return the rows of the table of docs/attention.md."""
     where = {_GPU: "GPU", _CPU: "CPU", (): "everywhere else"}
-    by_name = {_ANY: "only by name", ("cpu", "meta"): "GPU; elsewhere by name"}
     return [f"| {one.idea} | `{one.name}` | "
-            f"{by_name.get(one.by_name_on) or where[one.devices]} | "
+            f"{'only by name' if one.by_name_only else where[one.devices]} | "
             f"{_names(one.dtypes) if one.dtypes else 'any'} | {one.needs} |" for one in KERNELS]
